@@ -19,7 +19,7 @@ from bridge.aten.placed_draws import placed_draw
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
 from bridge.base.devices import HOST
-from bridge.base.torch_internals import FakeTensorMode, aten
+from bridge.base.torch_internals import aten, fake_mode
 from bridge.capture import COMPUTED_DRAWS, TensorForm
 
 op = relax.op
@@ -182,7 +182,7 @@ def embedding_bag(importer, node, weight, indices, offsets, scale_grad_by_freq=F
     if node.target is target:
         return whole(importer, node, weight, *args)
     numbers_only("bags of computed weights", [form.shape for form in node.meta["val"]])
-    mode = FakeTensorMode()
+    mode = fake_mode()
     fakes = target(*fx.node.map_arg(node.args, lambda arg: _fake(arg.meta["val"], mode)), **node.kwargs)
     meta = {**node.meta, "val": fakes}
     with_gradient = SimpleNamespace(target=target, args=node.args, kwargs=node.kwargs, meta=meta)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from bridge.base.torch_internals import PROBES, FakeTensorMode, MissingInternalError, find
+from bridge.base.torch_internals import PROBES, MissingInternalError, fake_mode, find
 
 __all__ = [
     "SYMBOLIC",
@@ -58,7 +58,7 @@ def fresh_sizes(tensors: Mapping[Any, tuple[torch.Tensor, Collection[int]]]) -> 
 
     The symbols of two calls of this, with equal keys, are equal.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
+    mode = fake_mode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
     found = {}
     for key, (tensor, varying) in tensors.items():
         kinds = [DimDynamic.DYNAMIC if dim in varying else DimDynamic.STATIC for dim in range(tensor.dim())]

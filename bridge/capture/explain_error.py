@@ -92,6 +92,10 @@ def explain_error(error: BaseException) -> Unsupported:
         reason = "draws from a generator of its own, which a traced graph does not hold"
         hint = "draw from torch's default generator, or outside of the module and pass the numbers in"
         return Unsupported("torch.Generator", where, reason, hint)
+    if first_line.startswith("Cannot access data pointer of Tensor"):
+        reason = "a tensor's address is asked for: to copy it in Python, or for a kernel that torch does not know of"
+        hint = "make a kernel an operator (torch.library.custom_op, triton_op); copy outside of forward"
+        return Unsupported("Tensor.data_ptr", where, reason, hint)
     if "BatchedTensor" in first_line or "functorch" in first_line:
         return Unsupported("torch.func", where, "a transform (vmap, grad, jacrev, …) inside forward")
     if kind == "PendingUnbackedSymbolNotFound":  # autograd takes the view anew, at a number that nobody knows

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bridge.base.modes import autocast_depth
-from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree, storage_id
+from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, fake_mode, pytree, storage_id
 from bridge.base.torch_shapes import fake_results_not_kept
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
@@ -76,7 +76,7 @@ def fake_run(
     else:
         env = None if sizes is None else sizes.environment
         with nullcontext() if env is None else fake_results_not_kept():
-            mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
+            mode = fake_mode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
         fakes = tuple(mode.from_tensor(tensor) for tensor in real_tensors)
         made = tuple(map(_description, fakes))
     state = {
@@ -140,7 +140,7 @@ def forget_real_tensors(fakes: Iterable[torch.Tensor]) -> None:
 
 def arguments_of_sample(args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """Fake tensors of the argument tensors' own sizes."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode(allow_non_fake_inputs=True)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     made = tuple(_fake_leaf(mode, leaf) for leaf in tensors)
     forget_real_tensors(made)

@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -21,21 +22,26 @@ from bridge.base.replaced import replaced
 from bridge.base.torch_export import EXPORT_CONTEXTS, loaded_export_tracer
 from bridge.base.torch_internals import (
     FullTraceback,
+    ScriptFunction,
     SymbolicPatcher,
     compiling_flags,
     fx_proxy,
     mkldnn_switch,
+    run_unfused,
     symbolic_trace,
 )
-from bridge.capture.tracing import HERE, is_capturing, takes_eagers_branches
+from bridge.capture.tracing import HERE, is_capturing, note_question_of_forward, takes_eagers_branches
 from bridge.capture.user_frames import UsersTraceback
 
 __all__ = ["here_only", "patched_globals"]
 
 
 @contextmanager
-def patched_globals() -> Iterator[None]:
-    """While active, what torch.export and torch.fx do to the process while they trace is seen by this thread only."""
+def patched_globals(*, fakes: bool = True) -> Iterator[None]:
+    """While active, what torch.export and torch.fx do to the process while they trace is seen by this thread only.
+
+    ``fakes``: see :func:`bridge.capture.thread_isolation.capturing`.
+    """
     with ExitStack() as stack:
         tracer = symbolic_trace.Tracer
         stack.enter_context(replaced(tracer, trace=here_only(_with_own_globals(tracer.trace), tracer.trace)))
@@ -48,6 +54,9 @@ def patched_globals() -> Iterator[None]:
         flatten = nn.RNNBase.flatten_parameters
         stack.enter_context(replaced(nn.RNNBase, flatten_parameters=here_only(lambda module: None, flatten)))
         stack.enter_context(replaced(torch, max_pool1d=here_only(_pooled_rows, torch.max_pool1d)))
+        # what TorchScript has fused shows no operators, and reads memory that fakes do not have
+        scripted = here_only(partial(_scripted, fakes=fakes), ScriptFunction.__call__)
+        stack.enter_context(replaced(ScriptFunction, __call__=scripted))
         for module in map(inspect.getmodule, (torch.svd_lowrank, torch.lobpcg)):  # they ask for the type of a tensor
             asked = here_only(lambda tensors: False, module.has_torch_function)
             stack.enter_context(replaced(module, has_torch_function=asked))
@@ -108,6 +117,11 @@ def _pooled_rows(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 _MAX_POOL1D = torch.max_pool1d
+
+
+def _scripted(function: Any, *args: Any, fakes: bool, **kwargs: Any) -> Any:
+    note_question_of_forward()
+    return run_unfused(function, *args, fakes=fakes, **kwargs)
 
 
 @contextmanager

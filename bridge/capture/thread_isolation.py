@@ -61,7 +61,7 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         stack.enter_context(registries_here(module, derived))
         stack.enter_context(forwards_here(module))
         stack.enter_context(derived.hidden())
-        stack.enter_context(patched_globals())
+        stack.enter_context(patched_globals(fakes=fakes))
         stack.enter_context(recurrent_formulas())
         if has_saved_tensors_hooks():  # a checkpoint's, around the call: they count what autograd saves
             stack.enter_context(saved_tensors_hooks(_unchanged, _unchanged))

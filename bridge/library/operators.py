@@ -13,11 +13,14 @@ from bridge.library.registry import library_function
 
 __all__ = ["waits_for_the_device"]
 
-_WAITING = frozenset(("_linalg_eigh", "_linalg_eigvals", "_linalg_svd", "linalg_eig", "linalg_eigvals"))
+_WAITING = frozenset(
+    "_linalg_eigh _linalg_eigvals linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_matrix_rank linalg_pinv "
+    "pinverse".split()
+)
 
 
 def waits_for_the_device(name: str, attributes: Sequence[Any]) -> str | None:
-    """The operator that a call of this module's functions runs, if cuSOLVER asks the device meanwhile how far it is.
+    """The operator that a call of this file's functions runs, if cuSOLVER asks the device meanwhile how far it is.
 
     A stream that is captured refuses that, and cuSOLVER fails once more in the thread's next call, whosever that is.
     """

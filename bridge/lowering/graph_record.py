@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from bridge.base.devices import device_named, name_of
-from bridge.base.torch_internals import FakeTensorMode, OpOverload
+from bridge.base.torch_internals import OpOverload, fake_mode
 from bridge.capture import Operation, Place
 
 __all__ = ["NotRecordedError", "graph_of", "operation_of", "operation_record", "record_of"]
@@ -41,7 +41,7 @@ def graph_of(record: list[Any]) -> fx.Graph:
     Raises:
         NotRecordedError: this torch has not all of its operators.
     """
-    graph, nodes, mode = fx.Graph(), {}, FakeTensorMode()
+    graph, nodes, mode = fx.Graph(), {}, fake_mode()
     for op, name, target, args, kwargs, meta in record:
         given = _value(args, nodes.__getitem__), _value(kwargs, nodes.__getitem__)
         node = graph.create_node(op, _called(target) if op == "call_function" else target, *given, name=name)

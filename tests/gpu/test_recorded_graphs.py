@@ -462,3 +462,20 @@ def test_steps_beside_wait_for_copies_of_inputs():
     (entry,) = stats(ours).entries
     beside = steps_beside(entry.backward.steps, entry.backward.layout.views).spans
     assert beside and stats(ours).graphs.replays > 12, stats(ours).graphs
+
+
+class Eigenvalues(nn.Module):
+    def forward(self, x):
+        return torch.linalg.eigvalsh(x @ x.mT)
+
+
+def test_cusolver_is_not_captured():
+    """It fails there, and once more in the call after that: of the program, or of the user."""
+    module, x = Eigenvalues().double(), torch.randn(4, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    add_tvm_dispatch(module, x, cuda_graphs=True)
+    for _ in range(6):
+        made = module(x)
+        made.sum().backward()
+        torch.testing.assert_close(made, torch.linalg.eigvalsh(x @ x.mT), rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 6
+    assert "waits for the device" in repr(stats(module).graphs)

@@ -8,6 +8,7 @@ A process of its own: torch's log handlers write to the error stream that they f
 from __future__ import annotations
 
 import collections
+import ctypes
 import json
 import os
 import sys
@@ -70,7 +71,16 @@ REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "a function of one's own": (lambda m, x, y: Doubled.apply(y), (), "autograd.Function Doubled"),
     "an operator": (lambda m, x, y: y.to_sparse().to_dense(), (), "_to_sparse.default: makes a tensor of layout"),
     "vmap": (lambda m, x, y: torch.vmap(m.linear)(x), (), "a transform .vmap, grad, jacrev"),
-    "a copy": (lambda m, x, y: __import__("copy").deepcopy(m.linear)(x), (), r"\(e\.g\. FakeTensor.*\)\.$"),
+    "a copy": (
+        lambda m, x, y: __import__("copy").deepcopy(m.linear)(x),
+        (),
+        "Tensor.data_ptr: .*copy outside of forward",
+    ),
+    "an address": (
+        lambda m, x, y: y + ctypes.c_float.from_address(y.data_ptr()).value,
+        (),
+        "make a kernel an operator",
+    ),
     "a parameter's data": (lambda m, x, y: m.linear.weight.data.clamp_(-1, 1) @ y.T, (), "changes a parameter"),
     "data that is set": (lambda m, x, y: setattr(y, "data", x) or y, (), "Tensor.data ="),
     "an argument in place": (lambda m, x, y, z: z.data.add_(1) * y, (X.clone().requires_grad_(),), "work on a clone"),
