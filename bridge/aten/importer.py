@@ -238,12 +238,19 @@ class Importer:
         self.draw_params[index] = Var(f"draw_{index}", given_type(draw))
         return self.cast(self.draw_params[index], self.out_dtype(node))
 
+    def _result(self, node: fx.Node, results: Any, index: Any) -> Any:
+        """One of the results of an operator; ``None`` stands for what its conversion does not compute."""
+        value = results[index]
+        if value is None and node.users and isinstance(node.meta.get("val"), torch.Tensor | TensorForm):
+            raise UnsupportedUse(f"its result {index} is used, which its conversion does not compute")
+        return value
+
     def convert(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         """The Relax value(s) of a ``call_function`` node."""
         args = fx.node.map_arg(node.args, env.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
         if node.target is operator.getitem:
-            return args[0][args[1]]
+            return self._result(node, *args)
         self._hint = node.name
         if node.target not in CONVERSIONS and is_size(node):
             return size(self, node, args)
@@ -285,8 +292,9 @@ def import_graph(captured: Captured) -> Imported:
                 check_functional(node)
             env[node] = importer.convert(node, env)
         except UnsupportedUse as unsupported:
-            if not any(problem.op == str(node.target) for problem in problems):
-                problems.append(_unsupported(captured, node, unsupported))
+            blamed = node.args[0] if node.target is operator.getitem else node
+            if not any(problem.op == str(blamed.target) for problem in problems):
+                problems.append(_unsupported(captured, blamed, unsupported))
             env[node] = _stand_in(node.meta.get("val"))
         except Exception as error:
             if problems:  # what stands in for an unsupported value need not suit every operator
