@@ -38,21 +38,20 @@ from bridge.aten.draws import ChainedDraws, given_type
 from bridge.aten.element_types import ELEMENT_TYPES, relax_dtype
 from bridge.aten.entering_types import unknown_types
 from bridge.aten.imported import Imported
-from bridge.aten.number_checks import computed_numbers, first_broken, holds
+from bridge.aten.number_checks import compared, computed_numbers, first_broken, holds
 from bridge.aten.placed_draws import unplaced
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
+from bridge.aten.result_forms import other_form
 from bridge.aten.sizes import is_size, size
 from bridge.aten.whole import whole
 from bridge.base.complex_views import as_parts
 from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
-from bridge.capture import Captured, Reading, TensorForm, where_is
+from bridge.capture import Captured, TensorForm, where_is
 
 __all__ = ["Importer", "import_graph"]
 
-_SHOWN = 40
-"""Characters of a list of numbers that a reason quotes."""
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -372,8 +371,11 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
         if not output.is_tensor or output.alias_of is not None or node is None:
             output_of.append(None)
             continue
+        result = importer.whole_of(env[node])
+        if (problem := other_form(captured.outputs[len(output_of)], node, result)) is not None:
+            raise UnsupportedModule(captured.module_name, [problem])
         output_of.append(len(results))
-        results.append(importer.whole_of(env[node]))
+        results.append(result)
     num_outputs = len(results)
     results += [importer.whole_of(env[node]) for _, node in captured.mutated]
     try:
@@ -384,7 +386,7 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
     results += state
     checks = [(condition, ("assertion in forward", message)) for condition, message in importer.assertions]
     checks += [
-        (holds(importer, env[node], reading), (f"number read at {reading.where}", _compared(reading)))
+        (holds(importer, env[node], reading), (f"number read at {reading.where}", compared(reading)))
         for node, reading in zip(captured.read, captured.readings, strict=True)
         if node is not None
     ]
@@ -396,11 +398,3 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
     words = tuple(words for _, words in checks)
     draws = tuple(importer.dropout_draws), tuple(used)
     return Imported(function, tuple(output_of), num_outputs, *draws, bool(state), words)
-
-
-def _compared(reading: Reading) -> str:
-    """What was read, and what is read where the check fails."""
-    if reading.value is True or reading.value is False:
-        return f"compiled for {reading.value}, called with {not reading.value}"
-    text = repr(reading.value)
-    return f"compiled for {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}, called with another"

@@ -19,7 +19,8 @@ from bridge.aten.placed_draws import placed_draw
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
 from bridge.base.devices import HOST
-from bridge.base.torch_internals import aten, fake_mode
+from bridge.base.torch_fakes import fake_mode
+from bridge.base.torch_internals import aten
 from bridge.capture import COMPUTED_DRAWS, TensorForm
 
 op = relax.op

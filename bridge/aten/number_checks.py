@@ -20,12 +20,15 @@ from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT, Captured, Reading
 
-__all__ = ["COMPUTED", "computed_numbers", "first_broken", "holds"]
+__all__ = ["COMPUTED", "compared", "computed_numbers", "first_broken", "holds"]
 
 COMPUTED = "a floating point number that forward computes and then reads: compiled code may round it otherwise"
 _HINT = (
     "keep it a tensor (a detached one is a constant to autograd), or read what it is compared for: `if (x > 1).all()`"
 )
+
+_SHOWN = 40
+"""Characters of a list of numbers that a reason quotes."""
 
 #: Operators whose results are elements of what they are given, so that no rounding gets in.
 _MOVES = {
@@ -95,3 +98,11 @@ def first_broken(importer: Any, conditions: Sequence[Expr]) -> Expr:
     for place in range(len(conditions), 0, -1):
         code = importer.emit(op.where(conditions[place - 1], code, importer.constant(place, "int64")))
     return code
+
+
+def compared(reading: Reading) -> str:
+    """What was read, and what is read where the check fails."""
+    if reading.value is True or reading.value is False:
+        return f"compiled for {reading.value}, called with {not reading.value}"
+    text = repr(reading.value)
+    return f"compiled for {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}, called with another"

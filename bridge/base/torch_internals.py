@@ -176,57 +176,6 @@ python_kernels: Callable[[], AbstractContextManager] = find("torch._dispatch.pyt
 """While active, this thread's operators take Python kernels where torch has some."""
 
 
-def fake_mode(**options: Any) -> Any:
-    """A mode whose tensors raise where they are asked for an address, as those of torch.export do.
-
-    By torch's default they say 0, or an offset from there, and a kernel that torch does not know of (TorchScript's
-    fused ones, Triton's) would work on that: on a GPU the process loses its context.
-    """
-    mode = FakeTensorMode(**options)
-    mode._allow_unsafe_data_ptr_access = False
-    return mode
-
-
-def clear_fake_memo(mode: Any) -> None:
-    """Lets a fake mode forget the real tensors that its fake ones were made for (weak references to them)."""
-    converter = mode.fake_tensor_converter.meta_converter
-    describer = converter.describer
-    for memo in (converter.tensor_memo, converter.storage_memo, describer.lookup_tensor, describer.lookup_storage):
-        memo.clear()
-
-
-# TorchScript
-
-ScriptFunction: type = torch.jit.ScriptFunction
-_call_script = ScriptFunction.__call__
-_function_of_graph = find("torch._C._create_function_from_graph")
-
-
-def run_unfused(function: Any, *args: Any, fakes: bool, **kwargs: Any) -> Any:
-    """A TorchScript function's results, from its operators one by one, whatever has been optimized in its calls so far.
-
-    A function's first call is made like that: it is a new one of the same graph. Not so on real tensors, if the graph
-    holds tensors itself, as a traced one does: in a first call under a mode torch does not read those.
-
-    Args:
-        fakes: whether it is called with fake tensors.
-    """
-    if not fakes and any(map(_holds_a_tensor, function.graph.nodes())):
-        return _call_script(function, *args, **kwargs)
-    fresh = _function_of_graph(function.name, function.graph)
-    if hasattr(function, "_torchdynamo_inline"):  # what torch.export traces in its place
-        fresh._torchdynamo_inline = function._torchdynamo_inline
-    left = function.schema.arguments[len(args) :]  # a graph knows neither their names nor defaults
-    given = {argument.name: argument.default_value for argument in left if argument.has_default_value()} | kwargs
-    if given.keys() != {argument.name for argument in left}:
-        return _call_script(fresh, *args, **kwargs)  # raises
-    return _call_script(fresh, *args, *(given[argument.name] for argument in left))
-
-
-def _holds_a_tensor(node: Any) -> bool:
-    return node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "t"
-
-
 # Modes of the interpreter
 
 set_grad_enabled: Callable[[bool], None] = find("torch._C._set_grad_enabled")

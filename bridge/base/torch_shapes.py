@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from bridge.base.torch_internals import PROBES, MissingInternalError, fake_mode, find
+from bridge.base.torch_fakes import fake_mode
+from bridge.base.torch_internals import PROBES, MissingInternalError, find
 
 __all__ = [
     "SYMBOLIC",

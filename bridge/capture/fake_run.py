@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from bridge.base.modes import autocast_depth
-from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, fake_mode, pytree, storage_id
+from bridge.base.torch_fakes import clear_fake_memo, fake_mode
+from bridge.base.torch_internals import FakeTensorMode, pytree, storage_id
 from bridge.base.torch_shapes import fake_results_not_kept
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe

@@ -22,14 +22,13 @@ from bridge.base.replaced import replaced
 from bridge.base.torch_export import EXPORT_CONTEXTS, loaded_export_tracer
 from bridge.base.torch_internals import (
     FullTraceback,
-    ScriptFunction,
     SymbolicPatcher,
     compiling_flags,
     fx_proxy,
     mkldnn_switch,
-    run_unfused,
     symbolic_trace,
 )
+from bridge.base.torch_script import ScriptFunction, run_unfused
 from bridge.capture.tracing import HERE, is_capturing, note_question_of_forward, takes_eagers_branches
 from bridge.capture.user_frames import UsersTraceback
 

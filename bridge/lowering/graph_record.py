@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from bridge.base.devices import device_named, name_of
-from bridge.base.torch_internals import OpOverload, fake_mode
+from bridge.base.torch_fakes import fake_mode
+from bridge.base.torch_internals import OpOverload
 from bridge.capture import Operation, Place
 
 __all__ = ["NotRecordedError", "graph_of", "operation_of", "operation_record", "record_of"]

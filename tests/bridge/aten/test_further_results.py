@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from tvm import relax
 
 from bridge import UnsupportedModule, add_tvm_dispatch
 from bridge.aten.registry import CONVERSIONS
@@ -21,7 +22,7 @@ class Normalized(nn.Module):
         return torch.native_batch_norm(x, self.weight, self.bias, self.mean, self.variance, self.is_training, 0.1, 1e-5)
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.cpu("a GPU's saves the means")), True])
 def test_what_batch_normalization_saves_is_returned(training):
     """By running statistics it saves nothing: tensors without elements."""
     check_module(lambda: Normalized(training), lambda: torch.randn(4, 3, 5, requires_grad=True), rtol=1e-8)
@@ -40,3 +41,23 @@ def test_a_result_that_is_not_computed_is_refused_by_name(monkeypatch):
     with pytest.raises(UnsupportedModule, match=r"native_group_norm.*its result 1 is used") as refusal:
         add_tvm_dispatch(AllOfAGroupNorm(), torch.randn(4, 6, 5))
     assert len(refusal.value.ops) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda mean: relax.op.concat([mean, mean], 1), r"float32\[4, 2\], its conversion makes float32\[4, 4\]"),
+        (lambda mean: relax.op.astype(mean, "float64"), r"float32\[4, 2\], its conversion makes float64\[4, 2\]"),
+    ],
+)
+def test_a_result_of_another_form_than_eagers_is_refused_by_name(change, words, monkeypatch):
+    operator = torch.ops.aten.native_group_norm.default
+    convert = CONVERSIONS[operator]
+
+    def changed(importer, node, *args):
+        y, mean, rstd = convert(importer, node, *args)
+        return y, importer.emit(change(mean)), rstd
+
+    monkeypatch.setitem(CONVERSIONS, operator, changed)
+    with pytest.raises(UnsupportedModule, match="native_group_norm.default: eager returns " + words):
+        add_tvm_dispatch(AllOfAGroupNorm(), torch.randn(4, 6, 5))

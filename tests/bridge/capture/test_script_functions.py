@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from bridge.base.torch_internals import ScriptFunction, run_unfused
+from bridge.base.torch_script import ScriptFunction, run_unfused
 
 
 @torch.jit.script

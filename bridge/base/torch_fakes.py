@@ -1,0 +1,31 @@
+"""Modes of fake tensors: made, and made to forget.
+
+Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other file names what is private here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.base.torch_internals import FakeTensorMode
+
+__all__ = ["clear_fake_memo", "fake_mode"]
+
+
+def fake_mode(**options: Any) -> Any:
+    """A mode whose tensors raise where they are asked for an address, as those of torch.export do.
+
+    By torch's default they say 0, or an offset from there, and a kernel that torch does not know of (TorchScript's
+    fused ones, Triton's) would work on that: on a GPU the process loses its context.
+    """
+    mode = FakeTensorMode(**options)
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
+
+
+def clear_fake_memo(mode: Any) -> None:
+    """Lets a fake mode forget the real tensors that its fake ones were made for (weak references to them)."""
+    converter = mode.fake_tensor_converter.meta_converter
+    describer = converter.describer
+    for memo in (converter.tensor_memo, converter.storage_memo, describer.lookup_tensor, describer.lookup_storage):
+        memo.clear()
