@@ -26,7 +26,7 @@ def other_form(output: Output, node: fx.Node, result: Expr) -> Unsupported | Non
     eagers = joined_form(TensorForm(output.shape, output.dtype))
     wanted, made = (tuple(eagers.shape), ELEMENT_TYPES[eagers.dtype]), (shape(result), dtype(result))
     extents = zip(made[0], wanted[0], strict=False)
-    is_same = len(made[0]) == len(wanted[0]) and made[1] == wanted[1]
+    is_same = len(made[0]) == len(wanted[0]) and wanted[1] in (made[1], "bool")  # masks are numbers up to the end
     if is_same and not any(isinstance(one, int) and one != other for one, other in extents):
         return None
     reason = f"eager returns {wanted[1]}{list(wanted[0])}, its conversion makes {made[1]}{list(made[0])}"
