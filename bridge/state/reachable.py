@@ -30,6 +30,9 @@ __all__ = ["Contents", "Fields", "Reached", "is_installed"]
 #: How deep a configuration object may lie inside others: ``cfg.model.encoder.attention.scale`` is four deep.
 _NESTED_OBJECTS = 5
 _ABSENT = object()
+_OPERATORS = ("torch._ops", "torch._library.", "torch.library", "triton.")
+"""Modules of classes whose objects are operators and kernels: called as they are then, by eager and compiled code
+alike. What they hold besides (tables of tracers' kernels, compiled code) leads anywhere, and changes with calls."""
 _NOT_CONFIGURATION = (torch.Tensor, type, ModuleType, logging.Logger, BuiltinFunctionType, nn.Module)
 
 
@@ -208,6 +211,8 @@ class Reached:
             return [], [value.func, *value.args, *value.keywords.values()]
         if isinstance(value, nn.Module):
             return self._open_module(value)
+        if type(value).__module__.startswith(_OPERATORS):
+            return [], []
         if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
             return [Fields(_array, value, partial(_write_array, value))], []
         views, parts = [], []

@@ -1,0 +1,55 @@
+"""Operators and kernels that a module holds are called as they are then: nobody looks at what they keep."""
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import add_tvm_dispatch, stats
+from bridge.base.torch_fakes import fake_mode
+from bridge.state import PythonState
+
+
+@torch.library.custom_op("bridge_tests::tripled", mutates_args=())
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+
+tripled.register_fake(torch.empty_like)
+tripled.register_autograd(lambda ctx, grad: 3 * grad)
+
+
+class Holding(nn.Module):
+    def __init__(self, operator):
+        super().__init__()
+        self.linear, self.operator = nn.Linear(4, 4), operator
+
+    def forward(self, x):
+        return self.operator(self.linear(x)).tanh()
+
+
+HELD = {
+    "definition": lambda: tripled,
+    "packet": lambda: torch.ops.bridge_tests.tripled,
+    "overload": lambda: torch.ops.bridge_tests.tripled.default,
+}
+
+
+def used_elsewhere():
+    """As torch does when kernels are registered: what it has looked up is forgotten, and looked up again."""
+    torch.ops.bridge_tests.tripled.default._dispatch_cache.clear()
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+def test_an_operator_that_a_module_holds(held):
+    module, x = Holding(held()), torch.randn(2, 4)
+    module(x)
+    with fake_mode(allow_non_fake_inputs=True) as mode:
+        held()(mode.from_tensor(x))
+    before = PythonState(module)
+    used_elsewhere()
+    assert before.changes() == []
+    add_tvm_dispatch(module, x)
+    for _ in range(2):
+        module(x)
+        used_elsewhere()
+    assert stats(module).hits == 2
