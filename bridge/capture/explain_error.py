@@ -107,8 +107,9 @@ def explain_error(error: BaseException) -> Unsupported:
 
 
 def is_unknown(explained: Unsupported) -> bool:
-    """Whether the explanation is torch's words alone, so that another known cause says more."""
-    return explained.op in ("torch.export", "torch.func")
+    """Whether another known cause says more: the explanation is torch's words alone, or what a transform stumbled over
+    inside of torch."""
+    return explained.op in ("torch.export", "torch.func", "Tensor.data_ptr")
 
 
 def shape_by_numbers(

@@ -71,6 +71,11 @@ REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "a function of one's own": (lambda m, x, y: Doubled.apply(y), (), "autograd.Function Doubled"),
     "an operator": (lambda m, x, y: y.to_sparse().to_dense(), (), "_to_sparse.default: makes a tensor of layout"),
     "vmap": (lambda m, x, y: torch.vmap(m.linear)(x), (), "a transform .vmap, grad, jacrev"),
+    "a function's derivative": (
+        lambda m, x, y: torch.func.grad(lambda t: t.sin().sum())(x * y[:, :4]) + x,
+        (),
+        "^  torch.func or forward_ad",
+    ),
     "a copy": (
         lambda m, x, y: __import__("copy").deepcopy(m.linear)(x),
         (),
