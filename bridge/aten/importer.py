@@ -41,7 +41,7 @@ from bridge.aten.imported import Imported
 from bridge.aten.number_checks import compared, computed_numbers, first_broken, holds
 from bridge.aten.placed_draws import unplaced
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
-from bridge.aten.result_forms import other_form
+from bridge.aten.result_forms import made_by, other_form
 from bridge.aten.sizes import is_size, size
 from bridge.aten.whole import whole
 from bridge.base.complex_views import as_parts
@@ -291,9 +291,9 @@ def import_graph(captured: Captured) -> Imported:
                 check_functional(node)
             env[node] = importer.convert(node, env)
         except UnsupportedUse as unsupported:
-            blamed = node.args[0] if node.target is operator.getitem else node
-            if not any(problem.op == str(blamed.target) for problem in problems):
-                problems.append(_unsupported(captured, blamed, unsupported))
+            maker = made_by(node)
+            if not any(problem.op == str(maker.target) for problem in problems):
+                problems.append(_unsupported(captured, maker, unsupported))
             env[node] = _stand_in(node.meta.get("val"))
         except Exception as error:
             if problems:  # what stands in for an unsupported value need not suit every operator
@@ -372,7 +372,7 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
             output_of.append(None)
             continue
         result = importer.whole_of(env[node])
-        if (problem := other_form(captured.outputs[len(output_of)], node, result)) is not None:
+        if (problem := other_form(output, node, result)) is not None:
             raise UnsupportedModule(captured.module_name, [problem])
         output_of.append(len(results))
         results.append(result)

@@ -104,7 +104,8 @@ def batch_norm_inference(importer, node, x, weight, bias, running_mean, running_
     centred = importer.emit(op.subtract(x, importer.reshape(running_mean, per_channel)))
     rstd = importer.reshape(rstd_of(importer, running_var, eps), per_channel)
     y = affine(importer, importer.emit(op.multiply(centred, rstd)), weight, bias, per_channel)
-    saved = [importer.emit(op.zeros((0,), dtype(running_mean))) for _ in range(2)]  # as eager's, nothing
+    # nothing is saved, on the processor: a GPU's results have another form, and are refused
+    saved = [importer.emit(op.zeros((0,), dtype(running_mean))) for _ in range(2)]
     return importer.cast(y, element_type), *saved
 
 

@@ -5,6 +5,8 @@ On some devices an operator's results are not what its formula says: those that 
 
 from __future__ import annotations
 
+import operator
+
 from torch import fx
 
 from autodiff.ir import Expr, dtype, shape
@@ -13,7 +15,12 @@ from bridge.aten.element_types import ELEMENT_TYPES
 from bridge.base.errors import Unsupported
 from bridge.capture import Output, TensorForm, where_is
 
-__all__ = ["other_form"]
+__all__ = ["made_by", "other_form"]
+
+
+def made_by(node: fx.Node) -> fx.Node:
+    """The node of the operator that computes a value: of one of several results, not the one that picks it."""
+    return node.args[0] if node.target is operator.getitem else node
 
 
 def other_form(output: Output, node: fx.Node, result: Expr) -> Unsupported | None:
@@ -30,5 +37,5 @@ def other_form(output: Output, node: fx.Node, result: Expr) -> Unsupported | Non
     if is_same and not any(isinstance(one, int) and one != other for one, other in extents):
         return None
     reason = f"eager returns {wanted[1]}{list(wanted[0])}, its conversion makes {made[1]}{list(made[0])}"
-    operator = node.args[0] if isinstance(node.args[0], fx.Node) and "getitem" in str(node.target) else node
-    return Unsupported(str(operator.target), where_is(operator) or "forward", reason)
+    maker = made_by(node)
+    return Unsupported(str(maker.target), where_is(maker) or "forward", reason)

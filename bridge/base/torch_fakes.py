@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge.base.torch_internals import FakeTensorMode
+from bridge.base.torch_internals import FakeTensorMode, find
 
 __all__ = ["clear_fake_memo", "fake_mode"]
+
+find("torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access")
 
 
 def fake_mode(**options: Any) -> Any:

@@ -142,6 +142,9 @@ def replaced_formula(op: Any, make: Callable[[Callable[..., Any]], Callable[...,
         op._dispatch_cache.clear()
 
 
+OPERATOR_MODULES = find("torch._ops").__name__, find("torch._library").__name__ + ".", "torch.library"
+"""Beginnings of the names of the modules whose classes operators are of."""
+
 # Tensors
 
 has_storage: Callable[[torch.Tensor], bool] = find("torch._C._has_storage")

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bridge.base.torch_internals import OPERATOR_MODULES
 from bridge.state.attribute_reads import AttributeReads
 from bridge.state.module import own_attributes
 from bridge.state.values import PLAIN, same
@@ -30,7 +31,7 @@ __all__ = ["Contents", "Fields", "Reached", "is_installed"]
 #: How deep a configuration object may lie inside others: ``cfg.model.encoder.attention.scale`` is four deep.
 _NESTED_OBJECTS = 5
 _ABSENT = object()
-_OPERATORS = ("torch._ops", "torch._library.", "torch.library", "triton.")
+_OPERATORS = (*OPERATOR_MODULES, "triton.")
 """Modules of classes whose objects are operators and kernels: called as they are then, by eager and compiled code
 alike. What they hold besides (tables of tracers' kernels, compiled code) leads anywhere, and changes with calls."""
 _NOT_CONFIGURATION = (torch.Tensor, type, ModuleType, logging.Logger, BuiltinFunctionType, nn.Module)

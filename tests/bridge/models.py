@@ -48,6 +48,17 @@ def classifier(**options: Any) -> BertForSequenceClassification:
     return BertForSequenceClassification(bert_config(num_labels=3, **options)).train()
 
 
+class Applied(nn.Module):
+    """A function, or an operator, of a layer's result; it is an attribute of the module."""
+
+    def __init__(self, function: Any, width: int = 4, **options: Any):
+        super().__init__()
+        self.linear, self.function, self.options = nn.Linear(width, width), function, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x), **self.options).tanh()
+
+
 def tokens(batch: int = 3, sequence: int = 17) -> Tensor:
     return torch.randint(0, VOCABULARY, (batch, sequence))
 

@@ -21,7 +21,7 @@ from tests.fuzz.program import Program, make_arguments, make_module
 from tests.fuzz.sample import add
 from tests.fuzz.verdict import EagerRaises, Verdict, Wrong, is_lost, one_line, place
 
-__all__ = ["PARTITIONS", "check", "judge", "undisturbed"]
+__all__ = ["PARTITIONS", "check", "eager_error", "judge", "undisturbed"]
 
 PARTITIONS = ("min_cut", "min_cut", "min_cut", "save_all", "recompute_all", MinCut(budget=0.3))
 ON_MISS = ("eager", "eager", "compile")
@@ -61,10 +61,10 @@ def check(program: Program) -> Verdict:
     harmful: set[str] = set()
     if DEVICE.type != "cpu":
         on_host = program.load(torch.device("cpu"))
-        if error := _eager_error(on_host, _as_sample(on_host)):
+        if error := eager_error(on_host, _as_sample(on_host)):
             return Verdict("skipped", f"eager: {one_line(error)}")
         harmful = _harmful(program, on_host)
-    if error := _eager_error(names, _as_sample(names)):
+    if error := eager_error(names, _as_sample(names)):
         return Verdict("skipped", f"eager: {one_line(error)}", is_lost(error))
     return judge(names, lambda: [call for call in calls_of(program, names) if call.name not in harmful], options)
 
@@ -73,7 +73,7 @@ def _as_sample(names: Mapping[str, Any]) -> Call:
     return Call("eager", lambda: make_arguments(names, 0), nothing, every)
 
 
-def _eager_error(
+def eager_error(
     names: Mapping[str, Any], call: Call, kinds: tuple[type[Exception], ...] = EAGER_ERRORS
 ) -> Exception | None:
     """What eager raises, of these kinds, in a call of a new module; it may refuse the backward."""
@@ -88,7 +88,7 @@ def _eager_error(
 
 def _harmful(program: Program, on_host: Mapping[str, Any]) -> set[str]:
     """Names of the calls with strange arguments that raise on the host, and of others that index too far there."""
-    found = {call: _eager_error(on_host, call, (Exception,)) for call in calls_of(program, on_host)}
+    found = {call: eager_error(on_host, call, (Exception,)) for call in calls_of(program, on_host)}
     return {call.name for call, error in found.items() if error and (call.strange or "out of" in str(error).lower())}
 
 

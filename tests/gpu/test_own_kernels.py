@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from tests.bridge.models import Applied
 from tests.device import DEVICE
 from tests.gpu.marks import ON_A_GPU
 
@@ -47,18 +47,13 @@ doubled.register_fake(torch.empty_like)
 doubled.register_autograd(lambda ctx, grad: doubled(grad))
 
 
-class Net(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.linear, self.function = nn.Linear(16, 16), function
-
-    def forward(self, x):
-        return self.function(self.linear(x)).tanh()
-
-
 @pytest.mark.parametrize("function", [launched, Doubled.apply, doubled], ids=["launched", "function", "operator"])
 def test_eagers_numbers_or_a_refusal(function):
-    module, eager, x = Net(function).to(DEVICE), Net(function).to(DEVICE), torch.randn(8, 16, device=DEVICE)
+    module, eager, x = (
+        Applied(function, 16).to(DEVICE),
+        Applied(function, 16).to(DEVICE),
+        torch.randn(8, 16, device=DEVICE),
+    )
     eager.load_state_dict(module.state_dict())
     refused = ""
     try:

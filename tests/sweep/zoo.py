@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,8 +79,9 @@ def _trained(case: Case, module: nn.Module, call: Call, seed: int, verdict: Verd
         add_tvm_dispatch(dispatched, sample_kwargs=kwargs, whole=verdict.status == "pass", on_miss="compile")
         actual, expected = (_losses(case, each, kwargs, seed) for each in (dispatched, eager))
         tolerances = {"rtol": 1e-5 if verdict.detail else 1e-8, "atol": 1e-10}
-        rounded = partial(_losses, case, _rounded_otherwise(module), kwargs, seed)
-        grows = _assert_as_close_as(rounded, actual, expected, **tolerances)
+        grows = _assert_as_close_as(
+            lambda: _losses(case, _rounded_otherwise(module), kwargs, seed), actual, expected, **tolerances
+        )
     except UnsupportedModule:
         return Verdict("refused", f"no part: {verdict.detail}", verdict.operators)
     except AssertionError as difference:

@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 from bridge import add_tvm_dispatch, stats
 from bridge.base.torch_script import ScriptFunction, run_unfused
+from tests.bridge.models import Applied
 
 
 @torch.jit.script
@@ -20,20 +20,10 @@ def scaled(x, times: int = 3, slope: float = 2.0):
 LOADED = torch.jit.CompilationUnit("def shifted(x, by: float = 1.0):\n    return (x + by).tanh() * 2\n")
 
 
-class Scripted(nn.Module):
-    def __init__(self, function=scaled, **options):
-        super().__init__()
-        self.linear, self.options = nn.Linear(4, 4), options
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self.linear(x), **self.options)
-
-
 MADE = {
-    "scripted": partial(Scripted, slope=1.5),
-    "loaded": partial(Scripted, LOADED.shifted, by=0.5),
-    "traced": lambda: Scripted(torch.jit.trace(lambda x: (x * 2).tanh(), torch.randn(3, 4, dtype=torch.float64))),
+    "scripted": partial(Applied, scaled, slope=1.5),
+    "loaded": partial(Applied, LOADED.shifted, by=0.5),
+    "traced": lambda: Applied(torch.jit.trace(lambda x: (x * 2).tanh(), torch.randn(3, 4, dtype=torch.float64))),
 }
 
 

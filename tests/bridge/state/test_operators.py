@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 
 from bridge import add_tvm_dispatch, stats
 from bridge.base.torch_fakes import fake_mode
 from bridge.state import PythonState
+from tests.bridge.models import Applied
 
 
 @torch.library.custom_op("bridge_tests::tripled", mutates_args=())
@@ -16,15 +16,6 @@ def tripled(x: torch.Tensor) -> torch.Tensor:
 
 tripled.register_fake(torch.empty_like)
 tripled.register_autograd(lambda ctx, grad: 3 * grad)
-
-
-class Holding(nn.Module):
-    def __init__(self, operator):
-        super().__init__()
-        self.linear, self.operator = nn.Linear(4, 4), operator
-
-    def forward(self, x):
-        return self.operator(self.linear(x)).tanh()
 
 
 HELD = {
@@ -41,7 +32,7 @@ def used_elsewhere():
 
 @pytest.mark.parametrize("held", HELD.values(), ids=HELD)
 def test_an_operator_that_a_module_holds(held):
-    module, x = Holding(held()), torch.randn(2, 4)
+    module, x = Applied(held()), torch.randn(2, 4)
     module(x)
     with fake_mode(allow_non_fake_inputs=True) as mode:
         held()(mode.from_tensor(x))
