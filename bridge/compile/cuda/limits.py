@@ -59,6 +59,9 @@ SHARED_BYTES = 49_152
 _MOST_THREADS = 1024
 _SHORT = 512  # elements of a row: as many threads as leave each enough registers
 _MOST_GROUPS = 32  # whose sums one thread combines
+_TIMES_GROUPS = ((1, 4), (5, 2))
+"""Vectors at most that a thread has of a row whose columns are reduced, with how many times the groups a block has:
+the fewer, the fewer of the registers that a block's threads share go to the columns' sums."""
 _VECTORS_PER_THREAD = 8  # in registers: 32 numbers of each value that is kept
 
 FINISH_STRANDS = 16
@@ -173,5 +176,5 @@ def row_groups(length: Number, small: bool = False, columns: bool = False) -> in
     if not isinstance(length, int):
         return groups
     turns = -(-length // (threads * row_lanes(length, small)))
-    most = min(_MOST_GROUPS, _MOST_THREADS // threads)
-    return max(groups, min(most, groups * max(1, _MOST_THREADS // BLOCK_THREADS // turns)))  # a power of two
+    times = next((times for most, times in _TIMES_GROUPS if turns <= most), 1)
+    return max(groups, min(_MOST_GROUPS, _MOST_THREADS // threads, groups * times))  # a power of two

@@ -35,6 +35,9 @@ _HELD = 64
 """Numbers of columns at most that a thread with wider vectors holds: two batch normalizations that are added have 88,
 and would leave a processor a block of threads."""
 
+_ENOUGH_BYTES = 96
+"""Of a row, that a thread reads: a block of one row is enough then to keep memory busy, and none waits for another."""
+
 SHORT_ROW = WARP * _SHORT_TURNS
 """Elements at most of a row whose length is the launch's, that a warp walks: each turn is code of its own, which NVRTC
 takes its time for."""
@@ -64,6 +67,8 @@ class RowForm:
         threads = row_threads(length, plan.small)
         turns = -(-length // (threads * lanes)) if isinstance(length, int) else None
         groups = row_groups(length, plan.small, bool(plan.column_reductions))
+        if turns is not None and not plan.column_reductions and _read_bytes(plan) * turns * lanes >= _ENOUGH_BYTES:
+            groups = 1
         form = cls(threads, fitting_groups(plan, threads, groups, lanes), lanes, turns)
         return form.widened(plan) if combines_columns_alone(plan) else form
 
@@ -140,6 +145,12 @@ def _of_columns(plan: RowPlan) -> int:
     wide = sum(plan.nodes[node].dtype == "float64" for node in plan.column_reductions)
     held = len(plan.column_reductions) + 3 * wide
     return held + sum(any(each.access.columns) and not each.access.terms for each in reads)
+
+
+def _read_bytes(plan: RowPlan) -> int:
+    """Bytes that a thread reads of each of a row's elements, without what all rows share."""
+    reads = {each for node in plan.nodes for each in node.operands if isinstance(each, Read)}
+    return sum(itemsize(plan.dtype(each)) for each in reads if each.access.terms and any(each.access.columns))
 
 
 def _widest(plan: RowPlan) -> int:
