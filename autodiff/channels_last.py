@@ -1,20 +1,23 @@
 """Channels behind: what follows a convolution in channels_last -> the same on tensors whose channels are the last axis.
 
-A convolution (a pool) gives its result in the order of memory that eager's has, and shows it with channels in the
-second place (a ``permute_dims``). This pass moves that behind point-wise operators and reductions, which then walk
-memory as it lies; between two convolutions nothing is left of it. So it does, once there is a backward, for the
-gradients that convolutions and pools give: two branches of a network have theirs added where they meet.
+A convolution (a pool, an interpolation) gives its result in the order of memory that eager's has, and shows it with
+channels in the second place (a ``permute_dims``). This pass moves that behind point-wise operators, reductions, slices
+and concatenations, which then walk memory as it lies; between two convolutions nothing is left of it. So it does with a
+permutation of any other tensor whose last axis a batch normalization, or another sum over all other axes, has for its
+channels; and, once there is a backward, with the gradients that convolutions and pools give: two branches of a network
+have theirs added where they meet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tvm import relax
 from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
-from autodiff.extents import same_shape
-from autodiff.ir import Call, Constant, Expr, TensorType, TupleGetItem, Var, library_name, shape
+from autodiff.extents import same, same_shape
+from autodiff.ir import Call, Constant, Expr, TensorType, Tuple, TupleGetItem, Var, library_name, shape
 from autodiff.ops import traits
 from autodiff.rewrite import BodyScope
 
@@ -22,52 +25,117 @@ __all__ = ["channels_behind"]
 
 _SOURCES = frozenset(
     f"library.{name}"
-    for name in ("convolution_last", "max_pool_last", "convolution_last_backward_input", "max_pool_last_backward")
+    for name in (
+        "adaptive_avg_pool_last",
+        "adaptive_avg_pool_last_backward",
+        "avg_pool_last",
+        "avg_pool_last_backward",
+        "convolution_last",
+        "convolution_last_backward_input",
+        "max_pool_last",
+        "max_pool_last_backward",
+        "upsample_last",
+        "upsample_last_backward",
+    )
 )
 _REDUCTIONS = {f"relax.{name}": getattr(op, name) for name in ("sum", "mean", "max", "min", "prod")}
+
+Axes = tuple[int, ...]
 
 
 @on_functions
 def channels_behind(body: Body) -> None:
-    """``f(permute_dims(x))`` becomes ``permute_dims(f(x))`` for point-wise operators and reductions, where ``x`` comes
-    from a convolution or a pool in channels_last.
+    """``f(permute_dims(x))`` becomes ``permute_dims(f(x))`` for point-wise operators, reductions, slices and
+    concatenations, where ``x`` comes from a library function that gives channels_last, or has its last axis kept by a
+    sum over all others.
 
     Safe: the same operator is applied to the same elements; a reduction adds them in another order.
     """
-    if not any(library_name(each.value) in _SOURCES for each in body.bindings):
+    sources = _sources(body)
+    if not sources:
         return
-    pass_ = _Pass(body)
+    pass_ = _Pass(body, sources)
     for binding in body.bindings:
         pass_.add(binding)
     body.finish(pass_.scope.bindings, {})
     body.prune()
 
 
+def _sources(body: Body) -> set[Binding]:
+    """The permutations that are moved."""
+    found: set[Binding] = set()
+    made_of: dict[Var, dict[Binding, Axes]] = {}  # by point-wise operators, of permutations of the same shape
+    for binding in body.bindings:
+        if binding.op == "relax.permute_dims":
+            axes = _axes_of(binding)
+            if _is_given(body, binding.value.args[0]):
+                found.add(binding)
+            elif axes[-1] != len(axes) - 1:
+                made_of[binding.var] = {binding: axes}
+        elif binding.op in _REDUCTIONS and binding.value.args[0] in made_of:
+            axis = binding.value.attrs.axis
+            for source, axes in made_of[binding.value.args[0]].items():
+                left = set(range(len(axes))) - {int(each) % len(axes) for each in axis or range(len(axes))}
+                if left == {axes.index(len(axes) - 1)}:
+                    found.add(source)
+        elif _is_pointwise(binding):
+            reads = [made_of[arg] for arg in binding.value.args if isinstance(arg, Var) and arg in made_of]
+            extents = shape(binding.var) if reads else ()
+            made = {source: axes for read in reads for source, axes in read.items()}
+            made_of[binding.var] = {
+                source: axes for source, axes in made.items() if same_shape(shape(source.var), extents)
+            }
+    return found
+
+
+def _is_given(body: Body, value: Expr) -> bool:
+    """Whether a library function gives a tensor with its channels behind."""
+    found = body.binding(value)
+    if found is not None and isinstance(found.value, TupleGetItem):
+        found = body.binding(found.value.tuple_value)
+    return found is not None and found.value is not None and library_name(found.value) in _SOURCES
+
+
+def _axes_of(binding: Binding) -> Axes:
+    return tuple(int(axis) for axis in binding.value.attrs.axes)
+
+
+def _is_pointwise(binding: Binding) -> bool:
+    return binding.op is not None and binding.op.startswith("relax.") and "elementwise" in traits(binding.op)
+
+
 class _Pass:
     """Attributes: ``moved``, of a variable: what it is a permutation of, and the axes of that."""
 
-    def __init__(self, body: Body) -> None:
-        self.body = body
+    def __init__(self, body: Body, sources: set[Binding]) -> None:
+        self.body, self.sources = body, sources
         self.scope = BodyScope(body)
-        self.moved: dict[Var, tuple[Var, tuple[int, ...]]] = {}
+        self.moved: dict[Var, tuple[Expr, Axes]] = {}
 
     def add(self, binding: Binding) -> None:
         """The binding, on operands in the order of memory if one of them has another."""
         value = binding.value
-        if binding.op == "relax.permute_dims" and self._is_source(value.args[0]):
-            self.moved[binding.var] = value.args[0], tuple(int(axis) for axis in value.attrs.axes)
+        if binding.op == "relax.permute_dims" and value.args[0] in self.moved:
+            self._permutation(binding, *self.moved[value.args[0]])
+        elif binding in self.sources:
+            self.moved[binding.var] = value.args[0], _axes_of(binding)
+        elif binding.op == "relax.concat":
+            self._concat(binding, value)
         elif binding.op is not None and any(arg in self.moved for arg in value.args if isinstance(arg, Var)):
-            if "elementwise" in traits(binding.op) and binding.op.startswith("relax."):
+            if _is_pointwise(binding):
                 self._pointwise(binding, value)
             elif binding.op in _REDUCTIONS and value.attrs.axis is not None:
                 self._reduction(binding, value)
+            elif binding.op == "relax.strided_slice":
+                self._slice(binding, value)
         self.scope.bindings.append(binding)
 
-    def _is_source(self, value: Expr) -> bool:
-        found = self.body.binding(value)
-        if found is not None and isinstance(found.value, TupleGetItem):
-            found = self.body.binding(found.value.tuple_value)
-        return found is not None and found.value is not None and library_name(found.value) in _SOURCES
+    def _permutation(self, binding: Binding, x: Expr, axes: Axes) -> None:
+        """One permutation for two; that which is none is moved no further."""
+        both = tuple(axes[axis] for axis in _axes_of(binding))
+        self.body.assign(binding, op.permute_dims(x, list(both)))
+        if both != tuple(range(len(both))):
+            self.moved[binding.var] = x, both
 
     def _pointwise(self, binding: Binding, call: Call) -> None:
         extents = shape(binding.var)
@@ -81,7 +149,7 @@ class _Pass:
     def _is_whole(self, arg: Expr, extents: Sequence) -> bool:
         return isinstance(arg, Var) and arg in self.moved and same_shape(shape(arg), extents)
 
-    def _behind(self, arg: Expr, axes: tuple[int, ...]) -> Expr:
+    def _behind(self, arg: Expr, axes: Axes) -> Expr:
         """An operand with its axes in the order of memory: as it lies, or as a view of it."""
         if isinstance(arg, Var) and arg in self.moved and self.moved[arg][1] == axes:
             return self.moved[arg][0]
@@ -92,9 +160,25 @@ class _Pass:
             arg = self.scope.emit(op.reshape(arg, extents))
         order = [axes.index(axis) for axis in range(len(axes))]
         wanted = [extents[axis] for axis in order]
-        if sum(extent != 1 for extent in extents) <= 1:
+        if sum(not same(extent, 1) for extent in extents) <= 1:
             return self.scope.emit(op.reshape(arg, wanted))
         return self.scope.emit(op.permute_dims(arg, order))
+
+    def _concat(self, binding: Binding, call: Call) -> None:
+        """Of several tensors; what is not permuted among them is read so."""
+        fields = call.args[0].fields if isinstance(call.args[0], Tuple) else ()
+        axes = next((self.moved[field][1] for field in fields if isinstance(field, Var) and field in self.moved), None)
+        if axes is None or call.attrs.axis is None:
+            return
+        fields = [self._behind(field, axes) for field in fields]
+        made = op.concat(fields, axes[int(call.attrs.axis) % len(axes)])
+        self._replace(binding, self.scope.emit(made, f"{binding.name}_last"), axes)
+
+    def _slice(self, binding: Binding, call: Call) -> None:
+        x, axes = self.moved[call.args[0]]
+        cut = Tuple([relax.prim_value(axes[int(axis) % len(axes)]) for axis in call.args[1].fields])
+        made = Call(call.op, [x, cut, *call.args[2:]], call.attrs, call.ty_args)
+        self._replace(binding, self.scope.emit(made, f"{binding.name}_last"), axes)
 
     def _reduction(self, binding: Binding, call: Call) -> None:
         x, axes = self.moved[call.args[0]]
@@ -110,6 +194,6 @@ class _Pass:
         else:
             self.body.assign(binding, op.permute_dims(self.scope.emit(made, f"{binding.name}_last"), order))
 
-    def _replace(self, binding: Binding, made: Var, axes: tuple[int, ...]) -> None:
+    def _replace(self, binding: Binding, made: Var, axes: Axes) -> None:
         self.body.assign(binding, op.permute_dims(made, list(axes)))
         self.moved[binding.var] = made, axes

@@ -46,6 +46,10 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``avg_pool_backward``                            grad, (shape of x), then as ``avg_pool`` -> dx
 ``adaptive_avg_pool``                            x, (output size) -> y
 ``adaptive_avg_pool_backward``                   grad, (shape of x), (output size) -> dx
+``avg_pool_last``, ``avg_pool_last_backward``,   as those of planes, but for the results: channels are their last axis
+``adaptive_avg_pool_last``,
+``adaptive_avg_pool_last_backward``,
+``upsample_last``, ``upsample_last_backward``
 ``index``                                        x, (dims), tuple of integer tensors, one per dim -> x at the indices,
                                                  placed as PyTorch places them
 ``index_backward``                               grad, (shape of x), (dims), the same tuple -> zeros with grad added

@@ -140,10 +140,23 @@ def _avg_pool(name: str) -> None:
         return [dx] + [None] * len(geometry)
 
 
+def _last(name: str) -> None:
+    @library_gradient(f"library.{name}_last")
+    def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+        """that of planes, with channels behind and seen in their place"""
+        x, *options = call.args
+        g = emit(op.permute_dims(g, list(_TO_FRONT)))
+        behind = TensorType([shape(x)[axis] for axis in _TO_BACK], dtype(x))
+        dx = emit(library_call(f"{name}_last_backward", [g, ShapeExpr(shape(x)), *options], behind))
+        return [op.permute_dims(dx, list(_TO_FRONT))] + [None] * len(options)
+
+
 _max_pool("max_pool")
 _max_pool("adaptive_max_pool")
 _avg_pool("avg_pool")
 _avg_pool("adaptive_avg_pool")
+for _name in ("avg_pool", "adaptive_avg_pool", "upsample"):
+    _last(_name)
 
 
 @library_gradient("library.index")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from tvm import relax
 
 from autodiff.ir import dtype, shape
+from bridge.aten.channels_last import is_channels_last, library_of_images
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
-from bridge.capture import TensorForm
 
 op = relax.op
 
@@ -16,18 +15,6 @@ op = relax.op
 def _per_axis(value, rank: int) -> list[int]:
     values = [value] if isinstance(value, int) else list(value)
     return values * rank if len(values) == 1 else values
-
-
-def _is_channels_last(form) -> bool:
-    """Whether eager's result has the strides of torch's channels_last and of nothing else."""
-    if not isinstance(form, torch.Tensor) or form.ndim != 4 or not all(type(size) is int for size in form.shape):
-        return False
-    return form.is_contiguous(memory_format=torch.channels_last) and not form.is_contiguous()
-
-
-def _channels_behind(form) -> TensorForm:
-    """A form with its channels as the last axis."""
-    return TensorForm(tuple(form.shape[axis] for axis in (0, 2, 3, 1)), form.dtype)
 
 
 def _cast_behind(importer, weight):
@@ -47,14 +34,8 @@ def convolution(importer, node, x, weight, bias, stride, padding, dilation, tran
     rank = len(shape(weight)) - 2
     geometry = [_per_axis(value, rank) for value in (stride, padding, dilation, output_padding)]
     out = importer.out(node)
-    goes_last = _is_channels_last(out) and not transposed
-    args = [x, _cast_behind(importer, weight) if goes_last else weight, *geometry, bool(transposed), groups]
-    if goes_last:
-        y = importer.emit(
-            op.permute_dims(importer.library("convolution_last", args, _channels_behind(out)), [0, 3, 1, 2])
-        )
-    else:
-        y = importer.library("convolution", args, out)
+    weight = _cast_behind(importer, weight) if is_channels_last(out) else weight
+    y = library_of_images(importer, "convolution", [x, weight, *geometry, bool(transposed), groups], out)
     if bias is None:
         return y
     return importer.emit(op.add(y, importer.reshape(bias, (shape(bias)[0], *[1] * rank))))
@@ -66,13 +47,7 @@ def max_pool(importer, node, x, kernel, stride=(), padding=0, dilation=1, ceil_m
     kernel = _per_axis(kernel, rank)
     geometry = [kernel, _per_axis(stride, rank) if stride else kernel]
     geometry += [_per_axis(padding, rank), _per_axis(dilation, rank)]
-    args, results = [x, *geometry, bool(ceil_mode)], node.meta["val"]
-    if _is_channels_last(results[0]):
-        pair = importer.library("max_pool_last", args, tuple(map(_channels_behind, results)))
-        items = (importer.item(pair, 0), importer.item(pair, 1))
-        return tuple(importer.emit(op.permute_dims(item, [0, 3, 1, 2])) for item in items)
-    pair = importer.library("max_pool", args, results)
-    return importer.item(pair, 0), importer.item(pair, 1)
+    return library_of_images(importer, "max_pool", [x, *geometry, bool(ceil_mode)], node.meta["val"])
 
 
 @converts(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
@@ -87,12 +62,12 @@ def avg_pool(importer, node, x, kernel, stride=(), padding=0, ceil_mode=False, i
         kernel, stride, padding = [1, *kernel], [1, *stride], [0, *padding]
         target = target.unsqueeze(-2)
     args = [x, kernel, stride, padding, bool(ceil_mode), bool(include_pad), divisor or 0]
-    return importer.reshape(importer.library("avg_pool", args, target), importer.out(node).shape)
+    return importer.reshape(library_of_images(importer, "avg_pool", args, target), importer.out(node).shape)
 
 
 @converts(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
 def adaptive_avg_pool(importer, node, x, output_size):
-    return importer.library("adaptive_avg_pool", [x, list(output_size)], importer.out(node))
+    return library_of_images(importer, "adaptive_avg_pool", [x, list(output_size)], importer.out(node))
 
 
 @converts(aten.adaptive_avg_pool1d.default)

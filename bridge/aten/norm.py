@@ -9,6 +9,7 @@ from tvm import relax
 
 from autodiff.extents import maximum
 from autodiff.ir import dtype, numel, shape
+from bridge.aten.channels_last import read_from_behind
 from bridge.aten.reductions import euclidean_norm
 from bridge.aten.registry import UnsupportedUse, converts, rounds_once
 from bridge.base.torch_internals import aten
@@ -57,7 +58,7 @@ def batch_norm_training(importer, node, x, weight, bias, *rest):
     """Batch statistics; the running ones move towards them, the variance as the unbiased estimate."""
     *running, training, momentum, eps = rest
     element_type = dtype(x)
-    x, weight, bias = _widen(importer, x, weight, bias)
+    x, weight, bias = _widen(importer, read_from_behind(importer, x, node.args[0].meta["val"]), weight, bias)
     if not training:
         raise UnsupportedUse("batch normalization with running statistics in its training form")
     channels = shape(x)[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bridge.aten.channels_last import library_of_images
 from bridge.aten.dims import dims
 from bridge.aten.registry import converts
 from bridge.capture import UPSAMPLES
@@ -27,4 +28,4 @@ def _upsample(importer, node, x, extents, *rest):
     aligned, scales = (False, rest) if mode.startswith("nearest") else (rest[0], rest[1:])
     scales = [float(scale or 0) for scale in (*scales, *[None] * (len(extents) - len(scales)))]
     args = [x, mode, dims(extents), bool(aligned), *scales]
-    return importer.library("upsample", args, importer.out(node))
+    return library_of_images(importer, "upsample", args, importer.out(node))

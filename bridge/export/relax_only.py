@@ -101,8 +101,9 @@ def _convolution(args: Sequence[Expr], scope: Scope) -> Expr:
     return getattr(op.nn, f"conv{rank}d{'_transpose' if _number(transposed) else ''}")(x, weight, **given)
 
 
-def _convolution_last(args: Sequence[Expr], scope: Scope) -> Expr:
-    return op.permute_dims(scope.emit(_convolution(args, scope)), [0, 2, 3, 1])
+def _last(rule: Rule) -> Rule:
+    """That of planes, with channels behind in the result's shape."""
+    return lambda args, scope: op.permute_dims(scope.emit(rule(args, scope)), [0, 2, 3, 1])
 
 
 def _max_pool(args: Sequence[Expr], scope: Scope) -> Expr:
@@ -110,10 +111,6 @@ def _max_pool(args: Sequence[Expr], scope: Scope) -> Expr:
     kernel, stride, padding, dilation = map(_numbers, geometry)
     pool = getattr(op.nn, f"max_pool{len(kernel)}d")
     return pool(x, kernel, stride, padding * 2, dilation, ceil_mode=bool(_number(ceil_mode)))
-
-
-def _max_pool_last(args: Sequence[Expr], scope: Scope) -> Expr:
-    return op.permute_dims(scope.emit(_max_pool(args, scope)), [0, 2, 3, 1])
 
 
 def _avg_pool(args: Sequence[Expr], scope: Scope) -> Expr:
@@ -152,14 +149,16 @@ def _attended(tensors: Sequence[Expr], causal: Expr, scale: Expr, scope: Scope) 
 
 _RULES: dict[str, Rule] = {
     "adaptive_avg_pool": _adaptive_avg_pool,
+    "adaptive_avg_pool_last": _last(_adaptive_avg_pool),
     "attention": _attention,
     "avg_pool": _avg_pool,
+    "avg_pool_last": _last(_avg_pool),
     "convolution": _convolution,
-    "convolution_last": _convolution_last,
+    "convolution_last": _last(_convolution),
     "embedding": _embedding,
     "index": _index,
     "index_select": _index_select,
     "max_pool": _max_pool,
-    "max_pool_last": _max_pool_last,
+    "max_pool_last": _last(_max_pool),
     "scaled_dot_product_flash_attention": _flash_attention,
 }

@@ -1,4 +1,7 @@
-"""Pooling and its VJPs: maximum, average, adaptive; 2-D where there are two window extents, else 3-D."""
+"""Pooling and its VJPs: maximum, average, adaptive; 2-D where there are two window extents, else 3-D.
+
+Those named ``last`` are 2-D, with channels behind in the results' shapes: torch's channels_last.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +46,16 @@ def max_pool_last_into(outs, x, kernel_size, stride, padding, dilation, ceil_mod
     return True
 
 
+def _image(grad, extents):
+    """Memory in channels_last of which a kernel reads the shape and the layout alone."""
+    batch, channels, height, width = extents
+    return grad.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
+
+
 @library_function("max_pool_last_backward", aten.max_pool2d_with_indices_backward)
 def max_pool_last_backward(grad, positions, extents, kernel_size, stride, padding, dilation, ceil_mode):
     """VJP with respect to ``x``, whose shape is ``extents``: its channels are behind."""
-    batch, channels, height, width = extents
-    x = grad.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)  # only its shape and its layout are read
-    given = (grad, x, kernel_size, stride, padding, dilation, bool(ceil_mode), positions)
+    given = (grad, _image(grad, extents), kernel_size, stride, padding, dilation, bool(ceil_mode), positions)
     return aten.max_pool2d_with_indices_backward(*given).permute(0, 2, 3, 1)
 
 
@@ -87,3 +94,25 @@ def adaptive_avg_pool_backward(grad, extents, output_size):
     rank = len(output_size)
     pool = aten._adaptive_avg_pool2d_backward if rank == 2 else aten._adaptive_avg_pool3d_backward
     return pool(grad, grad.new_empty(1).expand(extents))
+
+
+@library_function("avg_pool_last", aten.avg_pool2d)
+def avg_pool_last(x, *geometry):
+    return avg_pool(x, *geometry).permute(0, 2, 3, 1)
+
+
+@library_function("avg_pool_last_backward", aten.avg_pool2d_backward)
+def avg_pool_last_backward(grad, extents, kernel_size, stride, padding, ceil_mode, include_pad, divisor):
+    """VJP with respect to ``x``, whose shape is ``extents``: its channels are behind."""
+    given = (grad, _image(grad, extents), kernel_size, stride, padding, bool(ceil_mode), bool(include_pad))
+    return aten.avg_pool2d_backward(*given, divisor or None).permute(0, 2, 3, 1)
+
+
+@library_function("adaptive_avg_pool_last", aten._adaptive_avg_pool2d)
+def adaptive_avg_pool_last(x, output_size):
+    return adaptive_avg_pool(x, output_size).permute(0, 2, 3, 1)
+
+
+@library_function("adaptive_avg_pool_last_backward", aten._adaptive_avg_pool2d_backward)
+def adaptive_avg_pool_last_backward(grad, extents, output_size):
+    return aten._adaptive_avg_pool2d_backward(grad, _image(grad, extents)).permute(0, 2, 3, 1)

@@ -1,4 +1,4 @@
-"""Interpolation (``upsample``) in every mode, and its VJP."""
+"""Interpolation (``upsample``) in every mode, and its VJP; those named ``last`` have channels behind in the results."""
 
 from __future__ import annotations
 
@@ -28,3 +28,13 @@ def upsample(x, mode, output_size, align_corners, *scales):
 def upsample_backward(grad, extents, mode, output_size, align_corners, *scales):
     operator, options = _upsampling(mode, "_backward", align_corners, scales)
     return operator(grad, output_size, extents, *options)
+
+
+@library_function("upsample_last")
+def upsample_last(x, *options):
+    return upsample(x, *options).permute(0, 2, 3, 1)
+
+
+@library_function("upsample_last_backward")
+def upsample_last_backward(grad, extents, *options):
+    return upsample_backward(grad, extents, *options).permute(0, 2, 3, 1)

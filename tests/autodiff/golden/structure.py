@@ -221,6 +221,42 @@ class ChannelsBehind:
         return (z, m)
 
 
+@golden(channels_behind)
+@I.ir_module
+class ColumnsOfAPermutation:
+    """A sum that keeps the last axis of what is permuted; so is what is computed from it, a concatenation and a slice.
+    A permutation whose sums keep another axis stays."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 4, 5, 6), "float32"), a: R.Tensor((2, 6, 4, 5), "float32")):
+        with R.dataflow():
+            y = R.permute_dims(x, axes=[0, 3, 1, 2])
+            z = R.negative(y)
+            m = R.mean(z, axis=[0, 2, 3], keepdims=True)
+            c = R.concat((z, a), axis=1)
+            s = R.strided_slice(c, axes=[1, 3], begin=[2, 0], end=[9, 3])
+            b = R.permute_dims(s, axes=[0, 2, 3, 1])
+            p = R.permute_dims(a, axes=[0, 3, 1, 2])
+            q = R.sum(p, axis=[0, 1, 2])
+            R.output(m, b, q)
+        return (m, b, q)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2, 4, 5, 6), "float32"), a: R.Tensor((2, 6, 4, 5), "float32")):
+        with R.dataflow():
+            z_last = R.negative(x)
+            m_last = R.mean(z_last, axis=[0, 1, 2], keepdims=True)
+            m = R.permute_dims(m_last, axes=[0, 3, 1, 2])
+            lv = R.permute_dims(a, axes=[0, 2, 3, 1])
+            c_last = R.concat((z_last, lv), axis=3)
+            s_last = R.strided_slice(c_last, axes=[3, 2], begin=[2, 0], end=[9, 3])
+            b = R.permute_dims(s_last, axes=[0, 1, 2, 3])
+            p = R.permute_dims(a, axes=[0, 3, 1, 2])
+            q = R.sum(p, axis=[0, 1, 2])
+            R.output(m, b, q)
+        return (m, b, q)
+
+
 @golden(heads_behind)
 @I.ir_module
 class HeadsBehind:

@@ -153,6 +153,15 @@ def _upsampled(x):
 _library("upsample", _upsampled, _image, "bilinear2d", [14, 9], 1, 0.0, 0.0)
 
 
+def _behind(name, build, *options):
+    _library(f"{name}_last", lambda x: build(x).permute(0, 2, 3, 1), _image, *options)
+
+
+_behind("avg_pool", lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), *_average)
+_behind("adaptive_avg_pool", lambda x: F.adaptive_avg_pool2d(x, (3, 4)), [3, 4])
+_behind("upsample", _upsampled, "bilinear2d", [14, 9], 1, 0.0, 0.0)
+
+
 def _at(name, extents, accumulate=None):
     """``index`` (without values) or ``index_put`` (with) at dims 0 and 2."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -37,6 +38,48 @@ class Branches(Net):
         return self.then(self.depthwise(y) + self.grouped(y) * self.scale + nn.functional.max_pool2d(y, 3, 1, 1))
 
 
+class Concatenated(Net):
+    """Maps beside each other, as in a dense block, cut in another place than where they meet."""
+
+    def forward(self, x):
+        y = self.norm(self.first(x)).relu()
+        y = nn.functional.batch_norm(torch.cat((y, self.depthwise(y) * self.scale, y), 1), None, None, training=True)
+        narrow, wide = y.split((5, 19), 1)
+        return self.then(torch.cat((self.grouped(wide[:, 3:11]), narrow, wide[:, 11:, :, :]), 1))
+
+
+class Sizes(Net):
+    """Maps of other sizes and back: by averages, by interpolation, by a transposed convolution."""
+
+    def forward(self, x):
+        y = self.norm(self.first(x)).relu()
+        half = nn.functional.avg_pool2d(self.depthwise(y) * self.scale, 2)
+        fifths = nn.functional.adaptive_avg_pool2d(self.grouped(half), (2, 3))
+        wide = nn.functional.interpolate(fifths * 2, (4, 5), mode="bilinear") + nn.functional.interpolate(half, (4, 5))
+        return self.then(wide + nn.functional.conv_transpose2d(half, self.first.weight[:, :1], stride=2)[:, :, :4, :5])
+
+
+class Before(Net):
+    """A batch normalization of what is given, before any convolution."""
+
+    def forward(self, x):
+        y = nn.functional.batch_norm(x, None, None, training=True).relu()
+        return self.then(self.depthwise(self.grouped(self.norm(self.first(y))) * self.scale) + x.sum())
+
+
+class Permuted(nn.Module):
+    """Batch normalizations of tensors with their channels behind, without a convolution."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.first, self.norm, self.then = nn.Linear(10, 8, bias=False), nn.BatchNorm1d(8), then
+
+    def forward(self, x):
+        y = self.first(x.movedim(1, 2))  # channels of the linear layer behind
+        y = nn.functional.batch_norm(y.permute(0, 3, 1, 2), None, None, training=True).relu()
+        return self.then(y + self.norm(y.flatten(2).mT.contiguous().mT).view_as(y))
+
+
 THEN = {
     "returned": lambda y: y,
     "mean": lambda y: y.mean((2, 3)),
@@ -48,6 +91,9 @@ THEN = {
 }
 
 
+OTHERS = (Concatenated, Sizes, Before, Permuted)
+
+
 @pytest.mark.composes(
     "`channels_last`",
     "convolutions, pools and all between them keep that order of memory; dimensions that vary do not",
@@ -56,8 +102,14 @@ THEN = {
 @pytest.mark.parametrize(
     ("net", "then"),
     sampled(
-        [*((Net, then) for then in THEN), (Branches, "returned"), (Branches, "mean")],
-        [(Net, "returned"), (Net, "largest of channels"), (Net, "a pool's places"), (Branches, "mean")],
+        [
+            *((Net, then) for then in THEN),
+            *((net, then) for net in (Branches, *OTHERS) for then in ("returned", "mean")),
+        ],
+        [
+            *((Net, then) for then in ("returned", "largest of channels", "a pool's places")),
+            *((net, "mean" if net in (Branches, Before) else "returned") for net in (Branches, *OTHERS)),
+        ],
     ),
 )
 def test_numbers_are_eagers(net, then):
@@ -76,9 +128,19 @@ def test_numbers_are_eagers(net, then):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("net", [Net, Branches, Concatenated, Before])
+def test_memory_is_walked_as_it_lies(net):
+    """No kernel of the block sees channels in the second place."""
+    module = net(THEN["mean"]).to(memory_format=torch.channels_last)
+    lowered = lower(module, torch.randn(2, 3, 8, 10).contiguous(memory_format=torch.channels_last))
+    planes = re.compile(r"R\.Tensor\(\(2, (\d{2}|[5-9]), 4, 5\)")
+    for function in (lowered.forward, lowered.backward):
+        lines = [line for line in str(function).splitlines() if planes.search(line.split("=")[0])]
+        assert all("permute_dims" in line for line in lines)
+
+
 @pytest.mark.parametrize("net", [Net, Branches])
-def test_memory_is_walked_as_it_lies(net, monkeypatch):
-    """No kernel of the block sees channels in the second place; each convolution is told channels_last."""
+def test_convolutions_are_told_channels_last(net, monkeypatch):
     seen = []
     plain = convolution._convolution
 
@@ -89,15 +151,17 @@ def test_memory_is_walked_as_it_lies(net, monkeypatch):
     monkeypatch.setattr(convolution, "_convolution", watched)
     module = net(THEN["mean"]).to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 8, 10).contiguous(memory_format=torch.channels_last)
-    lowered = lower(module, x)
-    planes = "R.Tensor((2, 8, 4, 5)"
-    for function in (lowered.forward, lowered.backward):
-        lines = [line for line in str(function).splitlines() if planes in line.split("=")[0]]
-        assert all("permute_dims" in line for line in lines)
     add_tvm_dispatch(module, x)
     seen.clear()
     module(x)
     assert seen[1:] == [[True, True]] * 2 and seen[0][1]
+
+
+def test_a_batch_normalization_walks_what_it_is_given_as_it_lies():
+    """Its channels are the last axis of memory: all sums are of columns, and nothing is stored in another order."""
+    lowered = lower(Permuted(lambda y: y.mean((2, 3))), torch.randn(3, 4, 5, 10))
+    sums = [line for line in str(lowered.forward).splitlines() if "R.mean(" in line]
+    assert sums and all("axis=[0, 1, 2]" in line or "axis=[0, 1]" in line for line in sums[:-1])
 
 
 def test_other_convolutions_stay():
