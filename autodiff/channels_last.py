@@ -97,7 +97,8 @@ def _is_given(body: Body, value: Expr) -> bool:
 
 
 def _axes_of(binding: Binding) -> Axes:
-    return tuple(int(axis) for axis in binding.value.attrs.axes)
+    axes = binding.value.attrs.axes
+    return tuple(reversed(range(len(shape(binding.var))))) if axes is None else tuple(int(axis) for axis in axes)
 
 
 def _is_pointwise(binding: Binding) -> bool:

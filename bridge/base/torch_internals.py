@@ -327,6 +327,8 @@ def is_preservable(op: Any) -> bool:
 
 
 autograd_key = find("torch._C.DispatchKey.Autograd")
+has_kernel: Callable[[str, str], bool] = find("torch._C._dispatch_has_kernel_for_dispatch_key")
+"""An operator's name and a dispatch key's → whether it has a kernel of its own there."""
 
 ASSERT = "_assert"
 """torch's own ``assert``, which torch.export takes out of forward's hands since 2.15."""

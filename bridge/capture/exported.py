@@ -27,6 +27,7 @@ from bridge.capture.number_index import SymbolicNumberIndices
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.recurrent_formulas import lstm_as_in_eager
 from bridge.capture.symbolic_formulas import SymbolicFormulas
+from bridge.capture.upsample_casts import upsamples_cast
 from bridge.capture.whole_functions import WholeFunctions
 from bridge.state import ModuleTensor
 
@@ -71,6 +72,7 @@ def export(
             DataIsDetached(),
             WholeFunctions(),
             functions.traced(),
+            upsamples_cast(),
             SymbolicFormulas() if dims else nullcontext(),
             fake_results_not_kept() if dims else nullcontext(),
             _forward_as_exported(module, _spelled_out(module, args, kwargs) if dims else None),

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import FakeTensorMode, TorchDispatchMode, aten, python_kernels
+from bridge.capture.upsample_casts import upsamples_cast
 
 __all__ = ["SymbolicFormulas", "running"]
 
@@ -72,7 +73,7 @@ def running(mode: FakeTensorMode) -> Iterator[None]:
         if mode.shape_env is None:
             yield
             return
-        with _BelowAutograd(), SymbolicFormulas(_FAKE_FORMULAS):
+        with _BelowAutograd(), SymbolicFormulas(_FAKE_FORMULAS), upsamples_cast():
             yield
 
 

@@ -37,6 +37,7 @@ from bridge.base.torch_internals import (
 from bridge.capture.passes.composites import expand, is_composite
 from bridge.capture.passes.kinds import kind_key
 from bridge.capture.passes.stop_gradient import inline
+from bridge.capture.symbolic_formulas import running
 
 __all__ = ["GradModesInRegions", "spell_out_casts", "without_casts"]
 
@@ -293,7 +294,7 @@ def _run(node: fx.Node, values: dict[fx.Node, FakeTensor], setting: torch.dtype 
     mode = next(iter(values.values())).fake_mode
     recorder = _Recorder()
     autocast = autocast_to(setting, cache_enabled=False)
-    with mode, recorder, torch.no_grad(), autocast:
+    with running(mode), recorder, torch.no_grad(), autocast:
         result = node.target(*args, **kwargs)
     return result, recorder.calls
 

@@ -91,6 +91,7 @@ LIMITS = Limits(
     buffers=48,
     terms=16,
     sections=16,
+    summed_sections=2,  # neighbours in different sections wait for each other
     serial_elements=32_768,
     shared_elements=4096,
     loops=8,

@@ -317,9 +317,11 @@ def space_of(group: Group, rules: Rules) -> Space | None:
             accesses.append((sections_of(node), 1))
         if isinstance(node, Sections):
             accesses += [(place.view, 1) for place in node.places]
-    if _unrolled(group) > rules.limits.sections:
+    reductions = [node for node in group.nodes if isinstance(node, Reduction)]
+    reduces = any(same(node.inner, 1) for node in reductions)
+    of_columns = not all(same(node.inner, 1) for node in reductions)
+    if _unrolled(group) > (rules.limits.summed_sections if of_columns else rules.limits.sections):
         return None
-    reduces = any(isinstance(node, Reduction) and same(node.inner, 1) for node in group.nodes)
     return make_space(group.elements, group.columns, accesses, rules, reduces=reduces)
 
 

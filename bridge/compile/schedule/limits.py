@@ -22,6 +22,7 @@ class Limits:
         buffers: that a kernel reads and writes at most; a kernel may read half as many beside what it makes.
         terms: of a sum in one kernel; a longer one is kernels of so many terms, whatever its length, and the rest.
         sections: of the concatenations of one kernel: its code is repeated for each.
+        summed_sections: the same of a kernel that adds up columns.
         serial_elements: below so many, a kernel is not worth running in parallel.
         shared_elements: of a tensor that is worth a merge for reading it once instead of twice.
         loops: of a kernel at most.
@@ -61,6 +62,7 @@ class Limits:
     buffers: int
     terms: int
     sections: int
+    summed_sections: int
     serial_elements: int
     shared_elements: int
     loops: int
