@@ -96,7 +96,7 @@ OTHERS = (Concatenated, Sizes, Before, Permuted)
 
 @pytest.mark.composes(
     "`channels_last`",
-    "convolutions, pools and all between them keep that order of memory; dimensions that vary do not",
+    "convolutions, pools, interpolations and all between them keep that order of memory; dimensions that vary do not",
     section="Autograd, memory, threads",
 )
 @pytest.mark.parametrize(
