@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from autodiff.extents import ExtentScope
+from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cuda import rows
 from bridge.compile.cuda.build import cuda_source
 from bridge.compile.cuda.kernels import generate
 from bridge.compile.cuda.nvrtc import compiled
 from bridge.compile.cuda.row import SHORT_ROW, RowForm
-from bridge.compile.loop_ir.graph import Operand
-from bridge.compile.loop_ir.views import expand
+from bridge.compile.loop_ir.graph import Concat, Operand, Value, whole
+from bridge.compile.loop_ir.views import View, expand
+from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.row_plan import RowPlan
 from tests.bridge.compile.cuda_graphs import GRAPHS, layer_norm_backward, softmax, strided
 from tests.bridge.compile.planned_graphs import Builder, Kernels, build, inputs
@@ -66,6 +68,46 @@ def test_casts_that_all_rows_share_take_no_registers():
     scaled = builder.op("multiply", centred, wide)
     (made,) = planned(builder.graph(scaled))
     assert [made.plan.nodes[node].op for node in made.plan.cached] == ["exp"]
+
+
+@pytest.mark.parametrize(("dtype", "width", "groups"), [("float32", 328, 1), ("float32", 256, 4), ("bfloat16", 328, 4)])
+def test_a_row_has_a_block_of_its_own_where_a_thread_reads_much_of_it(dtype, width, groups):
+    """Three vectors of two tensors of float32 are 96 bytes; of half types they are half of that."""
+    builder = Builder(dtype)
+    x, y = builder.param(4096, width), builder.param(4096, width)
+    product = builder.op("multiply", x, y)
+    total = builder.reduce("sum", product, 4096, width, 1, 4096, 1)
+    (made,) = planned(builder.graph(builder.op("subtract", product, total)))
+    assert RowForm.of(made.plan).groups == groups
+
+
+@pytest.mark.parametrize(("width", "rows"), [(64, 32), (256, 16), (320, 16), (640, 16), (768, 8), (1280, 8)])
+def test_short_rows_whose_columns_are_reduced_share_a_block(width, rows):
+    """The more of a row a thread has, the fewer threads share a block's registers: 1024 at most, 256 at least."""
+    builder = Builder()
+    x = builder.param(8192, width)
+    total = builder.reduce("sum", x, 8192, width, 1, 8192, 1)
+    centred = builder.op("subtract", x, total)
+    columns = builder.reduce("sum", centred, 1, 8192, width, width)
+    (made,) = planned(builder.graph(centred, columns))
+    form = RowForm.of(made.plan)
+    assert form.groups == rows and 256 <= form.groups * form.threads <= 1024
+
+
+@pytest.mark.parametrize(("sections", "kernels"), [(2, 1), (3, 2)])
+def test_what_adds_up_columns_concatenates_two_tensors_at_most(sections, kernels):
+    """Its code is repeated for each section, and neighbours in different ones wait for each other."""
+    builder = Builder()
+    parts = [builder.param(4096, 32) for _ in range(sections)]
+    spread = [Operand(each.value, View((4096, sections, 32), (32, 0, 1), 0)) for each in parts]
+    out = Value("concat", (4096, 32 * sections), "float32")
+    builder.nodes.append(Concat("concat", tuple(spread), out, 32))
+    both = whole(out)
+    width = 32 * sections
+    columns = builder.reduce("sum", both, 1, 4096, width, width)
+    graph = builder.graph(both, columns)
+    assert len(planned(graph)) == kernels
+    assert len(fuse(graph, host_backend())) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
