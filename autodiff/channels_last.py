@@ -10,13 +10,15 @@ have theirs added where they meet.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 from tvm import relax
 from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
-from autodiff.extents import same, same_shape
+from autodiff.extents import Dim, Extent, same, same_shape
 from autodiff.ir import Call, Constant, Expr, TensorType, Tuple, TupleGetItem, Var, library_name, shape
 from autodiff.ops import traits
 from autodiff.rewrite import BodyScope
@@ -68,7 +70,7 @@ def _sources(body: Body) -> set[Binding]:
     for binding in body.bindings:
         if binding.op == "relax.permute_dims":
             axes = _axes_of(binding)
-            if _is_given(body, binding.value.args[0]):
+            if _is_given(body, binding.value.args[0]) or _is_turned_back(body.binding(binding.value.args[0]), axes):
                 found.add(binding)
             elif axes[-1] != len(axes) - 1:
                 made_of[binding.var] = {binding: axes}
@@ -96,6 +98,14 @@ def _is_given(body: Body, value: Expr) -> bool:
     return found is not None and found.value is not None and library_name(found.value) in _SOURCES
 
 
+def _is_turned_back(read: Binding | None, axes: Axes) -> bool:
+    """Whether a permutation is that of the permutation before it, turned back: what it shows lies as that one shows."""
+    if read is None or read.op != "relax.permute_dims":
+        return False
+    before = _axes_of(read)
+    return before[-1] != len(axes) - 1 and tuple(before[axis] for axis in axes) == tuple(range(len(axes)))
+
+
 def _axes_of(binding: Binding) -> Axes:
     axes = binding.value.attrs.axes
     return tuple(reversed(range(len(shape(binding.var))))) if axes is None else tuple(int(axis) for axis in axes)
@@ -105,18 +115,48 @@ def _is_pointwise(binding: Binding) -> bool:
     return binding.op is not None and binding.op.startswith("relax.") and "elementwise" in traits(binding.op)
 
 
+def _regrouped(before: Sequence[Dim], after: Sequence[Dim]) -> list[tuple[list[int], list[int]]] | None:
+    """Axes of one shape with those of another that have the same elements, as few together as can be; ``None`` where an
+    axis of extent 1 comes or goes at an end."""
+    groups: list[tuple[list[int], list[int]]] = []
+    a = b = 0
+    while a < len(before) and b < len(after):
+        old, new = [a], [b]
+        sizes = before[a], after[b]
+        while not same(*sizes):
+            if isinstance(sizes[0], Extent) or isinstance(sizes[1], Extent):
+                return None
+            if sizes[0] < sizes[1]:
+                old.append(old[-1] + 1)
+            else:
+                new.append(new[-1] + 1)
+            if old[-1] == len(before) or new[-1] == len(after):
+                return None
+            sizes = math.prod(before[axis] for axis in old), math.prod(after[axis] for axis in new)
+        groups.append((old, new))
+        a, b = old[-1] + 1, new[-1] + 1
+    return groups if a == len(before) and b == len(after) else None
+
+
 class _Pass:
-    """Attributes: ``moved``, of a variable: what it is a permutation of, and the axes of that."""
+    """
+    Attributes:
+        moved: of a variable: what it is a permutation of, and the axes of that.
+        behind: of a variable that is a permutation of such a one, and none of what that is of: the latter.
+    """
 
     def __init__(self, body: Body, sources: set[Binding]) -> None:
         self.body, self.sources = body, sources
         self.scope = BodyScope(body)
         self.moved: dict[Var, tuple[Expr, Axes]] = {}
+        self.behind: dict[Var, Expr] = {}
 
     def add(self, binding: Binding) -> None:
         """The binding, on operands in the order of memory if one of them has another."""
         value = binding.value
-        if binding.op == "relax.permute_dims" and value.args[0] in self.moved:
+        if binding.op == "relax.permute_dims" and value.args[0] in self.behind:
+            self._replace(binding, self.behind[value.args[0]], _axes_of(binding))
+        elif binding.op == "relax.permute_dims" and value.args[0] in self.moved:
             self._permutation(binding, *self.moved[value.args[0]])
         elif binding in self.sources:
             self.moved[binding.var] = value.args[0], _axes_of(binding)
@@ -129,14 +169,18 @@ class _Pass:
                 self._reduction(binding, value)
             elif binding.op == "relax.strided_slice":
                 self._slice(binding, value)
+            elif binding.op == "relax.reshape":
+                self._reshape(binding, *self.moved[value.args[0]])
         self.scope.bindings.append(binding)
 
     def _permutation(self, binding: Binding, x: Expr, axes: Axes) -> None:
-        """One permutation for two; that which is none is moved no further."""
+        """One permutation for two."""
         both = tuple(axes[axis] for axis in _axes_of(binding))
-        self.body.assign(binding, op.permute_dims(x, list(both)))
-        if both != tuple(range(len(both))):
-            self.moved[binding.var] = x, both
+        if both == tuple(range(len(both))):
+            self.body.assign(binding, op.permute_dims(x, list(both)))
+            self.behind[binding.var] = x
+        else:
+            self._replace(binding, x, both)
 
     def _pointwise(self, binding: Binding, call: Call) -> None:
         extents = shape(binding.var)
@@ -181,6 +225,17 @@ class _Pass:
         made = Call(call.op, [x, cut, *call.args[2:]], call.attrs, call.ty_args)
         self._replace(binding, self.scope.emit(made, f"{binding.name}_last"), axes)
 
+    def _reshape(self, binding: Binding, x: Expr, axes: Axes) -> None:
+        """One that cuts axes, or joins those that are neighbours in memory as well: channels in groups, and back."""
+        before, after = shape(binding.value.args[0]), shape(binding.var)
+        groups = _regrouped(before, after)
+        if groups is None or any(axes[a] + 1 != axes[b] for old, _ in groups for a, b in itertools.pairwise(old)):
+            return
+        inside = sorted(groups, key=lambda group: axes[group[0][0]])
+        order = [axis for _, new in inside for axis in new]
+        made = self.scope.emit(op.reshape(x, [after[axis] for axis in order]), f"{binding.name}_last")
+        self._replace(binding, made, tuple(order.index(axis) for axis in range(len(after))))
+
     def _reduction(self, binding: Binding, call: Call) -> None:
         x, axes = self.moved[call.args[0]]
         reduced = [int(axis) % len(axes) for axis in call.attrs.axis]
@@ -195,6 +250,6 @@ class _Pass:
         else:
             self.body.assign(binding, op.permute_dims(self.scope.emit(made, f"{binding.name}_last"), order))
 
-    def _replace(self, binding: Binding, made: Var, axes: Axes) -> None:
+    def _replace(self, binding: Binding, made: Expr, axes: Axes) -> None:
         self.body.assign(binding, op.permute_dims(made, list(axes)))
         self.moved[binding.var] = made, axes

@@ -9,7 +9,7 @@ from tvm import relax
 
 from autodiff.extents import maximum
 from autodiff.ir import dtype, numel, shape
-from bridge.aten.channels_last import read_from_behind
+from bridge.aten.channels_last import is_channels_last, read_from_behind
 from bridge.aten.reductions import euclidean_norm
 from bridge.aten.registry import UnsupportedUse, converts, rounds_once
 from bridge.base.torch_internals import aten
@@ -113,9 +113,14 @@ def batch_norm_inference(importer, node, x, weight, bias, running_mean, running_
 @converts(aten.native_group_norm.default)
 def native_group_norm(importer, node, x, weight, bias, batch, channels, pixels, groups, eps):
     element_type = dtype(x)
-    x, weight, bias = _widen(importer, x, weight, bias)
-    rows = importer.reshape(x, (batch * groups, math.prod(shape(x)) // maximum(batch * groups, 1)))
-    mean, centred, variance = moments(importer, rows, [1])
+    form = node.args[0].meta["val"]
+    x, weight, bias = _widen(importer, read_from_behind(importer, x, form), weight, bias)
+    if is_channels_last(form):  # no view of it has the elements of a group in a row
+        rows = importer.reshape(x, (batch, groups, shape(x)[1] // groups, *shape(x)[2:]))
+        mean, centred, variance = moments(importer, rows, [2, 3, 4])
+    else:
+        rows = importer.reshape(x, (batch * groups, math.prod(shape(x)) // maximum(batch * groups, 1)))
+        mean, centred, variance = moments(importer, rows, [1])
     rstd = rstd_of(importer, variance, eps)
     y = importer.reshape(importer.emit(op.multiply(centred, rstd)), shape(x))
     y = affine(importer, y, weight, bias, (1, channels, *[1] * (len(shape(x)) - 2)))

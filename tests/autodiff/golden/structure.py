@@ -257,6 +257,44 @@ class ColumnsOfAPermutation:
         return (m, b, q)
 
 
+@golden(channels_behind)
+@I.ir_module
+class GroupsOfChannels:
+    """A permutation turned back; its channels are cut into groups and joined again. Rows and columns are no neighbours
+    of channels in memory: what joins them stays."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 6, 4, 5), "float32")):
+        with R.dataflow():
+            b = R.permute_dims(x, axes=[0, 2, 3, 1])
+            y = R.permute_dims(b, axes=[0, 3, 1, 2])
+            g = R.reshape(y, R.shape([2, 3, 2, 4, 5]))
+            m = R.sum(g, axis=[2, 3, 4])
+            e = R.exp(g)
+            z = R.reshape(e, R.shape([2, 6, 4, 5]))
+            r = R.reshape(z, R.shape([2, 120]))
+            o = R.permute_dims(z, axes=[0, 2, 3, 1])
+            n = R.permute_dims(o, axes=[0, 3, 1, 2])
+            h = R.negative(n)
+            R.output(m, r, h)
+        return (m, r, h)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2, 6, 4, 5), "float32")):
+        with R.dataflow():
+            b = R.permute_dims(x, axes=[0, 2, 3, 1])
+            g_last = R.reshape(b, R.shape([2, 4, 5, 3, 2]))
+            m = R.sum(g_last, axis=[1, 2, 4])
+            e_last = R.exp(g_last)
+            z_last = R.reshape(e_last, R.shape([2, 4, 5, 6]))
+            z = R.permute_dims(z_last, axes=[0, 3, 1, 2])
+            r = R.reshape(z, R.shape([2, 120]))
+            h_last = R.negative(z_last)
+            h = R.permute_dims(h_last, axes=[0, 3, 1, 2])
+            R.output(m, r, h)
+        return (m, r, h)
+
+
 @golden(heads_behind)
 @I.ir_module
 class HeadsBehind:

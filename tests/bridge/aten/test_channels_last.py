@@ -67,6 +67,16 @@ class Before(Net):
         return self.then(self.depthwise(self.grouped(self.norm(self.first(y))) * self.scale) + x.sum())
 
 
+class Grouped(Net):
+    """Normalizations of groups of channels: of what is given, between convolutions, one with a channel a group."""
+
+    def forward(self, x):
+        y = nn.functional.group_norm(x, 3) + nn.functional.group_norm(x, 1).tanh()
+        y = nn.functional.silu(nn.functional.group_norm(self.first(y), 2, self.norm.weight, self.norm.bias))
+        y = nn.functional.group_norm(self.grouped(y) * self.scale, 4) + y
+        return self.then(self.depthwise(nn.functional.group_norm(y, 8)))
+
+
 class Permuted(nn.Module):
     """Batch normalizations of tensors with their channels behind, without a convolution."""
 
@@ -91,7 +101,7 @@ THEN = {
 }
 
 
-OTHERS = (Concatenated, Sizes, Before, Permuted)
+OTHERS = (Concatenated, Sizes, Before, Grouped, Permuted)
 
 
 @pytest.mark.composes(
@@ -128,7 +138,7 @@ def test_numbers_are_eagers(net, then):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("net", [Net, Branches, Concatenated, Before])
+@pytest.mark.parametrize("net", [Net, Branches, Concatenated, Before, Grouped])
 def test_memory_is_walked_as_it_lies(net):
     """No kernel of the block sees channels in the second place."""
     module = net(THEN["mean"]).to(memory_format=torch.channels_last)
