@@ -1,11 +1,12 @@
 """Channels behind: what follows a convolution in channels_last -> the same on tensors whose channels are the last axis.
 
 A convolution (a pool, an interpolation) gives its result in the order of memory that eager's has, and shows it with
-channels in the second place (a ``permute_dims``). This pass moves that behind point-wise operators, reductions, slices
-and concatenations, which then walk memory as it lies; between two convolutions nothing is left of it. So it does with a
-permutation of any other tensor whose last axis a batch normalization, or another sum over all other axes, has for its
-channels; and, once there is a backward, with the gradients that convolutions and pools give: two branches of a network
-have theirs added where they meet.
+channels in the second place (a ``permute_dims``). This pass moves that behind point-wise operators, reductions, slices,
+concatenations and groups of channels, which then walk memory as it lies; between two convolutions nothing is left of
+it. So it does with a permutation of any other tensor whose last axis a batch normalization, or another sum over all
+other axes, has for its channels, or that only turns back the permutation before it, as the import says of a tensor that
+it lies so; and, once there is a backward, with the gradients that convolutions and pools give: two branches of a
+network have theirs added where they meet.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
 from autodiff.extents import Dim, Extent, same, same_shape
-from autodiff.ir import Call, Constant, Expr, TensorType, Tuple, TupleGetItem, Var, library_name, shape
-from autodiff.ops import traits
+from autodiff.ir import Call, Constant, Expr, TensorType, Tuple, TupleGetItem, Var, library_name, permutation, shape
+from autodiff.ops import POINTWISE
 from autodiff.rewrite import BodyScope
+from autodiff.views import reshaped
 
 __all__ = ["channels_behind"]
 
@@ -42,14 +44,14 @@ _SOURCES = frozenset(
 )
 _REDUCTIONS = {f"relax.{name}": getattr(op, name) for name in ("sum", "mean", "max", "min", "prod")}
 
-Axes = tuple[int, ...]
+Axes = list[int]
 
 
 @on_functions
 def channels_behind(body: Body) -> None:
-    """``f(permute_dims(x))`` becomes ``permute_dims(f(x))`` for point-wise operators, reductions, slices and
-    concatenations, where ``x`` comes from a library function that gives channels_last, or has its last axis kept by a
-    sum over all others.
+    """``f(permute_dims(x))`` becomes ``permute_dims(f(x))`` for point-wise operators, reductions, slices,
+    concatenations and reshapes of neighbours in memory, where ``x`` comes from a library function that gives
+    channels_last, has its last axis kept by a sum over all others, or was permuted the other way before.
 
     Safe: the same operator is applied to the same elements; a reduction adds them in another order.
     """
@@ -69,7 +71,7 @@ def _sources(body: Body) -> set[Binding]:
     made_of: dict[Var, dict[Binding, Axes]] = {}  # by point-wise operators, of permutations of the same shape
     for binding in body.bindings:
         if binding.op == "relax.permute_dims":
-            axes = _axes_of(binding)
+            axes = permutation(binding.value)
             if _is_given(body, binding.value.args[0]) or _is_turned_back(body.binding(binding.value.args[0]), axes):
                 found.add(binding)
             elif axes[-1] != len(axes) - 1:
@@ -80,7 +82,7 @@ def _sources(body: Body) -> set[Binding]:
                 left = set(range(len(axes))) - {int(each) % len(axes) for each in axis or range(len(axes))}
                 if left == {axes.index(len(axes) - 1)}:
                     found.add(source)
-        elif _is_pointwise(binding):
+        elif binding.op in POINTWISE:
             reads = [made_of[arg] for arg in binding.value.args if isinstance(arg, Var) and arg in made_of]
             extents = shape(binding.var) if reads else ()
             made = {source: axes for read in reads for source, axes in read.items()}
@@ -102,22 +104,13 @@ def _is_turned_back(read: Binding | None, axes: Axes) -> bool:
     """Whether a permutation is that of the permutation before it, turned back: what it shows lies as that one shows."""
     if read is None or read.op != "relax.permute_dims":
         return False
-    before = _axes_of(read)
-    return before[-1] != len(axes) - 1 and tuple(before[axis] for axis in axes) == tuple(range(len(axes)))
-
-
-def _axes_of(binding: Binding) -> Axes:
-    axes = binding.value.attrs.axes
-    return tuple(reversed(range(len(shape(binding.var))))) if axes is None else tuple(int(axis) for axis in axes)
-
-
-def _is_pointwise(binding: Binding) -> bool:
-    return binding.op is not None and binding.op.startswith("relax.") and "elementwise" in traits(binding.op)
+    before = permutation(read.value)
+    return before[-1] != len(axes) - 1 and [before[axis] for axis in axes] == [*range(len(axes))]
 
 
 def _regrouped(before: Sequence[Dim], after: Sequence[Dim]) -> list[tuple[list[int], list[int]]] | None:
     """Axes of one shape with those of another that have the same elements, as few together as can be; ``None`` where an
-    axis of extent 1 comes or goes at an end."""
+    axis of extent 1 comes or goes at an end, or extents that vary are not the same."""
     groups: list[tuple[list[int], list[int]]] = []
     a = b = 0
     while a < len(before) and b < len(after):
@@ -155,15 +148,15 @@ class _Pass:
         """The binding, on operands in the order of memory if one of them has another."""
         value = binding.value
         if binding.op == "relax.permute_dims" and value.args[0] in self.behind:
-            self._replace(binding, self.behind[value.args[0]], _axes_of(binding))
+            self._replace(binding, self.behind[value.args[0]], permutation(binding.value))
         elif binding.op == "relax.permute_dims" and value.args[0] in self.moved:
             self._permutation(binding, *self.moved[value.args[0]])
         elif binding in self.sources:
-            self.moved[binding.var] = value.args[0], _axes_of(binding)
+            self.moved[binding.var] = value.args[0], permutation(binding.value)
         elif binding.op == "relax.concat":
             self._concat(binding, value)
         elif binding.op is not None and any(arg in self.moved for arg in value.args if isinstance(arg, Var)):
-            if _is_pointwise(binding):
+            if binding.op in POINTWISE:
                 self._pointwise(binding, value)
             elif binding.op in _REDUCTIONS and value.attrs.axis is not None:
                 self._reduction(binding, value)
@@ -175,9 +168,9 @@ class _Pass:
 
     def _permutation(self, binding: Binding, x: Expr, axes: Axes) -> None:
         """One permutation for two."""
-        both = tuple(axes[axis] for axis in _axes_of(binding))
-        if both == tuple(range(len(both))):
-            self.body.assign(binding, op.permute_dims(x, list(both)))
+        both = [axes[axis] for axis in permutation(binding.value)]
+        if both == sorted(both):
+            self.body.assign(binding, op.permute_dims(x, both))
             self.behind[binding.var] = x
         else:
             self._replace(binding, x, both)
@@ -202,11 +195,11 @@ class _Pass:
             return arg
         extents = [*[1] * (len(axes) - len(shape(arg))), *shape(arg)]
         if len(extents) > len(shape(arg)):
-            arg = self.scope.emit(op.reshape(arg, extents))
+            arg = self.scope.emit(reshaped(arg, extents))
         order = [axes.index(axis) for axis in range(len(axes))]
         wanted = [extents[axis] for axis in order]
         if sum(not same(extent, 1) for extent in extents) <= 1:
-            return self.scope.emit(op.reshape(arg, wanted))
+            return self.scope.emit(reshaped(arg, wanted))
         return self.scope.emit(op.permute_dims(arg, order))
 
     def _concat(self, binding: Binding, call: Call) -> None:
@@ -233,8 +226,8 @@ class _Pass:
             return
         inside = sorted(groups, key=lambda group: axes[group[0][0]])
         order = [axis for _, new in inside for axis in new]
-        made = self.scope.emit(op.reshape(x, [after[axis] for axis in order]), f"{binding.name}_last")
-        self._replace(binding, made, tuple(order.index(axis) for axis in range(len(after))))
+        made = self.scope.emit(reshaped(x, [after[axis] for axis in order]), f"{binding.name}_last")
+        self._replace(binding, made, [order.index(axis) for axis in range(len(after))])
 
     def _reduction(self, binding: Binding, call: Call) -> None:
         x, axes = self.moved[call.args[0]]
@@ -251,5 +244,5 @@ class _Pass:
             self.body.assign(binding, op.permute_dims(self.scope.emit(made, f"{binding.name}_last"), order))
 
     def _replace(self, binding: Binding, made: Expr, axes: Axes) -> None:
-        self.body.assign(binding, op.permute_dims(made, list(axes)))
+        self.body.assign(binding, op.permute_dims(made, axes))
         self.moved[binding.var] = made, axes

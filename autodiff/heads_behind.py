@@ -13,8 +13,8 @@ from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
 from autodiff.extents import same, same_shape
-from autodiff.ir import Call, Constant, Expr, TensorType, Tuple, Var, library_name, shape
-from autodiff.ops import traits
+from autodiff.ir import Call, Constant, Expr, TensorType, Tuple, Var, library_name, permutation, shape
+from autodiff.ops import POINTWISE
 from autodiff.rewrite import BodyScope
 
 __all__ = ["heads_behind"]
@@ -76,8 +76,8 @@ def _moves(body: Body) -> set[Binding]:
 
 
 def _is_permuted(binding: Binding | None) -> bool:
-    axes = binding.value.attrs.axes if binding is not None and binding.op == "relax.permute_dims" else None
-    return axes is not None and [int(axis) for axis in axes] == _ROWS_BEFORE_HEADS
+    is_permutation = binding is not None and binding.op == "relax.permute_dims"
+    return is_permutation and permutation(binding.value) == _ROWS_BEFORE_HEADS
 
 
 def _keeps_columns(binding: Binding) -> bool:
@@ -89,7 +89,7 @@ def _keeps_columns(binding: Binding) -> bool:
         return call.attrs.axis is not None and int(call.attrs.axis) in last
     if binding.op == "relax.strided_slice":
         return same_shape(shape(call)[:_COLUMNS], shape(call.args[0])[:_COLUMNS])
-    return binding.op is not None and binding.op.startswith("relax.") and "elementwise" in traits(binding.op)
+    return binding.op in POINTWISE
 
 
 def _operands(call: Call) -> Iterator[Expr]:

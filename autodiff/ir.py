@@ -68,6 +68,7 @@ __all__ = [
     "numel",
     "numpy_value",
     "op_name",
+    "permutation",
     "results",
     "shape",
     "substitute",
@@ -138,6 +139,13 @@ def op_name(value: Expr) -> str | None:
     if isinstance(value, Call) and isinstance(value.op, Op):
         return value.op.name
     return None
+
+
+def permutation(call: Call) -> list[int]:
+    """The axes of a ``permute_dims``, non-negative; reversed order if it names none."""
+    rank = len(shape(call))
+    axes = call.attrs.axes
+    return list(range(rank))[::-1] if axes is None else [int(axis) % rank for axis in axes]
 
 
 def library_name(value: Expr) -> str | None:

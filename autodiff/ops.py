@@ -32,7 +32,7 @@ guesses: the partition saves the results of such operators.
 
 from __future__ import annotations
 
-__all__ = ["COSTS", "having", "traits"]
+__all__ = ["COSTS", "POINTWISE", "having", "traits"]
 
 #: The cost classes, of which every operator in the table has one.
 COSTS = frozenset("random view slice creation cheap transcendental row reduction product".split())
@@ -97,3 +97,7 @@ def traits(name: str) -> frozenset[str]:
 def having(*words: str) -> frozenset[str]:
     """The names of the operators that have all these traits."""
     return frozenset(name for name, held in _TRAITS.items() if held.issuperset(words))
+
+
+#: Relax's own point-wise operators.
+POINTWISE = frozenset(name for name in having("elementwise") if name.startswith("relax."))

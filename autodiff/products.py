@@ -15,7 +15,7 @@ from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
 from autodiff.extents import same_shape, sample_of
-from autodiff.ir import Call, Expr, Tuple, Var, dtype, op_name, shape
+from autodiff.ir import Call, Expr, Tuple, Var, dtype, op_name, permutation, shape
 from autodiff.rewrite import BodyScope, Scope
 
 __all__ = ["join_products"]
@@ -107,11 +107,7 @@ def _product(calls: Sequence[Call], element_type: str, scope: Scope) -> Call:
 def _concatenated(matrices: Sequence[Expr], axis: int, scope: Scope) -> Var:
     """Matrices one after another; where all are transposed, what they transpose, one after another, transposed."""
     sources = [scope.definition(matrix) for matrix in matrices]
-    if all(op_name(source) == "relax.permute_dims" and _reverses(source) for source in sources):
+    if all(op_name(source) == "relax.permute_dims" and permutation(source) == [1, 0] for source in sources):
         joined = scope.emit(op.concat(Tuple([source.args[0] for source in sources]), axis=1 - axis), "joined")
         return scope.emit(op.permute_dims(joined), "joined")
     return scope.emit(op.concat(Tuple(list(matrices)), axis=axis), "joined")
-
-
-def _reverses(call: Call) -> bool:
-    return call.attrs.axes is None or [int(axis) % 2 for axis in call.attrs.axes] == [1, 0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tvm.relax import op
 
-from autodiff.ir import DataflowVar, Expr, Var, op_name, shape, substitute
+from autodiff.ir import DataflowVar, Expr, Var, op_name, permutation, shape, substitute
 from autodiff.typed import normalizer
 
 __all__ = ["simplify_transposes"]
@@ -75,10 +75,5 @@ class _Rewriter:
 
 def _is_transpose(value: Expr | None) -> bool:
     """Whether a value exchanges the last two axes of a tensor, and nothing else."""
-    if value is None or op_name(value) != "relax.permute_dims":
-        return False
-    rank = len(shape(value.args[0]))
-    axes = value.attrs.axes
-    if rank < 2 or axes is None:
-        return rank == 2
-    return [int(axis) for axis in axes] == [*range(rank - 2), rank - 1, rank - 2]
+    rank = len(shape(value.args[0])) if op_name(value) == "relax.permute_dims" else 0
+    return rank > 1 and permutation(value) == [*range(rank - 2), rank - 1, rank - 2]

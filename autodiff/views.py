@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tvm.relax import op
 
 from autodiff.body import Body, on_functions
 from autodiff.constants import const, splat
-from autodiff.extents import broadcast, same, same_shape, sample_of
-from autodiff.ir import Call, Expr, dtype, op_name, shape
+from autodiff.extents import Dim, broadcast, same, same_shape, sample_of
+from autodiff.ir import Call, Expr, dtype, op_name, permutation, shape
 from autodiff.ops import having
 from autodiff.rewrite import Rule, Scope, rewrite
 
-__all__ = ["deduplicate_views"]
+__all__ = ["deduplicate_views", "reshaped"]
 
 
 @on_functions
@@ -39,29 +40,27 @@ def _reshape(call: Call, scope: Scope) -> Expr | None:
     return None
 
 
+def reshaped(value: Expr, extents: Sequence[Dim]) -> Expr:
+    """A ``reshape``; without elements the result is made anew: Relax takes an extent of 0 in a new shape for "as
+    before"."""
+    return op.zeros(list(extents), dtype(value)) if 0 in extents else op.reshape(value, list(extents))
+
+
 def _to_reshape(call: Call, scope: Scope) -> Expr:
-    """Without elements the result is made anew: Relax takes an extent of 0 in a new shape for "as before"."""
-    return op.zeros(shape(call), dtype(call)) if 0 in shape(call) else op.reshape(call.args[0], shape(call))
+    return reshaped(call.args[0], shape(call))
 
 
 def _permute_dims(call: Call, scope: Scope) -> Expr | None:
     x = call.args[0]
-    axes = _permutation(call)
+    axes = permutation(call)
     if axes == sorted(axes):
         return x
     source = scope.definition(x)
     if op_name(source) == "relax.permute_dims":
-        inner = _permutation(source)
+        inner = permutation(source)
         return op.permute_dims(source.args[0], [inner[axis] for axis in axes])
     moved = [axis for axis in axes if not same(shape(x)[axis], 1)]
     return _to_reshape(call, scope) if moved == sorted(moved) else None
-
-
-def _permutation(call: Call) -> list[int]:
-    """The axes of a ``permute_dims``, non-negative; reversed order if it names none."""
-    rank = len(shape(call))
-    axes = call.attrs.axes
-    return list(range(rank))[::-1] if axes is None else [int(axis) % rank for axis in axes]
 
 
 def _broadcast_to(call: Call, scope: Scope) -> Expr | None:

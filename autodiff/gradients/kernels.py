@@ -72,11 +72,3 @@ def binary_cross_entropy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     bounded = emit(op.maximum(emit(x * rest), const(1e-12, x)))
     difference = emit(emit(op.log(rest)) - emit(op.log(x)))
     return [emit(g * emit(x - target)) / bounded, g * difference]
-
-
-@library_gradient("library.upsample")
-def upsample(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = g summed with the interpolation's weights"""
-    x, *options = call.args
-    dx = library_call("upsample_backward", [g, relax.ShapeExpr(list(shape(x))), *options], x.ty)
-    return [dx, *[None] * len(options)]

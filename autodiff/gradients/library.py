@@ -131,16 +131,16 @@ def _max_pool(name: str) -> None:
         return [dx] + [None] * len(geometry)
 
 
-def _avg_pool(name: str) -> None:
+def _weighted(name: str) -> None:
     @library_gradient(f"library.{name}")
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-        """dx = g shared among the elements of each window"""
-        x, *geometry = call.args
-        dx = library_call(f"{name}_backward", [g, ShapeExpr(shape(x)), *geometry], x.ty)
-        return [dx] + [None] * len(geometry)
+        """dx = g shared among the elements of each window, or summed with the interpolation's weights"""
+        x, *options = call.args
+        dx = library_call(f"{name}_backward", [g, ShapeExpr(shape(x)), *options], x.ty)
+        return [dx] + [None] * len(options)
 
 
-def _last(name: str) -> None:
+def _weighted_last(name: str) -> None:
     @library_gradient(f"library.{name}_last")
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
         """that of planes, with channels behind and seen in their place"""
@@ -153,10 +153,9 @@ def _last(name: str) -> None:
 
 _max_pool("max_pool")
 _max_pool("adaptive_max_pool")
-_avg_pool("avg_pool")
-_avg_pool("adaptive_avg_pool")
 for _name in ("avg_pool", "adaptive_avg_pool", "upsample"):
-    _last(_name)
+    _weighted(_name)
+    _weighted_last(_name)
 
 
 @library_gradient("library.index")

@@ -22,6 +22,7 @@ from autodiff.ir import (
     build_function,
     dtype,
     op_name,
+    permutation,
     results,
     shape,
     substitute,
@@ -65,6 +66,5 @@ def _turned(call: Call, values: Mapping[Var, Expr]) -> Call:
 def _matrix(tensor: Expr, values: Mapping[Var, Expr]) -> Expr | None:
     """The matrix that a tensor is the transpose of, if it is one."""
     value = values.get(tensor) if isinstance(tensor, Var) else None
-    is_transposed = op_name(value) == "relax.permute_dims" and len(shape(tensor)) == 2
-    axes = None if not is_transposed or value.attrs.axes is None else [int(axis) % 2 for axis in value.attrs.axes]
-    return value.args[0] if is_transposed and axes in (None, [1, 0]) else None
+    is_transposed = op_name(value) == "relax.permute_dims" and permutation(value) == [1, 0]
+    return value.args[0] if is_transposed else None

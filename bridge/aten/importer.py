@@ -29,6 +29,7 @@ from autodiff.library import call as library_call
 from autodiff.library import number
 from autodiff.scan import from_marks
 from autodiff.typed import normalizer
+from autodiff.views import reshaped
 from bridge.aten.any_operator import check_functional
 from bridge.aten.complex_arithmetic import COMPLEX
 from bridge.aten.complex_parts import convert_complex, is_complex
@@ -173,9 +174,7 @@ class Importer:
         target = dims(target)
         if same_shape(shape(value), target):
             return value
-        if 0 in target:  # Relax takes an extent of 0 in the new shape for "as before"
-            return self.emit(relax.op.zeros(list(target), dtype(value)))
-        return self.emit(relax.op.reshape(value, list(target)))
+        return self.emit(reshaped(value, target))
 
     def expand(self, value: Expr, target: Sequence[int]) -> Expr:
         """``value`` broadcast to ``target``; itself if it has that shape."""

@@ -72,7 +72,8 @@ TorchDispatchMode: type = find("torch.utils._python_dispatch.TorchDispatchMode")
 
 OpOverload: type = find("torch._ops.OpOverload")
 HigherOrderOperator: type = find("torch._ops.HigherOrderOperator")
-_has_kernel = find("torch._C._dispatch_has_kernel_for_dispatch_key")
+has_kernel: Callable[[str, str], bool] = find("torch._C._dispatch_has_kernel_for_dispatch_key")
+"""An operator's name and a dispatch key's → whether it has a kernel of its own there."""
 _COMPOSITE = "CompositeImplicitAutograd"
 _COMPOSITE_KEY = find(f"torch._C.DispatchKey.{_COMPOSITE}")
 
@@ -125,7 +126,7 @@ bfloat16_in_onednn: Callable[[], bool] = find("torch.ops.mkldnn._is_mkldnn_bf16_
 
 def implements_composite(op: Any) -> bool:
     """Whether an overload is defined, derivative included, by the operators that it calls."""
-    return isinstance(op, OpOverload) and _has_kernel(op.name(), _COMPOSITE)
+    return isinstance(op, OpOverload) and has_kernel(op.name(), _COMPOSITE)
 
 
 @contextmanager
@@ -327,8 +328,6 @@ def is_preservable(op: Any) -> bool:
 
 
 autograd_key = find("torch._C.DispatchKey.Autograd")
-has_kernel: Callable[[str, str], bool] = find("torch._C._dispatch_has_kernel_for_dispatch_key")
-"""An operator's name and a dispatch key's → whether it has a kernel of its own there."""
 
 ASSERT = "_assert"
 """torch's own ``assert``, which torch.export takes out of forward's hands since 2.15."""

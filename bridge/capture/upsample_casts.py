@@ -6,14 +6,14 @@ operator to whose argument a GPU's autocast gives float32. What reads the result
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import OpOverload, has_kernel
+from bridge.base.torch_internals import has_kernel, replaced_formula
 from bridge.capture.passes.preserved_ops import UPSAMPLES
 
 __all__ = ["upsamples_cast"]
@@ -22,23 +22,15 @@ __all__ = ["upsamples_cast"]
 @contextmanager
 def upsamples_cast() -> Iterator[None]:
     """While active, these formulas begin with autocast's cast."""
-    replaced = [(packet.vec, key, formula) for packet in UPSAMPLES for key, formula in packet.vec.py_kernels.items()]
-    for op, key, formula in replaced:
-        _put(op, key, _casting(formula, op.overloadpacket.__name__))
-    try:
+    with ExitStack() as stack:
+        for packet in UPSAMPLES:
+            stack.enter_context(replaced_formula(packet.vec, partial(_casting, packet.__name__)))
         yield
-    finally:
-        for op, key, formula in replaced:
-            _put(op, key, formula)
 
 
-def _put(op: OpOverload, key: Any, kernel: Callable) -> None:
-    op.py_kernels[key] = kernel
-    op._dispatch_cache.clear()
-
-
-def _casting(formula: Callable, name: str) -> Callable:
-    @functools.wraps(formula)
+@cache
+def _casting(name: str, formula: Callable) -> Callable:
+    @wraps(formula)
     def cast(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return formula(x.float() if _is_cast(x, name) else x, *args, **kwargs)
 

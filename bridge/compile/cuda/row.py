@@ -22,7 +22,7 @@ from bridge.compile.cuda.shared_bytes import fitting_groups
 from bridge.compile.cuda.steps import column_steps
 from bridge.compile.cuda.tree import Team
 from bridge.compile.schedule.reduction import combine, identity
-from bridge.compile.schedule.row_plan import Read, RowPass, RowPlan
+from bridge.compile.schedule.row_plan import RowPass, RowPlan
 
 __all__ = ["SHORT_ROW", "RowForm", "emit_row"]
 
@@ -141,23 +141,20 @@ def combines_columns_alone(plan: RowPlan) -> bool:
 def _of_columns(plan: RowPlan) -> int:
     """Registers for numbers of a column that are the same for all rows, or combine them; fourfold in float64, whose
     arithmetic has more beside them."""
-    reads = {each for node in plan.nodes for each in node.operands if isinstance(each, Read)}
     wide = sum(plan.nodes[node].dtype == "float64" for node in plan.column_reductions)
     held = len(plan.column_reductions) + 3 * wide
-    return held + sum(any(each.access.columns) and not each.access.terms for each in reads)
+    return held + sum(any(each.access.columns) and not each.access.terms for each in plan.reads)
 
 
 def _read_bytes(plan: RowPlan) -> int:
     """Bytes that a thread reads of each of a row's elements, without what all rows share."""
-    reads = {each for node in plan.nodes for each in node.operands if isinstance(each, Read)}
-    return sum(itemsize(plan.dtype(each)) for each in reads if each.access.terms and any(each.access.columns))
+    return sum(itemsize(plan.dtype(each)) for each in plan.reads if each.access.terms and any(each.access.columns))
 
 
 def _widest(plan: RowPlan) -> int:
     """Bytes of an element at most, of what differs from row to row: results, and inputs that have rows."""
     stored = [plan.nodes[node].dtype for node in plan.outputs if not plan.nodes[node].reduces]
-    reads = [each for node in plan.nodes for each in node.operands if isinstance(each, Read)]
-    read = [plan.dtype(each) for each in reads if each.access.terms]
+    read = [plan.dtype(each) for each in plan.reads if each.access.terms]
     return max(map(itemsize, [*stored, *read]), default=VECTOR)
 
 

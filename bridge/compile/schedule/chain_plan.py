@@ -18,7 +18,7 @@ from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import plan_rows
 from bridge.compile.schedule.planned import Planned
 from bridge.compile.schedule.products import CHAINED
-from bridge.compile.schedule.row_plan import Read, RowPlan
+from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["CHAIN_FIELDS", "ChainPlan", "find_chains", "plan_chain"]
 
@@ -144,7 +144,7 @@ def _is_plain(rows: RowPlan, scores: int, n: int) -> bool:
         return False
     if rows.walk.vectors is not None or rows.walk.tail is not None or rows.walk.batched or rows.buffer_row is not None:
         return False
-    reads = [each for node in rows.nodes for each in node.operands if isinstance(each, Read) and each.tensor == scores]
+    reads = [each for each in rows.reads if each.tensor == scores]
     return all(
         same(read.access.offset, 0) and read.access.columns == (1,) and read.access.terms == (Term(1, None, n),)
         for read in reads

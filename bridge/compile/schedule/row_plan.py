@@ -187,6 +187,11 @@ class RowPlan:
         return [node for node in self.column_reductions if node in self.outputs]
 
     @property
+    def reads(self) -> set[Read]:
+        """All that is read from memory."""
+        return {each for node in self.nodes for each in node.operands if isinstance(each, Read)}
+
+    @property
     def cached(self) -> list[int]:
         """Nodes with a row buffer."""
         return [node for each in self.passes for node in each.cached]

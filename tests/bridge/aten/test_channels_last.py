@@ -138,6 +138,29 @@ def test_numbers_are_eagers(net, then):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
+class Nothing(Net):
+    """No channels at all of a map, by themselves, under a weight, joined and beside others."""
+
+    def __init__(self, then):
+        super().__init__(then)
+        self.none = nn.Parameter(torch.randn(0, 1, 1))
+
+    def forward(self, x):
+        y = self.then(self.norm(self.first(x)))
+        none = y[:, :0]
+        return none.flatten(2) * 2, none * self.none, none.sum((1, 2)), torch.cat((y, none), 1)
+
+
+def test_maps_without_channels_are_eagers():
+    torch.manual_seed(0)
+    module = Nothing(torch.sin).to(memory_format=torch.channels_last)
+    eager, x = copy.deepcopy(module), torch.randn(2, 3, 8, 10).contiguous(memory_format=torch.channels_last)
+    add_tvm_dispatch(module, x)
+    for expected, actual in zip(eager(x), module(x), strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert stats(module).hits == 1
+
+
 @pytest.mark.parametrize("net", [Net, Branches, Concatenated, Before, Grouped])
 def test_memory_is_walked_as_it_lies(net):
     """No kernel of the block sees channels in the second place."""
