@@ -36,8 +36,8 @@ class _Pass:
     that a generated kernel makes; ``copies``, by group: what it computes again, and as which value."""
 
     def __init__(self, groups: Sequence[Group], results: Iterable[Value], rules: Rules) -> None:
-        self.groups, self.rules = groups, rules
-        self.kept = set(results)
+        self.groups, self.rules, self.results = groups, rules, set(results)
+        self.kept = set(self.results)
         self.made: dict[Value, Node] = {}
         self.group_of: dict[Value, Group] = {}
         self.readers: dict[Value, set[Group]] = defaultdict(set)
@@ -58,12 +58,26 @@ class _Pass:
                 if self._is_large(value) and value not in self.kept and self.readers[value]:
                     if not self._compute_where_read(value):
                         self.kept.add(value)
+        self._drop_unread()
         for group in self.groups:
             group.sources = {self.group_of[each.value] for _, each in group.reads() if each.value in self.group_of}
             group.users = set()
         for group in self.groups:
             for source in group.sources:
                 source.users.add(group)
+
+    def _drop_unread(self) -> None:
+        """Groups no longer make what all of its readers make themselves; rows of which nothing else was wanted go, too.
+
+        A group that nobody reads at all stays as it is: whoever links programs leaves it out.
+        """
+        wanted = set(self.results)
+        for group in reversed(self.groups):
+            if wanted.isdisjoint(group.made):
+                continue
+            if group.fusable:
+                _keep(group, wanted)
+            wanted.update(operand.value for _, operand in group.reads())
 
     def _is_large(self, value: Value) -> bool:
         return not isinstance(value.numel, Extent) and value.numel > self.rules.limits.single_elements
@@ -162,6 +176,22 @@ class _Pass:
         if len(group.nodes) > limits.nodes or len(free) > limits.buffers // 2:
             return False
         return space_of(group, self.rules) is not None
+
+
+def _keep(group: Group, wanted: set[Value]) -> None:
+    """What of a group is wanted, and what that is made of."""
+    needed, nodes = set(wanted), []
+    for node in reversed(group.nodes):
+        if not needed.isdisjoint(node.outs):
+            nodes.append(node)
+            needed.update(operand.value for operand in node.operands if isinstance(operand, Operand))
+    if len(nodes) == len(group.nodes):
+        return
+    group.nodes = nodes[::-1]
+    group.made = {out: node for node in group.nodes for out in node.outs}
+    group.per_row &= set(nodes)
+    if len(group.per_row) == len(nodes):
+        group.elements, group.columns, group.batch, group.per_row = nodes[0].out.numel, None, None, set()
 
 
 def _is_aligned(operand: Operand) -> bool:

@@ -49,6 +49,26 @@ class Step(nn.Module):
         return self.cell(x, (h, c))
 
 
+class Mixer(nn.Module):
+    """Patches whose numbers are mixed across tokens, then across features, under autocast, and averaged.
+
+    The average's gradient is alike for all tokens, and whoever reads it as they lie casts it itself.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 64, 4, 4)
+        self.norm, self.across, self.back = nn.LayerNorm(64), nn.Linear(49, 32), nn.Linear(32, 49)
+        self.along, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.patches(x).flatten(2).transpose(1, 2)
+            x = x + self.back(nn.functional.gelu(self.across(self.norm(x).transpose(1, 2)))).transpose(1, 2)
+            x = x + self.along(nn.functional.gelu(x))
+            return self.head(x.mean(1))
+
+
 def rows(*shape, dtype=torch.float32):
     return torch.randn(*shape, dtype=dtype).requires_grad_()
 
@@ -57,6 +77,7 @@ CASES = {
     "BertLayer": (bert_layer, lambda: rows(3, 17, 24)),
     "GPT-2 block in bfloat16": (lambda: gpt2_block().bfloat16(), lambda: rows(3, 17, 24, dtype=torch.bfloat16)),
     "ConvNeXt block": (lambda: ConvNextLayer(ConvNextConfig(), dim=12), lambda: rows(2, 12, 9, 7)),
+    "Mixer under autocast": (Mixer, lambda: rows(64, 3, 28, 28)),
     "LSTM step in float16": (
         lambda: Step().half(),
         lambda: tuple(rows(5, size, dtype=torch.float16) for size in (12, 20, 20)),
