@@ -3,7 +3,8 @@
 ``torch.export`` traces above autocast's dispatch key: its graph holds the operators with the arguments that the module
 gave them. Here each operator runs once more on fake tensors under the autocast setting of its place, which shows the
 casts that autocast puts before it; they become ``_to_copy`` nodes. Then the operator runs on the cast arguments
-without autocast, and must do the very same. A composite operator inside which autocast goes on casting (a recurrent
+without autocast, and must do the very same. Operators of which a GPU's autocast asks for results in float32 instead
+(sums, norms, softmaxes) are given that ``dtype``. A composite operator inside which autocast goes on casting (a recurrent
 layer, ``einsum``) is taken apart (:mod:`bridge.capture.passes.composites`); any other one is refused by name.
 
 A float32 parameter is cast once for all its uses, as eager's cache of casts does, so that its gradients are added up in
@@ -155,8 +156,8 @@ def _cast(
             _cast(getattr(graph_module, node.args[1].target), place, lambda node: False, problems)
         if place.dtype is None or not isinstance(node.target, OpOverload):
             continue
-        casts = known.of(node, place.dtype, problems)
-        if casts is None:
+        done = known.of(node, place.dtype, problems)
+        if done is None:
             values = _tensors(node)
             made = expand(node, values, place.dtype) if _may_expand(node, values, place.dtype) else None
             if made is None:
@@ -165,34 +166,58 @@ def _cast(
                 each.replace_all_uses_with(cast(each, each.args[0], each.kwargs["dtype"], place))
                 graph.erase_node(each)
             continue
-        replaced = {source: cast(node, source, dtype, place) for source, dtype in casts.items()}
+        if done.form is not None:
+            node.target, node.args, node.kwargs = done.form.target, done.form.args, done.form.kwargs
+        replaced = {source: cast(node, source, dtype, place) for source, dtype in done.casts.items()}
         if replaced:
             node.args = fx.map_arg(node.args, lambda source, to=replaced: to.get(source, source))
             node.kwargs = fx.map_arg(node.kwargs, lambda source, to=replaced: to.get(source, source))
 
 
+@dataclass(frozen=True)
+class _Form:
+    """An operator and its arguments, as a node has them."""
+
+    target: OpOverload
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What autocast does to a call.
+
+    Attributes:
+        casts: the element types that it gives to arguments.
+        form: the call that asks for results of another type, if it becomes one.
+    """
+
+    casts: dict[fx.Node, torch.dtype]
+    form: _Form | None = None
+
+
 class _KnownCasts:
-    """:func:`_casts_of`, asked once of calls that are alike: autocast looks at operators and element types."""
+    """:func:`_done_to`, asked once of calls that are alike: autocast looks at operators and element types."""
 
     def __init__(self) -> None:
         self._places: dict[tuple, list[tuple[int, torch.dtype]]] = {}
 
-    def of(self, node: fx.Node, setting: torch.dtype, problems: list[Unsupported]) -> dict[fx.Node, torch.dtype] | None:
+    def of(self, node: fx.Node, setting: torch.dtype, problems: list[Unsupported]) -> _Done | None:
         sources = node.all_input_nodes
         is_of_tensors = all(isinstance(source.meta.get("val"), FakeTensor) for source in sources)
         key = (kind_key(node), setting, *_dtypes(node.meta.get("val"))) if is_of_tensors else None
         if key is not None and key in self._places:
-            return {sources[place]: dtype for place, dtype in self._places[key]}
+            return _Done({sources[place]: dtype for place, dtype in self._places[key]})
         count = len(problems)
-        casts = _casts_of(node, _tensors(node), setting, problems)
-        if key is not None and casts is not None and len(problems) == count:
-            self._places[key] = [(sources.index(source), dtype) for source, dtype in casts.items()]
-        return casts
+        done = _done_to(node, _tensors(node), setting, problems)
+        if key is not None and done is not None and done.form is None and len(problems) == count:
+            self._places[key] = [(sources.index(source), dtype) for source, dtype in done.casts.items()]
+        return done
 
 
 def _may_expand(node: fx.Node, values: dict[fx.Node, FakeTensor], setting: torch.dtype) -> bool:
     """Whether an operator is composite, and was traced with the element types that it gives."""
-    return is_composite(node) and _dtypes(_run(node, values, setting)[0]) == _dtypes(node.meta.get("val"))
+    return is_composite(node) and _dtypes(_run(_form_of(node), values, setting)[0]) == _dtypes(node.meta.get("val"))
 
 
 def _tensors(node: fx.Node) -> dict[fx.Node, FakeTensor]:
@@ -215,19 +240,44 @@ def _insert_cast(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
     return cast
 
 
-def _casts_of(
+def _done_to(
     node: fx.Node, plain: dict[fx.Node, FakeTensor], setting: torch.dtype, problems: list[Unsupported]
-) -> dict[fx.Node, torch.dtype] | None:
-    """The element types that autocast gives to arguments of an operator; ``None`` if it casts inside of it."""
+) -> _Done | None:
+    """What autocast does to an operator; ``None`` if it casts inside of it."""
     if not plain or node.target.overloadpacket in _CONVERSIONS:
-        return {}
-    result, under = _run(node, plain, setting)
-    casts = next((casts for casts in _guesses(plain, under, setting) if _explains(node, plain, casts, under)), None)
-    if casts is None or (casts and schema(node.target).is_mutable):
+        return _Done({})
+    form = _form_of(node)
+    result, under = _run(form, plain, setting)
+    casts = next((casts for casts in _guesses(plain, under, setting) if _explains(form, plain, casts, under)), None)
+    widened = None
+    if casts is None:
+        widened = next((each for each in _widened(form) if _explains(each, plain, {}, under)), None)
+    if (casts is None and widened is None) or (casts and schema(node.target).is_mutable):
         return None
     if _dtypes(result) != _dtypes(node.meta.get("val")):
         _refuse(node, f"autocast to {setting} gave {_dtypes(node.meta.get('val'))}, alone {_dtypes(result)}", problems)
-    return casts
+    return _Done(casts or {}, widened)
+
+
+def _form_of(node: fx.Node) -> _Form:
+    return _Form(node.target, node.args, dict(node.kwargs))
+
+
+def _widened(form: _Form) -> Iterator[_Form]:
+    """The call, asked for results in float32 by an argument that it has, or that an overload of the operator has."""
+    own = schema(form.target).arguments
+    given = {argument.name: value for argument, value in zip(own, form.args, strict=False)} | form.kwargs
+    if given.get("dtype") is not None:
+        return
+    values = {each.name: given[each.name] if each.name in given else each.default_value for each in own}
+    names = {*values, "dtype"}
+    packet = form.target.overloadpacket
+    for target in (form.target, *(getattr(packet, name) for name in packet.overloads())):
+        arguments = schema(target).arguments
+        if {each.name for each in arguments} == names and not schema(target).is_mutable:
+            args = tuple(values[each.name] for each in arguments if not each.kwarg_only and each.name != "dtype")
+            kwargs = {each.name: values[each.name] for each in arguments if each.kwarg_only and each.name != "dtype"}
+            yield _Form(target, args, {**kwargs, "dtype": torch.float32})
 
 
 def _guesses(
@@ -245,12 +295,12 @@ def _guesses(
 
 
 def _explains(
-    node: fx.Node, plain: dict[fx.Node, FakeTensor], casts: dict[fx.Node, torch.dtype], under: list[_Call]
+    form: _Form, plain: dict[fx.Node, FakeTensor], casts: dict[fx.Node, torch.dtype], under: list[_Call]
 ) -> bool:
     """Whether the operator does without autocast, on arguments cast like that, what it did under it."""
     given = {source: _stand_in(value, casts.get(source)) for source, value in plain.items()}
     try:
-        _, alone = _run(node, given, None)
+        _, alone = _run(form, given, None)
     except RuntimeError:  # types that do not go together
         return False
     made = {(id(plain[source]), dtype) for source, dtype in casts.items()}
@@ -288,14 +338,14 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-def _run(node: fx.Node, values: dict[fx.Node, FakeTensor], setting: torch.dtype | None) -> tuple[Any, list[_Call]]:
+def _run(form: _Form, values: dict[fx.Node, FakeTensor], setting: torch.dtype | None) -> tuple[Any, list[_Call]]:
     """Runs one operator on fake tensors; casts made by autocast show among the calls."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values.get(source, source.meta.get("val")))
+    args, kwargs = fx.map_arg((form.args, form.kwargs), lambda source: values.get(source, source.meta.get("val")))
     mode = next(iter(values.values())).fake_mode
     recorder = _Recorder()
     autocast = autocast_to(setting, cache_enabled=False)
     with running(mode), recorder, torch.no_grad(), autocast:
-        result = node.target(*args, **kwargs)
+        result = form.target(*args, **kwargs)
     return result, recorder.calls
 
 
