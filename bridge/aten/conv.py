@@ -6,6 +6,7 @@ from tvm import relax
 
 from autodiff.ir import dtype, shape
 from bridge.aten.channels_last import is_channels_last, library_of_images
+from bridge.aten.reductions import reduce
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
 
@@ -72,6 +73,8 @@ def adaptive_avg_pool(importer, node, x, output_size):
 
 @converts(aten.adaptive_avg_pool1d.default)
 def adaptive_avg_pool1d(importer, node, x, output_size):
+    if list(output_size) == [1]:  # torch takes the mean
+        return reduce(importer, op.mean, x, [-1], True)
     x = importer.reshape(x, (*shape(x)[:-1], 1, shape(x)[-1]))
     target = importer.out(node).unsqueeze(-2)
     y = importer.library("adaptive_avg_pool", [x, [1, *output_size]], target)

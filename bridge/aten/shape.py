@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm import relax
 
 from autodiff.extents import Dim, maximum, same
-from autodiff.ir import Expr, dtype, shape
+from autodiff.ir import Expr, dtype, numel, shape
 from bridge.aten.dims import clamped, has_extents, numbers_only
 from bridge.aten.registry import converts
 from bridge.base.torch_internals import aten
@@ -167,6 +167,27 @@ def repeat(importer, node, x, repeats):
     spread = [extent for size in padded for extent in (1, size)]
     expanded = [extent for count, size in zip(repeats, padded, strict=True) for extent in (count, size)]
     return importer.reshape(importer.expand(importer.reshape(x, spread), expanded), target)
+
+
+@converts(aten.roll.default)
+def roll(importer, node, x, shifts, dims=()):
+    """The parts before and behind a place along each axis, exchanged: their gradient is such an exchange, too."""
+    if not dims:
+        return importer.reshape(_rolled(importer, importer.reshape(x, (numel(x),)), shifts[0], 0), shape(x))
+    for shift, dim in zip(shifts, dims, strict=True):
+        x = _rolled(importer, x, shift, dim % max(len(shape(x)), 1))
+    return x
+
+
+def _rolled(importer, x, shift, dim):
+    if same(numel(x), 0) or not shape(x):
+        return x
+    extent = shape(x)[dim]
+    place = -shift % extent
+    if same(place, 0):
+        return x
+    parts = _sliced(importer, x, dim, place, extent), _sliced(importer, x, dim, 0, place)
+    return importer.emit(op.concat(parts, dim))
 
 
 @converts(aten.constant_pad_nd.default)

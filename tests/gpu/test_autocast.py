@@ -84,12 +84,12 @@ class Operator(nn.Module):
 def test_an_operator_is_cast_as_in_eager(name, half):
     torch.manual_seed(0)
     eager = Operator(name, half).to(DEVICE)
-    ours, x = copy.deepcopy(eager), torch.randn(5, 6, device=DEVICE)
+    ours, x = copy.deepcopy(eager), torch.randn(5, 6, device=DEVICE).requires_grad_()
     with torch.autocast("cuda", torch.bfloat16):
         add_tvm_dispatch(ours, x)
     found = []
     for module in (eager, ours):
-        given = x.clone().requires_grad_()
+        given = x.detach().clone().requires_grad_()
         with torch.autocast("cuda", torch.bfloat16):
             y = module(given)
         y.float().square().sum().backward()

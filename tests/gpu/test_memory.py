@@ -148,8 +148,8 @@ def test_memory_that_ran_out_in_a_step(where):
         torch.cuda.set_per_process_memory_fraction(1.0)
     loss = None
     module.zero_grad(set_to_none=True)
+    gc.collect()  # the error's frames, which may hold what a program works in
     clear_cache()
-    gc.collect()  # the error's frames
     assert torch.cuda.memory_allocated() <= held  # less where garbage of another test has gone meanwhile
     torch.manual_seed(1)
     module(x)[0].sum().backward()
@@ -200,4 +200,5 @@ def test_memory_is_let_go_while_other_memory_is_taken(meanwhile):
         del memory
         torch.empty(64, device="cuda")
     PoolMemory(index)([((64,), (1,), torch.float32)])
-    assert torch.cuda.memory_reserved() <= reserved - 4 * (1 << 22) + (4 << 20)
+    small = 4 << 21  # segments of 2 MiB that a capture, its generator's state and the two small tensors may begin
+    assert torch.cuda.memory_reserved() <= reserved - 4 * (1 << 22) + small

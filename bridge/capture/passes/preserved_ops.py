@@ -212,6 +212,7 @@ PRESERVED = (
     aten.scatter.value_reduce,
     aten.scatter_reduce.two,
     aten.logsumexp.default,
+    aten.roll.default,  # taken apart into positions, whose gradient adds up
     aten.mish.default,
     aten.nan_to_num.default,
     aten.nansum.default,

@@ -135,9 +135,9 @@ def test_unless_told_otherwise_what_is_launch_bound_is_recorded():
     add_tvm_dispatch(module, x)
     for _ in range(100):  # until it is certain
         module(x).sum().backward()
-        if stats(module).graphs.replays > 6 and stats(module).graphs.recordings == 2:
+        if stats(module).graphs.replays > 6 and stats(module).graphs.recordings >= 2:
             break
-    assert stats(module).graphs.mode == "auto" and stats(module).graphs.recordings == 2, stats(module).graphs
+    assert stats(module).graphs.mode == "auto" and stats(module).graphs.recordings >= 2, stats(module).graphs
 
 
 def test_removing_the_dispatch_frees_it():
