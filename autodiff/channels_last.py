@@ -2,8 +2,8 @@
 
 A convolution (a pool, an interpolation) gives its result in the order of memory that eager's has, and shows it with
 channels in the second place (a ``permute_dims``). This pass moves that behind point-wise operators, reductions, slices,
-concatenations and groups of channels, which then walk memory as it lies; between two convolutions nothing is left of
-it. So it does with a permutation of any other tensor whose last axis a batch normalization, or another sum over all
+pads, concatenations and groups of channels, which then walk memory as it lies; between two convolutions nothing is left
+of it. So it does with a permutation of any other tensor whose last axis a batch normalization, or another sum over all
 other axes, has for its channels, or that only turns back the permutation before it, as the import says of a tensor that
 it lies so; and, once there is a backward, with the gradients that convolutions and pools give: two branches of a
 network have theirs added where they meet.
@@ -20,8 +20,20 @@ from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
 from autodiff.extents import Dim, Extent, same, same_shape
-from autodiff.ir import Call, Constant, Expr, TensorType, Tuple, TupleGetItem, Var, library_name, permutation, shape
-from autodiff.ops import POINTWISE
+from autodiff.ir import (
+    Call,
+    Constant,
+    Expr,
+    TensorType,
+    Tuple,
+    TupleGetItem,
+    Var,
+    dtype,
+    library_name,
+    permutation,
+    shape,
+)
+from autodiff.ops import having
 from autodiff.rewrite import BodyScope
 from autodiff.views import reshaped
 
@@ -42,6 +54,7 @@ _SOURCES = frozenset(
         "upsample_last_backward",
     )
 )
+_POINTWISE = having("elementwise") | {"relax.grad.no_grad", "library.with_derivative"}
 _REDUCTIONS = {f"relax.{name}": getattr(op, name) for name in ("sum", "mean", "max", "min", "prod")}
 
 Axes = list[int]
@@ -82,7 +95,7 @@ def _sources(body: Body) -> set[Binding]:
                 left = set(range(len(axes))) - {int(each) % len(axes) for each in axis or range(len(axes))}
                 if left == {axes.index(len(axes) - 1)}:
                     found.add(source)
-        elif binding.op in POINTWISE:
+        elif _is_pointwise(binding):
             reads = [made_of[arg] for arg in binding.value.args if isinstance(arg, Var) and arg in made_of]
             extents = shape(binding.var) if reads else ()
             made = {source: axes for read in reads for source, axes in read.items()}
@@ -108,6 +121,11 @@ def _is_turned_back(read: Binding | None, axes: Axes) -> bool:
     return before[-1] != len(axes) - 1 and [before[axis] for axis in axes] == [*range(len(axes))]
 
 
+def _is_pointwise(binding: Binding) -> bool:
+    """Whether an operator computes each element of its result from those in the same place."""
+    return binding.op in _POINTWISE or (binding.value is not None and library_name(binding.value) in _POINTWISE)
+
+
 def _regrouped(before: Sequence[Dim], after: Sequence[Dim]) -> list[tuple[list[int], list[int]]] | None:
     """Axes of one shape with those of another that have the same elements, as few together as can be; ``None`` where an
     axis of extent 1 comes or goes at an end, or extents that vary are not the same."""
@@ -129,6 +147,11 @@ def _regrouped(before: Sequence[Dim], after: Sequence[Dim]) -> list[tuple[list[i
         groups.append((old, new))
         a, b = old[-1] + 1, new[-1] + 1
     return groups if a == len(before) and b == len(after) else None
+
+
+def _turned(axes: Axes) -> Axes:
+    """The permutation that turns another one back."""
+    return [axes.index(axis) for axis in range(len(axes))]
 
 
 class _Pass:
@@ -156,12 +179,14 @@ class _Pass:
         elif binding.op == "relax.concat":
             self._concat(binding, value)
         elif binding.op is not None and any(arg in self.moved for arg in value.args if isinstance(arg, Var)):
-            if binding.op in POINTWISE:
+            if _is_pointwise(binding):
                 self._pointwise(binding, value)
             elif binding.op in _REDUCTIONS and value.attrs.axis is not None:
                 self._reduction(binding, value)
             elif binding.op == "relax.strided_slice":
                 self._slice(binding, value)
+            elif binding.op == "relax.nn.pad":
+                self._pad(binding, value)
             elif binding.op == "relax.reshape":
                 self._reshape(binding, *self.moved[value.args[0]])
         self.scope.bindings.append(binding)
@@ -181,7 +206,10 @@ class _Pass:
         if axes is None:
             return
         args = [self._behind(arg, axes) for arg in call.args]
-        made = self.scope.emit(Call(call.op, args, call.attrs, call.ty_args), f"{binding.name}_last")
+        kinds = call.ty_args
+        if library_name(call) is not None:
+            kinds = [TensorType([extents[axis] for axis in _turned(axes)], dtype(binding.var))]
+        made = self.scope.emit(Call(call.op, args, call.attrs, kinds), f"{binding.name}_last")
         self._replace(binding, made, axes)
 
     def _is_whole(self, arg: Expr, extents: Sequence) -> bool:
@@ -196,7 +224,7 @@ class _Pass:
         extents = [*[1] * (len(axes) - len(shape(arg))), *shape(arg)]
         if len(extents) > len(shape(arg)):
             arg = self.scope.emit(reshaped(arg, extents))
-        order = [axes.index(axis) for axis in range(len(axes))]
+        order = _turned(axes)
         wanted = [extents[axis] for axis in order]
         if sum(not same(extent, 1) for extent in extents) <= 1:
             return self.scope.emit(reshaped(arg, wanted))
@@ -216,6 +244,12 @@ class _Pass:
         x, axes = self.moved[call.args[0]]
         cut = Tuple([relax.prim_value(axes[int(axis) % len(axes)]) for axis in call.args[1].fields])
         made = Call(call.op, [x, cut, *call.args[2:]], call.attrs, call.ty_args)
+        self._replace(binding, self.scope.emit(made, f"{binding.name}_last"), axes)
+
+    def _pad(self, binding: Binding, call: Call) -> None:
+        x, axes = self.moved[call.args[0]]
+        widths = [int(width) for axis in _turned(axes) for width in call.attrs.pad_width[2 * axis : 2 * axis + 2]]
+        made = op.nn.pad(x, widths, str(call.attrs.pad_mode), float(call.attrs.pad_value))
         self._replace(binding, self.scope.emit(made, f"{binding.name}_last"), axes)
 
     def _reshape(self, binding: Binding, x: Expr, axes: Axes) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tvm import relax
 
 from autodiff.extents import Dim, maximum, same
@@ -199,6 +201,9 @@ def constant_pad_nd(importer, node, x, widths, value=0):
     for axis in range(rank):  # negative widths cut
         start, end = maximum(-before[axis], 0), shape(x)[axis] - maximum(-after[axis], 0)
         x = _sliced(importer, x, axis, start, end)
+    widths = [max(width, 0) for pair in zip(before, after, strict=True) for width in pair]
+    if "float" in dtype(x) and not has_extents((shape(x), widths, value)) and math.isfinite(value):
+        return importer.emit(op.nn.pad(x, widths, "constant", float(value))) if any(widths) else x
     for axis in range(rank):
         pieces = [x]
         for width, position in ((before[axis], 0), (after[axis], len(pieces) + 1)):

@@ -1,6 +1,8 @@
-"""Padding: a matrix → one with zeros behind its rows and columns."""
+"""Padding: a tensor → one with numbers that are all alike around it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,14 +13,20 @@ _WIDER = torch.complex128, torch.complex64, torch.int32
 """As which types rows are moved, the widest one that divides them."""
 
 
-def pad_into(out: Tensor, x: Tensor) -> None:
-    """The matrix in the first rows and columns of a dense one, zeros in the others."""
-    rows, columns = x.shape
-    _move(x, out[:rows, :columns])
-    if rows < out.shape[0]:
-        out[rows:].zero_()
-    if columns < out.shape[1]:
-        out[:rows, columns:].zero_()
+def pad_into(out: Tensor, x: Tensor, begins: Sequence[int], number: float = 0) -> None:
+    """Writes a tensor of as many axes from ``begins`` on, and ``number`` into all that is before and behind it.
+
+    Args:
+        out: dense, on the tensor's device and of its element type; where it has room for it.
+    """
+    inside = out
+    for axis, (begin, extent) in enumerate(zip(begins, x.shape, strict=True)):
+        end = begin + extent
+        for start, width in ((0, begin), (end, out.shape[axis] - end)):
+            if width:
+                inside.narrow(axis, start, width).fill_(number)
+        inside = inside.narrow(axis, begin, extent)
+    _move(x, inside)
 
 
 def _move(source: Tensor, target: Tensor) -> None:
@@ -33,5 +41,7 @@ def _move(source: Tensor, target: Tensor) -> None:
 
 def _is_of(unit: int, x: Tensor) -> bool:
     """Whether rows begin, and end, at multiples of so many numbers."""
-    numbers = x.shape[1], x.stride(0), x.storage_offset(), x.data_ptr() // x.element_size()
-    return unit > 0 and x.stride(1) == 1 and not any(number % unit for number in numbers)
+    if unit == 0 or x.ndim == 0 or x.stride(-1) != 1:
+        return False
+    numbers = x.shape[-1], *x.stride()[:-1], x.storage_offset(), x.data_ptr() // x.element_size()
+    return not any(number % unit for number in numbers)

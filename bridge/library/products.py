@@ -27,9 +27,9 @@ _ZEROS: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 @out_kernel("pad")
-def _pad(outs: Tensors, args: Tensors) -> None:
-    """A matrix with zeros behind its rows and columns."""
-    pad_into(outs[0], args[0])
+def _pad(outs: Tensors, args: Tensors, begins: Sequence[int] = (0, 0), number: float = 0) -> None:
+    """A tensor from ``begins`` on, and ``number`` around it; unless told otherwise, a matrix before zeros."""
+    pad_into(outs[0], args[0], begins, number)
 
 
 @out_kernel("mm_lt")

@@ -2,9 +2,9 @@
 
 ``torch.export`` traces above autocast's dispatch key: its graph holds the operators with the arguments that the module
 gave them. Here each operator runs once more on fake tensors under the autocast setting of its place, which shows the
-casts that autocast puts before it; they become ``_to_copy`` nodes. Then the operator runs on the cast arguments
-without autocast, and must do the very same. Operators of which a GPU's autocast asks for results in float32 instead
-(sums, norms, softmaxes) are given that ``dtype``. A composite operator inside which autocast goes on casting (a recurrent
+casts that autocast puts before it; they become ``_to_copy`` nodes. Then the operator runs on the cast arguments without
+autocast, and must do the very same. Operators of which a GPU's autocast asks for results in float32 instead (sums,
+norms, softmaxes) are given that ``dtype``. A composite operator inside which autocast goes on casting (a recurrent
 layer, ``einsum``) is taken apart (:mod:`bridge.capture.passes.composites`); any other one is refused by name.
 
 A float32 parameter is cast once for all its uses, as eager's cache of casts does, so that its gradients are added up in

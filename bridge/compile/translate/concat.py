@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autodiff.extents import Dim, Extent
-from autodiff.ir import Call, Tuple, TupleType, shape
-from bridge.compile.loop_ir.graph import Operand, Scalar, whole
+from autodiff.ir import Call, Tuple, TupleType, dtype, shape
+from bridge.compile.loop_ir.graph import LibraryCall, Operand, Scalar, whole
 from bridge.compile.loop_ir.neutral import Join
 from bridge.compile.passes.choose_joins import is_worth_joining
 from bridge.compile.translate.builder import Builder
@@ -28,15 +28,17 @@ def _concat(builder: Builder, call: Call) -> Operand:
 
 @register("relax.nn.pad")
 def _pad(builder: Builder, call: Call) -> Operand:
-    """Axis by axis where an extent is symbolic, which TVM's own loops cannot take."""
+    """By a kernel that concatenates; where it had better not, and of several axes, one of torch's copies."""
     x = builder.get(call.args[0])
     widths = [int(width) for width in call.attrs.pad_width]
     axes = [axis for axis in range(len(x.shape)) if any(widths[2 * axis : 2 * axis + 2])]
     symbolic = any(isinstance(extent, Extent) for extent in x.shape)
-    if str(call.attrs.pad_mode) != "constant" or min(widths) < 0 or not axes or (len(axes) > 1 and not symbolic):
+    if str(call.attrs.pad_mode) != "constant" or min(widths) < 0 or not axes:
         return NotImplemented
     fill = float(call.attrs.pad_value)
     number = fill if "float" in x.dtype else int(fill)
+    if not symbolic and len(axes) > 1:
+        return _copied(builder, x, call, widths, number)
     for axis in axes:
         operands: list[Operand | Scalar] = [x]
         for width, place in ((widths[2 * axis], 0), (widths[2 * axis + 1], 2)):
@@ -44,10 +46,18 @@ def _pad(builder: Builder, call: Call) -> Operand:
                 extents = (*x.shape[:axis], width, *x.shape[axis + 1 :])
                 operands.insert(place, Scalar(number, x.dtype, extents))
         if not symbolic and not is_worth_joining(operands, axis, builder.rules):
-            return NotImplemented
+            return _copied(builder, x, call, widths, number)
         extent = sum(widths[2 * axis : 2 * axis + 2]) + x.shape[axis]
         x = _join(builder, operands, axis, (*x.shape[:axis], extent, *x.shape[axis + 1 :]))
     return x
+
+
+def _copied(builder: Builder, x: Operand | Scalar, call: Call, widths: Sequence[int], number: float) -> Operand:
+    """Between numbers that are written around it."""
+    x = builder.dense(x) if isinstance(x, Scalar) else x
+    out = builder.fresh(shape(call), dtype(call))
+    builder.add(LibraryCall("pad", (x,), (out,), (tuple(widths[::2]), number)))
+    return whole(out)
 
 
 def _join(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, extents: Sequence[Dim]) -> Operand:

@@ -77,6 +77,16 @@ class Grouped(Net):
         return self.then(self.depthwise(nn.functional.group_norm(y, 8)))
 
 
+class Padded(Net):
+    """Activations that stop gradients where they saturate, pads behind and before them, one that cuts."""
+
+    def forward(self, x):
+        y = nn.functional.pad(nn.functional.relu6(self.norm(self.first(x)) * 4), (0, 1, 0, 1))
+        y = nn.functional.hardswish(nn.functional.conv2d(y, self.grouped.weight, self.grouped.bias, groups=2))
+        y = nn.functional.pad(y.clamp(-0.5, 0.5), (1, -1, 2, 0), value=0.25) * self.scale + y[..., :1, :1].log1p()
+        return self.then(self.depthwise(nn.functional.pad(y, (-1, 0, -2, 0))))
+
+
 class Permuted(nn.Module):
     """Batch normalizations of tensors with their channels behind, without a convolution."""
 
@@ -101,7 +111,7 @@ THEN = {
 }
 
 
-OTHERS = (Concatenated, Sizes, Before, Grouped, Permuted)
+OTHERS = (Concatenated, Sizes, Before, Grouped, Padded, Permuted)
 
 
 @pytest.mark.composes(
@@ -161,7 +171,7 @@ def test_maps_without_channels_are_eagers():
     assert stats(module).hits == 1
 
 
-@pytest.mark.parametrize("net", [Net, Branches, Concatenated, Before, Grouped])
+@pytest.mark.parametrize("net", [Net, Branches, Concatenated, Before, Grouped, Padded])
 def test_memory_is_walked_as_it_lies(net):
     """No kernel of the block sees channels in the second place."""
     module = net(THEN["mean"]).to(memory_format=torch.channels_last)

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from bridge import lower
+from bridge.compile import CallLibrary, compile_function
 from tests.bridge.compare import Function, check_module
+from tests.bridge.compile_helpers import current_options
 
 ROLLS = {
     "flat": (1,),
@@ -41,3 +43,38 @@ def test_a_rolled_tensors_gradient_is_rolled_back():
     for function in (lowered.forward, lowered.backward):
         assert "concat" in str(function)
         assert not any(word in str(function) for word in ("library.index", "take", "scatter", "pad("))
+
+
+PADS = {
+    "behind two axes": ((0, 1, 0, 1), 0.0),
+    "around": ((2, 1, 1, 3, 1, 0), 0.5),
+    "one axis": ((0, 0, 2, 2), -1.5),
+    "a cut and a pad": ((-1, 2, 1, -2), 0.25),
+    "a cut": ((-1, -1), 3.0),
+    "nothing": ((0, 0, 0, 0), 1.0),
+    "the smallest": ((1, 1, 1, 1), float("-inf")),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PADS)
+def test_pads(name, dtype):
+    widths, number = PADS[name]
+    check_module(lambda: Function(lambda x: F.pad(x * 2, widths, value=number).relu() + 1), tensor, dtype=dtype)
+
+
+def test_pads_of_other_types():
+    def forward(x, i):
+        return F.pad(x > 0, (1, 0, 2, 1), value=True), F.pad(i, (1, 1, 0, 1), value=2**40 + 1), F.pad(x, (1, 2)).sin()
+
+    check_module(lambda: Function(forward), lambda: (tensor(), torch.arange(60).view(3, 5, 4)))
+
+
+def test_a_pad_of_several_axes_is_one_step():
+    """A tensor is written once, not once for each axis."""
+    x = torch.randn(4, 16, 9, 7)
+    module = Function(lambda x: F.avg_pool2d(F.pad(x.sin(), (1, 2, 0, 1)), 2))
+    program = compile_function(lower(module, x).forward, name="padded", options=current_options())
+    names = [step.name for step in program.steps if isinstance(step, CallLibrary)]
+    assert names == ["pad", "avg_pool"]
+    torch.testing.assert_close(program([x])[0], module(x))
