@@ -52,6 +52,7 @@ from bridge.compile.passes.casts import cast_where_read
 from bridge.compile.passes.choose_forms import calls_in, choose_forms
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
+from bridge.compile.passes.few_rows import add_few_rows
 from bridge.compile.passes.join_products import join_products
 from bridge.compile.passes.moments import add_moments_at_once
 from bridge.compile.passes.normal_functions import name_normal_functions
@@ -85,6 +86,7 @@ __all__ = ["Compilation", "clear_cache", "compile_function", "optimize", "produc
 
 PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_permutations,
+    add_few_rows,
     recompute_slices,
     cast_where_read,
     count_where_read,

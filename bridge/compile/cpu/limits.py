@@ -59,6 +59,7 @@ LIMITS = Limits(
     together=1,
     small_casts=0,
     read_again=0,
+    added_rows=0,
     streams=1,
 )
 

@@ -82,6 +82,8 @@ ORDER = ReductionOrder(
     chunk_elements=2560,
     chunk_rows=1,
     most_chunks=132,
+    whole_rows=264,
+    whole_columns=16_384,  # threads enough
     split=8192,
     small_rows=2**17,
 )
@@ -120,6 +122,7 @@ LIMITS = Limits(
     together=8,
     small_casts=8,
     read_again=8,
+    added_rows=8,
     streams=2,
 )
 

@@ -55,6 +55,7 @@ class Limits:
             read; 0: none.
         read_again: cheap operators at most by which a large value is computed in each kernel that reads it, instead of
             being stored by one; 0: none.
+        added_rows: of a large column reduction at most that are additions; 0: none.
         streams: that a recorded run is launched on: 1, or 2, for what is not on the critical path.
     """
 
@@ -91,6 +92,7 @@ class Limits:
     together: int
     small_casts: int
     read_again: int
+    added_rows: int
     streams: int
 
 

@@ -11,7 +11,8 @@ It follows from the extents alone, never from the kernel that the reduction ends
 
 An extent that is known when a program is bound has the order of the number that it then is: how many accumulators and
 chunks is found at the launch. Bits may differ between a static and a dynamic entry only in a sum of two stages, which
-is cut where the size tells (see :meth:`ReductionOrder.stages`), and in small rows (:attr:`ReductionOrder.small_rows`).
+is cut where the size tells (see :meth:`ReductionOrder.stages`), in small rows (:attr:`ReductionOrder.small_rows`) and
+in columns of few rows (:attr:`ReductionOrder.whole_rows`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from autodiff.extents import Dim, Extent, below, content, divides, maximum, minimum, same
+from autodiff.extents import Dim, Extent, at_most, below, content, divides, maximum, minimum, same
 
 __all__ = ["ReductionOrder", "chunk_rows"]
 
@@ -40,6 +41,8 @@ class ReductionOrder:
             several hide the latency of the addition.
         chunk_elements, chunk_rows: work, and rows, that a chunk of a column has at least.
         most_chunks: of a column; they are combined serially.
+        whole_rows, whole_columns: rows at most, and columns at least, of a column reduction in one chunk. Of so many
+            columns each may have a thread, and parts of so few rows would be about as many bytes as the rows.
         split: elements that the first of two stages reduces at most; a row of twice as many, with few results, is
             reduced in two, so that it can run in parallel.
         block_rows: of a block of a chunk; 0: a chunk is one block, or the backend's kernels have an order of their own.
@@ -55,6 +58,8 @@ class ReductionOrder:
     split: int
     small_rows: int = 0
     block_rows: int = 0
+    whole_rows: int = 0
+    whole_columns: int = 0
 
     def __post_init__(self) -> None:
         for number in (self.lanes, *self.interleaved):
@@ -80,6 +85,8 @@ class ReductionOrder:
 
     def column_chunks(self, rows: Dim, columns: Dim) -> Dim:
         """Number of chunks of a column reduction over ``rows`` rows of ``columns`` elements."""
+        if at_most(rows, self.whole_rows) and at_most(self.whole_columns, columns):
+            return 1
         most = minimum(rows // self.chunk_rows, rows * columns // self.chunk_elements)
         chunks = maximum(1, minimum(self.most_chunks, most))
         size = chunk_rows(rows, chunks)
