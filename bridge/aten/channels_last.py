@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from tvm import relax
 from tvm.relax import Expr
 
+from bridge.base.torch_internals import aten
 from bridge.capture import TensorForm
 
-__all__ = ["is_channels_last", "library_of_images", "read_from_behind"]
+__all__ = ["form_before_copies", "is_channels_last", "library_of_images", "read_from_behind"]
 
 op = relax.op
 
@@ -28,6 +30,13 @@ def is_channels_last(form: Any) -> bool:
     if not isinstance(form, torch.Tensor) or form.ndim != 4 or not all(type(size) is int for size in form.shape):
         return False
     return form.is_contiguous(memory_format=torch.channels_last) and not form.is_contiguous()
+
+
+def form_before_copies(node: fx.Node) -> Any:
+    """The form of what a node is the same numbers as: a copy in another order of memory is none in a compiled call."""
+    while node.target is aten.clone.default:
+        node = node.args[0]
+    return node.meta["val"]
 
 
 def library_of_images(importer, name: str, args: Sequence[Any], form: Any) -> Expr | tuple[Expr, ...]:

@@ -9,7 +9,7 @@ from tvm import relax
 
 from autodiff.extents import maximum
 from autodiff.ir import dtype, numel, shape
-from bridge.aten.channels_last import is_channels_last, read_from_behind
+from bridge.aten.channels_last import form_before_copies, is_channels_last, read_from_behind
 from bridge.aten.reductions import euclidean_norm
 from bridge.aten.registry import UnsupportedUse, converts, rounds_once
 from bridge.base.torch_internals import aten
@@ -113,7 +113,7 @@ def batch_norm_inference(importer, node, x, weight, bias, running_mean, running_
 @converts(aten.native_group_norm.default)
 def native_group_norm(importer, node, x, weight, bias, batch, channels, pixels, groups, eps):
     element_type = dtype(x)
-    form = node.args[0].meta["val"]
+    form = form_before_copies(node.args[0])  # on a GPU, of a copy in the other order of memory
     x, weight, bias = _widen(importer, read_from_behind(importer, x, form), weight, bias)
     if is_channels_last(form):  # no view of it has the elements of a group in a row
         rows = importer.reshape(x, (batch, groups, shape(x)[1] // groups, *shape(x)[2:]))

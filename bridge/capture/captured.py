@@ -44,7 +44,7 @@ class Captured:
         literals: tensor literals of the module's code, by placeholder name.
         counters: attributes that each call counts up.
         readings: numbers that forward took out of tensors on the sample, in order.
-        read: the nodes of those numbers; ``None`` for those that are recomputed, and for constants.
+        read: the nodes of those numbers; ``None`` for those that are recomputed, for constants and what is certain.
         recomputed: those that a call computes from its inputs by itself (:mod:`bridge.capture.recomputed`).
         extents: the symbols of the dimensions that vary; ``None``: every extent is a number. Where there are some,
             shapes and strides in ``observation`` hold extents, and ``arguments`` are of the sample's sizes.

@@ -22,6 +22,7 @@ from torch import fx
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import OpOverload, schema
 from bridge.base.torch_shapes import hint
+from bridge.capture.certain import certain
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT
 from bridge.capture.readings import Reading
 from bridge.state import ModuleTensor
@@ -109,7 +110,8 @@ def recomputed(
     bound: Mapping[str, int],
     literals: Mapping[str, torch.Tensor],
 ) -> tuple[tuple[Recomputed, ...], tuple[fx.Node | None, ...]]:
-    """Those readings that are functions of inputs; and ``read`` with ``None`` for these, and for those of constants.
+    """Those readings that are functions of inputs; and ``read`` with ``None`` for these, and for those of constants and
+    those that are always the same.
 
     What nothing else reads leaves the graph, which is changed in place.
 
@@ -123,14 +125,19 @@ def recomputed(
     for place, (node, reading) in enumerate(zip(read, readings, strict=True)):
         if node is None or reading.dtype.is_floating_point or reading.dtype.is_complex:
             continue
+        always = certain(node)
+        if always is not None and set(_flat(reading)) == {always[0]}:
+            left[place] = None
+            gone.update(always[1])
+            continue
         walk = _Walk(tensors, bound, literals)
         try:
             walk.visit(node)
         except _NotRecomputedError:
             continue
         if walk.inputs:
-            numbers = torch.tensor(_listed(reading.value), dtype=reading.dtype, device=HOST).reshape(-1).tolist()
-            found.append(Recomputed(reading.where, tuple(numbers), tuple(walk.inputs), tuple(walk.operations(node))))
+            numbers = tuple(_flat(reading))
+            found.append(Recomputed(reading.where, numbers, tuple(walk.inputs), tuple(walk.operations(node))))
         left[place] = None
         gone.update(walk.nodes)
     if gone:
@@ -239,6 +246,10 @@ def _plain(value: Any, place_of: Mapping[fx.Node, Place]) -> Any:
     if isinstance(value, dict):
         return tuple((name, _plain(each, place_of)) for name, each in value.items())
     return value
+
+
+def _flat(reading: Reading) -> list:
+    return torch.tensor(_listed(reading.value), dtype=reading.dtype, device=HOST).reshape(-1).tolist()
 
 
 def _listed(value: Any) -> Any:

@@ -68,12 +68,13 @@ class Before(Net):
 
 
 class Grouped(Net):
-    """Normalizations of groups of channels: of what is given, between convolutions, one with a channel a group."""
+    """Normalizations of groups of channels: of what is given, between convolutions, of a copy in the other order (as a
+    GPU makes it of all), one with a channel a group."""
 
     def forward(self, x):
         y = nn.functional.group_norm(x, 3) + nn.functional.group_norm(x, 1).tanh()
         y = nn.functional.silu(nn.functional.group_norm(self.first(y), 2, self.norm.weight, self.norm.bias))
-        y = nn.functional.group_norm(self.grouped(y) * self.scale, 4) + y
+        y = nn.functional.group_norm((self.grouped(y) * self.scale).contiguous(), 4) + y
         return self.then(self.depthwise(nn.functional.group_norm(y, 8)))
 
 
