@@ -6,6 +6,7 @@ are made here behind what follows.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from tvm.relax import Expr
 from bridge.base.torch_internals import aten
 from bridge.capture import TensorForm
 
-__all__ = ["form_before_copies", "is_channels_last", "library_of_images", "read_from_behind"]
+__all__ = ["is_channels_last", "library_of_images", "lies_behind", "read_from_behind"]
 
 op = relax.op
 
@@ -32,11 +33,29 @@ def is_channels_last(form: Any) -> bool:
     return form.is_contiguous(memory_format=torch.channels_last) and not form.is_contiguous()
 
 
-def form_before_copies(node: fx.Node) -> Any:
-    """The form of what a node is the same numbers as: a copy in another order of memory is none in a compiled call."""
-    while node.target is aten.clone.default:
-        node = node.args[0]
-    return node.meta["val"]
+def lies_behind(node: fx.Node) -> bool:
+    """Whether a value is computed in channels_last: eager's lies so, or is made of such a one point by point, or in
+    groups of channels, in another order that a copy gave it. Such copies are none in a compiled call."""
+    waiting, seen = [node], {node}
+    while waiting:
+        now = waiting.pop()
+        if is_channels_last(now.meta.get("val")):
+            return True
+        for each in _alike(now):
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
+    return False
+
+
+def _alike(node: fx.Node) -> list[fx.Node]:
+    """The operands that a value is computed of in their own order of memory."""
+    if node.target is operator.getitem and node.args[0].target is aten.native_group_norm.default:
+        return [node.args[0].args[0]] if node.args[1] == 0 else []
+    if node.target is not aten.clone.default and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return []
+    extents = node.meta["val"].shape
+    return [each for each in node.all_input_nodes if getattr(each.meta.get("val"), "shape", None) == extents]
 
 
 def library_of_images(importer, name: str, args: Sequence[Any], form: Any) -> Expr | tuple[Expr, ...]:
@@ -54,8 +73,6 @@ def library_of_images(importer, name: str, args: Sequence[Any], form: Any) -> Ex
     return items if several else items[0]
 
 
-def read_from_behind(importer, x: Expr, form: Any) -> Expr:
-    """``x``, seen as a permutation of what has its channels behind where its memory has."""
-    if not is_channels_last(form):
-        return x
+def read_from_behind(importer, x: Expr) -> Expr:
+    """``x``, seen as a permutation of what has its channels behind."""
     return importer.emit(op.permute_dims(importer.emit(op.permute_dims(x, _TO_BACK)), _TO_FRONT))

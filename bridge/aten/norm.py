@@ -9,7 +9,7 @@ from tvm import relax
 
 from autodiff.extents import maximum
 from autodiff.ir import dtype, numel, shape
-from bridge.aten.channels_last import form_before_copies, is_channels_last, read_from_behind
+from bridge.aten.channels_last import lies_behind, read_from_behind
 from bridge.aten.reductions import euclidean_norm
 from bridge.aten.registry import UnsupportedUse, converts, rounds_once
 from bridge.base.torch_internals import aten
@@ -58,7 +58,8 @@ def batch_norm_training(importer, node, x, weight, bias, *rest):
     """Batch statistics; the running ones move towards them, the variance as the unbiased estimate."""
     *running, training, momentum, eps = rest
     element_type = dtype(x)
-    x, weight, bias = _widen(importer, read_from_behind(importer, x, node.args[0].meta["val"]), weight, bias)
+    x = read_from_behind(importer, x) if lies_behind(node.args[0]) else x
+    x, weight, bias = _widen(importer, x, weight, bias)
     if not training:
         raise UnsupportedUse("batch normalization with running statistics in its training form")
     channels = shape(x)[1]
@@ -113,9 +114,9 @@ def batch_norm_inference(importer, node, x, weight, bias, running_mean, running_
 @converts(aten.native_group_norm.default)
 def native_group_norm(importer, node, x, weight, bias, batch, channels, pixels, groups, eps):
     element_type = dtype(x)
-    form = form_before_copies(node.args[0])  # on a GPU, of a copy in the other order of memory
-    x, weight, bias = _widen(importer, read_from_behind(importer, x, form), weight, bias)
-    if is_channels_last(form):  # no view of it has the elements of a group in a row
+    behind = lies_behind(node.args[0])
+    x, weight, bias = _widen(importer, read_from_behind(importer, x) if behind else x, weight, bias)
+    if behind:  # no view of it has the elements of a group in a row
         rows = importer.reshape(x, (batch, groups, shape(x)[1] // groups, *shape(x)[2:]))
         mean, centred, variance = moments(importer, rows, [2, 3, 4])
     else:
