@@ -24,6 +24,7 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``attention_backward``                           kernel:str, grad_out, q, k, v, out, logsumexp, has_mask:int,
                                                  [attn_mask], is_causal:int, scale:float -> tuple (dq, dk, dv),
                                                  each [batch, row, head, column]
+                                                 has_mask is 2 where the mask is learned: dmask comes behind dv then
 ``dropping_attention``,                          as those without dropout, then dropout_p:float, advance:int, state: the
 ``dropping_attention_backward``                  generator's before the call, and how far that moves it
 ``convolution``                                  x, weight, (stride), (padding), (dilation), (output_padding),
@@ -118,10 +119,14 @@ from tvm import relax
 from autodiff.extents import Dim, Extent
 from autodiff.ir import LIBRARY_PREFIX, Call, Constant, Expr, TensorType, TupleType
 
-__all__ = ["GENERATOR_STATE", "call", "number"]
+__all__ = ["GENERATOR_STATE", "LEARNED", "call", "number"]
 
 GENERATOR_STATE = (2,), "uint64"
 """Shape and type of a GPU's generator's state: seed and offset, given on the host. Nothing else is of this type."""
+
+
+LEARNED = 2
+"""``has_mask`` of an attention whose mask has a gradient."""
 
 
 def call(name: str, args: Sequence[Expr], result: TensorType | TupleType) -> Call:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from tvm import relax
 from tvm.relax import op
@@ -11,6 +11,7 @@ from tvm.relax import op
 from autodiff.gradients.registry import Emit, checks, library_gradient
 from autodiff.gradients.tools import const, fit, zeros_like
 from autodiff.ir import Call, Expr, ShapeExpr, StringImm, TensorType, TupleGetItem, TupleType, Var, dtype, shape
+from autodiff.library import LEARNED
 from autodiff.library import call as library_call
 
 __all__ = []
@@ -62,17 +63,26 @@ def _attention(backward: str, call: Call, y: Var, g: Var, emit: Emit) -> list[Ex
     kernel, q, k, v, *rest = call.args
     out, logsumexp = emit(TupleGetItem(y, 0)), emit(TupleGetItem(y, 1))
     args = [kernel, emit(TupleGetItem(g, 0)), q, k, v, out, logsumexp, *rest]
-    turned = [emit(op.permute_dims(x, _ROWS_BEFORE_HEADS)).ty for x in (q, k, v)]
-    grads = emit(library_call(backward, args, TupleType(turned)))
+    types = [emit(op.permute_dims(x, _ROWS_BEFORE_HEADS)).ty for x in (q, k, v)]
+    learned = _has_learned_mask(rest)
+    grads = emit(library_call(backward, args, TupleType([*types, rest[1].ty] if learned else types)))
     found = [op.permute_dims(emit(TupleGetItem(grads, index)), _ROWS_BEFORE_HEADS) for index in range(3)]
-    return [None, *found, *[None] * len(rest)]
+    of_rest: list[Expr | None] = [None] * len(rest)
+    if learned:
+        of_rest[1] = TupleGetItem(grads, 3)
+    return [None, *found, *of_rest]
+
+
+def _has_learned_mask(rest: Sequence[Expr]) -> bool:
+    """Of the arguments behind queries, keys and values."""
+    return int(rest[0].value) == LEARNED
 
 
 @checks("library.scaled_dot_product_flash_attention", "library.attention", "library.dropping_attention")
 def check_attention_mask(call: Call, active: Collection[Var]) -> str | None:
-    """The fused kernels compute no gradient for an additive mask."""
+    """The fused kernels compute no gradient for an additive mask, but for one that computes a learned one's."""
     given = [arg for arg in call.args if not isinstance(arg, StringImm)]
-    if any(arg in active for arg in given[4:] if isinstance(arg, Var)):
+    if any(arg in active for arg in given[4:] if isinstance(arg, Var)) and not _has_learned_mask(given[4:]):
         return "the fused kernel has no gradient with respect to attn_mask"
     return None
 

@@ -12,11 +12,12 @@ from tvm import relax
 
 from autodiff.constants import const
 from autodiff.ir import TensorType, Var, dtype, shape
+from autodiff.library import LEARNED
 from bridge.aten.dims import numbers_only
 from bridge.aten.placed_draws import state_before
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
-from bridge.capture import TensorForm, attends_by_products
+from bridge.capture import STOP_GRADIENT, TensorForm, attends_by_products
 
 __all__: list[str] = []
 
@@ -119,10 +120,28 @@ def _attention(importer, node, kernel, q, k, v, mask, dropout_p, is_causal, scal
     sums = {"flash": (rows,), "efficient": (-(-rows // _ROWS) * _ROWS,), "cudnn": (rows, 1)}[kernel]
     out = TensorForm((batch, rows, heads, shape(v)[-1]), getattr(torch, dtype(q)))
     masks = [] if mask is None else [mask]
-    args = [kernel, q, k, v, bool(masks), *masks, bool(is_causal), float(scale)]
+    has_mask = LEARNED if kernel == "efficient" and masks and _is_learned(importer, node.args[3]) else bool(masks)
+    args = [kernel, q, k, v, has_mask, *masks, bool(is_causal), float(scale)]
     name = "attention"
     if dropout_p:
         state, advance = state_before(importer, node)
         name, args = "dropping_attention", [*args, float(dropout_p), advance, state]
     pair = importer.library(name, args, (out, TensorForm((batch, heads, *sums), torch.float32)))
     return importer.emit(op.permute_dims(importer.item(pair, 0), [0, 2, 1, 3])), importer.item(pair, 1)
+
+
+def _is_learned(importer, mask):
+    """Whether a mask may have a gradient: a tensor that requires grad is among what it is computed from."""
+    captured = importer.captured
+    tensors = [*captured.module_tensors, *captured.arguments]
+    waiting, seen = [mask], {mask}
+    while waiting:
+        node = waiting.pop()
+        place = captured.placeholders.get(node.name) if node.op == "placeholder" else None
+        if place is not None and tensors[place].requires_grad:
+            return True
+        for each in node.all_input_nodes if node.target is not STOP_GRADIENT else ():
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
+    return False

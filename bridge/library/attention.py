@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from autodiff.library import LEARNED
 from bridge.base.generators import at_state, default_generator
 from bridge.base.torch_internals import aten
 from bridge.library.attention_kernels import FORMULA, KERNELS, SUMS, Dropout, Kernel
@@ -58,7 +59,7 @@ def attention(kernel, q, k, v, has_mask, *rest):
 @library_function("attention_backward")
 def attention_backward(kernel, grad_out, q, k, v, out, logsumexp, has_mask, *rest):
     mask, (is_causal, scale) = _attention_mask(has_mask, rest)
-    return _backward(kernel, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale)
+    return _backward(kernel, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, of_mask=has_mask == LEARNED)
 
 
 @library_function("dropping_attention")
@@ -73,7 +74,8 @@ def dropping_attention(kernel, q, k, v, has_mask, *rest):
 def dropping_attention_backward(kernel, grad_out, q, k, v, out, logsumexp, has_mask, *rest):
     mask, (is_causal, scale, rate, _, state) = _attention_mask(has_mask, rest)
     dropout = Dropout(rate, state)
-    return _backward(kernel, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout)
+    of_mask = has_mask == LEARNED
+    return _backward(kernel, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout, of_mask)
 
 
 @contextmanager
@@ -96,11 +98,12 @@ def _forward(name, q, k, v, mask, is_causal, scale, dropout=None):
     return out.transpose(1, 2), logsumexp
 
 
-def _backward(name, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
+def _backward(name, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None, of_mask=False):
     grad_out, q, k, v = map(_dense_columns, (grad_out.transpose(1, 2), q, k, v))
     out = out.contiguous().transpose(1, 2)
     given = [grad_out, q, k, v, _aligned(mask), out, logsumexp, bool(is_causal), scale, dropout]
-    return tuple(grad.transpose(1, 2) for grad in _kernel(name, q).backward(*given)[:3])
+    grads = _kernel(name, q).backward(*given, *([True] if of_mask else []))
+    return *(grad.transpose(1, 2) for grad in grads[:3]), *((grads[3].contiguous(),) if of_mask else ())
 
 
 def _kernel(name: str, q: Tensor) -> Kernel:

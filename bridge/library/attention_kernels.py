@@ -41,7 +41,8 @@ class Kernel(NamedTuple):
     Attributes:
         forward: ``(q, k, v, mask, is_causal, scale, dropout)`` → out, logsumexp, and more; what it drops it draws from
             the default generator, where that is.
-        backward: ``(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout)`` → dq, dk, dv, and more.
+        backward: ``(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout)`` → dq, dk, dv, and more; of
+            the formula, and of the kernel that has it, the mask's gradient comes next if ``of_mask``.
     """
 
     forward: Callable[..., Any]
@@ -72,11 +73,11 @@ def _efficient(q, k, v, mask, is_causal, scale, dropout=None):
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, _rate(dropout), is_causal, scale=scale)
 
 
-def _efficient_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
+def _efficient_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None, of_mask=False):
     unread = q.new_empty((), dtype=torch.int64)
     # seed and offset are read where they are wanted: on the host, or by a kernel that is captured
     state = [unread, unread] if dropout is None else dropout.state.view(torch.int64).unbind()
-    wanted = [True, True, True, False]
+    wanted = [True, True, True, of_mask]
     return aten._scaled_dot_product_efficient_attention_backward(
         grad_out, q, k, v, mask, out, logsumexp, *state, _rate(dropout), wanted, is_causal, scale=scale
     )
@@ -177,13 +178,15 @@ def _formula(q, k, v, mask, is_causal, scale, dropout=None):
     return weights * _noise(weights, dropout) @ _of_all_heads(v, q), torch.logsumexp(scores, -1)
 
 
-def _formula_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
+def _formula_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None, of_mask=False):
     weights = torch.softmax(_scores(q, k, mask, is_causal, scale), -1)
     noise = _noise(weights, dropout)
     d_weights = grad_out @ _of_all_heads(v, q).mT * noise
-    d_scores = weights * (d_weights - (grad_out * out).sum(-1, keepdim=True)) * scale
+    d_mask = weights * (d_weights - (grad_out * out).sum(-1, keepdim=True))
+    d_scores = d_mask * scale
     dv = (weights * noise).mT @ grad_out
-    return d_scores @ _of_all_heads(k, q), _of_groups(d_scores.mT @ q, k), _of_groups(dv, v)
+    grads = d_scores @ _of_all_heads(k, q), _of_groups(d_scores.mT @ q, k), _of_groups(dv, v)
+    return (*grads, d_mask) if of_mask else grads
 
 
 FORMULA = Kernel(_formula, _formula_backward)

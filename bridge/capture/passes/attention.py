@@ -1,7 +1,8 @@
-"""Attention with a learned bias (relative positions, say): the fused operator → the operators that it is made of.
+"""Attention with a learned bias (relative positions, say): the fused operator → what eager makes of it.
 
-The fused kernel has no gradient for its mask, so eager takes the plain operators where the mask requires grad. What
-``torch.export`` decomposes has forgotten what requires grad, and would take the fused kernel.
+The CPU's fused kernel has no gradient for its mask, so eager takes the plain operators where the mask requires grad; on
+a GPU it may take the one kernel that has it. What ``torch.export`` decomposes has forgotten what requires grad, and
+would take another one.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
-from bridge.base.torch_internals import aten
+from bridge.base.devices import current_device
+from bridge.base.torch_internals import OpOverload, TorchDispatchMode, aten
 from bridge.capture.passes.alias_analysis import Aliases
 
-__all__ = ["unfuse_learned_masks"]
+__all__ = ["choose_for_learned_masks"]
 
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 _POSITIONAL = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
 
 
-def unfuse_learned_masks(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> None:
-    """Makes attention whose mask autograd follows the plain operators, in a training-IR graph, in place."""
+def choose_for_learned_masks(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> None:
+    """Makes attention whose mask autograd follows what eager takes, in a training-IR graph, in place."""
     calls = [node for node in graph.nodes if node.target is aten.scaled_dot_product_attention.default]
     if not calls:
         return
@@ -32,10 +36,53 @@ def unfuse_learned_masks(graph: fx.Graph, requires_grad: Callable[[fx.Node], boo
             continue  # a mask of truth values, computed from whatever, requires no grad
         options = {name: node.kwargs[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
         with graph.inserting_before(node):
-            args = (*node.args[:3], mask, rate, causal, None)
-            pair = graph.call_function(aten._scaled_dot_product_attention_math.default, args, options)
+            if _takes_the_efficient_kernel(node, mask):
+                options.pop("enable_gqa", None)
+                args = (*node.args[:3], _of_all_scores(node, mask), True, rate, causal)
+                pair = graph.call_function(_EFFICIENT, args, options)
+            else:
+                args = (*node.args[:3], mask, rate, causal, None)
+                pair = graph.call_function(aten._scaled_dot_product_attention_math.default, args, options)
             result = graph.call_function(operator.getitem, (pair, 0))
         for made in (pair, result):
             made.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
+
+
+def _takes_the_efficient_kernel(node: fx.Node, mask: fx.Node) -> bool:
+    """Whether eager does on tensors like these, of which the mask requires grad. Not where sizes vary."""
+    values = {each: each.meta["val"] for each in node.all_input_nodes}
+    tensors = [each for each in values.values() if isinstance(each, torch.Tensor)]
+    if current_device().type != "cuda" or any(type(size) is not int for each in tensors for size in each.shape):
+        return False
+    seen = _Seen()
+    with mask.meta["val"].fake_mode, torch.enable_grad():
+        for source, value in values.items():
+            values[source] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        values[mask].requires_grad_()
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        with seen:
+            node.target(*args, **kwargs)
+    return _EFFICIENT in seen.operators
+
+
+class _Seen(TorchDispatchMode):
+    """Attributes: ``operators``, those that ran while it was active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[OpOverload] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _of_all_scores(node: fx.Node, mask: fx.Node) -> fx.Node:
+    """The mask as the kernel takes it: of each batch and head."""
+    query, key = (each.meta["val"] for each in node.args[:2])
+    extents = [*query.shape[:3], key.shape[2]]
+    expanded = node.graph.call_function(aten.expand.default, (mask, extents))
+    expanded.meta = {**mask.meta, "val": mask.meta["val"].expand(extents)}
+    return expanded

@@ -22,7 +22,7 @@ from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import HigherOrderOperator, aten
 from bridge.capture.own_functions import OWN
 from bridge.capture.passes.alias_analysis import Aliases, is_detach, is_view, written
-from bridge.capture.passes.attention import unfuse_learned_masks
+from bridge.capture.passes.attention import choose_for_learned_masks
 from bridge.capture.passes.recurrent import keep_layers_whole
 from bridge.capture.passes.straight_through import write_straight_through
 from bridge.capture.passes.written_views import write_through_views
@@ -45,7 +45,7 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
     """
     problems = _inline_regions(graph_module)
     keep_layers_whole(graph_module.graph)
-    unfuse_learned_masks(graph_module.graph, requires_grad)
+    choose_for_learned_masks(graph_module.graph, requires_grad)
     _pass_through(graph_module.graph)
     _word_assertions(graph_module.graph)
     write_straight_through(graph_module.graph, requires_grad, STOP_GRADIENT)

@@ -83,8 +83,11 @@ class Padded(Net):
 
     def forward(self, x):
         y = nn.functional.pad(nn.functional.relu6(self.norm(self.first(x)) * 4), (0, 1, 0, 1))
-        y = nn.functional.hardswish(nn.functional.conv2d(y, self.grouped.weight, self.grouped.bias, groups=2))
-        y = nn.functional.pad(y.clamp(-0.5, 0.5), (1, -1, 2, 0), value=0.25) * self.scale + y[..., :1, :1].log1p()
+        y = nn.functional.hardtanh(nn.functional.conv2d(y, self.grouped.weight, self.grouped.bias, groups=2), -1, 2)
+        y = (
+            nn.functional.pad(y.clamp(-0.5, 0.5), (1, -1, 2, 0), value=0.25) * self.scale
+            + y[..., :1, :1].square().log1p()
+        )
         return self.then(self.depthwise(nn.functional.pad(y, (-1, 0, -2, 0))))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autodiff.library import LEARNED
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import CallLibrary, Launch
 from bridge.library import FUNCTIONS, attention, attention_kernels
@@ -58,6 +60,20 @@ def test_forward_and_backward_of_a_named_kernel(name, masked, seen):
     assert [each for each, _ in seen] == [name, name]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gradient_of_a_learned_mask(causal):
+    q, k, v, mask = tensors(columns=5)
+    leaves = [each.clone().requires_grad_() for each in (q, k, v, mask.expand(2, 3, 5, 5))]
+    seen = leaves[3].masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf) if causal else leaves[3]
+    expected = F.scaled_dot_product_attention(*leaves[:3], seen, scale=SCALE)
+    grad = torch.randn_like(expected)
+    rest = [LEARNED, leaves[3].detach(), int(causal), SCALE]
+    out, logsumexp = FUNCTIONS["attention"]("efficient", q, k, v, *rest)
+    *ours, of_mask = FUNCTIONS["attention_backward"]("efficient", grad.transpose(1, 2), q, k, v, out, logsumexp, *rest)
+    found = (*(each.transpose(1, 2) for each in ours), of_mask)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, leaves, grad))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_are_given_what_they_read(dtype, seen):
     """Dense columns, and masks whose rows begin at multiples of 16 bytes; what is so already is not copied."""
@@ -102,7 +118,8 @@ def on_the_host(monkeypatch):
 
     def put(name, more):
         def compute(q, k, v, *rest, scale=None, **_):
-            out, logsumexp = FORMULA.forward(q, k, v, None, False, scale)
+            mask = rest[0] if rest and isinstance(rest[0], torch.Tensor) else None
+            out, logsumexp = FORMULA.forward(q, k, v, mask, False, scale)
             return out, logsumexp, *more
 
         library.impl(f"_scaled_dot_product_{name}_attention", compute, "CPU")
@@ -132,6 +149,38 @@ def test_a_traced_kernel_is_called_forward_and_backward(name, on_the_host):
     calls = [step for program in (entry.forward, entry.backward) for step in program.steps]
     assert [step.name for step in calls if isinstance(step, CallLibrary)] == ["attention", "attention_backward"]
     assert not any("copy" in step.ops for step in calls if isinstance(step, Launch))
+
+
+class Learned(nn.Module):
+    """A bias of all scores, and what is added to it, which is not learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(3, 5, 5))
+
+    def forward(self, q, k, v, mask):
+        bias = (self.bias.sin() + mask).expand(2, 3, 5, 5)
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=SCALE)[0]
+
+
+@pytest.mark.cpu("kernels for the CPU under the names of CUDA's")
+@pytest.mark.parametrize("learned", [True, False])
+def test_the_gradient_of_a_mask_is_computed_where_it_is_learned(learned, on_the_host):
+    q, k, v = (each.requires_grad_() for each in tensors(torch.float32, 5)[:3])
+    eager, mask = Learned(), torch.randn(5, 5)
+    eager.bias.requires_grad_(learned)
+    module = copy.deepcopy(eager)
+    add_tvm_dispatch(module, (q, k, v, mask))
+    expected = F.scaled_dot_product_attention(q, k, v, (eager.bias.sin() + mask).expand(2, 3, 5, 5), scale=SCALE)
+    result, grad = module(q, k, v, mask), torch.randn_like(expected)
+    torch.testing.assert_close(result, expected)
+    found = torch.autograd.grad(result, [q, k, v, *([module.bias] if learned else [])], grad)
+    torch.testing.assert_close(
+        found, torch.autograd.grad(expected, [q, k, v, *([eager.bias] if learned else [])], grad)
+    )
+    (entry,) = stats(module).entries
+    (call,) = [step for step in entry.backward.steps if isinstance(step, CallLibrary)]
+    assert call.name == "attention_backward" and len(call.outputs) == 3 + learned
 
 
 @pytest.mark.parametrize("causal", [False, True])
