@@ -1,4 +1,4 @@
-"""Padding: a tensor → one with numbers that are all alike around it."""
+"""Padding, and what it is made of: a tensor → one with numbers that are all alike around it; copies of parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["pad_into"]
+__all__ = ["move", "pad_into"]
 
 _WIDER = torch.complex128, torch.complex64, torch.int32
 """As which types rows are moved, the widest one that divides them."""
@@ -26,10 +26,10 @@ def pad_into(out: Tensor, x: Tensor, begins: Sequence[int], number: float = 0) -
             if width:
                 inside.narrow(axis, start, width).fill_(number)
         inside = inside.narrow(axis, begin, extent)
-    _move(x, inside)
+    move(x, inside)
 
 
-def _move(source: Tensor, target: Tensor) -> None:
+def move(source: Tensor, target: Tensor) -> None:
     """Copies rows, by as many numbers at once as divide them."""
     for kind in _WIDER:
         unit = kind.itemsize // source.element_size()

@@ -243,5 +243,5 @@ def test_keys_of_one_batch_lie_apart_without_a_copy():
 def test_copies_of_any_layout(columns, order):
     x = lying(torch.randn(2, 3, 5, columns).to(torch.bfloat16), order)
     for first in range(3):
-        for copy in (attention_kernels._apart(x[:, first:]), attention_kernels._rows_outside(x[:, first:])):
-            assert torch.equal(copy, x[:, first:])
+        for moved in (attention_kernels._apart(x[:, first:]), attention_kernels._rows_outside(x[:, first:])):
+            assert torch.equal(moved, x[:, first:])
