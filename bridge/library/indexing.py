@@ -37,10 +37,11 @@ def index(x, dims, indices):
     return aten.index.Tensor(x, _at(x.dim(), dims, indices))
 
 
-@library_function("index_backward", aten.index_put_)
+@library_function("index_backward", aten._index_put_impl_)
 def index_backward(grad, extents, dims, indices):
     zeros = grad.new_zeros(extents)
-    return aten.index_put_(zeros, _at(len(extents), dims, indices), grad, True)
+    unsafe = True  # that indices are in range has been checked forward
+    return aten._index_put_impl_(zeros, _at(len(extents), dims, indices), grad, True, unsafe)
 
 
 @library_function("index_put", aten.index_put)
