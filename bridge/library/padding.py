@@ -11,6 +11,8 @@ __all__ = ["move", "pad_into"]
 
 _WIDER = torch.complex128, torch.complex64, torch.int32
 """As which types rows are moved, the widest one that divides them."""
+_SHORT_ROW = 1024
+"""Bytes of a row below which a processor fills all of it as soon as a number at its end."""
 
 
 def pad_into(out: Tensor, x: Tensor, begins: Sequence[int], number: float = 0) -> None:
@@ -19,11 +21,12 @@ def pad_into(out: Tensor, x: Tensor, begins: Sequence[int], number: float = 0) -
     Args:
         out: dense, on the tensor's device and of its element type; where it has room for it.
     """
-    inside = out
+    whole = not out.is_cuda and out.shape[-1] != x.shape[-1] and out.shape[-1] * out.element_size() < _SHORT_ROW
+    inside = out.fill_(number) if whole else out
     for axis, (begin, extent) in enumerate(zip(begins, x.shape, strict=True)):
         end = begin + extent
         for start, width in ((0, begin), (end, out.shape[axis] - end)):
-            if width:
+            if width and not whole:
                 inside.narrow(axis, start, width).fill_(number)
         inside = inside.narrow(axis, begin, extent)
     move(x, inside)
