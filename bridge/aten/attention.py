@@ -13,6 +13,7 @@ from tvm import relax
 from autodiff.constants import const
 from autodiff.ir import TensorType, Var, dtype, shape
 from autodiff.library import LEARNED
+from bridge.aten.computed_from import computed_from
 from bridge.aten.dims import numbers_only
 from bridge.aten.placed_draws import state_before
 from bridge.aten.registry import UnsupportedUse, converts
@@ -134,14 +135,9 @@ def _is_learned(importer, mask):
     """Whether a mask may have a gradient: a tensor that requires grad is among what it is computed from."""
     captured = importer.captured
     tensors = [*captured.module_tensors, *captured.arguments]
-    waiting, seen = [mask], {mask}
-    while waiting:
-        node = waiting.pop()
+
+    def requires_grad(node):
         place = captured.placeholders.get(node.name) if node.op == "placeholder" else None
-        if place is not None and tensors[place].requires_grad:
-            return True
-        for each in node.all_input_nodes if node.target is not STOP_GRADIENT else ():
-            if each not in seen:
-                seen.add(each)
-                waiting.append(each)
-    return False
+        return place is not None and tensors[place].requires_grad
+
+    return computed_from(mask, requires_grad, lambda node: () if node.target is STOP_GRADIENT else node.all_input_nodes)

@@ -15,6 +15,7 @@ from torch import fx
 from tvm import relax
 from tvm.relax import Expr
 
+from bridge.aten.computed_from import computed_from
 from bridge.base.torch_internals import aten
 from bridge.capture import TensorForm
 
@@ -36,16 +37,7 @@ def is_channels_last(form: Any) -> bool:
 def lies_behind(node: fx.Node) -> bool:
     """Whether a value is computed in channels_last: eager's lies so, or is made of such a one point by point, or in
     groups of channels, in another order that a copy gave it. Such copies are none in a compiled call."""
-    waiting, seen = [node], {node}
-    while waiting:
-        now = waiting.pop()
-        if is_channels_last(now.meta.get("val")):
-            return True
-        for each in _alike(now):
-            if each not in seen:
-                seen.add(each)
-                waiting.append(each)
-    return False
+    return computed_from(node, lambda each: is_channels_last(each.meta.get("val")), _alike)
 
 
 def _alike(node: fx.Node) -> list[fx.Node]:

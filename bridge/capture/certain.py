@@ -29,20 +29,24 @@ _MOVES = (aten.alias.default, aten.clone.default, aten.detach.default)
 
 def certain(node: fx.Node) -> tuple[bool, list[fx.Node]] | None:
     """What a flag always is, and the nodes that it is computed by; ``None`` where nobody knows."""
-    nodes = [node]
-    while nodes[-1].target in _MOVES:
-        nodes.append(nodes[-1].args[0])
+    nodes = _with_moved(node)
     compares = _COMPARISONS.get(nodes[-1].target)
     if compares is None:
         return None
     x, number = nodes[-1].args
-    nodes.append(x)
-    while nodes[-1].target in _MOVES:
-        nodes.append(nodes[-1].args[0])
+    nodes += _with_moved(x)
     if not _is_uniform(nodes[-1]) or not isinstance(number, int | float) or number != number:
         return None
     found = compares(torch.tensor(number, dtype=nodes[-1].meta["val"].dtype, device=HOST).item())
     return None if found is None else (found, nodes[::-1])
+
+
+def _with_moved(node: fx.Node) -> list[fx.Node]:
+    """A node, and those that it moves, to the one that computes the numbers."""
+    nodes = [node]
+    while nodes[-1].target in _MOVES:
+        nodes.append(nodes[-1].args[0])
+    return nodes
 
 
 def _is_uniform(node: fx.Node) -> bool:

@@ -164,7 +164,4 @@ def _is_random(node: fx.Node) -> bool:
 
 def _fake_placeholder(mode: FakeTensorMode, node: fx.Node) -> Any:
     value = node.meta["val"]
-    if not isinstance(value, torch.Tensor):
-        return value
-    with mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return stand_in(value, mode) if isinstance(value, torch.Tensor) else value

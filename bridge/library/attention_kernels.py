@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bridge.base.generators import own_at
 from bridge.base.torch_internals import aten
+from bridge.library.padding import move
 
 __all__ = ["FORMULA", "KERNELS", "SUMS", "Dropout", "Kernel"]
 
@@ -133,10 +134,8 @@ def _apart(x: Tensor) -> Tensor:
 
 
 def _copied(source: Tensor, target: Tensor) -> Tensor:
-    """``target`` with the source's numbers, which are moved by 16 bytes where both lie at multiples of those."""
-    wide = _is_aligned(source) and _is_aligned(target)
-    there, here = (each.view(torch.complex128) if wide else each for each in (target, source))
-    there.copy_(here)
+    """``target`` with the source's numbers."""
+    move(source, target)
     return target
 
 

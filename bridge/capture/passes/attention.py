@@ -16,6 +16,7 @@ from torch import fx
 from bridge.base.devices import current_device
 from bridge.base.torch_internals import OpOverload, TorchDispatchMode, aten
 from bridge.capture.passes.alias_analysis import Aliases
+from bridge.capture.passes.kinds import stand_in
 
 __all__ = ["choose_for_learned_masks"]
 
@@ -57,9 +58,9 @@ def _takes_the_efficient_kernel(node: fx.Node, mask: fx.Node) -> bool:
     if current_device().type != "cuda" or any(type(size) is not int for each in tensors for size in each.shape):
         return False
     seen = _Seen()
-    with mask.meta["val"].fake_mode, torch.enable_grad():
-        for source, value in values.items():
-            values[source] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    mode = mask.meta["val"].fake_mode
+    with mode, torch.enable_grad():
+        values = {source: stand_in(value, mode) for source, value in values.items()}
         values[mask].requires_grad_()
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         with seen:

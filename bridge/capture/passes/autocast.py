@@ -36,7 +36,7 @@ from bridge.base.torch_internals import (
     set_grad_enabled,
 )
 from bridge.capture.passes.composites import expand, is_composite
-from bridge.capture.passes.kinds import kind_key
+from bridge.capture.passes.kinds import kind_key, stand_in
 from bridge.capture.passes.stop_gradient import inline
 from bridge.capture.symbolic_formulas import running
 
@@ -352,7 +352,7 @@ def _run(form: _Form, values: dict[fx.Node, FakeTensor], setting: torch.dtype | 
 def _stand_in(value: FakeTensor, dtype: torch.dtype | None = None) -> FakeTensor:
     """A tensor of this layout; cast to another element type, in the layout that the cast gives it."""
     with value.fake_mode, torch.no_grad():
-        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        like = stand_in(value, value.fake_mode)
         return like if dtype is None else like.to(dtype)
 
 

@@ -17,6 +17,7 @@ translation makes has nodes for them too, see :mod:`bridge.compile.loop_ir.neutr
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import tvm
@@ -45,6 +46,7 @@ __all__ = [
     "Scalar",
     "Sections",
     "Value",
+    "needed",
     "whole",
 ]
 
@@ -278,3 +280,13 @@ class Graph:
 def whole(value: Value) -> Operand:
     """The operand that reads all of a value as it lies."""
     return Operand(value, dense(value.shape))
+
+
+def needed(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
+    """Of nodes in order, those that make wanted values, and those that make what these read."""
+    values, found = set(wanted), []
+    for node in reversed(nodes):
+        if not values.isdisjoint(node.outs):
+            found.append(node)
+            values.update(operand.value for operand in node.operands if isinstance(operand, Operand))
+    return found[::-1]

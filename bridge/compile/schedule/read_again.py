@@ -14,7 +14,7 @@ from dataclasses import replace
 from autodiff.extents import Extent, same, sample_of
 from autodiff.ir import itemsize
 from bridge.compile.codegen.pointwise import EXPENSIVE
-from bridge.compile.loop_ir.graph import Node, Operand, Pointwise, Reduction, Value
+from bridge.compile.loop_ir.graph import Node, Operand, Pointwise, Reduction, Value, needed
 from bridge.compile.schedule.fuse import Group, space_of
 from bridge.compile.schedule.limits import Rules
 
@@ -180,15 +180,11 @@ class _Pass:
 
 def _keep(group: Group, wanted: set[Value]) -> None:
     """What of a group is wanted, and what that is made of."""
-    needed, nodes = set(wanted), []
-    for node in reversed(group.nodes):
-        if not needed.isdisjoint(node.outs):
-            nodes.append(node)
-            needed.update(operand.value for operand in node.operands if isinstance(operand, Operand))
+    nodes = needed(group.nodes, wanted)
     if len(nodes) == len(group.nodes):
         return
-    group.nodes = nodes[::-1]
-    group.made = {out: node for node in group.nodes for out in node.outs}
+    group.nodes = nodes
+    group.made = {out: node for node in nodes for out in node.outs}
     group.per_row &= set(nodes)
     if len(group.per_row) == len(nodes):
         group.elements, group.columns, group.batch, group.per_row = nodes[0].out.numel, None, None, set()

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from autodiff.extents import Dim, Extent
 from autodiff.ir import Call, Tuple, TupleType, dtype, shape
-from bridge.compile.loop_ir.graph import LibraryCall, Operand, Scalar, whole
+from bridge.compile.loop_ir.graph import Operand, Scalar, whole
 from bridge.compile.loop_ir.neutral import Join
 from bridge.compile.passes.choose_joins import is_worth_joining
 from bridge.compile.translate.builder import Builder
+from bridge.compile.translate.libcalls import emit, tensor
 from bridge.compile.translate.registry import register
 
 __all__: list[str] = []
@@ -38,7 +39,7 @@ def _pad(builder: Builder, call: Call) -> Operand:
     fill = float(call.attrs.pad_value)
     number = fill if "float" in x.dtype else int(fill)
     if not symbolic and len(axes) > 1:
-        return _copied(builder, x, call, widths, number)
+        return _copied(builder, call, widths, number)
     for axis in axes:
         operands: list[Operand | Scalar] = [x]
         for width, place in ((widths[2 * axis], 0), (widths[2 * axis + 1], 2)):
@@ -46,18 +47,16 @@ def _pad(builder: Builder, call: Call) -> Operand:
                 extents = (*x.shape[:axis], width, *x.shape[axis + 1 :])
                 operands.insert(place, Scalar(number, x.dtype, extents))
         if not symbolic and not is_worth_joining(operands, axis, builder.rules):
-            return _copied(builder, x, call, widths, number)
+            return _copied(builder, call, widths, number)
         extent = sum(widths[2 * axis : 2 * axis + 2]) + x.shape[axis]
         x = _join(builder, operands, axis, (*x.shape[:axis], extent, *x.shape[axis + 1 :]))
     return x
 
 
-def _copied(builder: Builder, x: Operand | Scalar, call: Call, widths: Sequence[int], number: float) -> Operand:
+def _copied(builder: Builder, call: Call, widths: Sequence[int], number: float) -> Operand:
     """Between numbers that are written around it."""
-    x = builder.dense(x) if isinstance(x, Scalar) else x
     out = builder.fresh(shape(call), dtype(call))
-    builder.add(LibraryCall("pad", (x,), (out,), (tuple(widths[::2]), number)))
-    return whole(out)
+    return emit(builder, "pad", [tensor(builder, call.args[0])], [out], tuple(widths[::2]), number)[0]
 
 
 def _join(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, extents: Sequence[Dim]) -> Operand:

@@ -25,7 +25,7 @@ def tensor(builder: Builder, expr: Expr) -> Operand:
     return builder.dense(operand) if isinstance(operand, Scalar) else operand
 
 
-def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value], *attrs: int) -> list[Operand]:
+def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value], *attrs: Any) -> list[Operand]:
     """Adds a call of a kernel that writes into ``outs``, and returns those."""
     builder.add(LibraryCall(name, tuple(operands), tuple(outs), attrs))
     return [whole(out) for out in outs]
