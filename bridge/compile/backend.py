@@ -20,6 +20,7 @@ from tvm.tirx import PrimFunc
 
 from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.loop_ir.product import PackPlan, ProductPlan
+from bridge.compile.loop_ir.scatter import ScatterPlan
 from bridge.compile.schedule.calls import CallShape
 from bridge.compile.schedule.chain_plan import ChainPlan
 from bridge.compile.schedule.choices import NO_CHOICES, Alternative, Choices
@@ -163,6 +164,10 @@ class Backend(ABC):
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
         """See :class:`~bridge.compile.schedule.limits.Rules`: by default, the library's is the only one."""
+        return None
+
+    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:
+        """Likewise."""
         return None
 
     @abstractmethod

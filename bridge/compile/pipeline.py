@@ -63,6 +63,7 @@ from bridge.compile.passes.place_sections import place_sections
 from bridge.compile.passes.pool_gradients import generate_pool_gradients
 from bridge.compile.passes.positions import count_where_read
 from bridge.compile.passes.row_values import recompute_row_values
+from bridge.compile.passes.scatter_sums import generate_scatter_sums
 from bridge.compile.passes.sections import recompute_sections
 from bridge.compile.passes.slices import recompute_slices
 from bridge.compile.passes.split_products import split_products
@@ -94,6 +95,7 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_sections,
     recompute_row_values,
     generate_pool_gradients,
+    generate_scatter_sums,
     eliminate_dead_code,
     place_sections,
 )

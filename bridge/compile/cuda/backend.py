@@ -22,9 +22,11 @@ from bridge.compile.cuda.nvrtc import version
 from bridge.compile.cuda.pool_gradient import pool_gradient
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
+from bridge.compile.cuda.scatter import scatter
 from bridge.compile.cuda.shapes import launch_shapes
 from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.loop_ir.product import ProductPlan
+from bridge.compile.loop_ir.scatter import ScatterPlan
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.program import Program
@@ -113,6 +115,9 @@ class CudaBackend(Backend):
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc:
         return pool_gradient(plan)
+
+    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:
+        return scatter(plan)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         kernels = build_kernels(functions, self._code_key, CudaLibraries(self.arch), together=True)

@@ -8,6 +8,7 @@ from typing import Protocol
 from tvm.tirx import PrimFunc
 
 from bridge.compile.loop_ir.pool import PoolPlan
+from bridge.compile.loop_ir.scatter import ScatterPlan
 from bridge.compile.schedule.order import ReductionOrder
 
 __all__ = ["Limits", "Rules"]
@@ -116,3 +117,6 @@ class Rules(Protocol):
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
         """The kernel of a pool's gradient; ``None``: the library's call is to be kept."""
+
+    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:
+        """The kernel of rows added up where indices say, which takes memory for keys as its last result; likewise."""

@@ -1,0 +1,36 @@
+"""Scatter plan: rows added up where their indices say, as plain data for a backend's kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ScatterPlan"]
+
+
+@dataclass(frozen=True)
+class ScatterPlan:
+    """``table[v]``: the sum of ``rows[i]`` over all ``i`` with ``indices[i] == v``; zeros where there is none.
+
+    A row's summands are added in an order that follows from their places ``i`` alone; in float32 for half types.
+
+    Attributes:
+        dtype: element type of rows and table.
+        index_dtype: of the indices.
+        length: how many rows there are; ``table``: how many the table has; ``columns``: elements of each.
+        skipped: the row of the table that stays zero; ``None``: there is none.
+        wraps: whether negative indices count from the end.
+    """
+
+    dtype: str
+    index_dtype: str
+    length: int
+    table: int
+    columns: int
+    skipped: int | None = None
+    wraps: bool = False
+
+    @property
+    def key_dtype(self) -> str:
+        """The integers that count elements, and pairs of an index and a place; there may be a few thousand more."""
+        most = max((self.table + 1) * self.length, self.length * self.columns, self.table * self.columns)
+        return "int32" if most < 2**31 - 2**13 else "int64"

@@ -1,0 +1,135 @@
+"""Rows added up where indices say, by the GPU's kernel, run without one; and which calls are such sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import lower
+from bridge.compile import CallLibrary, CompileOptions, Launch, compile_function
+from bridge.compile.cuda.scatter import scatter
+from bridge.compile.loop_ir.scatter import ScatterPlan
+from tests.cuda_plans import FOR_LITTLE, array
+from tests.opencl import OpenClKernels
+
+#: rows, rows of the table, columns, the row that stays zero
+SIZES = {
+    "one row": (1, 3, 1, None),
+    "segments of all lengths": (300, 7, 12, None),
+    "mostly alone": (257, 3000, 5, None),
+    "longer than a tile": (2500, 40, 8, 3),
+    "one segment": (700, 1, 33, None),
+    "columns of several blocks": (90, 20, 136, 0),
+}
+
+
+def rows_and_indices(length, table, columns, dtype, index_dtype, wraps):
+    """Rows whose sums are exact in any order, in float16, too; the lower an index, the more rows have it."""
+    generator = torch.Generator().manual_seed(length)
+    rows = torch.randint(-1, 2, (length, columns), generator=generator).to(dtype)
+    indices = (torch.rand(length, generator=generator) ** 4 * table).to(index_dtype)
+    return rows, torch.where(torch.arange(length) % 3 == 0, indices - table, indices) if wraps else indices
+
+
+def wanted(rows, indices, table, skipped):
+    sums = torch.zeros(table, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
+    sums.index_add_(0, indices.long() % table, rows.to(sums.dtype))
+    if skipped is not None:
+        sums[skipped] = 0
+    return sums.to(rows.dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "index_dtype", "wraps"),
+    [
+        (torch.float32, torch.int64, False),
+        (torch.bfloat16, torch.int64, True),
+        (torch.float16, torch.int32, False),
+        (torch.float64, torch.int32, True),
+    ],
+    ids=str,
+)
+def test_sums(dtype, index_dtype, wraps):
+    names = [str(each).removeprefix("torch.") for each in (dtype, index_dtype)]
+    plans = [
+        ScatterPlan(*names, length, table, columns, skipped, wraps)
+        for length, table, columns, skipped in SIZES.values()
+    ]
+    code = OpenClKernels([scatter(plan) for plan in plans])
+    for number, plan in enumerate(plans):
+        rows, indices = rows_and_indices(plan.length, plan.table, plan.columns, dtype, index_dtype, wraps)
+        table = torch.full((plan.table, plan.columns), 3, dtype=dtype)
+        keys = torch.empty(plan.length + 1, dtype=getattr(torch, plan.key_dtype))
+        code(number, [array(each) for each in (rows, indices, table, keys)], ())
+        assert torch.equal(table, wanted(rows, indices, plan.table, plan.skipped)), plan
+
+
+def test_the_same_bits_whatever_else_is_in_the_batch():
+    """A segment's sum follows from the places of its rows in it, not from where it lies in the order."""
+    rows, table = torch.randn(64, 16), 40
+    sums = []
+    for first in (0, 20):
+        indices = torch.arange(64) % 3 + first
+        plan = ScatterPlan("float32", "int64", 64, table, 16)
+        out, keys = torch.zeros(table, 16), torch.zeros(65, dtype=torch.int32)
+        OpenClKernels([scatter(plan)])(0, [array(each) for each in (rows, indices, out, keys)], ())
+        sums.append(out[first : first + 3])
+    assert torch.equal(*sums)
+
+
+def test_long_lists_are_left_to_sorts():
+    assert scatter(ScatterPlan("float32", "int64", 2**20, 1000, 16)) is None
+    assert scatter(ScatterPlan("float32", "int64", 2**14, 1000, 16, wraps=True)) is None
+
+
+@pytest.mark.parametrize(("table", "key_dtype"), [(30_000, "int32"), (300_000, "int64")])
+def test_the_type_of_keys(table, key_dtype):
+    assert ScatterPlan("float32", "int64", 2**14, table, 4).key_dtype == key_dtype
+
+
+class Words(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.words, self.places = nn.Embedding(50, 8, **options), nn.Embedding(16, 8)
+        self.register_buffer("numbers", torch.arange(16).expand(1, -1))
+
+    def forward(self, words):
+        return self.words(words).sin() + self.places(self.numbers[:, : words.shape[1]]).cos()
+
+
+class Looked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(20, 8))
+
+    def forward(self, indices):
+        return self.table.sin()[indices]
+
+
+class LookedTwice(Looked):
+    def forward(self, indices):
+        return self.table.sin()[indices, indices % 8]
+
+
+def steps_of(module, *sample):
+    lowered = lower(module, *sample)
+    return compile_function(
+        lowered.expected_backward, name="backward", options=CompileOptions.current(FOR_LITTLE)
+    ).steps
+
+
+@pytest.mark.parametrize(
+    ("module", "named", "kind"),
+    [
+        (Words(padding_idx=0), "embedding", Launch),
+        (Words(scale_grad_by_freq=True), "embedding", (CallLibrary, Launch)),
+        (Looked(), "index", Launch),
+        (LookedTwice(), "index", CallLibrary),
+    ],
+    ids=["embeddings", "scaled by frequency", "rows", "elements"],
+)
+def test_what_is_a_kernel(module, named, kind):
+    steps = [step for step in steps_of(module, torch.randint(0, 16, (2, 5))) if f"{named}_backward" in step.name]
+    kinds = {type(step) for step in steps}
+    assert kinds == (set(kind) if isinstance(kind, tuple) else {kind})
