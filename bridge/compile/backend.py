@@ -166,7 +166,7 @@ class Backend(ABC):
         """See :class:`~bridge.compile.schedule.limits.Rules`: by default, the library's is the only one."""
         return None
 
-    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:
+    def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
         """Likewise."""
         return None
 

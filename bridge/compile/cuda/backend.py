@@ -116,8 +116,8 @@ class CudaBackend(Backend):
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc:
         return pool_gradient(plan)
 
-    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:
-        return scatter(plan)
+    def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
+        return scatter(plan, length)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         kernels = build_kernels(functions, self._code_key, CudaLibraries(self.arch), together=True)

@@ -48,16 +48,17 @@ _SHORT, _LONG = 4, 16
 """Rows that a thread asks for at once: of a short segment, and of a long one."""
 
 
-def scatter(plan: ScatterPlan) -> PrimFunc | None:
-    """The kernel: rows, indices, the table, memory for sorted keys and one more; ``None`` where sorts are quicker."""
-    most = _MOST_WRAPPED if plan.wraps else _MOST_ROWS
-    return _ScatterKernel(plan).build() if plan.length <= most else None
+def scatter(plan: ScatterPlan, length: int) -> PrimFunc | None:
+    """The kernel: rows, indices, the table, memory for sorted keys and one more; ``None`` where sorts are quicker, for
+    ``length`` rows."""
+    return _ScatterKernel(plan).build() if length <= (_MOST_WRAPPED if plan.wraps else _MOST_ROWS) else None
 
 
 class _ScatterKernel:
     def __init__(self, plan: ScatterPlan) -> None:
         self.plan = plan
-        self.number = LaunchArguments(0, plan.key_dtype)
+        self.number = LaunchArguments(int(not isinstance(plan.length, int)), plan.key_dtype)
+        self.length = self.number(plan.length)
         index_type, stored = self.number.index_type, storage_type(plan.dtype)
         self.rows = flat_buffer(stored, "in0", index_type)
         self.indices = flat_buffer(plan.index_dtype, "in1", index_type)
@@ -69,8 +70,8 @@ class _ScatterKernel:
         self.strands = BLOCK_THREADS // self.threads
 
     def build(self) -> PrimFunc:
-        buffers = [self.rows, self.indices, self.table, self.order]
-        return loop_function(buffers, sequence([self._sort_and_fill(), self._add()]))
+        params = [self.rows, self.indices, self.table, self.order, *self.number.params]
+        return loop_function(params, sequence([*self.number.stmts, self._sort_and_fill(), self._add()]))
 
     # ---- the first launch
 
@@ -78,7 +79,7 @@ class _ScatterKernel:
         """Blocks that sort, and behind them those that fill the table with zeros."""
         plan, number = self.plan, self.number
         vectors = plan.table * plan.columns // self.lanes
-        sorting = portions(number(plan.length), WARP)
+        sorting = portions(self.length, WARP)
         filling = portions(number(vectors), BLOCK_THREADS * _FILLED)
         shared = SharedMemory(_TILE)
 
@@ -102,10 +103,10 @@ class _ScatterKernel:
 
     def _sort(self, block: Expr, group: Expr, thread: Expr, shared: SharedMemory) -> list[Stmt]:
         """Ranks of the keys of a warp, of which each warp of the block counts a part."""
-        plan, number, e = self.plan, self.number, CudaEmitter()
+        number, e = self.number, CudaEmitter()
         index_type = number.index_type
         place = e.name_index(block * number(WARP) + thread, "place")
-        key = e.bind(self._key(e, tirx.min(place, number(plan.length - 1))), "key")
+        key = e.bind(self._key(e, tirx.min(place, self.length - number(1))), "key")
         rank, allocation = local_buffer(1, index_type, "rank")
         at = [number(0)]
         e.stmts += [allocation, BufferStore(rank, number(0), at)]
@@ -118,14 +119,14 @@ class _ScatterKernel:
         for each in range(_TILE // BLOCK_THREADS):
             slot = group * number(WARP) + thread + number(each * BLOCK_THREADS)
             other = inside.name_index(tile * number(_TILE) + slot, "other")
-            found = inside.bind(self._key(inside, tirx.min(other, number(plan.length - 1))), "found")
-            found = tirx.Select(other < number(plan.length), found, self._behind)
+            found = inside.bind(self._key(inside, tirx.min(other, self.length - number(1))), "found")
+            found = tirx.Select(other < self.length, found, self._behind)
             inside.stmts.append(BufferStore(keys, found, [slot]))
         inside.stmts.append(synchronize())
         smaller = BufferLoad(keys, [group * number(part) + turn]) < key
         counted = BufferStore(rank, BufferLoad(rank, at) + tirx.Cast(index_type, smaller), at)
         inside.stmts.append(For(turn, number(0), number(part), ForKind.SERIAL, counted))
-        tiles = portions(number(plan.length), _TILE)
+        tiles = portions(self.length, _TILE)
         e.stmts.append(For(tile, number(0), tiles, ForKind.SERIAL, sequence(inside.stmts)))
 
         def member(index: Expr) -> Expr:
@@ -134,16 +135,16 @@ class _ScatterKernel:
         counts = shared(index_type, 1, BLOCK_THREADS)
         e.stmts.append(BufferStore(counts, BufferLoad(rank, at), [member(group)]))
         e.stmts += halve([Halved("sum", counts, member)], _GROUPS, group, number)
-        leads = tirx.And(tirx.EQ(group, number(0)), place < number(plan.length))
+        leads = tirx.And(tirx.EQ(group, number(0)), place < self.length)
         e.stmts.append(IfThenElse(leads, BufferStore(self.order, key, [BufferLoad(counts, [thread])]), None))
-        last = tirx.And(tirx.EQ(group, number(0)), tirx.EQ(place, number(plan.length - 1)))
-        e.stmts.append(IfThenElse(last, BufferStore(self.order, self._behind, [number(plan.length)]), None))
+        last = tirx.And(tirx.EQ(group, number(0)), tirx.EQ(place, self.length - number(1)))
+        e.stmts.append(IfThenElse(last, BufferStore(self.order, self._behind, [self.length]), None))
         return e.stmts
 
     @property
     def _behind(self) -> Expr:
         """Larger than every key."""
-        return self.number(self.plan.table * self.plan.length)
+        return self.number(self.plan.table) * self.length
 
     def _key(self, e: CudaEmitter, place: Expr) -> Expr:
         """Of a place."""
@@ -151,7 +152,7 @@ class _ScatterKernel:
         index: Expr = e.name_index(tirx.Cast(number.index_type, BufferLoad(self.indices, [place])), "index")
         if plan.wraps:
             index = tirx.Select(index < number(0), index + number(plan.table), index)
-        return index * number(plan.length) + place
+        return index * self.length + place
 
     # ---- the second launch
 
@@ -161,7 +162,7 @@ class _ScatterKernel:
         width = self.threads * self.lanes
         across = -(-plan.columns // width)
         shared = SharedMemory(BLOCK_THREADS)
-        windows = portions(number(plan.length), self.strands)
+        windows = portions(self.length, self.strands)
 
         def body(block: Var, strand: Var, thread: Var) -> Stmt:
             e = CudaEmitter()
@@ -176,7 +177,7 @@ class _ScatterKernel:
         plan, number, e = self.plan, self.number, CudaEmitter()
         index_type = number.index_type
         long = shared(index_type, 0, 1)  # where a long segment begins: one at most does in as many places as it has
-        nobody = number(plan.length)
+        nobody = self.length
         first_thread = tirx.And(tirx.EQ(strand, number(0)), tirx.EQ(thread, number(0)))
         e.stmts += [IfThenElse(first_thread, BufferStore(long, nobody, [number(0)]), None), synchronize()]
         place = e.name_index(window * number(self.strands) + strand, "place")
@@ -187,12 +188,12 @@ class _ScatterKernel:
         if plan.skipped is not None:
             wanted = tirx.And(wanted, tirx.Not(tirx.EQ(row, number(plan.skipped))))
         starts = tirx.Or(tirx.EQ(place, number(0)), before < begin)
-        behind = BufferLoad(self.order, [tirx.min(place + number(self.strands), number(plan.length))])
+        behind = BufferLoad(self.order, [tirx.min(place + number(self.strands), self.length)])
         is_long = BufferStore(long, place, [number(0)])
         short = sequence(self._short(place, begin, end, row, vector))
         either = IfThenElse(behind < end, IfThenElse(tirx.EQ(thread, number(0)), is_long, None), short)
         inside.stmts.append(IfThenElse(tirx.And(starts, wanted), either, None))
-        e.stmts += [IfThenElse(place < number(plan.length), sequence(inside.stmts), None), synchronize()]
+        e.stmts += [IfThenElse(place < self.length, sequence(inside.stmts), None), synchronize()]
         found = e.bind(BufferLoad(long, [number(0)]), "long")
         together = sequence(self._long(found, strand, thread, vector, shared))
         e.stmts.append(IfThenElse(found < nobody, together, None))
@@ -200,11 +201,10 @@ class _ScatterKernel:
 
     def _segment(self, e: CudaEmitter, place: Expr) -> tuple[Expr, Expr, Expr]:
         """The least key of the segment that a place of the order is in, the first that is too large, the index."""
-        number = self.number
         key = e.bind(BufferLoad(self.order, [place]), "key")
-        row = e.name_index(tirx.truncdiv(key, number(self.plan.length)), "row")
-        begin = e.name_index(row * number(self.plan.length), "begin")
-        return begin, e.name_index(begin + number(self.plan.length), "end"), row
+        row = e.name_index(tirx.truncdiv(key, self.length), "row")
+        begin = e.name_index(row * self.length, "begin")
+        return begin, e.name_index(begin + self.length, "end"), row
 
     def _short(self, place: Expr, begin: Expr, end: Expr, row: Expr, vector: Expr) -> list[Stmt]:
         """Adds a segment up, and stores it."""
@@ -255,7 +255,7 @@ class _ScatterKernel:
         zero = [number(0)]
 
         def key(place: Expr) -> Expr:
-            return BufferLoad(self.order, [tirx.min(place, number(plan.length))])
+            return BufferLoad(self.order, [tirx.min(place, self.length)])
 
         inside = CudaEmitter()
         here = inside.bind(BufferLoad(at, zero), "here")

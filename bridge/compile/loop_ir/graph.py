@@ -8,7 +8,7 @@ Six kinds of node, each with *dense* results:
   reduction otherwise;
 * :class:`LibraryCall` — torch computes it (:mod:`bridge.library`); a :class:`LoopCall`, a program of its own;
 * :class:`Product` — a matrix product in generated code (:mod:`bridge.compile.loop_ir.product`);
-* :class:`Fallback` — TVM's own legalization of one Relax operator.
+* :class:`Fallback` — one function: TVM's legalization of a Relax operator, or a kernel of the backend's own.
 
 Shape operations are no nodes: they are the :class:`~bridge.compile.loop_ir.views.View` of an :class:`Operand`. What
 translation makes has nodes for them too, see :mod:`bridge.compile.loop_ir.neutral`.
@@ -226,12 +226,14 @@ class LoopCall(LibraryCall):
 
 @dataclass(frozen=True, eq=False)
 class Fallback:
-    """One legalized PrimFunc in destination-passing style: ``kernel(operands…, outs…)``, all dense."""
+    """One PrimFunc in destination-passing style: ``kernel(operands…, outs…)``, all dense; ``scalars``: integers that
+    each launch passes behind these."""
 
     op: str
     operands: tuple[Operand, ...]
     outs: tuple[Value, ...]
     kernel: tvm.tirx.PrimFunc = field(repr=False)
+    scalars: tuple[Dim, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

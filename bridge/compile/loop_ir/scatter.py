@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bridge.compile.loop_ir.access import Number
+
 __all__ = ["ScatterPlan"]
 
 
@@ -16,14 +18,15 @@ class ScatterPlan:
     Attributes:
         dtype: element type of rows and table.
         index_dtype: of the indices.
-        length: how many rows there are; ``table``: how many the table has; ``columns``: elements of each.
+        length: how many rows there are, a number or the launch's; ``table``: how many the table has; ``columns``:
+            elements of each.
         skipped: the row of the table that stays zero; ``None``: there is none.
         wraps: whether negative indices count from the end.
     """
 
     dtype: str
     index_dtype: str
-    length: int
+    length: Number
     table: int
     columns: int
     skipped: int | None = None
@@ -32,5 +35,7 @@ class ScatterPlan:
     @property
     def key_dtype(self) -> str:
         """The integers that count elements, and pairs of an index and a place; there may be a few thousand more."""
+        if not isinstance(self.length, int):
+            return "int64"
         most = max((self.table + 1) * self.length, self.length * self.columns, self.table * self.columns)
         return "int32" if most < 2**31 - 2**13 else "int64"

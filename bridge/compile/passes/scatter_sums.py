@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autodiff.extents import Extent
+from autodiff.extents import Extent, same, sample_of
+from bridge.compile.loop_ir.access import Argument
 from bridge.compile.loop_ir.graph import Fallback, Graph, LibraryCall, Node, Operand, Pointwise, Value, whole
 from bridge.compile.loop_ir.scatter import ScatterPlan
 from bridge.compile.schedule.limits import Rules
@@ -20,27 +21,31 @@ _INDICES = ("int32", "int64")
 def generate_scatter_sums(graph: Graph, rules: Rules) -> Graph:
     """The graph with such sums computed by kernels of the backend.
 
+    Of a length that varies, the sample's decides whether there is a kernel.
+
     Safe: each element is the sum of the same numbers, rounded once, in an order that is the same in every run.
     """
     nodes: list[Node] = []
     for node in graph.nodes:
         plan = _plan(node) if isinstance(node, LibraryCall) else None
-        kernel = None if plan is None else rules.scatter_sum(plan)
+        length = None if plan is None else node.operands[1].view.numel
+        kernel = None if plan is None else rules.scatter_sum(plan, sample_of(length))
         if kernel is None:
             nodes.append(node)
             continue
-        grad, indices = (_lying(operand, nodes) for operand in node.operands)
-        keys = Value(f"{node.outs[0].name}_keys", (plan.length + 1,), plan.key_dtype)
-        nodes.append(Fallback(f"library.{node.name}", (grad, indices), (*node.outs, keys), kernel))
+        operands = tuple(_lying(operand, nodes) for operand in node.operands)
+        keys = Value(f"{node.outs[0].name}_keys", (length + 1,), plan.key_dtype)
+        scalars = () if isinstance(plan.length, int) else (length,)
+        nodes.append(Fallback(f"library.{node.name}", operands, (*node.outs, keys), kernel, scalars))
     return replace(graph, nodes=nodes)
 
 
 def _plan(node: LibraryCall) -> ScatterPlan | None:
-    """Of a call that adds rows of floating point numbers to zeros, whose sizes are known."""
+    """Of a call that adds rows of floating point numbers to zeros, as many of them as one knows."""
     match node.name, node.operands:
         case "embedding_backward", (grad, indices):
             _, _, table, padding, by_frequency = node.attrs
-            if by_frequency or isinstance(table, Extent):
+            if by_frequency:
                 return None
             skipped, wraps = (padding if padding >= 0 else None), False
         case "index_backward", (grad, indices) if node.attrs[2] == (0,):
@@ -48,14 +53,15 @@ def _plan(node: LibraryCall) -> ScatterPlan | None:
         case _:
             return None
     out = node.outs[0]
-    if any(isinstance(extent, Extent) for extent in (*grad.shape, *indices.shape, *out.shape)):
+    if any(isinstance(extent, Extent) for extent in (table, *out.shape)) or out.numel == 0:
         return None
     if grad.dtype not in _FLOATS or indices.dtype not in _INDICES or out.dtype != grad.dtype:
         return None
-    length, columns = math.prod(indices.shape), math.prod(out.shape[1:])
-    if not length or not out.numel or grad.shape != (*indices.shape, *out.shape[1:]):
+    length, wanted = indices.view.numel, (*indices.shape, *out.shape[1:])
+    if same(length, 0) or len(grad.shape) != len(wanted) or not all(map(same, grad.shape, wanted)):
         return None
-    return ScatterPlan(grad.dtype, indices.dtype, length, table, columns, skipped, wraps)
+    number = Argument(0) if isinstance(length, Extent) else length
+    return ScatterPlan(grad.dtype, indices.dtype, number, table, math.prod(out.shape[1:]), skipped, wraps)
 
 
 def _lying(operand: Operand, nodes: list[Node]) -> Operand:

@@ -73,7 +73,8 @@ def kernel_of(
         ops = ("matmul",) if node.onto is None else ("matmul", "add")
         return Kernel(generate(node.plan), values, node.outs, (), ops, node.plan.descriptor(node.onto is not None))
     if isinstance(node, Fallback):
-        return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
+        values = tuple(operand.value for operand in node.operands)
+        return Kernel(node.kernel, values, node.outs, (), (node.op,), node.scalars)
     if _is_chain(step):
         planned = plan_chain(step, stored, backend)
         assert planned is not None

@@ -118,5 +118,6 @@ class Rules(Protocol):
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
         """The kernel of a pool's gradient; ``None``: the library's call is to be kept."""
 
-    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:
-        """The kernel of rows added up where indices say, which takes memory for keys as its last result; likewise."""
+    def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
+        """The kernel of rows added up where indices say, about ``length`` of them, which takes memory for keys as its
+        last result; likewise."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from bridge import lower
 from bridge.compile import CallLibrary, CompileOptions, Launch, compile_function
 from bridge.compile.cuda.scatter import scatter
+from bridge.compile.loop_ir.access import Argument
 from bridge.compile.loop_ir.scatter import ScatterPlan
 from tests.cuda_plans import FOR_LITTLE, array
 from tests.opencl import OpenClKernels
@@ -56,13 +59,20 @@ def test_sums(dtype, index_dtype, wraps):
         ScatterPlan(*names, length, table, columns, skipped, wraps)
         for length, table, columns, skipped in SIZES.values()
     ]
-    code = OpenClKernels([scatter(plan) for plan in plans])
-    for number, plan in enumerate(plans):
-        rows, indices = rows_and_indices(plan.length, plan.table, plan.columns, dtype, index_dtype, wraps)
+    varying = replace(plans[1], length=Argument(0))
+    code = OpenClKernels([scatter(plan, 99) for plan in (*plans, varying)])
+
+    def assert_sums(number, plan, length, scalars=()):
+        rows, indices = rows_and_indices(length, plan.table, plan.columns, dtype, index_dtype, wraps)
         table = torch.full((plan.table, plan.columns), 3, dtype=dtype)
-        keys = torch.empty(plan.length + 1, dtype=getattr(torch, plan.key_dtype))
-        code(number, [array(each) for each in (rows, indices, table, keys)], ())
+        keys = torch.empty(length + 1, dtype=getattr(torch, plan.key_dtype))
+        code(number, [array(each) for each in (rows, indices, table, keys)], scalars)
         assert torch.equal(table, wanted(rows, indices, plan.table, plan.skipped)), plan
+
+    for number, plan in enumerate(plans):
+        assert_sums(number, plan, plan.length)
+    for length in (1, 77, 0, 1030):
+        assert_sums(len(plans), varying, length, (length,))
 
 
 def test_the_same_bits_whatever_else_is_in_the_batch():
@@ -73,19 +83,22 @@ def test_the_same_bits_whatever_else_is_in_the_batch():
         indices = torch.arange(64) % 3 + first
         plan = ScatterPlan("float32", "int64", 64, table, 16)
         out, keys = torch.zeros(table, 16), torch.zeros(65, dtype=torch.int32)
-        OpenClKernels([scatter(plan)])(0, [array(each) for each in (rows, indices, out, keys)], ())
+        OpenClKernels([scatter(plan, 64)])(0, [array(each) for each in (rows, indices, out, keys)], ())
         sums.append(out[first : first + 3])
     assert torch.equal(*sums)
 
 
 def test_long_lists_are_left_to_sorts():
-    assert scatter(ScatterPlan("float32", "int64", 2**20, 1000, 16)) is None
-    assert scatter(ScatterPlan("float32", "int64", 2**14, 1000, 16, wraps=True)) is None
+    plan = ScatterPlan("float32", "int64", Argument(0), 1000, 16)
+    assert scatter(plan, 2**20) is None
+    assert scatter(replace(plan, wraps=True), 2**14) is None
 
 
-@pytest.mark.parametrize(("table", "key_dtype"), [(30_000, "int32"), (300_000, "int64")])
-def test_the_type_of_keys(table, key_dtype):
-    assert ScatterPlan("float32", "int64", 2**14, table, 4).key_dtype == key_dtype
+@pytest.mark.parametrize(
+    ("length", "table", "key_dtype"), [(2**14, 30_000, "int32"), (2**14, 300_000, "int64"), (Argument(0), 9, "int64")]
+)
+def test_the_type_of_keys(length, table, key_dtype):
+    assert ScatterPlan("float32", "int64", length, table, 4).key_dtype == key_dtype
 
 
 class Words(nn.Module):
@@ -112,8 +125,8 @@ class LookedTwice(Looked):
         return self.table.sin()[indices, indices % 8]
 
 
-def steps_of(module, *sample):
-    lowered = lower(module, *sample)
+def steps_of(module, *sample, **options):
+    lowered = lower(module, *sample, **options)
     return compile_function(
         lowered.expected_backward, name="backward", options=CompileOptions.current(FOR_LITTLE)
     ).steps
@@ -133,3 +146,12 @@ def test_what_is_a_kernel(module, named, kind):
     steps = [step for step in steps_of(module, torch.randint(0, 16, (2, 5))) if f"{named}_backward" in step.name]
     kinds = {type(step) for step in steps}
     assert kinds == (set(kind) if isinstance(kind, tuple) else {kind})
+
+
+def test_a_length_that_varies():
+    """Is the launch's; a copy of positions, which are a part of what there is, has its own."""
+    lengths = {"words": {1: torch.export.Dim("length", max=16)}}
+    steps = steps_of(Words(), torch.randint(0, 16, (2, 5)), dynamic_shapes=lengths)
+    launches = [step for step in steps if "embedding_backward" in step.name]
+    assert len(launches) == 2
+    assert all(isinstance(step, Launch) and len(step.scalars) == 1 for step in launches)
