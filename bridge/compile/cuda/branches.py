@@ -34,9 +34,10 @@ def memory_of(tensors: Sequence[torch.Tensor | None]) -> list[Range]:
     """Where tensors lie, each from its first element to its last."""
     found = []
     for tensor in tensors:
-        if tensor is not None and tensor.numel():
+        if tensor is not None and (count := tensor.numel()):
             first = tensor.data_ptr()
-            found.append((first, first + span_of(tensor.shape, tensor.stride()) * tensor.itemsize))
+            span = count if tensor.is_contiguous() else span_of(tensor.shape, tensor.stride())
+            found.append((first, first + span * tensor.itemsize))
     return found
 
 
@@ -112,16 +113,16 @@ class Branches:
     Args:
         steps: indices of those that go on the second stream.
         beside: a context in which this thread launches on the second stream.
-        mark: marks the current stream's end so far.
-        wait: makes the current stream wait for a mark.
+        mark: marks a stream's end so far, by its number: 0 is the critical path's, 1 the other one.
+        wait: makes a stream wait for a mark.
     """
 
     def __init__(
         self,
         steps: Collection[int],
         beside: Callable[[], AbstractContextManager],
-        mark: Callable[[], object],
-        wait: Callable[[object], None],
+        mark: Callable[[int], object],
+        wait: Callable[[int, object], None],
     ):
         self._steps, self._beside, self._mark, self._wait = steps, beside, mark, wait
         self._begin()
@@ -132,15 +133,15 @@ class Branches:
         self._held: list[torch.Tensor] = []
 
     def fork(self) -> None:
-        """Steps beside begin behind all that the current stream has launched so far, copies of inputs among it."""
+        """Steps beside begin behind all that the path's stream has launched so far, copies of inputs among it."""
         self._begin()
         self._crossings.add(_PATH, [], [_ALL])
-        self._marks[_PATH].append(self._mark())
+        self._marks[_PATH].append(self._mark(_PATH))
 
     def join(self) -> None:
-        """The current stream waits for all steps beside."""
+        """The path waits for all steps beside."""
         if self._marks[_BESIDE]:
-            self._wait(self._marks[_BESIDE][-1])
+            self._wait(_PATH, self._marks[_BESIDE][-1])
         self._begin()
 
     def begin(self, written: Sequence[torch.Tensor], action: Callable[[], None]) -> None:
@@ -164,6 +165,6 @@ class Branches:
         awaited = self._crossings.before(stream, reads, writes)
         with self._beside() if stream == _BESIDE else nullcontext():
             if awaited is not None:
-                self._wait(self._marks[1 - stream][awaited])
+                self._wait(stream, self._marks[1 - stream][awaited])
             action()
-            self._marks[stream].append(self._mark())
+            self._marks[stream].append(self._mark(stream))

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
@@ -29,7 +29,6 @@ from bridge.compile.cuda.private_pool import PrivatePool, takes_from
 from bridge.compile.cuda.slot_memory import SlotMemory
 from bridge.compile.graphs.recorder import Form, Replay, nbytes
 from bridge.compile.runtime.arena import ALIGNMENT as ARENA_ALIGNMENT
-from bridge.compile.runtime.beside import Beside, steps_beside
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.pool import Block
 from bridge.compile.runtime.program import Program
@@ -207,12 +206,7 @@ class CudaRecorder:
 
     @property
     def overlaps(self) -> bool:
-        return self._beside.saved >= _SAVED
-
-    @cached_property
-    def _beside(self) -> Beside:
-        steps, views = self._program.steps, self._program.layout.views
-        return steps_beside(steps, views) if self._program.backend.limits.streams > 1 else Beside()
+        return self._program.beside.saved >= _SAVED
 
     def spare_bytes(self, wanted: int) -> int:
         return spare_bytes(self._index, wanted)
@@ -250,7 +244,7 @@ class CudaRecorder:
             self._executors[stream] = shared, execute
         block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()
-        branches = _branches(self._beside.spans, shared.beside) if self._beside.spans else None
+        branches = _branches(self._program.beside.spans, shared) if self._program.beside.spans else None
         launch = partial(_launched, stream=stream, execute=execute)
         pieces = Pieces(partial(self._captured, shared), launch)
         # collecting garbage may free memory of the device, which is not allowed during a capture
@@ -276,13 +270,14 @@ class CudaRecorder:
                 yield made
 
 
-def _branches(steps: Collection[int], stream: torch.cuda.Stream) -> Branches:
-    """Branches of these steps on a stream."""
+def _branches(steps: Collection[int], shared: _Stream) -> Branches:
+    """Branches of these steps on a stream's two."""
+    streams = shared.side, shared.beside
     return Branches(
         steps,
-        partial(torch.cuda.stream, stream),
-        lambda: torch.cuda.current_stream().record_event(),
-        lambda event: torch.cuda.current_stream().wait_event(event),
+        partial(torch.cuda.stream, shared.beside),
+        lambda number: streams[number].record_event(),
+        lambda number, event: streams[number].wait_event(event),
     )
 
 

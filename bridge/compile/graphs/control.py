@@ -27,10 +27,12 @@ log = channel("graphs")
 
 
 class _Member(Protocol):
-    """Somebody who has recordings; ``len()``: how many."""
+    """Somebody who has recordings; ``len()``: how many. Of the device's bytes, one takes ``recording_bytes``."""
 
     last_used: int
 
+    @property
+    def recording_bytes(self) -> int: ...
     @property
     def graph_bytes(self) -> int: ...
     @property
@@ -58,6 +60,7 @@ class RecordedGraphs:
         self.refused: dict[str, str] = {}
         self.clock = itertools.count(1)
         self._members: weakref.WeakSet[_Member] = weakref.WeakSet()
+        self._spare = 0, 0  # recordings, and their bytes, that there is room for whatever was dropped meanwhile
 
     def enroll(self, member: _Member) -> None:
         """From now on, what the member has is counted here."""
@@ -80,11 +83,16 @@ class RecordedGraphs:
 
     def make_room(self, recording: _Member) -> None:
         """Before a member makes another recording: the one that was used the longest ago loses its own."""
+        wanted, (count, nbytes) = recording.recording_bytes, self._spare
+        if count > 0 and nbytes >= wanted:
+            self._spare = count - 1, nbytes - wanted
+            return
         while self.recordings >= MAX_RECORDINGS or self.graph_bytes > MAX_GRAPH_BYTES:
             others = [member for member in tuple(self._members) if len(member) and member is not recording]
             if not others:
-                return
+                break
             min(others, key=lambda member: member.last_used).drop()
+        self._spare = MAX_RECORDINGS - self.recordings - 1, MAX_GRAPH_BYTES - self.graph_bytes - wanted
 
     def count(self, reason: str) -> None:
         """A run launched every kernel by itself."""

@@ -25,10 +25,10 @@ class EntryGraphs:
     buffers, and captures.
 
     Attributes:
-        last_used: never: there is nothing to drop; ``graph_bytes``: none.
+        last_used: never: there is nothing to drop; ``recording_bytes``, ``graph_bytes``: none.
     """
 
-    last_used = graph_bytes = 0
+    last_used = recording_bytes = graph_bytes = 0
 
     def __init__(self, control: RecordedGraphs):
         self._control = control

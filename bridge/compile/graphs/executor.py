@@ -81,9 +81,14 @@ class GraphedExecutor:
         return sum(map(len, self._streams.values()))
 
     @property
+    def recording_bytes(self) -> int:
+        """Bytes that the device's driver takes for a recording, about."""
+        return _BYTES_OF_A_GRAPH + _BYTES_OF_A_LAUNCH * len(self._program.steps)
+
+    @property
     def graph_bytes(self) -> int:
-        """Bytes that the device's driver takes for the recordings, about."""
-        return len(self) * (_BYTES_OF_A_GRAPH + _BYTES_OF_A_LAUNCH * len(self._program.steps))
+        """The same for all of them."""
+        return len(self) * self.recording_bytes
 
     @property
     def held_bytes(self) -> int:

@@ -17,8 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from bridge.compile.runtime.flow import roots_of
-from bridge.compile.runtime.instructions import CallLibrary, View
+from bridge.compile.runtime.instructions import CallLibrary, View, roots_of
 from bridge.compile.runtime.loop_step import Instruction
 
 __all__ = ["Beside", "lasting", "steps_beside"]

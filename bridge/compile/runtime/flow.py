@@ -6,23 +6,12 @@ said here about a root holds for all of its views.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from autodiff.extents import sample_of
-from bridge.compile.runtime.instructions import View
+from bridge.compile.runtime.instructions import View, roots_of
 from bridge.compile.runtime.layout import Register
 from bridge.compile.runtime.program import Program
 
-__all__ = ["Flow", "roots_of"]
-
-
-def roots_of(views: Iterable[View]) -> dict[int, int]:
-    """Of each view's slot, that of the tensor whose memory it is; a view of a view comes after that one."""
-    roots: dict[int, int] = {}
-    for view in views:
-        (base,), (slot,) = view.reads, view.writes
-        roots[slot] = roots.get(base, base)
-    return roots
+__all__ = ["Flow"]
 
 
 class Flow:

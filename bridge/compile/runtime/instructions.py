@@ -8,12 +8,13 @@ The integers of a program for any sizes may be symbolic; only instructions of nu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autodiff.extents import Dim
 from bridge.compile.runtime.contents import Contents
 
-__all__ = ["CallLibrary", "Launch", "View"]
+__all__ = ["CallLibrary", "Launch", "View", "roots_of"]
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,12 @@ class View:
     def __str__(self) -> str:
         geometry = f"{self.shape}, {self.strides}, {self.offset}"
         return f"{self.outputs[0]} = view {self.name}({self.inputs[0]}, {geometry})"
+
+
+def roots_of(views: Iterable[View]) -> dict[int, int]:
+    """Of each view's slot, that of the tensor whose memory it is; a view of a view comes after that one."""
+    roots: dict[int, int] = {}
+    for view in views:
+        (base,), (slot,) = view.reads, view.writes
+        roots[slot] = roots.get(base, base)
+    return roots

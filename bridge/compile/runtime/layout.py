@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -31,7 +32,7 @@ class Register:
     offset: int = 0
     order: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def given_form(self) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
         """Shape and strides of what a caller gives where it lies as the slot has it."""
         view = dense(self.shape)
@@ -51,7 +52,7 @@ class Register:
         """Whether it is the state of a GPU's generator: whoever computes on the GPU brings it there."""
         return (self.shape, self.dtype) == GENERATOR_STATE
 
-    @property
+    @cached_property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 

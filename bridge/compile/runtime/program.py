@@ -14,6 +14,7 @@ from autodiff.extents import ExtentScope, Guard, sample_of, state_of_scope
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.backend import Backend, Built
 from bridge.compile.loop_ir.graph import Positions
+from bridge.compile.runtime.beside import Beside, steps_beside
 from bridge.compile.runtime.instance import Instances
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout
@@ -49,6 +50,7 @@ class Program:
             run itself: :meth:`bind` gives what does.
         bodies: what loops' bodies were made of, which lasts as long as a program that it is in.
         ways: of its matrix products, that another process may choose otherwise, as plain data.
+        known_beside: of one bound to sizes, :attr:`beside` of the one that is for all sizes.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Program:
     scope: ExtentScope | None = field(default=None, repr=False)
     bodies: tuple[object, ...] = field(default=(), repr=False)
     ways: tuple[tuple, ...] = field(default=(), repr=False)
+    known_beside: Beside | None = field(default=None, repr=False)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -105,13 +108,20 @@ class Program:
         if broken is not None:
             raise ValueError(f"{self.name} is compiled for sizes with {broken}, got {dict(sizes)}")
         steps, layout, constants = self._instances(sizes)
-        return replace(
-            self, steps=steps, layout=layout, constants=(*self.constants, *constants), positions=(), scope=None
-        )
+        constants = *self.constants, *constants
+        bound = {"steps": steps, "layout": layout, "constants": constants, "positions": (), "scope": None}
+        return replace(self, **bound, known_beside=self.beside)
 
     @cached_property
     def _instances(self) -> Instances:
         return Instances(self.scope, self.steps, self.layout, self.positions)
+
+    @cached_property
+    def beside(self) -> Beside:
+        """What a recorded run launches on a second stream: the same for all sizes."""
+        if self.known_beside is not None:
+            return self.known_beside
+        return steps_beside(self.steps, self.layout.views) if self.backend.limits.streams > 1 else Beside()
 
     @cached_property
     def _conditions(self) -> dict[int, Callable[[Mapping[str, int]], Guard | None]]:

@@ -51,11 +51,13 @@ class Queues:
         yield
         self.current = 0
 
-    def mark(self):
-        return self.current, len(self.launched[self.current])
+    def mark(self, stream):
+        assert stream == self.current
+        return stream, len(self.launched[stream])
 
-    def wait(self, mark):
-        self.launched[self.current].append(mark)
+    def wait(self, stream, mark):
+        assert stream == self.current
+        self.launched[stream].append(mark)
 
     def run(self, choose, waits=True):
         """``choose``: the stream, of those that need not wait, whose next launch runs."""
@@ -127,8 +129,8 @@ def record(program, inputs, choose, waits):
     branches = Branches(
         steps_beside(program.steps, program.layout.views).spans,
         lambda: execute.queues.beside(),
-        lambda: execute.queues.mark(),
-        lambda mark: execute.queues.wait(mark),
+        lambda stream: execute.queues.mark(stream),
+        lambda stream, mark: execute.queues.wait(stream, mark),
     )
 
     @contextmanager

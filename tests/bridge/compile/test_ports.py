@@ -121,7 +121,7 @@ def test_no_piece_moves_with_the_size_of_another():
 class _Member:
     """So many recordings of ten bytes each."""
 
-    held_bytes = 0
+    held_bytes, recording_bytes = 0, 10
 
     def __init__(self, count, last_used):
         self.count, self.last_used = count, last_used
@@ -146,3 +146,8 @@ def test_recordings_are_bounded_in_number_and_in_bytes(monkeypatch, name, most):
         control.enroll(each)
     control.make_room(members[3])
     assert [len(each) for each in members] == [0, 0, 3, 3]
+    for _ in range(3):  # the second fits without a look at the others
+        control.make_room(members[3])
+        members[3].count += 1
+        assert sum(map(len, members)) <= 7
+    assert [len(each) for each in members] == [0, 0, 0, 6]
