@@ -17,10 +17,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from autodiff.extents import Dim, Extent, same
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Graph, LibraryCall, Node, Operand, Pointwise, Reduction, Value, whole
 from bridge.compile.loop_ir.neutral import Join, MatMul, Neutral, Shaped
+from bridge.compile.loop_ir.views import alike
 
 __all__ = ["join_products"]
 
@@ -47,6 +50,11 @@ class _Branch:
     weight: MatMul
     turned: Shaped
 
+    @property
+    def form(self) -> tuple:
+        """Shapes and element type, which those that are joined have in common."""
+        return _plain((self.heads.shape, self.rows.shape, self.rows.dtype))
+
 
 class _Reading:
     """Who makes and who reads the values of a graph."""
@@ -68,7 +76,7 @@ class _Reading:
                 depending.update(node.outs)
             branch = self._branch(node) if isinstance(node, MatMul) else None
             if branch is not None and branch.rows in depending and node.b.value not in depending:
-                found[node.b.value, branch.heads.shape, branch.rows.shape, branch.rows.dtype].append(branch)
+                found[node.b.value, branch.form].append(branch)
         return [group for group in found.values() if len({each.heads for each in group}) == len(group) > 1]
 
     def _branch(self, node: MatMul) -> _Branch | None:
@@ -80,9 +88,10 @@ class _Reading:
         if reshaped is None or not self._may_lie_elsewhere(reshaped.operand):
             return None
         rows, heads = reshaped.out, reshaped.operand.value
-        if len(rows.shape) != 2 or not all(isinstance(extent, int) for extent in (*rows.shape, *heads.shape)):
+        axis = _axis(rows, heads) if len(rows.shape) == 2 else None
+        if axis is None or not all(isinstance(extent, int) for extent in (rows.shape[1], heads.shape[axis])):
             return None
-        return _Branch(rows, heads, node, turned) if _axis(rows, heads) is not None else None
+        return _Branch(rows, heads, node, turned)
 
     def _may_lie_elsewhere(self, heads: Operand) -> bool:
         """Whether it is a permuted copy, or what a library returns: neither is made where a product reads it anyway."""
@@ -102,7 +111,15 @@ def _small(extents: Sequence) -> bool:
 
 def _axis(rows: Value, heads: Value) -> int | None:
     """The axis of ``heads`` at which a row's elements begin."""
-    return next((at for at in range(1, len(heads.shape)) if math.prod(heads.shape[:at]) == rows.shape[0]), None)
+    places = range(1, len(heads.shape))
+    return next((at for at in places if same(math.prod(heads.shape[:at]), rows.shape[0])), None)
+
+
+def _plain(value: Any) -> Any:
+    """Sizes in tuples, to be compared as they are written: to ask extents would guard."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return (Extent, value.terms) if isinstance(value, Extent) else value
 
 
 class _Joining(_Reading):
@@ -146,13 +163,15 @@ class _Joining(_Reading):
             return None
         first = products[0]
         for node, each in zip(products, self.branches, strict=True):
-            same_form = node.a == whole(each.rows) and node.b.is_whole and len(node.b.shape) == 2
-            if not same_form or node.b.shape != first.b.shape or node.b.dtype != first.b.dtype:
+            reads_rows = node.a.value is each.rows and node.a.is_whole
+            if not reads_rows or not node.b.is_whole or len(node.b.shape) != 2:
+                return None
+            if not alike(node.b.shape, first.b.shape) or node.b.dtype != first.b.dtype:
                 return None
         parts: dict[Value, int] = {node.out: 1 for node in products}
         between: set[AnyNode] = set()
         for node in self.nodes:
-            if type(node) is not Pointwise or node.op != "add" or node.out.shape != first.out.shape:
+            if type(node) is not Pointwise or node.op != "add" or not alike(node.out.shape, first.out.shape):
                 continue
             terms = [each for each in node.operands if isinstance(each, Operand) and each.value in parts]
             if len(terms) < 2 or any(not each.is_whole or len(self.readers[each.value]) != 1 for each in terms):
@@ -216,7 +235,7 @@ class _Joining(_Reading):
                     break
             last = chain[-1]
             is_sum = isinstance(last, Reduction) and last.op == "sum"
-            if is_sum and (last.outer, last.reduced, last.inner) == (1, rows, width):
+            if is_sum and alike((last.outer, last.reduced, last.inner), (1, rows, width)):
                 found.append(chain)
         return found
 
@@ -228,15 +247,15 @@ class _Joining(_Reading):
                 break
             if isinstance(nodes[0], Pointwise) and nodes[0].op == "astype":
                 joined = self._cast(joined, nodes[0].out.dtype)
-            elif not (isinstance(nodes[0], Shaped) and nodes[0].out.shape == parts[0].shape == nodes[0].operand.shape):
+            elif not (isinstance(nodes[0], Shaped) and nodes[0].function is views.reshape):
                 break
-            elif nodes[0].function is not views.reshape:
+            elif not alike(nodes[0].out.shape, parts[0].shape) or not alike(nodes[0].operand.shape, parts[0].shape):
                 break
             self.gone.update(nodes)
             parts = [node.outs[0] for node in nodes]
         for index, part in enumerate(parts):
             arguments = (0, index * each, (index + 1) * each, 1)
-            if len(joined.shape) > 1 or part.shape == (each,):
+            if len(joined.shape) > 1 or alike(part.shape, (each,)):
                 self.added.append(Shaped(views.slice_view, arguments, whole(joined), part))
                 continue
             sliced = self._shape(views.slice_view, arguments, joined, (each,))
@@ -247,7 +266,7 @@ class _Joining(_Reading):
         self.added.append(Pointwise("astype", (whole(value),), out))
         return out
 
-    def _shape(self, function, arguments: tuple, value: Value, extents: tuple[int, ...]) -> Value:
+    def _shape(self, function, arguments: tuple, value: Value, extents: tuple[Dim, ...]) -> Value:
         out = Value(value.name, extents, value.dtype)
         self.added.append(Shaped(function, arguments, whole(value), out))
         return out
@@ -293,9 +312,9 @@ def _form(node: AnyNode) -> tuple:
     """What a node of one operand does with it."""
     match node:
         case Shaped():
-            return "shaped", node.function, node.arguments
+            return "shaped", node.function, _plain(node.arguments)
         case Reduction():
-            return node.op, node.outer, node.reduced, node.inner, node.out.dtype
+            return node.op, _plain((node.outer, node.reduced, node.inner)), node.out.dtype
         case Pointwise():
             return node.op, len(node.operands), node.out.dtype
     return (node,)

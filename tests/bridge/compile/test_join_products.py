@@ -118,14 +118,14 @@ def cuda_attention(monkeypatch):
     monkeypatch.setitem(CONVERSIONS, aten._scaled_dot_product_flash_attention_for_cpu.default, convert)
 
 
-def programs(make, shapes, wanted, dtype=torch.float64):
+def programs(make, shapes, wanted, dtype=torch.float64, varying=None, backends=(NotJoining, Joining)):
     torch.manual_seed(0)
     module = make().to(dtype)
     inputs = [torch.randn(shape, dtype=dtype, requires_grad=wanted) for shape in shapes]
-    backward = lower(module, tuple(inputs)).backward
+    backward = lower(module, tuple(inputs), dynamic_shapes=varying).backward
     host = host_backend()
     found = []
-    for backend in (NotJoining, Joining):
+    for backend in backends:
         options = CompileOptions.current(backend(target=host.target, order=host.order, limits=host.limits))
         found.append(Compilation(backward, "bw", replace(options, sums_in_place=True, grad_outs=1)).finish())
     return found
@@ -151,6 +151,22 @@ def test_numbers_are_those_of_separate_products(name):
     assert products(together) <= products(apart)
     assert separate is None or products(apart) == separate
     assert joined is None or products(together) == joined
+
+
+@pytest.mark.parametrize("name", ["biases", "fused", "a memory", "twice"])
+def test_lengths_that_vary(name):
+    """Join the same products, and no more is asked of the lengths."""
+    make, shapes, wanted, separate, joined = CASES[name]
+    varying = tuple({1: torch.export.Dim(f"length_{place}", max=64)} for place in range(len(shapes)))
+    (apart,) = programs(make, shapes, wanted, varying=varying, backends=[NotJoining])
+    (together,) = programs(make, shapes, wanted, varying=varying, backends=[Joining])
+    assert (products(apart), products(together)) == (separate, joined)
+    assert set(map(str, together.scope.guards)) <= set(map(str, apart.scope.guards))
+    for length in (10, 17):
+        sizes = {symbol.name: length + place for place, symbol in enumerate(apart.scope.samples)}
+        apart_there, together_there = apart.at(sizes), together.at(sizes)
+        for ours, theirs in zip(together_there(given(together_there)), apart_there(given(apart_there)), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
