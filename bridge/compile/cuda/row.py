@@ -133,9 +133,12 @@ class RowForm:
 
 
 def combines_columns_alone(plan: RowPlan) -> bool:
-    """Whether nothing of a row is combined, or kept from one pass to another."""
+    """Whether nothing of a row is combined, kept from one pass to another, or stored: what there is one of in each row
+    is computed of numbers that are there, by whoever needs it."""
     apart = plan.column_reductions and plan.buffer_row is None and not any(plan.cached)
-    return bool(apart) and all(not node.per_row and node.reduces != "row" for node in plan.nodes)
+    if not apart or any(node.reduces == "row" for node in plan.nodes):
+        return False
+    return not any(plan.nodes[node].per_row for node in plan.outputs)
 
 
 def _of_columns(plan: RowPlan) -> int:

@@ -11,7 +11,7 @@ from bridge.compile.cuda import rows
 from bridge.compile.cuda.build import cuda_source
 from bridge.compile.cuda.kernels import generate
 from bridge.compile.cuda.nvrtc import compiled
-from bridge.compile.cuda.row import SHORT_ROW, RowForm
+from bridge.compile.cuda.row import SHORT_ROW, RowForm, combines_columns_alone
 from bridge.compile.loop_ir.graph import Concat, Operand, Value, whole
 from bridge.compile.loop_ir.views import View, expand
 from bridge.compile.schedule.fuse import fuse
@@ -170,9 +170,19 @@ def columns_alone(n, m):
     return b.graph(y, b.reduce("sum", y, 1, n, m, m), b.reduce("max", y, 1, n, m, m))
 
 
+def columns_of_scaled_rows(n, m):
+    """The same of rows whose factor is computed: each block does so."""
+    b = Builder()
+    factor = b.op("exp", b.op("negative", b.param(n)))
+    y = b.op("multiply", b.param(n, m), Operand(factor.value, View((n, m), (1, 0))))
+    return b.graph(y, b.reduce("sum", y, 1, n, m, m))
+
+
 def test_blocks_share_the_columns_of_a_task(monkeypatch):
     """One turn each, with the bits of a block that takes all of them."""
     graphs = [columns_alone(n, m) for n, m in ((70, 300), (33, 768), (9, 301), (40, 129), (300, 64))]
+    graphs += [columns_of_scaled_rows(n, m) for n, m in ((70, 2000), (33, 768), (9, 1501))]
+    assert all(combines_columns_alone(planned(graph)[0].plan) and len(planned(graph)) == 1 for graph in graphs)
     found = []
     for alone in (True, False):
         if not alone:
