@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -69,60 +70,74 @@ def last_uses(instructions: Sequence[Instruction], kept: Collection[int]) -> lis
     return uses[::-1]
 
 
+# What an action needs is bound as arguments: a closure has an object for each thing in it, all of which the garbage
+# collector walks through, and there are as many as sizes times steps.
+
+
 def _view(view: View) -> Action:
     (base,), (slot,) = view.reads, view.writes
-    shape, strides, offset = view.shape, view.strides, view.offset
+    return partial(_make_view, base, slot, view.shape, view.strides, view.offset)
 
-    def make_view(registers: list) -> None:
-        tensor = registers[base]
-        registers[slot] = tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
-    return make_view
+def _make_view(
+    base: int, slot: int, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, registers: list
+) -> None:
+    tensor = registers[base]
+    registers[slot] = tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
 def _library(call: CallLibrary) -> Action:
     reads, writes, attrs = call.reads, call.writes, call.attrs
     if not call.allocates:
-        write = OUT_KERNELS[call.name]
-        return lambda registers: write(
-            [registers[slot] for slot in writes], [registers[slot] for slot in reads], *attrs
-        )
-    function = FUNCTIONS[call.name]
+        return partial(_write, OUT_KERNELS[call.name], writes, reads, attrs)
     values = [list(value) if isinstance(value, tuple) else value for value in attrs]  # torch's lists of integers
+    return partial(_allocate, FUNCTIONS[call.name], values, reads, writes)
 
-    def allocate(registers: list) -> None:
-        made = invoke(function, values, [registers[slot] for slot in reads])
-        for slot, tensor in zip(writes, made, strict=True):
-            registers[slot] = tensor
 
-    return allocate
+def _write(write: Callable, writes: tuple[int, ...], reads: tuple[int, ...], attrs: tuple, registers: list) -> None:
+    write([registers[slot] for slot in writes], [registers[slot] for slot in reads], *attrs)
+
+
+def _allocate(
+    function: Callable, values: list, reads: tuple[int, ...], writes: tuple[int, ...], registers: list
+) -> None:
+    made = invoke(function, values, [registers[slot] for slot in reads])
+    for slot, tensor in zip(writes, made, strict=True):
+        registers[slot] = tensor
 
 
 def _launch(launch: Launch, kernel: Callable, arrays: Arrays) -> Action:
     slots = (*launch.reads, *launch.writes)
     if launch.scalars:
-        scalars, where = _array(launch.scalars, arrays)
+        return partial(_run_with_scalars, kernel, slots, *_array(launch.scalars, arrays))
+    return partial(_run, kernel, itemgetter(*slots) if len(slots) > 1 else lambda registers: (registers[slots[0]],))
 
-        def run(registers: list, _alive: torch.Tensor = scalars) -> None:
-            kernel(*[registers[slot] for slot in slots], where)
 
-        return run
-    pick = itemgetter(*slots)
-    if len(slots) == 1:
-        return lambda registers: kernel(pick(registers))
-    return lambda registers: kernel(*pick(registers))
+def _run(kernel: Callable, pick: Callable[[list], tuple], registers: list) -> None:
+    kernel(*pick(registers))
+
+
+def _run_with_scalars(
+    kernel: Callable, slots: tuple[int, ...], _alive: torch.Tensor, where: ctypes.c_void_p, registers: list
+) -> None:
+    kernel(*[registers[slot] for slot in slots], where)
 
 
 def _launch_at_addresses(launch: Launch, kernel: Callable, arrays: Arrays) -> Action:
     """The geometry of views is in the scalars, so none of them is made at a call."""
-    scalars, where = _array(launch.scalars, arrays)
-    behind = list(zip((*launch.reads, *launch.writes), launch.offsets, strict=True))
-    address = ctypes.c_void_p
+    behind = tuple(zip((*launch.reads, *launch.writes), launch.offsets, strict=True))
+    return partial(_run_at_addresses, kernel, behind, *_array(launch.scalars, arrays))
 
-    def run(registers: list, _alive: torch.Tensor = scalars) -> None:
-        kernel(*[address(registers[slot].data_ptr() + count) for slot, count in behind], where)
 
-    return run
+def _run_at_addresses(
+    kernel: Callable,
+    behind: tuple[tuple[int, int], ...],
+    _alive: torch.Tensor,
+    where: ctypes.c_void_p,
+    registers: list,
+    address: Callable = ctypes.c_void_p,
+) -> None:
+    kernel(*[address(registers[slot].data_ptr() + count) for slot, count in behind], where)
 
 
 def _array(scalars: tuple[int, ...], arrays: Arrays) -> tuple[torch.Tensor, ctypes.c_void_p]:

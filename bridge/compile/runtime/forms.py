@@ -34,8 +34,7 @@ class InputForms:
     def __init__(self, name: str, params: Sequence[Register], device: torch.device):
         self._name, self._params = name, params
         self._forms = [
-            (torch.Size(param.given_form[0]), param.torch_dtype, HOST if param.lies_on_host else device)
-            for param in params
+            (param.given_size, param.torch_dtype, HOST if param.lies_on_host else device) for param in params
         ]
         self._turned = [(place, param.order) for place, param in enumerate(params) if param.order is not None]
         self._looks: list[tuple[Checks, Strided]] = []  # inputs that look like these fit

@@ -39,6 +39,11 @@ class Register:
         given = view if self.order is None else permute(view, inverse(self.order))
         return given.shape, given.strides
 
+    @cached_property
+    def given_size(self) -> torch.Size:
+        """The shape of what a caller gives, of numbers, as tensors have it."""
+        return torch.Size(self.given_form[0])
+
     @property
     def numel(self) -> Dim:
         return math.prod(self.shape)
