@@ -10,7 +10,6 @@ so concurrent and re-entrant calls never share them. Results are never in the bl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch.autograd import profiler
@@ -86,10 +85,8 @@ class Executor:
         self.actions = bind_all(steps, layout, constants, code, drive) if actions is None else actions
         self._static_views = [bind(view, {}, {}) for view in layout.views]
         self._forms = InputForms(name, layout.params, device)
-        self._fresh = [
-            (made.slot, partial(empty, made.shape, dense_strides(made.shape), made.torch_dtype))
-            for made in layout.fresh
-        ]
+        self._empty = empty
+        self._fresh = [(made.slot, made.shape, dense_strides(made.shape), made.torch_dtype) for made in layout.fresh]
         views = {step.writes[0] for step in (*layout.views, *steps) if isinstance(step, View)}
         self._viewed = [i for i, slot in enumerate(layout.results) if slot in views]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
@@ -135,10 +132,10 @@ class Executor:
         if consume:
             inputs.clear()
         if fresh is None:
-            for slot, make in self._fresh:
-                registers[slot] = make()
+            for slot, shape, strides, dtype in self._fresh:
+                registers[slot] = self._empty(shape, strides, dtype)
         else:
-            for (slot, _), memory in zip(self._fresh, fresh, strict=True):
+            for (slot, *_), memory in zip(self._fresh, fresh, strict=True):
                 registers[slot] = memory
         self._act(registers)
         results = [registers[slot] for slot in self._layout.results]

@@ -14,7 +14,7 @@ from bridge.compile.runtime.layout import Register
 
 __all__ = ["InputForms", "Strided"]
 
-_FORM = attrgetter("shape", "dtype", "device")
+_KIND, _DEVICE = attrgetter("shape", "dtype"), attrgetter("device")
 #: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode, or are strided.
 _MAX_LOOKS = 4
 
@@ -33,9 +33,8 @@ class InputForms:
 
     def __init__(self, name: str, params: Sequence[Register], device: torch.device):
         self._name, self._params = name, params
-        self._forms = [
-            (param.given_size, param.torch_dtype, HOST if param.lies_on_host else device) for param in params
-        ]
+        self._kinds = [param.given_kind for param in params]
+        self._devices = [HOST if param.lies_on_host else device for param in params]
         self._turned = [(place, param.order) for place, param in enumerate(params) if param.order is not None]
         self._looks: list[tuple[Checks, Strided]] = []  # inputs that look like these fit
 
@@ -75,7 +74,7 @@ class InputForms:
             for alike, strided in self._looks:
                 if alike(inputs):
                     return strided
-        if list(map(_FORM, inputs)) != self._forms:
+        if list(map(_KIND, inputs)) != self._kinds or list(map(_DEVICE, inputs)) != self._devices:
             self._reject(inputs)
         in_order = self._in_order(inputs)
         strided = tuple(
@@ -87,11 +86,11 @@ class InputForms:
         return None if strided else ()
 
     def _reject(self, inputs: Sequence[torch.Tensor]) -> None:
-        if len(inputs) != len(self._forms):
-            raise ValueError(f"{self._name}: wanted {len(self._forms)} inputs, got {len(inputs)}")
-        for slot, (tensor, form) in enumerate(zip(inputs, self._forms, strict=True)):
-            if _FORM(tensor) != form:
+        if len(inputs) != len(self._kinds):
+            raise ValueError(f"{self._name}: wanted {len(self._kinds)} inputs, got {len(inputs)}")
+        for slot, (tensor, kind, device) in enumerate(zip(inputs, self._kinds, self._devices, strict=True)):
+            if (_KIND(tensor), tensor.device) != (kind, device):
                 raise ValueError(
                     f"{self._name}: input {slot} ({self._params[slot].name}) has shape {tuple(tensor.shape)} and"
-                    f" {tensor.dtype} on {tensor.device}, wanted {tuple(form[0])} and {form[1]} on {form[2]}"
+                    f" {tensor.dtype} on {tensor.device}, wanted {tuple(kind[0])} and {kind[1]} on {device}"
                 )

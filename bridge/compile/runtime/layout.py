@@ -40,9 +40,9 @@ class Register:
         return given.shape, given.strides
 
     @cached_property
-    def given_size(self) -> torch.Size:
-        """The shape of what a caller gives, of numbers, as tensors have it."""
-        return torch.Size(self.given_form[0])
+    def given_kind(self) -> tuple[torch.Size, torch.dtype]:
+        """Shape, of numbers, and element type of what a caller gives, as a tensor has them."""
+        return torch.Size(self.given_form[0]), self.torch_dtype
 
     @property
     def numel(self) -> Dim:
