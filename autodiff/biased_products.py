@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from autodiff.body import Binding, Body, on_functions
-from autodiff.extents import Extent
+from autodiff.extents import Extent, same, sample_of
 from autodiff.ir import Expr, ShapeExpr, TensorType, Var, dtype, shape
 from autodiff.library import call
 
@@ -71,7 +71,7 @@ def _fits(binding: Binding, rows: Expr, matrix: Expr, bias: Expr) -> bool:
         return False
     (m, k), (_, n), (width,) = extents
     whole = shape(binding.var)
-    if any(isinstance(each, Extent) for each in (m, k, n, width, *whole)) or width != n or whole[-1] != n:
+    if any(isinstance(each, Extent) for each in (k, n, width, whole[-1])) or width != n or whole[-1] != n:
         return False
     least = _ROWS_OF_FLOAT32 if "float32" in kinds else _ROWS
-    return m >= least and k % _UNIT == 0 and math.prod(whole[:-1]) == m
+    return sample_of(m) >= least and k % _UNIT == 0 and same(math.prod(whole[:-1]), m)

@@ -99,3 +99,24 @@ def test_numbers_are_eagers(monkeypatch, shape):
     assert stats(module).hits == 1
     ours, theirs = ([given.grad, *(p.grad for p in one.parameters())] for one, given in ((module, x), (eager, y)))
     torch.testing.assert_close(ours, theirs)
+
+
+def test_numbers_of_rows_that_vary(monkeypatch):
+    """The sample's decides; of fewer or more the numbers are eager's, too."""
+    monkeypatch.setattr(pipeline, "HOST", torch.device("meta"))
+    torch.manual_seed(0)
+    module, varying = _Layers(), ({1: torch.export.Dim("length", max=4096)},)
+    eager = copy.deepcopy(module)
+    x = torch.randn(4, 1030, 16)
+    assert _biased(lower(module, x, dynamic_shapes=varying).forward) == 2
+    add_tvm_dispatch(module, x, dynamic_shapes=varying)
+    for length in (1030, 7, 2000):
+        x = torch.randn(4, length, 16)
+        ours, theirs = module(x), eager(x)
+        for made, layers in ((ours, module), (theirs, eager)):
+            layers.zero_grad()
+            made.square().sum().backward()
+        torch.testing.assert_close(ours, theirs)
+        for mine, its in zip(module.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, its.grad)
+    assert stats(module).hits == 3

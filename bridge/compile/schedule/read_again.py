@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from autodiff.extents import Extent, same, sample_of
+from autodiff.extents import same, sample_of
 from autodiff.ir import itemsize
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir.graph import Node, Operand, Pointwise, Reduction, Value, needed
@@ -80,7 +80,7 @@ class _Pass:
             wanted.update(operand.value for _, operand in group.reads())
 
     def _is_large(self, value: Value) -> bool:
-        return not isinstance(value.numel, Extent) and value.numel > self.rules.limits.single_elements
+        return sample_of(value.numel) > self.rules.limits.single_elements
 
     def _compute_where_read(self, value: Value) -> bool:
         """Has a value computed by its readers, if that is worth it; tells whether it is."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tvm.relax import const, op
 
+from autodiff.extents import ExtentScope
 from bridge.compile import Launch, Program, compile_function
 from bridge.compile.cpu.backend import host_backend
 from tests.bridge.compile.random_functions import build, draw, sample
@@ -41,6 +42,27 @@ def test_a_normalization_of_half_numbers_stores_none_in_float32():
     assert sum(large) < 0.5 * sum(step.contents.bytes for step in launches(plain))
     x, weight = torch.randn(40, 50, 32).bfloat16(), torch.randn(32)
     assert torch.equal(plain([x, weight])[0], again([x, weight])[0])
+
+
+def test_rows_that_vary():
+    """Whether a value is large is asked of the sample, and guards nothing."""
+    scope = ExtentScope()
+    rows = scope.symbol("rows", 2000)
+
+    def body(emit, x, weight):
+        wide = emit(op.astype(x, "float32"))
+        centred = emit(op.subtract(wide, emit(op.sum(wide, [0], keepdims=True))))
+        scaled = emit(op.multiply(centred, emit(op.rsqrt(emit(op.sum(emit(op.square(centred)), [0], keepdims=True))))))
+        return [emit(op.astype(emit(op.multiply(scaled, weight)), "bfloat16"))]
+
+    made = function([((rows, 32), "bfloat16"), ((32,), "float32")], body)
+    plain, again = compiled(made, 0), compiled(made, 8)
+    moved = [sum(step.contents.bytes for step in launches(program)) for program in (plain, again)]
+    assert moved[1] < 0.75 * moved[0]
+    assert not any("rows" in str(guard) and "2000" in str(guard) for guard in scope.guards)
+    for size in (2000, 3, 700):
+        tensors = [torch.randn(size, 32).bfloat16(), torch.randn(32)]
+        assert torch.equal(plain.at({"rows": size})(tensors)[0], again.at({"rows": size})(tensors)[0])
 
 
 def test_what_is_written_counts_too():
