@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from bridge.base.torch_internals import aten
-from bridge.library.registry import library_function
+from bridge.library.registry import into_given, library_function
 
 __all__: list[str] = []
 
@@ -17,6 +17,13 @@ __all__: list[str] = []
 @library_function("embedding", aten.embedding)
 def embedding(weight, indices, padding_idx, scale_grad_by_freq):
     return aten.embedding(weight, indices, padding_idx, bool(scale_grad_by_freq))
+
+
+@into_given("embedding", aten.embedding)
+def embedding_into(outs, weight, indices, padding_idx, scale_grad_by_freq):
+    """As torch's function does it."""
+    torch.index_select(weight, 0, indices.reshape(-1), out=outs[0].view(indices.numel(), weight.shape[1]))
+    return True
 
 
 @library_function("embedding_backward", aten.embedding_dense_backward)
@@ -35,6 +42,15 @@ def _at(rank: int, dims: list[int], indices: list[torch.Tensor]) -> list[torch.T
 @library_function("index", aten.index)
 def index(x, dims, indices):
     return aten.index.Tensor(x, _at(x.dim(), dims, indices))
+
+
+@into_given("index", aten.index)
+def index_into(outs, x, dims, indices):
+    """Where the indices' dimensions come first, as in the result."""
+    if list(dims) != list(range(len(dims))):
+        return False
+    aten.index.Tensor_out(x, _at(x.dim(), dims, indices), out=outs[0])
+    return True
 
 
 @library_function("index_backward", aten._index_put_impl_)

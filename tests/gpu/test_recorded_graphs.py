@@ -408,19 +408,49 @@ def test_what_cublas_works_in_stays_a_recordings():
     assert all(bool(each.isnan().all()) for each in others)
 
 
-def test_convolutions_write_what_a_recording_returns(monkeypatch):
-    """In channels_last under autocast: the numbers of single launches, and weights are read where they lie."""
-    written = []
+@pytest.fixture
+def written(monkeypatch):
+    """Library functions that were asked to write into given memory, and whether they did."""
+    found = []
 
     def spied(name, function):
         def write(*given):
-            written.append((name, function(*given)))
-            return written[-1][1]
+            found.append((name, function(*given)))
+            return found[-1][1]
 
         return write
 
     for name, function in list(INTO_GIVEN.items()):
         monkeypatch.setitem(INTO_GIVEN, name, spied(name, function))
+    return found
+
+
+class LookedUp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.rows = nn.Embedding(50, 16), nn.Parameter(torch.randn(50, 16))
+
+    def forward(self, indices):
+        return self.words(indices), self.rows[-indices]
+
+
+def test_lookups_write_what_a_recording_returns(written):
+    torch.manual_seed(0)
+    ours = LookedUp().to(DEVICE)
+    eager, held = copy.deepcopy(ours), []
+    add_tvm_dispatch(ours, torch.zeros(4, 6, dtype=torch.long, device=DEVICE), cuda_graphs=True)
+    for _ in range(10):
+        indices = torch.randint(0, 50, (4, 6), device=DEVICE)
+        results = ours(indices)
+        sum(each.square().sum() for each in results).backward()
+        held += zip(results, eager(indices), strict=True)
+    assert all(torch.equal(mine, its) for mine, its in held)
+    assert stats(ours).graphs.replays > 8
+    assert {name for name, is_done in written if is_done} == {"embedding", "index"}
+
+
+def test_convolutions_write_what_a_recording_returns(written):
+    """In channels_last under autocast: the numbers of single launches, and weights are read where they lie."""
     torch.manual_seed(0)
     first, second = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 8, 3)
     body = nn.Sequential(first, nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), second)

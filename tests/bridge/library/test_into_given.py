@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge.library import FUNCTIONS, INTO_GIVEN, invoke, invoke_into
-from bridge.library.registry import TensorAt
+from bridge.library.registry import TensorAt, TensorsAt
 from tests.device import DEVICE
 
 GEOMETRY = ([1, 1], [1, 1], [1, 1], [0, 0], 0)
@@ -106,3 +106,27 @@ def test_pooling_of_a_row_whose_strides_tell_nothing():
         written("max_pool_last", [each], ([1, 2], [1, 1], [0, 0], [1, 1], 0)) for each in (odd, x)
     )
     assert made is not None and all(map(torch.equal, made, plain)) and all(map(torch.equal, expected, plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("columns", [8, 1, 0])
+@pytest.mark.parametrize("shape", [(3, 5), (), (0,)])
+def test_embeddings(shape, columns, dtype):
+    table, indices = planes(7, columns, dtype=dtype), torch.randint(0, 7, shape, device=DEVICE)
+    for each in (indices, indices.int(), indices.expand(2, *shape)):
+        expected, made = written("embedding", [table, each], [-1, 0])
+        assert torch.equal(made[0], expected[0])
+
+
+@pytest.mark.parametrize(("dims", "is_written"), [([0], True), ([0, 1], True), ([1], False), ([0, 2], False)])
+def test_indexing(dims, is_written):
+    """With negative indices, of views, by indices that are broadcast."""
+    x = planes(4, 6, 5)
+    indices = [torch.randint(-4, 4, (3, 1), device=DEVICE), torch.randint(-4, 4, (2,), device=DEVICE)][: len(dims)]
+    for each in (x, x.transpose(0, 1), x[:, ::2]):
+        arguments = [TensorAt(0), dims, TensorsAt(1, len(indices))]
+        shown = [index.remainder(2) - 1 for index in indices]
+        (expected,) = invoke(FUNCTIONS["index"], arguments, [each, *shown])
+        out = torch.full_like(expected, -7)
+        assert invoke_into(INTO_GIVEN["index"], [out], arguments, [each, *shown]) == is_written
+        assert not is_written or torch.equal(out, expected)
