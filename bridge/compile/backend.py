@@ -166,9 +166,13 @@ class Backend(ABC):
         """See :class:`~bridge.compile.schedule.limits.Rules`: by default, the library's is the only one."""
         return None
 
-    def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
+    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:
         """Likewise."""
         return None
+
+    def sorts_before(self, plan: ScatterPlan, length: int) -> bool:
+        """See :class:`~bridge.compile.schedule.limits.Rules`."""
+        return False
 
     @abstractmethod
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:

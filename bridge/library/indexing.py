@@ -60,6 +60,19 @@ def index_backward(grad, extents, dims, indices):
     return aten._index_put_impl_(zeros, _at(len(extents), dims, indices), grad, True, unsafe)
 
 
+@library_function("sorted_keys")
+def sorted_keys(indices, table, wraps, dtype):
+    """Keys ``index * length + place`` of places of rows, sorted, and one behind them that is larger than all."""
+    places, dtype = indices.reshape(-1), getattr(torch, dtype)
+    length = len(places)
+    if wraps:
+        places = torch.where(places < 0, places + table, places)
+    keys = torch.arange(length, dtype=dtype, device=places.device).add_(places, alpha=length)
+    found = keys.new_full((length + 1,), table * length)
+    torch.sort(keys, out=(found[:length], keys.new_empty(length, dtype=torch.long)))
+    return found
+
+
 @library_function("index_put", aten.index_put)
 def index_put(x, values, dims, indices, accumulate):
     return aten.index_put(x, _at(x.dim(), dims, indices), values, bool(accumulate))

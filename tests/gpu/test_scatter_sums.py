@@ -63,3 +63,26 @@ def test_a_length_that_varies():
         grad = torch.randn(8, length, 64, device=DEVICE, dtype=torch.float64)
         torch.testing.assert_close(gradient(ours, indices, grad), gradient(eager, indices, grad), rtol=0, atol=1e-11)
     assert not stats(ours).misses
+
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(90, 24, dtype=torch.float64))
+
+    def forward(self, indices):
+        return self.table[indices]
+
+
+@pytest.mark.parametrize("count", [700, 30_000])
+def test_rows_by_indices_from_either_end(count):
+    torch.manual_seed(0)
+    eager = Rows().to(DEVICE)
+    ours = copy.deepcopy(eager)
+    add_tvm_dispatch(ours, torch.zeros(count, dtype=torch.long, device=DEVICE))
+    for _ in range(3):
+        indices = torch.randint(-90, 90, (count,), device=DEVICE)
+        grad = torch.randn(count, 24, device=DEVICE, dtype=torch.float64)
+        found = [torch.autograd.grad(module(indices), module.table, grad)[0] for module in (ours, eager)]
+        torch.testing.assert_close(*found, rtol=0, atol=1e-11)
+    assert not stats(ours).misses

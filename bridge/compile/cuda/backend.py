@@ -22,7 +22,7 @@ from bridge.compile.cuda.nvrtc import version
 from bridge.compile.cuda.pool_gradient import pool_gradient
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
-from bridge.compile.cuda.scatter import scatter
+from bridge.compile.cuda.scatter import scatter, sorts
 from bridge.compile.cuda.shapes import launch_shapes
 from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.loop_ir.product import ProductPlan
@@ -116,8 +116,11 @@ class CudaBackend(Backend):
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc:
         return pool_gradient(plan)
 
-    def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
-        return scatter(plan, length)
+    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc:
+        return scatter(plan)
+
+    def sorts_before(self, plan: ScatterPlan, length: int) -> bool:
+        return sorts(plan, length)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         kernels = build_kernels(functions, self._code_key, CudaLibraries(self.arch), together=True)

@@ -1,9 +1,9 @@
-"""Rows added up where their indices say: a plan → a launch that sorts indices and fills zeros, one that adds rows.
+"""Rows added up where their indices say: a plan → a launch that fills zeros, and sorts indices, one that adds rows.
 
 A key is an index and a place, ``index * length + place``: all keys differ, and how many are smaller is a key's rank in
 the sorted order. Each is compared with all the others, which for the rows of a batch takes less than the launches of a
-sort do. What has one index is a segment of the order, added up by the threads of one strand; a long one by those of all
-strands of the block that it begins in.
+sort do; the keys of more come sorted. What has one index is a segment of the order, added up by the threads of one
+strand; a long one by those of all strands of the block that it begins in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS, VECTOR, WARP
 from bridge.compile.cuda.tree import Halved, halve
 from bridge.compile.loop_ir.scatter import ScatterPlan
 
-__all__ = ["scatter"]
+__all__ = ["scatter", "sorts"]
 
 _MOST_ROWS = 2**14
 """All of whose keys are compared: more of them than sorts take longer for."""
@@ -48,10 +48,14 @@ _SHORT, _LONG = 4, 16
 """Rows that a thread asks for at once: of a short segment, and of a long one."""
 
 
-def scatter(plan: ScatterPlan, length: int) -> PrimFunc | None:
-    """The kernel: rows, indices, the table, memory for sorted keys and one more; ``None`` where sorts are quicker, for
-    ``length`` rows."""
-    return _ScatterKernel(plan).build() if length <= (_MOST_WRAPPED if plan.wraps else _MOST_ROWS) else None
+def sorts(plan: ScatterPlan, length: int) -> bool:
+    """Whether keys of ``length`` rows are better sorted before."""
+    return length > (_MOST_WRAPPED if plan.wraps else _MOST_ROWS)
+
+
+def scatter(plan: ScatterPlan) -> PrimFunc:
+    """The kernel: rows, indices, the table, memory for sorted keys and one more; or rows, those keys, the table."""
+    return _ScatterKernel(plan).build()
 
 
 class _ScatterKernel:
@@ -63,28 +67,31 @@ class _ScatterKernel:
         self.rows = flat_buffer(stored, "in0", index_type)
         self.indices = flat_buffer(plan.index_dtype, "in1", index_type)
         self.table = flat_buffer(stored, "out0", index_type)
-        self.order = flat_buffer(index_type, "out1", index_type)
+        self.order = flat_buffer(index_type, "in1" if plan.is_sorted else "out1", index_type)
         self.lanes = math.gcd(plan.columns, min(VECTOR, ACCESS_BYTES // itemsize(plan.dtype)))
         vectors = plan.columns // self.lanes
         self.threads = min(_SEGMENT_THREADS, 1 << (vectors - 1).bit_length())
         self.strands = BLOCK_THREADS // self.threads
 
     def build(self) -> PrimFunc:
-        params = [self.rows, self.indices, self.table, self.order, *self.number.params]
+        read = [self.order, self.table] if self.plan.is_sorted else [self.indices, self.table, self.order]
+        params = [self.rows, *read, *self.number.params]
         return loop_function(params, sequence([*self.number.stmts, self._sort_and_fill(), self._add()]))
 
     # ---- the first launch
 
     def _sort_and_fill(self) -> Stmt:
-        """Blocks that sort, and behind them those that fill the table with zeros."""
+        """Blocks that sort, if any do, and behind them those that fill the table with zeros."""
         plan, number = self.plan, self.number
         vectors = plan.table * plan.columns // self.lanes
-        sorting = portions(self.length, WARP)
+        sorting = number(0) if plan.is_sorted else portions(self.length, WARP)
         filling = portions(number(vectors), BLOCK_THREADS * _FILLED)
         shared = SharedMemory(_TILE)
 
         def body(block: Var, group: Var, thread: Var) -> Stmt:
             fill = sequence(self._fill(block - sorting, group * number(WARP) + thread, vectors))
+            if plan.is_sorted:
+                return fill
             return IfThenElse(block < sorting, sequence(self._sort(block, group, thread, shared)), fill)
 
         return launch(sorting + filling, WARP, _GROUPS, body, shared)

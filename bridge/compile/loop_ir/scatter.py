@@ -22,6 +22,8 @@ class ScatterPlan:
             elements of each.
         skipped: the row of the table that stays zero; ``None``: there is none.
         wraps: whether negative indices count from the end.
+        is_sorted: whether keys are given, sorted, with one behind them that is larger than all, in the place of
+            indices. A key is an index and a place, ``index * length + place``.
     """
 
     dtype: str
@@ -31,6 +33,7 @@ class ScatterPlan:
     columns: int
     skipped: int | None = None
     wraps: bool = False
+    is_sorted: bool = False
 
     @property
     def key_dtype(self) -> str:

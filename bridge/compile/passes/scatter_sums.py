@@ -11,6 +11,7 @@ from bridge.compile.loop_ir.access import Argument
 from bridge.compile.loop_ir.graph import Fallback, Graph, LibraryCall, Node, Operand, Pointwise, Value, whole
 from bridge.compile.loop_ir.scatter import ScatterPlan
 from bridge.compile.schedule.limits import Rules
+from bridge.library import TensorAt
 
 __all__ = ["generate_scatter_sums"]
 
@@ -21,7 +22,7 @@ _INDICES = ("int32", "int64")
 def generate_scatter_sums(graph: Graph, rules: Rules) -> Graph:
     """The graph with such sums computed by kernels of the backend.
 
-    Of a length that varies, the sample's decides whether there is a kernel.
+    Of a length that varies, the sample's decides who sorts.
 
     Safe: each element is the sum of the same numbers, rounded once, in an order that is the same in every run.
     """
@@ -29,14 +30,22 @@ def generate_scatter_sums(graph: Graph, rules: Rules) -> Graph:
     for node in graph.nodes:
         plan = _plan(node) if isinstance(node, LibraryCall) else None
         length = None if plan is None else node.operands[1].view.numel
-        kernel = None if plan is None else rules.scatter_sum(plan, sample_of(length))
+        if plan is not None and rules.sorts_before(plan, sample_of(length)):
+            plan = replace(plan, is_sorted=True)
+        kernel = None if plan is None else rules.scatter_sum(plan)
         if kernel is None:
             nodes.append(node)
             continue
-        operands = tuple(_lying(operand, nodes) for operand in node.operands)
+        grad, indices = node.operands
         keys = Value(f"{node.outs[0].name}_keys", (length + 1,), plan.key_dtype)
+        if plan.is_sorted:
+            wanted = TensorAt(0), plan.table, plan.wraps, plan.key_dtype
+            nodes.append(LibraryCall("sorted_keys", (indices,), (keys,), wanted, allocates=True))
+            operands, outs = (_lying(grad, nodes), whole(keys)), node.outs
+        else:
+            operands, outs = (_lying(grad, nodes), _lying(indices, nodes)), (*node.outs, keys)
         scalars = () if isinstance(plan.length, int) else (length,)
-        nodes.append(Fallback(f"library.{node.name}", operands, (*node.outs, keys), kernel, scalars))
+        nodes.append(Fallback(f"library.{node.name}", operands, outs, kernel, scalars))
     return replace(graph, nodes=nodes)
 
 

@@ -118,6 +118,9 @@ class Rules(Protocol):
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
         """The kernel of a pool's gradient; ``None``: the library's call is to be kept."""
 
-    def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
-        """The kernel of rows added up where indices say, about ``length`` of them, which takes memory for keys as its
-        last result; likewise."""
+    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:
+        """The kernel of rows added up where indices say; likewise. Unless keys come sorted, it has memory for these as
+        its last result."""
+
+    def sorts_before(self, plan: ScatterPlan, length: int) -> bool:
+        """Whether the keys of such a kernel, of about ``length`` rows, had better come sorted."""

@@ -10,9 +10,10 @@ from torch import nn
 
 from bridge import lower
 from bridge.compile import CallLibrary, CompileOptions, Launch, compile_function
-from bridge.compile.cuda.scatter import scatter
+from bridge.compile.cuda.scatter import scatter, sorts
 from bridge.compile.loop_ir.access import Argument
 from bridge.compile.loop_ir.scatter import ScatterPlan
+from bridge.library.indexing import sorted_keys
 from tests.cuda_plans import FOR_LITTLE, array
 from tests.opencl import OpenClKernels
 
@@ -59,20 +60,26 @@ def test_sums(dtype, index_dtype, wraps):
         ScatterPlan(*names, length, table, columns, skipped, wraps)
         for length, table, columns, skipped in SIZES.values()
     ]
-    varying = replace(plans[1], length=Argument(0))
-    code = OpenClKernels([scatter(plan, 99) for plan in (*plans, varying)])
+    plans += [replace(plan, is_sorted=True) for plan in plans[1:4]]
+    plans += [replace(plan, length=Argument(0)) for plan in (plans[1], plans[-1])]
+    code = OpenClKernels([scatter(plan) for plan in plans])
 
     def assert_sums(number, plan, length, scalars=()):
         rows, indices = rows_and_indices(length, plan.table, plan.columns, dtype, index_dtype, wraps)
         table = torch.full((plan.table, plan.columns), 3, dtype=dtype)
-        keys = torch.empty(length + 1, dtype=getattr(torch, plan.key_dtype))
-        code(number, [array(each) for each in (rows, indices, table, keys)], scalars)
+        if plan.is_sorted:
+            tensors = rows, sorted_keys(indices, plan.table, plan.wraps, plan.key_dtype), table
+        else:
+            tensors = rows, indices, table, torch.empty(length + 1, dtype=getattr(torch, plan.key_dtype))
+        code(number, list(map(array, tensors)), scalars)
         assert torch.equal(table, wanted(rows, indices, plan.table, plan.skipped)), plan
 
     for number, plan in enumerate(plans):
-        assert_sums(number, plan, plan.length)
-    for length in (1, 77, 0, 1030):
-        assert_sums(len(plans), varying, length, (length,))
+        if isinstance(plan.length, int):
+            assert_sums(number, plan, plan.length)
+            continue
+        for length in (1, 77, 0, 1030):
+            assert_sums(number, plan, length, (length,))
 
 
 def test_the_same_bits_whatever_else_is_in_the_batch():
@@ -83,15 +90,24 @@ def test_the_same_bits_whatever_else_is_in_the_batch():
         indices = torch.arange(64) % 3 + first
         plan = ScatterPlan("float32", "int64", 64, table, 16)
         out, keys = torch.zeros(table, 16), torch.zeros(65, dtype=torch.int32)
-        OpenClKernels([scatter(plan, 64)])(0, [array(each) for each in (rows, indices, out, keys)], ())
+        OpenClKernels([scatter(plan)])(0, [array(each) for each in (rows, indices, out, keys)], ())
         sums.append(out[first : first + 3])
     assert torch.equal(*sums)
 
 
-def test_long_lists_are_left_to_sorts():
+def test_the_order_is_the_same_whoever_sorts():
+    rows, indices, table = torch.randn(900, 24), torch.randint(0, 9, (900,)), torch.zeros(2, 9, 24)
+    plan = ScatterPlan("float32", "int64", 900, 9, 24)
+    code = OpenClKernels([scatter(plan), scatter(replace(plan, is_sorted=True))])
+    code(0, [array(each) for each in (rows, indices, table[0], torch.empty(901, dtype=torch.int32))])
+    code(1, [array(each) for each in (rows, sorted_keys(indices, 9, False, "int32"), table[1])])
+    assert torch.equal(*table)
+
+
+def test_long_lists_are_sorted_before():
     plan = ScatterPlan("float32", "int64", Argument(0), 1000, 16)
-    assert scatter(plan, 2**20) is None
-    assert scatter(replace(plan, wraps=True), 2**14) is None
+    assert sorts(plan, 2**20) and not sorts(plan, 2**14)
+    assert sorts(replace(plan, wraps=True), 2**14)
 
 
 @pytest.mark.parametrize(
@@ -155,3 +171,12 @@ def test_a_length_that_varies():
     launches = [step for step in steps if "embedding_backward" in step.name]
     assert len(launches) == 2
     assert all(isinstance(step, Launch) and len(step.scalars) == 1 for step in launches)
+
+
+@pytest.mark.parametrize(("module", "calls"), [(Words(), 1), (Looked(), 1)], ids=["embeddings", "rows"])
+def test_many_are_sorted_by_the_library(module, calls, monkeypatch):
+    monkeypatch.setattr("bridge.compile.cuda.scatter._MOST_ROWS", 9)
+    monkeypatch.setattr("bridge.compile.cuda.scatter._MOST_WRAPPED", 9)
+    steps = steps_of(module, torch.randint(0, 16, (2, 5)))
+    assert sum(step.name == "sorted_keys" for step in steps) == calls
+    assert {type(step) for step in steps if "_backward" in step.name} == {Launch}
