@@ -53,6 +53,7 @@ float bridge_reciprocal(float x) { return 1.0f / x; }
 float bridge_quick_exp2(float x) { return exp2(x); }
 float bridge_quick_reciprocal(float x) { return 1.0f / x; }
 ulong bridge_mul_wide(uint a, uint b) { return (ulong)a * b; }
+void bridge_refuse_index() {}
 float bridge_max(float a, float b) {
   return a != a ? a : b != b ? b : a > b ? a : b > a ? b : as_float(as_int(a) & as_int(b));
 }

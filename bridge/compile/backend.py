@@ -18,6 +18,7 @@ from tvm import relax
 from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
+from bridge.compile.loop_ir.lookup import LookupPlan
 from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.loop_ir.product import PackPlan, ProductPlan
 from bridge.compile.loop_ir.scatter import ScatterPlan
@@ -164,6 +165,10 @@ class Backend(ABC):
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
         """See :class:`~bridge.compile.schedule.limits.Rules`: by default, the library's is the only one."""
+        return None
+
+    def lookup(self, plan: LookupPlan) -> PrimFunc | None:
+        """Likewise."""
         return None
 
     def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:

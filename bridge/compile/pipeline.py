@@ -54,6 +54,7 @@ from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.few_rows import add_few_rows
 from bridge.compile.passes.join_products import join_products
+from bridge.compile.passes.lookups import generate_lookups
 from bridge.compile.passes.moments import add_moments_at_once
 from bridge.compile.passes.normal_functions import name_normal_functions
 from bridge.compile.passes.pad_products import pad_products
@@ -63,7 +64,6 @@ from bridge.compile.passes.place_sections import place_sections
 from bridge.compile.passes.pool_gradients import generate_pool_gradients
 from bridge.compile.passes.positions import count_where_read
 from bridge.compile.passes.row_values import recompute_row_values
-from bridge.compile.passes.scatter_sums import generate_scatter_sums
 from bridge.compile.passes.sections import recompute_sections
 from bridge.compile.passes.slices import recompute_slices
 from bridge.compile.passes.split_products import split_products
@@ -95,7 +95,7 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_sections,
     recompute_row_values,
     generate_pool_gradients,
-    generate_scatter_sums,
+    generate_lookups,
     eliminate_dead_code,
     place_sections,
 )

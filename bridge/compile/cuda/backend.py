@@ -18,12 +18,14 @@ from bridge.compile.cuda.kernels import generate, generate_apart
 from bridge.compile.cuda.legalized import scheduled
 from bridge.compile.cuda.libraries import CudaLibraries, clear_unused, hold
 from bridge.compile.cuda.limits import ALTERNATIVES, FLOAT64_ARCHITECTURES, LIMITS, ORDER
+from bridge.compile.cuda.lookup import lookup
 from bridge.compile.cuda.nvrtc import version
 from bridge.compile.cuda.pool_gradient import pool_gradient
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
 from bridge.compile.cuda.scatter import scatter, sorts
 from bridge.compile.cuda.shapes import launch_shapes
+from bridge.compile.loop_ir.lookup import LookupPlan
 from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.loop_ir.scatter import ScatterPlan
@@ -115,6 +117,9 @@ class CudaBackend(Backend):
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc:
         return pool_gradient(plan)
+
+    def lookup(self, plan: LookupPlan) -> PrimFunc:
+        return lookup(plan)
 
     def scatter_sum(self, plan: ScatterPlan) -> PrimFunc:
         return scatter(plan)

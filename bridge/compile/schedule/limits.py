@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tvm.tirx import PrimFunc
 
+from bridge.compile.loop_ir.lookup import LookupPlan
 from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.loop_ir.scatter import ScatterPlan
 from bridge.compile.schedule.order import ReductionOrder
@@ -117,6 +118,9 @@ class Rules(Protocol):
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
         """The kernel of a pool's gradient; ``None``: the library's call is to be kept."""
+
+    def lookup(self, plan: LookupPlan) -> PrimFunc | None:
+        """The kernel of rows at indices; likewise."""
 
     def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:
         """The kernel of rows added up where indices say; likewise. Unless keys come sorted, it has memory for these as

@@ -1,8 +1,10 @@
-"""Gradients of embeddings on a GPU: eager's in float64, the same bits at each call, none of the library's sorts."""
+"""Lookups on a GPU, and their gradients: eager's in float64, the same bits at each call; indices out of range."""
 
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -86,3 +88,38 @@ def test_rows_by_indices_from_either_end(count):
         found = [torch.autograd.grad(module(indices), module.table, grad)[0] for module in (ours, eager)]
         torch.testing.assert_close(*found, rtol=0, atol=1e-11)
     assert not stats(ours).misses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("table", "columns", "count"), [(500, 768, 3000), (30, 1, 700), (90, 10, 41), (7, 64, 70_000)])
+def test_rows(table, columns, count, dtype):
+    torch.manual_seed(0)
+    eager = nn.Embedding(table, columns, device=DEVICE, dtype=dtype)
+    ours = copy.deepcopy(eager)
+    add_tvm_dispatch(ours, lookups(table, (count,)))
+    held = []
+    for _ in range(6):
+        indices = lookups(table, (count,))
+        held.append((ours(indices), eager(indices)))
+    assert all(torch.equal(mine, its) for mine, its in held)
+    assert not stats(ours).misses
+
+
+OUT_OF_RANGE = """
+import torch
+from bridge import add_tvm_dispatch, stats
+module = torch.nn.Embedding(50, 8, device="cuda")
+add_tvm_dispatch(module, torch.zeros(3, dtype=torch.long, device="cuda"))
+for last in (49, {index}):
+    module(torch.tensor([0, 1, last], device="cuda"))
+    torch.cuda.synchronize()
+    print("done", last, stats(module).hits)
+"""
+
+
+@pytest.mark.parametrize("index", [50, -1, 2**40])
+def test_indices_out_of_range_end_the_work_as_in_eager(index):
+    program = OUT_OF_RANGE.format(index=index)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert "done 49 1" in ended.stdout and f"done {index}" not in ended.stdout, ended
+    assert ended.returncode and "device-side assert" in ended.stderr, ended.stderr

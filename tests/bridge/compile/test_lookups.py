@@ -1,4 +1,4 @@
-"""Rows added up where indices say, by the GPU's kernel, run without one; and which calls are such sums."""
+"""Rows at indices, and rows added up where indices say, by the GPU's kernels, run without one; which calls they are."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import nn
 
 from bridge import lower
 from bridge.compile import CallLibrary, CompileOptions, Launch, compile_function
+from bridge.compile.cuda.lookup import lookup
 from bridge.compile.cuda.scatter import scatter, sorts
 from bridge.compile.loop_ir.access import Argument
+from bridge.compile.loop_ir.lookup import LookupPlan
 from bridge.compile.loop_ir.scatter import ScatterPlan
 from bridge.library.indexing import sorted_keys
 from tests.cuda_plans import FOR_LITTLE, array
@@ -36,6 +38,29 @@ def rows_and_indices(length, table, columns, dtype, index_dtype, wraps):
     return rows, torch.where(torch.arange(length) % 3 == 0, indices - table, indices) if wraps else indices
 
 
+def names_of(*dtypes):
+    return [str(each).removeprefix("torch.") for each in dtypes]
+
+
+@pytest.mark.parametrize("columns", [1, 6, 64])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.int64), (torch.bfloat16, torch.int32)], ids=str)
+def test_rows(dtypes, columns, monkeypatch):
+    """Of a number and of a launch's, several vectors for each thread and one, from either end."""
+    dtype, index_dtype = dtypes
+    names, table = names_of(*dtypes), torch.randn(30, columns).to(dtype)
+    plans = [LookupPlan(*names, length, 30, columns, wraps) for length in (700, Argument(0)) for wraps in (False, True)]
+    made = [lookup(plan) for plan in plans]
+    monkeypatch.setattr("bridge.compile.cuda.lookup._ENOUGH", 0)
+    code = OpenClKernels([*made, *map(lookup, plans)])
+    for number, plan in enumerate((*plans, *plans)):
+        for length in [700] if isinstance(plan.length, int) else (700, 1, 0):
+            indices = torch.randint(-30 if plan.wraps else 0, 30, (length,)).to(index_dtype)
+            out = torch.full((length, columns), 3, dtype=dtype)
+            scalars = () if isinstance(plan.length, int) else (length,)
+            code(number, [array(each) for each in (table, indices, out)], scalars)
+            assert torch.equal(out, table[indices.long()])
+
+
 def wanted(rows, indices, table, skipped):
     sums = torch.zeros(table, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
     sums.index_add_(0, indices.long() % table, rows.to(sums.dtype))
@@ -55,7 +80,7 @@ def wanted(rows, indices, table, skipped):
     ids=str,
 )
 def test_sums(dtype, index_dtype, wraps):
-    names = [str(each).removeprefix("torch.") for each in (dtype, index_dtype)]
+    names = names_of(dtype, index_dtype)
     plans = [
         ScatterPlan(*names, length, table, columns, skipped, wraps)
         for length, table, columns, skipped in SIZES.values()
@@ -141,11 +166,10 @@ class LookedTwice(Looked):
         return self.table.sin()[indices, indices % 8]
 
 
-def steps_of(module, *sample, **options):
+def steps_of(module, *sample, forward=False, **options):
     lowered = lower(module, *sample, **options)
-    return compile_function(
-        lowered.expected_backward, name="backward", options=CompileOptions.current(FOR_LITTLE)
-    ).steps
+    func = lowered.forward if forward else lowered.expected_backward
+    return compile_function(func, name="steps", options=CompileOptions.current(FOR_LITTLE)).steps
 
 
 @pytest.mark.parametrize(
@@ -162,6 +186,18 @@ def test_what_is_a_kernel(module, named, kind):
     steps = [step for step in steps_of(module, torch.randint(0, 16, (2, 5))) if f"{named}_backward" in step.name]
     kinds = {type(step) for step in steps}
     assert kinds == (set(kind) if isinstance(kind, tuple) else {kind})
+
+
+@pytest.mark.parametrize(
+    ("module", "kinds"),
+    [(Words(), [CallLibrary, Launch]), (Looked(), [Launch]), (LookedTwice(), [CallLibrary])],
+    ids=["embeddings", "rows", "elements"],
+)
+def test_what_is_looked_up_by_a_kernel(module, kinds):
+    """Where indices lie as they are: a part of positions does not."""
+    steps = steps_of(module, torch.randint(0, 16, (2, 5)), forward=True)
+    found = [type(step) for step in steps if step.name in ("embedding", "index") or "library" in step.name]
+    assert sorted(found, key=str) == sorted(kinds, key=str)
 
 
 def test_a_length_that_varies():
