@@ -171,7 +171,7 @@ class Backend(ABC):
         """Likewise."""
         return None
 
-    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:
+    def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
         """Likewise."""
         return None
 

@@ -61,12 +61,10 @@ def index_backward(grad, extents, dims, indices):
 
 
 @library_function("sorted_keys")
-def sorted_keys(indices, table, wraps, dtype):
+def sorted_keys(indices, table, dtype):
     """Keys ``index * length + place`` of places of rows, sorted, and one behind them that is larger than all."""
     places, dtype = indices.reshape(-1), getattr(torch, dtype)
     length = len(places)
-    if wraps:
-        places = torch.where(places < 0, places + table, places)
     keys = torch.arange(length, dtype=dtype, device=places.device).add_(places, alpha=length)
     found = keys.new_full((length + 1,), table * length)
     torch.sort(keys, out=(found[:length], keys.new_empty(length, dtype=torch.long)))

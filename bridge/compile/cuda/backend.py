@@ -121,8 +121,8 @@ class CudaBackend(Backend):
     def lookup(self, plan: LookupPlan) -> PrimFunc:
         return lookup(plan)
 
-    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc:
-        return scatter(plan)
+    def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
+        return scatter(plan, length)
 
     def sorts_before(self, plan: ScatterPlan, length: int) -> bool:
         return sorts(plan, length)

@@ -133,8 +133,6 @@ BRIDGE float bridge_min(float a, float b) {
 #endif
 }
 // ends all work of the process on the GPU, as assertions in torch's kernels do
-extern "C" __device__ __attribute__((noreturn)) void __assertfail(
-    const char*, const char*, unsigned int, const char*, unsigned long);
 BRIDGE void bridge_refuse_index() { __assertfail("an index is in range", "a compiled lookup", 0, "bridge", 1); }
 template <class T> BRIDGE T bridge_shuffle_xor(T x, int lanes) { return (T)__shfl_xor_sync(0xffffffffu, x, lanes); }
 """

@@ -30,7 +30,8 @@ _MOST_ROWS = 2**14
 """All of whose keys are compared: more of them than sorts take longer for."""
 
 _MOST_WRAPPED = 2**13
-"""The same where indices count from the end: of these, the library's sort is the quicker one."""
+"""Where indices may count from the end: torch's kernel for these sorts by as many bits as they have, and takes as long
+as ours with a sort before (16,000 rows of 128 0.8, 100,000 1.04 of its time; H200)."""
 
 _GROUPS = BLOCK_THREADS // WARP
 """Parts of the keys that a warp's are compared with, each by a warp of its own."""
@@ -50,12 +51,15 @@ _SHORT, _LONG = 4, 16
 
 def sorts(plan: ScatterPlan, length: int) -> bool:
     """Whether keys of ``length`` rows are better sorted before."""
-    return length > (_MOST_WRAPPED if plan.wraps else _MOST_ROWS)
+    return not plan.wraps and length > _MOST_ROWS
 
 
-def scatter(plan: ScatterPlan) -> PrimFunc:
-    """The kernel: rows, indices, the table, memory for sorted keys and one more; or rows, those keys, the table."""
-    return _ScatterKernel(plan).build()
+def scatter(plan: ScatterPlan, length: int) -> PrimFunc | None:
+    """The kernel: rows, indices, the table, memory for sorted keys and one more; or rows, those keys, the table.
+
+    ``None`` where the library is as quick for ``length`` rows.
+    """
+    return None if plan.wraps and length > _MOST_WRAPPED else _ScatterKernel(plan).build()
 
 
 class _ScatterKernel:

@@ -44,15 +44,16 @@ def _generated(node: LibraryCall, rules: Rules) -> list[Node] | None:
         return None
     grad, indices = node.operands
     length = indices.view.numel
-    if rules.sorts_before(plan, sample_of(length)):
+    about = sample_of(length)
+    if rules.sorts_before(plan, about):
         plan = replace(plan, is_sorted=True)
-    kernel = rules.scatter_sum(plan)
+    kernel = rules.scatter_sum(plan, about)
     if kernel is None:
         return None
     nodes: list[Node] = []
     keys = Value(f"{node.outs[0].name}_keys", (length + 1,), plan.key_dtype)
     if plan.is_sorted:
-        wanted = TensorAt(0), plan.table, plan.wraps, plan.key_dtype
+        wanted = TensorAt(0), plan.table, plan.key_dtype
         nodes.append(LibraryCall("sorted_keys", (indices,), (keys,), wanted, allocates=True))
         return [*nodes, _call(node, (_lying(grad, nodes), whole(keys)), node.outs, kernel, length)]
     operands = _lying(grad, nodes), _lying(indices, nodes)

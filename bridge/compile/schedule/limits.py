@@ -122,9 +122,9 @@ class Rules(Protocol):
     def lookup(self, plan: LookupPlan) -> PrimFunc | None:
         """The kernel of rows at indices; likewise."""
 
-    def scatter_sum(self, plan: ScatterPlan) -> PrimFunc | None:
-        """The kernel of rows added up where indices say; likewise. Unless keys come sorted, it has memory for these as
-        its last result."""
+    def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
+        """The kernel of rows, about ``length`` of them, added up where indices say; likewise. Unless keys come sorted,
+        it has memory for these as its last result."""
 
     def sorts_before(self, plan: ScatterPlan, length: int) -> bool:
         """Whether the keys of such a kernel, of about ``length`` rows, had better come sorted."""
