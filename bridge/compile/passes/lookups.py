@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tvm.tirx import PrimFunc
+
 from autodiff.extents import Dim, Extent, same, sample_of
 from bridge.compile.loop_ir.access import Argument
 from bridge.compile.loop_ir.graph import Fallback, Graph, LibraryCall, Node, Operand, Pointwise, Value, whole
@@ -36,6 +38,7 @@ def generate_lookups(graph: Graph, rules: Rules) -> Graph:
 
 
 def _generated(node: LibraryCall, rules: Rules) -> list[Node] | None:
+    """What takes a call's place, copies that its kernel reads among it; ``None``: the call stays."""
     if (found := _lookup(node)) is not None:
         kernel = rules.lookup(found)
         return None if kernel is None else [_call(node, node.operands, node.outs, kernel)]
@@ -52,19 +55,19 @@ def _generated(node: LibraryCall, rules: Rules) -> list[Node] | None:
         return None
     nodes: list[Node] = []
     keys = Value(f"{node.outs[0].name}_keys", (length + 1,), plan.key_dtype)
+    rows, outs = _lying(grad, nodes), node.outs
     if plan.is_sorted:
-        wanted = TensorAt(0), plan.table, plan.key_dtype
+        wanted, order = (TensorAt(0), plan.table, plan.key_dtype), whole(keys)
         nodes.append(LibraryCall("sorted_keys", (indices,), (keys,), wanted, allocates=True))
-        return [*nodes, _call(node, (_lying(grad, nodes), whole(keys)), node.outs, kernel, length)]
-    operands = _lying(grad, nodes), _lying(indices, nodes)
-    return [*nodes, _call(node, operands, (*node.outs, keys), kernel)]
+    else:
+        order, outs = _lying(indices, nodes), (*outs, keys)
+    nodes.append(_call(node, (rows, order), outs, kernel))
+    return nodes
 
 
-def _call(
-    node: LibraryCall, operands: Sequence[Operand], outs: Sequence[Value], kernel, length: Dim | None = None
-) -> Fallback:
-    """A kernel in the place of a call; ``length``: how many indices there are, where the second operand is none."""
-    length = operands[1].view.numel if length is None else length
+def _call(node: LibraryCall, operands: Sequence[Operand], outs: Sequence[Value], kernel: PrimFunc) -> Fallback:
+    """A kernel in the place of a call, which is told how many indices this has if that varies."""
+    length = node.operands[1].view.numel
     scalars = (length,) if isinstance(length, Extent) else ()
     return Fallback(f"library.{node.name}", tuple(operands), tuple(outs), kernel, scalars)
 

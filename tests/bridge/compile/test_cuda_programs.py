@@ -69,6 +69,10 @@ class Mixer(nn.Module):
             return self.head(x.mean(1))
 
 
+def words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(50, 24, padding_idx=0), nn.Linear(24, 12), nn.Tanh())
+
+
 def rows(*shape, dtype=torch.float32):
     return torch.randn(*shape, dtype=dtype).requires_grad_()
 
@@ -78,6 +82,7 @@ CASES = {
     "GPT-2 block in bfloat16": (lambda: gpt2_block().bfloat16(), lambda: rows(3, 17, 24, dtype=torch.bfloat16)),
     "ConvNeXt block": (lambda: ConvNextLayer(ConvNextConfig(), dim=12), lambda: rows(2, 12, 9, 7)),
     "Mixer under autocast": (Mixer, lambda: rows(64, 3, 28, 28)),
+    "words": (words, lambda: torch.randint(0, 50, (3, 17))),
     "LSTM step in float16": (
         lambda: Step().half(),
         lambda: tuple(rows(5, size, dtype=torch.float16) for size in (12, 20, 20)),

@@ -215,3 +215,24 @@ def test_many_are_sorted_by_the_library(monkeypatch):
     steps = steps_of(Words(), torch.randint(0, 16, (2, 5)))
     assert sum(step.name == "sorted_keys" for step in steps) == 1
     assert {type(step) for step in steps if "_backward" in step.name} == {Launch}
+
+
+class Turned(nn.Module):
+    """Its gradient comes turned."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 8)
+
+    def forward(self, words):
+        return self.words(words).transpose(1, 2)
+
+
+@pytest.mark.parametrize("most", [9, 2**14])
+def test_rows_that_lie_in_another_order_are_copied(most, monkeypatch):
+    monkeypatch.setattr("bridge.compile.cuda.scatter._MOST_ROWS", most)
+    names = [step.name for step in steps_of(Turned(), torch.randint(0, 16, (2, 5)))]
+    assert [("copy" in name, "embedding_backward" in name) for name in names if name != "sorted_keys"] == [
+        (True, False),
+        (False, True),
+    ]
