@@ -86,6 +86,7 @@ from bridge.compile.translate import DrawnMask, translate
 __all__ = ["Compilation", "clear_cache", "compile_function", "optimize", "products_and_calls"]
 
 PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
+    generate_lookups,  # whose copies others look at
     recompute_permutations,
     add_few_rows,
     recompute_slices,
@@ -95,7 +96,6 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_sections,
     recompute_row_values,
     generate_pool_gradients,
-    generate_lookups,
     eliminate_dead_code,
     place_sections,
 )

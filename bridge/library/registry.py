@@ -53,8 +53,8 @@ NEVER_RAISE = frozenset(
     "convolution_last convolution_in_channels_last convolution_by_product max_pool "
     "max_pool_last avg_pool avg_pool_last adaptive_avg_pool adaptive_avg_pool_last attention flip adaptive_max_pool "
     "upsample upsample_last "
-    "scaled_dot_product_flash_attention recurrent_layer recurrent_layers sort sorted_keys topk erfc "
-    "atan2".split()
+    "scaled_dot_product_flash_attention recurrent_layer recurrent_layers sort sorted_keys topk "
+    "erfc atan2".split()
 )
 """Calls, of functions and of kernels that write into given tensors, that take any numbers."""
 

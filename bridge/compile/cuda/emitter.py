@@ -10,11 +10,11 @@ import struct
 
 from tvm import tirx
 from tvm.ir.expr import Call, TensorLoad
-from tvm.tirx import AllocBuffer, Buffer, BufferLoad, BufferStore, Expr, Stmt, Var
+from tvm.tirx import AllocBuffer, Buffer, BufferLoad, BufferStore, Expr, Ramp, Stmt, Var
 
 from bridge.compile.codegen.emit import Emitter, element_type
 
-__all__ = ["CudaEmitter", "local_buffer", "storage_type"]
+__all__ = ["CudaEmitter", "local_buffer", "storage_type", "vector_at"]
 
 _STORAGE = {"bool": "uint8", "float16": "uint16", "bfloat16": "uint16"}
 _WRITTEN = {"float32": (("{:.6e}",), "<f", "<i"), "float64": (("{:.15g}", "{:.15f}"), "<d", "<q")}
@@ -39,6 +39,11 @@ def local_buffer(size: int, dtype: str, name: str) -> tuple[Buffer, Stmt]:
     """An array of the thread's own and the statement that declares it: registers where all indices are numbers."""
     buffer = tirx.decl_buffer((size,), dtype, name, scope="local")
     return buffer, AllocBuffer(buffer)
+
+
+def vector_at(index: Expr, width: int) -> Expr:
+    """Where the elements of one access lie; TVM has to see that the first one's index is a multiple of ``width``."""
+    return Ramp(index, 1, width) if width > 1 else index
 
 
 class CudaEmitter(Emitter):

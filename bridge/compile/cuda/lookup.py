@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 
 from tvm import tirx
-from tvm.tirx import BufferLoad, BufferStore, Evaluate, Expr, IfThenElse, PrimFunc, Ramp, Stmt, Var
+from tvm.tirx import BufferLoad, BufferStore, Evaluate, Expr, IfThenElse, PrimFunc, Stmt, Var
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.tir import loop_function, sequence
-from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type
+from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type, vector_at
 from bridge.compile.cuda.launch import launch, portions
 from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS
 from bridge.compile.loop_ir.lookup import LookupPlan
@@ -39,7 +39,7 @@ def lookup(plan: LookupPlan) -> PrimFunc:
     together = _TOGETHER if isinstance(plan.length, int) and plan.length * across >= _ENOUGH else 1
 
     def elements(vector: Expr) -> Expr:
-        return Ramp(vector * number(lanes), number(1), lanes) if lanes > 1 else vector
+        return vector_at(vector * number(lanes), lanes)
 
     def row(e: CudaEmitter, vector: Expr) -> Expr:
         """Of the table, for a vector of the result."""

@@ -7,14 +7,15 @@ the cache.
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, PrimFunc, Ramp, Stmt, Var
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, PrimFunc, Stmt, Var
 
 from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
-from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type
+from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type, vector_at
 from bridge.compile.cuda.launch import launch, portions
 from bridge.compile.cuda.limits import BLOCK_THREADS
+from bridge.compile.loop_ir.access import counting_dtype
 from bridge.compile.loop_ir.pool import PoolPlan
 
 __all__ = ["pool_gradient"]
@@ -30,7 +31,7 @@ class _PoolKernel:
         self.plan = plan
         self.lanes = 1 if plan.channels % 2 else 2
         elements = plan.batch * plan.channels * max(plan.image[0] * plan.image[1], plan.windows[0] * plan.windows[1])
-        self.number = LaunchArguments(0, "int64" if elements >= 2**31 - BLOCK_THREADS else "int32")
+        self.number = LaunchArguments(0, counting_dtype(elements))
         index_type, stored = self.number.index_type, storage_type(plan.dtype)
         self.grad = flat_buffer(stored, "in0", index_type)
         self.places = flat_buffer("int64", "in1", index_type)
@@ -109,4 +110,4 @@ class _PoolKernel:
 
     def _lanes(self, vector: Expr) -> Expr:
         """Where a vector's elements lie."""
-        return Ramp(vector * self.number(2), 1, 2) if self.lanes == 2 else vector
+        return vector_at(vector * self.number(self.lanes), self.lanes)

@@ -12,13 +12,13 @@ import math
 from collections.abc import Sequence
 
 from tvm import tirx
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, PrimFunc, Ramp, Stmt, Var, While
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, PrimFunc, Stmt, Var, While
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
-from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type
+from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type, vector_at
 from bridge.compile.cuda.launch import SharedMemory, launch, portions, synchronize
 from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS, VECTOR, WARP
 from bridge.compile.cuda.tree import Halved, halve
@@ -308,5 +308,4 @@ class _ScatterKernel:
 
     def _vector(self, vector: Expr) -> Expr:
         """Where a vector's elements lie."""
-        lanes = self.lanes
-        return Ramp(vector * self.number(lanes), self.number(1), lanes) if lanes > 1 else vector
+        return vector_at(vector * self.number(self.lanes), self.lanes)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tvm import tirx
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Ramp, Stmt, Var
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.ahead import first_pass
 from bridge.compile.cuda.drawn_vector import drawn_vector, is_at_multiples
-from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type
+from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type, vector_at
 from bridge.compile.cuda.limits import ACCESS_BYTES
 from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.loop_ir.access import Access
@@ -171,7 +171,7 @@ class Step:
             shift = number(width.bit_length() - 1)
             index = self.before.name_index(tirx.shift_right(index, shift), "whole") * number(width)
         return [
-            tuple([Ramp(b + number(first), 1, width) if width > 1 else b + number(first)] for b in (index, number(0)))
+            tuple([vector_at(b + number(first), width)] for b in (index, number(0)))
             for first in range(0, self.lanes, width)
         ]
 

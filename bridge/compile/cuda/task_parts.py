@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Ramp, Stmt
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Stmt
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import sequence
-from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
+from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, vector_at
 from bridge.compile.cuda.launch import SharedMemory, synchronize
 from bridge.compile.cuda.limits import ACCESS_BYTES
 from bridge.compile.cuda.row import RowForm
@@ -120,7 +120,7 @@ class TaskParts:
     def _kept(self, index: int, width: int) -> Iterator[Expr]:
         """Where a thread has its ``index``-th vector."""
         number, lanes = self.number, self.form.lanes
-        return (_access(number(index * lanes + first), width) for first in range(0, lanes, width))
+        return (vector_at(number(index * lanes + first), width) for first in range(0, lanes, width))
 
     def _shared(self, at: Expr, group: Expr, width: int) -> Iterator[Expr]:
         """Where a group's vector lies in shared memory."""
@@ -139,8 +139,4 @@ class TaskParts:
         """Accesses of a vector of that index, written as multiples of their width: see :mod:`.step`."""
         number, pieces = self.number, self.form.lanes // width
         first = vector if pieces == 1 else vector * number(pieces)
-        return (_access((first + number(piece)) * number(width), width) for piece in range(pieces))
-
-
-def _access(index: Expr, width: int) -> Expr:
-    return Ramp(index, 1, width) if width > 1 else index
+        return (vector_at((first + number(piece)) * number(width), width) for piece in range(pieces))

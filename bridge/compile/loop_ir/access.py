@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Access", "Argument", "Number", "Term"]
+__all__ = ["Access", "Argument", "Number", "Term", "counting_dtype"]
 
 
 @dataclass(frozen=True)
@@ -33,3 +33,8 @@ class Access:
     offset: Number
     terms: tuple[Term, ...]
     columns: tuple[Number, ...]
+
+
+def counting_dtype(*counts: int) -> str:
+    """The integers that count so many, and a few thousand more: the last threads of a launch are behind the end."""
+    return "int32" if max(counts) < 2**31 - 2**13 else "int64"

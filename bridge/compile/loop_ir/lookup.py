@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge.compile.loop_ir.access import Number
+from bridge.compile.loop_ir.access import Number, counting_dtype
 
 __all__ = ["LookupPlan"]
 
@@ -29,7 +29,7 @@ class LookupPlan:
 
     @property
     def place_dtype(self) -> str:
-        """The integers that count elements; there may be a few thousand more."""
+        """The integers that count elements."""
         if not isinstance(self.length, int):
             return "int64"
-        return "int32" if max(self.length, self.table) * self.columns < 2**31 - 2**13 else "int64"
+        return counting_dtype(self.length * self.columns, self.table * self.columns)

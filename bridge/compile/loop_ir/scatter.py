@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge.compile.loop_ir.access import Number
+from bridge.compile.loop_ir.access import Number, counting_dtype
 
 __all__ = ["ScatterPlan"]
 
@@ -37,8 +37,8 @@ class ScatterPlan:
 
     @property
     def key_dtype(self) -> str:
-        """The integers that count elements, and pairs of an index and a place; there may be a few thousand more."""
+        """The integers that count elements, and pairs of an index and a place."""
         if not isinstance(self.length, int):
             return "int64"
-        most = max((self.table + 1) * self.length, self.length * self.columns, self.table * self.columns)
-        return "int32" if most < 2**31 - 2**13 else "int64"
+        keys = (self.table + 1) * self.length
+        return counting_dtype(keys, self.length * self.columns, self.table * self.columns)

@@ -11,9 +11,10 @@ from tvm.tirx import PrimFunc
 
 from autodiff.extents import Dim, Extent, same, sample_of
 from bridge.compile.loop_ir.access import Argument
-from bridge.compile.loop_ir.graph import Fallback, Graph, LibraryCall, Node, Operand, Pointwise, Value, whole
+from bridge.compile.loop_ir.graph import Fallback, Graph, LibraryCall, Operand, Value, whole
 from bridge.compile.loop_ir.lookup import LookupPlan
 from bridge.compile.loop_ir.scatter import ScatterPlan
+from bridge.compile.passes.placed import Placed
 from bridge.compile.schedule.limits import Rules
 from bridge.library import TensorAt
 
@@ -31,17 +32,18 @@ def generate_lookups(graph: Graph, rules: Rules) -> Graph:
     Safe: rows are copied; each element of a gradient is the sum of the same numbers, rounded once, in an order that is
     the same in every run.
     """
-    nodes: list[Node] = []
+    placed = Placed()
     for node in graph.nodes:
-        nodes += (_generated(node, rules) if isinstance(node, LibraryCall) else None) or [node]
-    return replace(graph, nodes=nodes)
+        made = _generated(node, placed, rules) if isinstance(node, LibraryCall) else None
+        placed.nodes.append(node if made is None else made)
+    return replace(graph, nodes=placed.nodes)
 
 
-def _generated(node: LibraryCall, rules: Rules) -> list[Node] | None:
-    """What takes a call's place, copies that its kernel reads among it; ``None``: the call stays."""
+def _generated(node: LibraryCall, placed: Placed, rules: Rules) -> Fallback | None:
+    """What takes a call's place, what it reads being placed; ``None``: the call stays."""
     if (found := _lookup(node)) is not None:
         kernel = rules.lookup(found)
-        return None if kernel is None else [_call(node, node.operands, node.outs, kernel)]
+        return None if kernel is None else _call(node, node.operands, node.outs, kernel)
     plan = _scatter(node)
     if plan is None:
         return None
@@ -53,16 +55,13 @@ def _generated(node: LibraryCall, rules: Rules) -> list[Node] | None:
     kernel = rules.scatter_sum(plan, about)
     if kernel is None:
         return None
-    nodes: list[Node] = []
-    keys = Value(f"{node.outs[0].name}_keys", (length + 1,), plan.key_dtype)
-    rows, outs = _lying(grad, nodes), node.outs
-    if plan.is_sorted:
-        wanted, order = (TensorAt(0), plan.table, plan.key_dtype), whole(keys)
-        nodes.append(LibraryCall("sorted_keys", (indices,), (keys,), wanted, allocates=True))
-    else:
-        order, outs = _lying(indices, nodes), (*outs, keys)
-    nodes.append(_call(node, (rows, order), outs, kernel))
-    return nodes
+    placed.name = node.outs[0].name
+    rows, keys = placed.dense(grad), placed.fresh((length + 1,), plan.key_dtype)
+    if not plan.is_sorted:
+        return _call(node, (rows, placed.dense(indices)), (*node.outs, keys), kernel)
+    wanted = TensorAt(0), plan.table, plan.key_dtype
+    placed.nodes.append(LibraryCall("sorted_keys", (indices,), (keys,), wanted, allocates=True))
+    return _call(node, (rows, whole(keys)), node.outs, kernel)
 
 
 def _call(node: LibraryCall, operands: Sequence[Operand], outs: Sequence[Value], kernel: PrimFunc) -> Fallback:
@@ -116,12 +115,3 @@ def _scatter(node: LibraryCall) -> ScatterPlan | None:
     if same(length, 0) or len(grad.shape) != len(wanted) or not all(map(same, grad.shape, wanted)):
         return None
     return ScatterPlan(grad.dtype, indices.dtype, _number(length), table, math.prod(out.shape[1:]), skipped, wraps)
-
-
-def _lying(operand: Operand, nodes: list[Node]) -> Operand:
-    """An operand that is all of a value, in its order; else a copy of what it shows."""
-    if operand.is_whole:
-        return whole(operand.value)
-    copy = Pointwise("copy", (operand,), Value(operand.value.name, operand.shape, operand.dtype))
-    nodes.append(copy)
-    return whole(copy.out)

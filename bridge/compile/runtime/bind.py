@@ -110,10 +110,11 @@ def _launch(launch: Launch, kernel: Callable, arrays: Arrays) -> Action:
     slots = (*launch.reads, *launch.writes)
     if launch.scalars:
         return partial(_run_with_scalars, kernel, slots, *_array(launch.scalars, arrays))
-    return partial(_run, kernel, itemgetter(*slots) if len(slots) > 1 else lambda registers: (registers[slots[0]],))
+    first, *others = slots
+    return partial(_run, kernel, itemgetter(*slots) if others else itemgetter(slice(first, first + 1)))
 
 
-def _run(kernel: Callable, pick: Callable[[list], tuple], registers: list) -> None:
+def _run(kernel: Callable, pick: Callable[[list], Sequence], registers: list) -> None:
     kernel(*pick(registers))
 
 

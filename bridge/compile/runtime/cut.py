@@ -110,6 +110,7 @@ class _Part:
                 touched[root] = touched.get(root, (index, index))[0], index
         for view in self._static_views:
             touched.setdefault(flow.root(view.writes[0]), (0, 0))
+        beside = None
         if whole.backend.limits.streams > 1:
             beside = steps_beside(self._steps, self._static_views)
             touched = lasting(touched, self._steps, beside, flow.root)
@@ -151,6 +152,7 @@ class _Part:
             results=tuple(flow.name(slot) for slot in self._gives),
             variables=(),
             stage_seconds={},
+            known_beside=beside,
         )
 
     def _slot(self, slot: int) -> int:

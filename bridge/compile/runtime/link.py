@@ -29,7 +29,7 @@ from bridge.compile.loop_ir.graph import (
 from bridge.compile.loop_ir.product import PackPlan
 from bridge.compile.loop_ir.views import alike, dense
 from bridge.compile.runtime.arena import lying_below, plan_arena
-from bridge.compile.runtime.beside import lasting, steps_beside
+from bridge.compile.runtime.beside import Beside, lasting, steps_beside
 from bridge.compile.runtime.contents import Contents, contents
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout, Register
@@ -339,8 +339,7 @@ class _Linker:
         """The program of everything linked so far; ``built`` are its kernels' machine code."""
         constants = tuple((self.slot(value), constant) for value, constant in self.constants.items())
         laid_out = [value for value, _ in self.slots if value.source == "constant" and value not in self.constants]
-        if backend.limits.streams > 1:
-            self._leave_alone()
+        beside = self._leave_alone() if backend.limits.streams > 1 else None
         arena = plan_arena(self.lifetimes)
         placed, below = list(self.lifetimes), ()
         if scope is not None:
@@ -372,13 +371,15 @@ class _Linker:
             stage_seconds=timings,
             positions=tuple((slot, constant) for slot, constant in constants if isinstance(constant, Positions)),
             scope=scope,
+            known_beside=beside,
         )
 
-    def _leave_alone(self) -> None:
-        """Memory that steps beside the critical path work on, for as long as they may."""
+    def _leave_alone(self) -> Beside:
+        """Memory that steps beside the critical path work on, for as long as they may; which these are."""
         values = {slot: value for (value, _), slot in self.slots.items()}
         beside = steps_beside(self.steps, self.static_views)
         self.lifetimes = lasting(self.lifetimes, self.steps, beside, values.__getitem__)
+        return beside
 
     def _register(self, value: Value, offset: int = 0) -> Register:
         return Register(self.slots[value, None], value.name, value.shape, value.dtype, offset, value.order)

@@ -50,7 +50,7 @@ class Program:
             run itself: :meth:`bind` gives what does.
         bodies: what loops' bodies were made of, which lasts as long as a program that it is in.
         ways: of its matrix products, that another process may choose otherwise, as plain data.
-        known_beside: of one bound to sizes, :attr:`beside` of the one that is for all sizes.
+        known_beside: :attr:`beside`, where whoever made the program knew it.
     """
 
     name: str
@@ -108,9 +108,15 @@ class Program:
         if broken is not None:
             raise ValueError(f"{self.name} is compiled for sizes with {broken}, got {dict(sizes)}")
         steps, layout, constants = self._instances(sizes)
-        constants = *self.constants, *constants
-        bound = {"steps": steps, "layout": layout, "constants": constants, "positions": (), "scope": None}
-        return replace(self, **bound, known_beside=self.beside)
+        return replace(
+            self,
+            steps=steps,
+            layout=layout,
+            constants=(*self.constants, *constants),
+            positions=(),
+            scope=None,
+            known_beside=self.beside,
+        )
 
     @cached_property
     def _instances(self) -> Instances:

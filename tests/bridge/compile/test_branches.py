@@ -325,6 +325,17 @@ def test_sizes_that_vary(size):
         assert agree(program, inputs_of(program), choose)
 
 
+def test_what_a_program_knows_is_what_its_steps_say():
+    """Of one that is compiled, of its parts, and of all sizes of one."""
+    whole = products(4)
+    parts = cut(whole, [len(whole.steps) // 2], "part")
+    of_sizes = products(4, ExtentScope().symbol("n", 48))
+    bound = of_sizes.at({"n": 5})
+    for program in (whole, of_sizes, bound, *(part.program for part in parts)):
+        assert program.beside == steps_beside(program.steps, program.layout.views)
+    assert bound.beside is of_sizes.beside and of_sizes.beside.spans
+
+
 def test_a_chain_alone_has_nothing_beside_it():
     def body(emit, x, w):
         for _ in range(5):

@@ -236,3 +236,22 @@ def test_rows_that_lie_in_another_order_are_copied(most, monkeypatch):
         (True, False),
         (False, True),
     ]
+
+
+class Folded(nn.Module):
+    """Its gradient lies along more axes than a kernel has loops."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 2)
+
+    def forward(self, words):
+        return self.words(words).permute(*reversed(range(10)))
+
+
+@pytest.mark.parametrize("most", [9, 2**14])
+def test_rows_that_no_loops_walk_are_copied_by_the_library(most, monkeypatch):
+    monkeypatch.setattr("bridge.compile.cuda.scatter._MOST_ROWS", most)
+    steps = steps_of(Folded(), torch.randint(0, 16, [2] * 9))
+    kinds = [type(step) for step in steps if step.name == "copy" or "embedding_backward" in step.name]
+    assert kinds == [CallLibrary, Launch]
