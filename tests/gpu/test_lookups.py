@@ -36,6 +36,11 @@ def gradient(module, indices, grad):
     return module.weight.grad
 
 
+def roundings(dtype, times):
+    """Half of a sum's rounding errors, of two sums of so many addends in two orders; halves add up in float32."""
+    return times if dtype == torch.float64 else 1
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_gradients(case, dtype):
@@ -50,7 +55,8 @@ def test_gradients(case, dtype):
         found = gradient(ours, indices, grad).clone()
         wanted = gradient(copy.deepcopy(eager).double(), indices, grad.double())
         size = gradient(copy.deepcopy(eager).double(), indices, grad.double().abs())
-        assert bool(((found - wanted).abs() <= torch.finfo(dtype).eps * size).all())
+        times = torch.bincount(indices.flatten(), minlength=table).clamp(1)[:, None]
+        assert bool(((found - wanted).abs() <= torch.finfo(dtype).eps * roundings(dtype, times) * size).all())
         assert torch.equal(gradient(ours, indices, grad), found)
     assert not stats(ours).misses
 
