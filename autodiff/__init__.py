@@ -6,6 +6,7 @@ Given a :class:`Body` instead, a pass edits it: several passes in a row build no
 """
 
 from autodiff import gradients
+from autodiff.absent_grad_outs import without_grad_outs
 from autodiff.biased_products import biased_products
 from autodiff.body import Body, RewriteCounts
 from autodiff.channels_last import channels_behind
@@ -49,6 +50,7 @@ __all__ = [
     "seed_vjp",
     "spell_out",
     "unique_names",
+    "without_grad_outs",
     "zapp_like",
     "zero_zapp",
 ]

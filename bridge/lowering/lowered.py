@@ -241,17 +241,29 @@ class LoweredCall:
     @cached_property
     def expected_backward(self) -> Function | None:
         """The backward of a call in which the expected outputs got a grad_out; ``None`` if nothing requires grad."""
-        whole = self.expected == self.differentiable
-        return self.backward if whole else self._rebuilt_backward(self.expected)
+        return self._backward_of(self.expected)
 
     def backward_for(self, outputs: tuple[int, ...]) -> Function:
         """The backward for a call in which only these outputs got a grad_out, from the same saved tensors."""
+        return self.expected_backward if outputs == self.expected else self._backward_of(outputs)
+
+    def _backward_of(self, outputs: tuple[int, ...]) -> Function | None:
         if outputs == self.differentiable:
             return self.backward
-        return self.expected_backward if outputs == self.expected else self._rebuilt_backward(outputs)
-
-    def _rebuilt_backward(self, outputs: tuple[int, ...]) -> Function:
         gradients = self.gradients_for(outputs)
+        narrowed = self._narrowed_backward(outputs, gradients)
+        return self._rebuilt_backward(outputs, gradients) if narrowed is None else narrowed
+
+    def _narrowed_backward(self, outputs: tuple[int, ...], gradients: tuple[int, ...]) -> Function | None:
+        """The backward of all outputs without the others' grad_outs, in a fraction of the time of another one."""
+        if outputs != tuple(output for output in self.differentiable if output in outputs):
+            return None
+        grad_outs = len(self.backward.params) - len(self.differentiable)
+        absent = [place for place, output in enumerate(self.differentiable, grad_outs) if output not in outputs]
+        results = [place for place, index in enumerate(self.wanted) if index in gradients]
+        return autodiff.without_grad_outs(self.backward, absent, results)
+
+    def _rebuilt_backward(self, outputs: tuple[int, ...], gradients: tuple[int, ...]) -> Function:
         joint = autodiff.clean_joint(autodiff.differentiate(self.whole_forward, outputs, gradients))
         backward = rebuild_backward(joint, self.plan, num_primals=self.num_primals, num_outputs=self.num_results)
         return autodiff.join_products(backward)

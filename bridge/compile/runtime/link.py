@@ -68,11 +68,11 @@ def assemble(
     clock.stop("fuse")
     stored = _stored(graph, groups)
     groups = [group for group in groups if any(value in stored for value in group.made)]
-    generate = functools.cache(backend.kernel)
+    generate, apart = functools.cache(backend.kernel), functools.cache(backend.apart)
     reached: dict[Dim, None] = {}
     results = {operand.value for operand in graph.results}
     steps = chained(together(groups, backend), stored, results, backend)
-    kernels = [kernel_of(step, stored, backend, generate, reached) for step in steps]
+    kernels = [kernel_of(step, stored, backend, generate, apart, reached) for step in steps]
     guard_indices(reached)
     clock.stop("generate")
     linker = _Linker(graph, [one(step) for step in steps], kernels, name, bodies or {}, generate)

@@ -57,10 +57,17 @@ def one(step: Sequence[Group]) -> Group:
 
 
 def kernel_of(
-    step: Sequence[Group], stored: set[Value], backend: Backend, generate: Callable, reached: dict[Dim, None]
+    step: Sequence[Group],
+    stored: set[Value],
+    backend: Backend,
+    generate: Callable,
+    apart: Callable,
+    reached: dict[Dim, None],
 ) -> Kernel | LibraryCall | None:
-    """How groups are computed, ``generate`` making kernels of plans; ``None`` if all that one makes has no elements.
+    """How groups are computed; ``None`` if all that one makes has no elements.
 
+    ``generate`` makes kernels of plans, ``apart`` makes two of one, see
+    :meth:`~bridge.compile.backend.Backend.apart`: the same of equal plans, which are compiled once.
     ``reached`` collects the numbers of elements of tensors whose indices are short.
     """
     group, node = step[0], step[0].nodes[0]
@@ -86,11 +93,11 @@ def kernel_of(
         planned = plan_rows(group, stored, backend)
     if planned.plan.index_type == "int32":
         reached.update(dict.fromkeys(value.numel for value in (*planned.inputs, *planned.outputs)))
-    apart = backend.apart(planned.plan)
-    if apart is None:
+    two = apart(planned.plan)
+    if two is None:
         func = generate(planned.plan)
         return Kernel(func, planned.inputs, planned.outputs, planned.scratch, planned.ops, planned.scalars)
-    return kernel_apart(planned, *apart)
+    return kernel_apart(planned, *two)
 
 
 def kernel_apart(planned: Planned[RowPlan], func: PrimFunc, finish: PrimFunc) -> Kernel:

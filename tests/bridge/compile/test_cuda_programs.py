@@ -138,6 +138,21 @@ def test_a_programs_products_are_torchs_and_launches_have_shapes(name, collected
         assert program.backend.device == torch.device("cuda", 0) != backend_for(None).device
 
 
+def test_equal_layers_share_their_kernels():
+    """Those whose sums of columns are added up by a launch of its own, too."""
+    kernels = []
+    for layers in (3, 5):
+        torch.manual_seed(0)
+        backend = Collecting(arch=ARCHES[0])
+        blocks = [nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 48), nn.GELU()) for _ in range(layers)]
+        lowered = lower(nn.Sequential(*blocks), rows(64, 48))
+        options = CompileOptions.current(backend)
+        program = compile_function(lowered.expected_backward, name="stack", options=options)
+        kernels.append(len(backend.kernels))
+        assert sum(isinstance(step, Launch) for step in program.steps) >= 3 * layers
+    assert kernels[0] == kernels[1]
+
+
 @pytest.mark.parametrize("tf32", [False, True])
 def test_products_of_few_rows_in_tf32_are_cublas_lts(tf32, monkeypatch):
     monkeypatch.setattr("bridge.compile.cuda.backend.products_are_tf32", lambda: tf32)

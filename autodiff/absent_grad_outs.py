@@ -1,0 +1,103 @@
+"""Absent grad_outs: a backward -> the backward of calls in which some outputs got no gradient.
+
+Autograd leaves an output's gradient undefined where nothing was computed from the output, as from the logits where the
+model returns a loss as well. Then nothing is computed from that gradient either: what is linear in it is absent, a sum
+has a term less. It is not a gradient of zeros, which would meet infinities and NaN on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from autodiff.body import Binding, Body
+from autodiff.extents import same_shape
+from autodiff.ir import Expr, Function, Var, dtype, shape
+from autodiff.ops import having
+from autodiff.views import deduplicate_views
+
+__all__ = ["without_grad_outs"]
+
+
+def without_grad_outs(backward: Function, absent: Collection[int], results: Sequence[int]) -> Function | None:
+    """The function of the other parameters and of these results, in which nothing is computed from those parameters.
+
+    Args:
+        backward: linear in the parameters ``absent``, as a vector-Jacobian product is in its grad_outs.
+        absent: places of parameters.
+        results: places of results, in order.
+
+    Returns:
+        ``None`` where there is no rule for an operator, or where a result is computed from nothing else.
+    """
+    body = Body.of(backward)
+    since = body.tick()
+    params = [body.binding(param) for param in body.params]
+    gone = dict.fromkeys(params[place] for place in absent)
+    replaced: dict[Binding, Expr] = {}
+    remaining = []
+    for binding in body.bindings:
+        body.substitute(binding, replaced)
+        if gone.keys().isdisjoint(binding.reads):
+            remaining.append(binding)
+            continue
+        rule = _RULES.get(binding.op)
+        args = () if rule is None else binding.value.args[:]
+        left = None if rule is None else rule(*(_ABSENT if body.binding(arg) in gone else arg for arg in args))
+        if left is None:
+            return None
+        if left is _ABSENT:
+            gone[binding] = None
+        elif (
+            isinstance(left, Var) and dtype(left) == dtype(binding.var) and same_shape(shape(left), shape(binding.var))
+        ):
+            replaced[binding] = left
+        else:
+            return None
+    body.outputs = [body.outputs[place] for place in results]
+    if not gone.keys().isdisjoint(body.returned()):
+        return None
+    body.finish(remaining, replaced)
+    for binding in reversed(gone):
+        body.undefine(binding)
+    body.params = [param.var for param in params if param not in gone]
+    body.prune()
+    edits = -1
+    while edits != body.edits:  # of what a term has gone from, then of what that has changed
+        edits, started = body.edits, body.tick()
+        deduplicate_views(body, since)
+        since = started
+    return body.function()
+
+
+_ABSENT = object()
+"""In the place of an operand, or of a result."""
+
+_Rule = Callable[..., Expr | object | None]
+"""Operands of a call, some of them absent -> what it computes: another of its operands, or nothing."""
+
+
+def _linear(x: object, *rest: object) -> object | None:
+    return _ABSENT if x is _ABSENT and _ABSENT not in rest else None
+
+
+def _bilinear(x: object, y: object) -> object:
+    return _ABSENT
+
+
+def _sum(x: object, y: object) -> object:
+    return y if x is _ABSENT else x
+
+
+def _difference(x: object, y: object) -> object | None:
+    return x if y is _ABSENT else None
+
+
+_RULES: dict[str | None, _Rule] = {
+    **dict.fromkeys([*having("view", "plain"), "relax.astype", "relax.negative", "relax.sum"], _linear),
+    "relax.strided_slice": _linear,
+    "relax.divide": _linear,
+    "relax.multiply": _bilinear,
+    "relax.matmul": _bilinear,
+    "relax.add": _sum,
+    "relax.subtract": _difference,
+}
