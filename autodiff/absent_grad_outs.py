@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from autodiff.body import Binding, Body
+from autodiff.clean import until_settled
 from autodiff.extents import same_shape
 from autodiff.ir import Expr, Function, Var, dtype, shape
 from autodiff.ops import having
@@ -30,7 +31,7 @@ def without_grad_outs(backward: Function, absent: Collection[int], results: Sequ
         ``None`` where there is no rule for an operator, or where a result is computed from nothing else.
     """
     body = Body.of(backward)
-    since = body.tick()
+    edited = body.tick()
     params = [body.binding(param) for param in body.params]
     gone = dict.fromkeys(params[place] for place in absent)
     replaced: dict[Binding, Expr] = {}
@@ -40,19 +41,13 @@ def without_grad_outs(backward: Function, absent: Collection[int], results: Sequ
         if gone.keys().isdisjoint(binding.reads):
             remaining.append(binding)
             continue
-        rule = _RULES.get(binding.op)
-        args = () if rule is None else binding.value.args[:]
-        left = None if rule is None else rule(*(_ABSENT if body.binding(arg) in gone else arg for arg in args))
+        left = _left(binding, gone, body)
         if left is None:
             return None
         if left is _ABSENT:
             gone[binding] = None
-        elif (
-            isinstance(left, Var) and dtype(left) == dtype(binding.var) and same_shape(shape(left), shape(binding.var))
-        ):
-            replaced[binding] = left
         else:
-            return None
+            replaced[binding] = left
     body.outputs = [body.outputs[place] for place in results]
     if not gone.keys().isdisjoint(body.returned()):
         return None
@@ -61,12 +56,21 @@ def without_grad_outs(backward: Function, absent: Collection[int], results: Sequ
         body.undefine(binding)
     body.params = [param.var for param in params if param not in gone]
     body.prune()
-    edits = -1
-    while edits != body.edits:  # of what a term has gone from, then of what that has changed
-        edits, started = body.edits, body.tick()
-        deduplicate_views(body, since)
-        since = started
+    until_settled(body, [deduplicate_views], edited)
     return body.function()
+
+
+def _left(binding: Binding, gone: Collection[Binding], body: Body) -> Expr | object | None:
+    """What a call computes of operands some of which are gone; ``None``: there is no rule, or it has another type."""
+    rule = _RULES.get(binding.op)
+    if rule is None:
+        return None
+    left = rule(*(_ABSENT if body.binding(arg) in gone else arg for arg in binding.value.args[:]))
+    if left is None or left is _ABSENT:
+        return left
+    var = binding.var
+    is_alike = isinstance(left, Var) and dtype(left) == dtype(var) and same_shape(shape(left), shape(var))
+    return left if is_alike else None
 
 
 _ABSENT = object()
@@ -77,7 +81,7 @@ _Rule = Callable[..., Expr | object | None]
 
 
 def _linear(x: object, *rest: object) -> object | None:
-    return _ABSENT if x is _ABSENT and _ABSENT not in rest else None
+    return _ABSENT if x is _ABSENT and all(each is not _ABSENT for each in rest) else None
 
 
 def _bilinear(x: object, y: object) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from autodiff.body import Body, on_functions
@@ -18,7 +18,7 @@ from autodiff.undefined_gradients import undefined_gradients
 from autodiff.views import deduplicate_views
 from autodiff.zapp import one_zapp, zapp_like, zero_zapp
 
-__all__ = ["PASSES", "clean", "clean_joint", "project_tuples"]
+__all__ = ["PASSES", "clean", "clean_joint", "project_tuples", "until_settled"]
 
 
 @on_functions
@@ -56,8 +56,15 @@ def clean(body: Body, *, merge_casts: bool = True) -> None:
     parameter or another result may itself become a result, and a result may occur twice.
     """
     cse = common_subexpression_elimination
-    passes = [partial(cse, merge_casts=merge_casts) if apply is cse else apply for apply in PASSES]
-    since = [0] * len(passes)
+    until_settled(body, [partial(cse, merge_casts=merge_casts) if apply is cse else apply for apply in PASSES])
+
+
+def until_settled(body: Body, passes: Sequence[Callable[..., object]], first: int = 0) -> None:
+    """Applies passes in turn until none changes anything; each looks at what has changed since it was applied last.
+
+    ``first``: the clock since when bindings count as changed to begin with; 0: all do.
+    """
+    since = [first] * len(passes)
     while True:
         before = body.edits
         for index, apply in enumerate(passes):

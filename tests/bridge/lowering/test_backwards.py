@@ -50,9 +50,11 @@ def call():
 @pytest.mark.parametrize("outputs", [(0,), (0, 1), (0, 2)], ids=str)
 def test_it_is_the_backward_of_these_outputs_alone(outputs):
     lowered = lower(Classifier().to(DEVICE), call())
-    rebuilt = lowered._rebuilt_backward(outputs, lowered.gradients_for(outputs))
+    gradients = lowered.gradients_for(outputs)
+    rebuilt = lowered._rebuilt_backward(outputs, gradients)
     assert lowered.backward_for(outputs) is not lowered.backward
     assert structural_equal(lowered.backward_for(outputs), rebuilt)
+    assert structural_equal(lowered._narrowed_backward(outputs, gradients), rebuilt)
 
 
 def test_the_forward_is_differentiated_once(monkeypatch):
