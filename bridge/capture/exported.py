@@ -68,14 +68,9 @@ def export(
         with (
             lstm_as_in_eager(),
             tracers_hooks_removed(),
-            watched(),
-            DataIsDetached(),
-            WholeFunctions(),
             functions.traced(),
-            upsamples_cast(),
-            SymbolicFormulas() if dims else nullcontext(),
             fake_results_not_kept() if dims else nullcontext(),
-            _forward_as_exported(module, _spelled_out(module, args, kwargs) if dims else None),
+            _forward_as_exported(module, _spelled_out(module, args, kwargs) if dims else None, bool(dims)),
         ):
             return torch.export.export(
                 module, stand_in_args, stand_in_kwargs, dynamic_shapes=_shapes(dims, leaves), strict=False
@@ -91,7 +86,7 @@ def export(
 
 
 @contextmanager
-def _forward_as_exported(module: nn.Module, signature: inspect.Signature | None) -> Iterator[None]:
+def _forward_as_exported(module: nn.Module, signature: inspect.Signature | None, dims: bool) -> Iterator[None]:
     """While active, for this thread alone: objects that forward returns are the pytree nodes that they are observed as.
 
     ``signature``: what forward says that it takes; ``None``: its own.
@@ -102,7 +97,15 @@ def _forward_as_exported(module: nn.Module, signature: inspect.Signature | None)
 
     @functools.wraps(forward)
     def packing(*args: Any, **kwargs: Any) -> Any:
-        with SymbolicNumberIndices(), _replaced_buffers_written(module):
+        with (
+            watched(),
+            DataIsDetached(),
+            WholeFunctions(),
+            upsamples_cast(),
+            SymbolicFormulas() if dims else nullcontext(),
+            SymbolicNumberIndices(),
+            _replaced_buffers_written(module),
+        ):
             return packed(forward(*args, **kwargs))
 
     if signature is not None:
