@@ -11,9 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from autodiff.body import Binding, Body
 from autodiff.clean import until_settled
+from autodiff.constants import splat
 from autodiff.extents import same_shape
 from autodiff.ir import Expr, Function, Var, dtype, shape
 from autodiff.ops import having
+from autodiff.rewrite import BodyScope, Scope
 from autodiff.views import deduplicate_views
 
 __all__ = ["without_grad_outs"]
@@ -34,6 +36,7 @@ def without_grad_outs(backward: Function, absent: Collection[int], results: Sequ
     edited = body.tick()
     params = [body.binding(param) for param in body.params]
     gone = dict.fromkeys(params[place] for place in absent)
+    scope = BodyScope(body)
     replaced: dict[Binding, Expr] = {}
     remaining = []
     for binding in body.bindings:
@@ -41,7 +44,7 @@ def without_grad_outs(backward: Function, absent: Collection[int], results: Sequ
         if gone.keys().isdisjoint(binding.reads):
             remaining.append(binding)
             continue
-        left = _left(binding, gone, body)
+        left = _left(binding, gone, body, scope)
         if left is None:
             return None
         if left is _ABSENT:
@@ -60,12 +63,12 @@ def without_grad_outs(backward: Function, absent: Collection[int], results: Sequ
     return body.function()
 
 
-def _left(binding: Binding, gone: Collection[Binding], body: Body) -> Expr | object | None:
+def _left(binding: Binding, gone: Collection[Binding], body: Body, scope: Scope) -> Expr | object | None:
     """What a call computes of operands some of which are gone; ``None``: there is no rule, or it has another type."""
     rule = _RULES.get(binding.op)
     if rule is None:
         return None
-    left = rule(*(_ABSENT if body.binding(arg) in gone else arg for arg in binding.value.args[:]))
+    left = rule(scope, *(_ABSENT if body.binding(arg) in gone else arg for arg in binding.value.args[:]))
     if left is None or left is _ABSENT:
         return left
     var = binding.var
@@ -77,23 +80,30 @@ _ABSENT = object()
 """In the place of an operand, or of a result."""
 
 _Rule = Callable[..., Expr | object | None]
-"""Operands of a call, some of them absent -> what it computes: another of its operands, or nothing."""
+"""Operands of a call, some of them absent -> what it computes: another of its operands, or nothing.
+Takes the scope of their definitions first."""
 
 
-def _linear(x: object, *rest: object) -> object | None:
+def _linear(scope: Scope, x: object, *rest: object) -> object | None:
     return _ABSENT if x is _ABSENT and all(each is not _ABSENT for each in rest) else None
 
 
-def _bilinear(x: object, y: object) -> object:
+def _bilinear(scope: Scope, x: object, y: object) -> object:
     return _ABSENT
 
 
-def _sum(x: object, y: object) -> object:
+def _sum(scope: Scope, x: object, y: object) -> object:
     return y if x is _ABSENT else x
 
 
-def _difference(x: object, y: object) -> object | None:
+def _difference(scope: Scope, x: object, y: object) -> object | None:
     return x if y is _ABSENT else None
+
+
+def _choice(scope: Scope, condition: object, x: object, y: object) -> object | None:
+    """The gradient of one arm of a choice: what the other one chose is zeros."""
+    nothing = [each is _ABSENT or splat(each, scope) == 0 for each in (x, y)]
+    return _ABSENT if condition is not _ABSENT and all(nothing) else None
 
 
 _RULES: dict[str | None, _Rule] = {
@@ -104,4 +114,5 @@ _RULES: dict[str | None, _Rule] = {
     "relax.matmul": _bilinear,
     "relax.add": _sum,
     "relax.subtract": _difference,
+    "relax.where": _choice,
 }

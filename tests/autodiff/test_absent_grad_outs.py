@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tvm.relax import op
+from tvm.relax import const, op
 
 from autodiff import without_grad_outs
 from autodiff.ir import bindings, op_name, results
@@ -34,6 +34,12 @@ LINEAR = {
     ),
     "a term of terms": lambda s, there, absent, x: op.multiply(
         x, s.emit(op.add(s.emit(op.add(absent, s.emit(op.multiply(absent, x)))), there))
+    ),
+    "the part that was chosen": lambda s, there, absent, x: op.add(
+        there, s.emit(op.where(s.emit(op.greater(x, there)), absent, const(0.0, "float64")))
+    ),
+    "the part that was not": lambda s, there, absent, x: op.add(
+        there, s.emit(op.where(s.emit(op.greater(x, there)), s.emit(op.zeros((4, 6), "float64")), absent))
     ),
     "casts": lambda s, there, absent, x: op.add(
         there, s.emit(op.astype(s.emit(op.astype(absent, "float32")), "float64"))
