@@ -133,6 +133,7 @@ def test_row_kernels_on_a_gpu(monkeypatch, capsys):
     assert kernels == ["| GELU + bias forward", "| GELU + bias backward"]
 
 
+@pytest.mark.sweep
 def test_recurrent(tmp_path, monkeypatch, capsys):
     path = tmp_path / "recurrent.json"
     monkeypatch.setattr("sys.argv", ["python"])

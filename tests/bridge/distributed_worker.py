@@ -34,7 +34,7 @@ from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.dynamo.backend import graphs
 
 WORLD = 2
-STEPS = 10
+STEPS = 6
 ROWS, WIDTH = 5, 8
 
 Report = dict[str, Any]
@@ -46,11 +46,11 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
+    return torch.optim.AdamW(parameters, lr=2e-3)
 
 
 def sharded_adamw(parameters: Any) -> torch.optim.Optimizer:
-    return ZeroRedundancyOptimizer(list(parameters), torch.optim.AdamW, lr=1e-3)
+    return ZeroRedundancyOptimizer(list(parameters), torch.optim.AdamW, lr=2e-3)
 
 
 class Net(nn.Module):

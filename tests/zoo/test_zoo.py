@@ -9,10 +9,10 @@ STEPS = 15
 SLOW = ("char_model", "diffusion_unet", "lstm", "mae", "mamba", "neural_ode", "vit")
 """Over three seconds, most of them to add."""
 
-ALWAYS = {"accumulation", "clip", "dlrm", "lora_hook", "maml", "moe_token_choice", "ppo", "vqvae", "word2vec"}
-"""Which train in a way of their own: accumulation with an averaged copy, two towers, bags, hooks, double backward,
-numbers that decide, several epochs of one batch, a straight-through gradient, negative samples. The layers of the
-others (U-Nets, transformers, loops over time, experts, adversaries) are those of models that other tests train."""
+ALWAYS = {"accumulation", "lora_hook", "maml", "moe_token_choice", "ppo", "vqvae", "word2vec"}
+"""Which train in a way of their own: accumulation with an averaged copy, hooks, double backward, numbers that decide,
+several epochs of one batch, a straight-through gradient, negative samples. The layers of the others (U-Nets,
+transformers, two towers, bags, loops over time, experts, adversaries) are those of models that other tests train."""
 
 
 def _parameters():

@@ -269,7 +269,13 @@ def test_code_and_attributes_are_part_of_the_key(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("module", [Outputs(), nn.LSTM(12, 5), nn.TransformerEncoderLayer(12, 2, 24, batch_first=True)])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(Outputs(), nn.LSTM(12, 5)),
+        pytest.param(nn.TransformerEncoderLayer(12, 2, 24, batch_first=True), marks=pytest.mark.sweep),
+    ],
+)
 def test_graphs_are_written_down(module):
     x = torch.randn(6, 12) if isinstance(module, Outputs) else torch.randn(4, 6, 12)
     graph = bridge.lower(module, x).captured.graph

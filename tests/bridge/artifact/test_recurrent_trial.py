@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from bridge.compile.cpu import host
 from bridge.lowering import recurrent_trial
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import Call, assert_same, run
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.cpu("oneDNN's kernel is the host's")
 
@@ -35,7 +37,16 @@ def as_another_process():
 
 
 @pytest.fixture
-def measured(monkeypatch):
+def measured(tried, monkeypatch):
+    """As :func:`tried`, without compiling the forms, which most tests do not run."""
+    monkeypatch.setattr(
+        recurrent_trial, "_runs", lambda *_: dict.fromkeys((recurrent_trial._KERNEL, recurrent_trial._LOOP))
+    )
+    return tried
+
+
+@pytest.fixture
+def tried(monkeypatch):
     """The forms of each trial; the seconds of the loop, which the test may set, beside 1.0 of the kernel."""
 
     class Trials(list):
@@ -71,8 +82,13 @@ def forms(module, x):
 LOOP, KERNEL = (True, False), (False, True)
 
 
-@pytest.mark.parametrize(("loop", "wanted"), [(0.9, LOOP), (1.0, KERNEL), (1.5, KERNEL)])
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("grad", "loop", "wanted"),
+    sampled(
+        [(grad, *each) for grad in (True, False) for each in ((0.9, LOOP), (1.0, KERNEL), (1.5, KERNEL))],
+        [(True, 0.9, LOOP), (True, 1.0, KERNEL), (False, 0.9, LOOP)],
+    ),
+)
 def test_the_quicker_form_is_taken(measured, loop, wanted, grad):
     measured.loop = loop
     with torch.set_grad_enabled(grad):
@@ -80,8 +96,9 @@ def test_the_quicker_form_is_taken(measured, loop, wanted, grad):
     assert len(measured) == 1
 
 
-@pytest.mark.parametrize("loop", [0.5, 2.0])
-@pytest.mark.parametrize("steps", [1, 2, 7, 64])
+@pytest.mark.parametrize(
+    ("steps", "loop"), sampled(itertools.product((1, 2, 7, 64), (0.5, 2.0)), [(1, 0.5), (7, 0.5), (7, 2.0)])
+)
 def test_either_form_has_eagers_numbers(measured, loop, steps):
     measured.loop = loop
     module = lstm(num_layers=2, bidirectional=True)
@@ -119,29 +136,29 @@ def test_both_forms_run_and_nobody_notices(monkeypatch):
     assert kernel > 0 and loop > 0
 
 
-def test_the_forms_of_a_trial_do_the_same(measured):
+def test_the_forms_of_a_trial_do_the_same(tried):
     """What a trial times is the layer: outputs, and gradients of all that has one."""
     forms(lstm(), sample())
-    (functions,) = measured
+    (functions,) = tried
     kernel, loop = ([each.clone() for each in step()] for step in functions.values())
     assert len(kernel) == len(loop) == 5
     for one, other in zip(kernel, loop, strict=True):
         torch.testing.assert_close(one, other, **ROUNDING)
 
 
-def test_inputs_without_a_gradient_have_a_trial_of_their_own(measured):
+def test_inputs_without_a_gradient_have_a_trial_of_their_own(tried):
     """The loop saves a product of three there."""
     forms(lstm(num_layers=2), sample(grad=False))
-    first, second = measured
+    first, second = tried
     counts = [[len(step()) for step in functions.values()] for functions in (first, second)]
     assert counts == [[4, 4], [5, 5]], "the second layer's inputs have one"
     embedded = nn.Sequential(nn.Linear(16, 16), lstm())
     forms(embedded, sample(grad=False))
-    assert len(measured) == 3 and [len(step()) for step in measured[2].values()] == [5, 5]
+    assert len(tried) == 3 and [len(step()) for step in tried[2].values()] == [5, 5]
     with torch.no_grad():
         forms(lstm(), sample(grad=True))
         forms(lstm(), sample(grad=False))
-    assert len(measured) == 4
+    assert len(tried) == 4
 
 
 def test_a_trial_is_made_once_per_machine_and_threads(measured, monkeypatch):

@@ -16,11 +16,14 @@ from tests.bridge.artifact.works import looped, tuned
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 
 
+@pytest.mark.sweep  # killed writers, and claims of who was killed, are in test_store.py and test_once.py
 def test_a_process_that_is_killed_leaves_whole_files():
     assert kill_at_random(looped, 2, random.Random(0))["killed"] >= 2
 
 
-@pytest.mark.parametrize(("work", "kind"), [(looped, "lowering"), (tuned, "tuning")])
+@pytest.mark.parametrize(
+    ("work", "kind"), [pytest.param(looped, "lowering", marks=pytest.mark.sweep), (tuned, "tuning")]
+)
 def test_flipped_bytes_cost_a_compilation(work, kind, tmp_path):
     expected = bits_on(tmp_path, work)
     for path in artifacts(tmp_path)[kind]:

@@ -80,7 +80,15 @@ def _(x):
 _HOST = pytest.mark.cpu("torch has this operator on the CPU alone")
 
 
-_ALIKE = {"eigenvalues", "eigenvectors", "singular vectors", "one factor of three", "polynomials", "correlations"}
+_ALIKE = {
+    "eigenvalues",
+    "eigenvectors",
+    "singular vectors",
+    "one factor of three",
+    "polynomials",
+    "correlations",
+    "condition",
+}
 """Of whose kind another one is here: in which results are differentiated, what they are given."""
 
 

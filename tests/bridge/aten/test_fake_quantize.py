@@ -10,6 +10,7 @@ from torch.ao.quantization import default_fake_quant, default_fused_act_fake_qua
 from bridge import add_tvm_dispatch, stats
 from tests.bridge.compare import Call, Function, assert_same, run
 from tests.device import DEVICE
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -53,7 +54,10 @@ def test_bits_and_gradients_are_eagers(form):
     compare(Function(function), Call((torch.randn(6, 5, requires_grad=True), *rest)))
 
 
-@pytest.mark.parametrize("make", [default_fake_quant, default_fused_act_fake_quant, default_weight_fake_quant])
+OBSERVERS = [default_fake_quant, default_fused_act_fake_quant, default_weight_fake_quant]
+
+
+@pytest.mark.parametrize("make", sampled(OBSERVERS, OBSERVERS[:2]))
 def test_observers_move_as_in_eager(make):
     torch.manual_seed(0)
     module, x = make().train().to(DEVICE), torch.randn(6, 5, requires_grad=True)

@@ -54,7 +54,7 @@ def leaf(*extents):
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("name", sampled(marked(LAYERS), ("lstm_deep", "lstm_projected", "gru_both_ways", "rnn_tanh")))
+@pytest.mark.parametrize("name", sampled(marked(LAYERS), ("lstm_deep", "gru_both_ways", "rnn_tanh")))
 def test_layers(name):
     module = check_module(LAYERS[name], lambda: leaf(4, 3, 3), calls=2)
     assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
@@ -122,7 +122,7 @@ def test_which_layers_stay_cudnns(monkeypatch, cell, element_type, is_tf32, stat
     ("name", "dtype"),
     sampled(
         itertools.product(("lstm_three", "gru_both_ways", "rnn_relu"), (torch.float16, torch.bfloat16)),
-        [("lstm_three", torch.bfloat16), ("gru_both_ways", torch.float16)],
+        [("gru_both_ways", torch.float16)],
     ),
     ids=str,
 )
@@ -153,10 +153,13 @@ LOOPED = {**LAYERS, "lstm_with_many_columns": lambda: nn.LSTM(3, 256)}
 @pytest.mark.cpu("on a GPU each length has loops of its own")
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *((name, torch.float64) for name in ("lstm_deep", "lstm_projected_no_bias", "gru_both_ways", "rnn_relu")),
-        ("lstm_with_many_columns", torch.float32),  # oneDNN's kernel in eager, and a loop here
-    ],
+    sampled(
+        [
+            *((name, torch.float64) for name in ("lstm_deep", "lstm_projected_no_bias", "gru_both_ways", "rnn_relu")),
+            ("lstm_with_many_columns", torch.float32),  # oneDNN's kernel in eager, and a loop here
+        ],
+        lambda case: case[0] not in ("gru_both_ways", "rnn_relu"),
+    ),
 )
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_loops_of_all_lengths_are_one_entry(name, dtype):
@@ -208,34 +211,32 @@ def test_a_length_that_varies_is_refused_where_steps_one_by_one_would_be_slower(
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("result", sampled([0, 1, 2], [0, 2]))
+@pytest.mark.parametrize("result", sampled([0, 1, 2], [2]))
 def test_one_step_of_a_projected_lstm(result):
     """Its cells do not depend on the projection, which has no gradient from them."""
     make = lambda: WithStates(nn.LSTM(3, 5, proj_size=2, num_layers=2, bidirectional=True), result)  # noqa: E731
     check_module(make, lambda: (leaf(1, 2, 3), leaf(4, 2, 2), leaf(4, 2, 5)), calls=1)
 
 
-@pytest.mark.parametrize("result", sampled([0, 1, 2], [0, 2]))
+@pytest.mark.parametrize("result", sampled([0, 1, 2], [2]))
 def test_lstm_with_given_states(result):
     make = lambda: WithStates(nn.LSTM(3, 4, bidirectional=True), result)  # noqa: E731
     check_module(make, lambda: (leaf(5, 2, 3), leaf(2, 2, 4), leaf(2, 2, 4)))
 
 
-@pytest.mark.parametrize(
-    ("kind", "result"), sampled(itertools.product((nn.GRU, nn.RNN), (0, 1)), [(nn.GRU, 0), (nn.RNN, 1)])
-)
+@pytest.mark.parametrize(("kind", "result"), sampled(itertools.product((nn.GRU, nn.RNN), (0, 1)), [(nn.RNN, 1)]))
 def test_given_state(kind, result):
     make = lambda: WithStates(kind(3, 4, num_layers=2, batch_first=True), result)  # noqa: E731
     check_module(make, lambda: (leaf(2, 5, 3), leaf(2, 2, 4)))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", sampled([nn.LSTM, nn.GRU], [nn.GRU]))
 def test_without_a_batch(kind):
     check_module(lambda: kind(3, 4), lambda: leaf(5, 3))
 
 
 @DROPS
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", sampled([True, False], [True]))
 def test_an_lstm_in_float32_is_eagers_kernel(bias):
     def make():
         torch.manual_seed(0)
@@ -267,7 +268,7 @@ def test_steps_are_not_unrolled(name):
     assert few == many
 
 
-@pytest.mark.parametrize("name", sampled(["lstm_three", "gru_both_ways"], ["lstm_three"]))
+@pytest.mark.parametrize("name", sampled(["lstm_three", "gru_both_ways"], ["gru_both_ways"]))
 def test_the_stages_agree_with_each_other(name):
     found = lower(LAYERS[name](), leaf(4, 3, 3)).check()
     assert found.ok, found

@@ -156,11 +156,16 @@ def _square(x: torch.Tensor) -> torch.Tensor:
 
 ALONE = ("draws", "computed draws", "reading", "position", "numbers")
 """They draw, or read numbers."""
-TOGETHER = [name for name in ALL_SIZES if name not in ALONE]
+OF_SHAPES = ("views", "selected", "scans", "gathered", "classes", "products", "diagonals", "parts")
+"""By rules of shapes alone: no size becomes a number in them."""
+TOGETHER = [name for name in ALL_SIZES if name not in (*ALONE, *OF_SHAPES)]
+GROUPS = [*((name,) for name in ALONE), *(TOGETHER[at::6] for at in range(6)), *(OF_SHAPES[at::2] for at in range(2))]
 
 
 @pytest.mark.parametrize(
-    "names", [*((name,) for name in ALONE), *(TOGETHER[at::8] for at in range(8))], ids=lambda names: ", ".join(names)
+    "names",
+    sampled([pytest.param(tuple(names)) for names in GROUPS], lambda names: names[0] not in OF_SHAPES),
+    ids=", ".join,
 )
 def test_at_all_sizes(names):
     function = Of(lambda x: [ALL_SIZES[name](x) for name in names])

@@ -17,12 +17,13 @@ from bridge.lowering import reuse
 _HAS_FROZEN = collector._has_frozen
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_frozen(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_frozen():
     """As in a process of a user's; the tests' own freezes what it has collected, and knows it (conftest.py)."""
-    monkeypatch.setattr(collector, "_has_frozen", _HAS_FROZEN)
-    gc.unfreeze()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collector, "_has_frozen", _HAS_FROZEN)
+        gc.unfreeze()
+        yield
     gc.collect()
     gc.freeze()
 

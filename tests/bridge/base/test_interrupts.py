@@ -73,9 +73,9 @@ def in_the_middle(monkeypatch):
 
 
 def test_at_random_moments():
-    outcomes, problems = interrupts.series(10, seed=0, seconds=0.5)
+    outcomes, problems = interrupts.series(6, seed=0, seconds=0.5)
     assert not problems
-    assert outcomes["interrupted"] == 10
+    assert outcomes["interrupted"] == 6
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from typing import Any
 
@@ -139,6 +140,9 @@ def main() -> None:
         for name, (then, rest, _) in cases.items():
             module = then if isinstance(then, nn.Module) else Block(then)
             found[group][name] = attempt(module, (X.clone(), *rest))
+    module = add_tvm_dispatch(nn.Linear(4, 2), X)
+    module(X).sum().backward()
+    found["threads"] = [thread.name for thread in threading.enumerate()]
     set_logs("+dispatch")
     found["logged"] = attempt(Block(REFUSED["a shape"][0]), (X,))
     print(json.dumps(found))

@@ -1,10 +1,13 @@
 """``copy_`` of numbers of another type or shape into a buffer: the buffer keeps its form, as in eager."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from tests.bridge.compare import check_module
+from tests.sampling import sampled
 
 
 class Keeps(nn.Module):
@@ -19,7 +22,20 @@ class Keeps(nn.Module):
         return y * self.kept
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool])
-@pytest.mark.parametrize("given", [lambda y: y.sum(0).long(), lambda y: y.mean(), lambda y: y[0].round().short()])
-def test_the_buffer_keeps_its_form(dtype, given):
-    check_module(lambda: Keeps(dtype, given), lambda: torch.randn(5, 4), calls=1)
+GIVEN = {
+    "integers": lambda y: y.sum(0).long(),
+    "a number": lambda y: y.mean(),
+    "small integers": lambda y: y[0].round().short(),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    sampled(
+        itertools.product(GIVEN, (torch.float64, torch.int32, torch.bool)),
+        [("integers", torch.bool), ("a number", torch.int32), ("small integers", torch.float64)],
+    ),
+    ids=str,
+)
+def test_the_buffer_keeps_its_form(given, dtype):
+    check_module(lambda: Keeps(dtype, GIVEN[given]), lambda: torch.randn(5, 4), calls=1)

@@ -112,7 +112,7 @@ def validated(monkeypatch):
     "name",
     sampled(
         [pytest.param(n, marks=ASSERTS) if n == "Categorical" else n for n in DISTRIBUTIONS],
-        lambda name: name not in ("Bernoulli", "Gumbel", "Beta"),
+        lambda name: name not in ("Bernoulli", "Gumbel", "Beta", "kl_divergence"),
     ),
 )
 def test_distributions_with_validation(name, validated):
@@ -141,7 +141,13 @@ RAISING = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=ASSERTS) if "async" in name else name for name in RAISING])
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        [pytest.param(name, marks=ASSERTS) if "async" in name else name for name in RAISING],
+        lambda name: name != "_assert_async without words",
+    ),
+)
 def test_checks_that_raise(name):
     function, good, bad = RAISING[name]
     check(Written(function), good, bad=bad)
@@ -182,7 +188,7 @@ BRANCHES = {
 }
 
 
-@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("name", sampled(BRANCHES, lambda name: name != "allclose"))
 def test_branches(name):
     function, good, other = BRANCHES[name]
     check(Written(function), good, other=other)
@@ -198,7 +204,7 @@ def test_another_number_that_decides_the_same_way_is_a_hit():
 VALUES = [0.5, 0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1e308]
 
 
-@pytest.mark.parametrize("value", sampled(VALUES, lambda value: value in (0.0, math.inf) or math.isnan(value)))
+@pytest.mark.parametrize("value", sampled(VALUES, lambda value: value == 0 or math.isnan(value)))
 def test_a_float_that_is_moved_and_read_must_be_the_same_bit_by_bit(value):
     at_sample = torch.tensor([1.0, value], dtype=F64)
     _, module = dispatched(Written(lambda h, x, t: h(x) * t[1].item()), X, at_sample)
@@ -320,7 +326,7 @@ S = draw(2, 3, 8)
 
 
 def encoder() -> nn.Module:
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
 
 
 def transformer() -> nn.Module:
@@ -336,7 +342,7 @@ TRANSFORMERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(TRANSFORMERS, ["encoder, both", "transformer"]))
+@pytest.mark.parametrize("name", sampled(TRANSFORMERS, ["encoder, causal", "encoder, both"]))
 def test_transformers_with_masks(name):
     make, good, other = TRANSFORMERS[name]
     torch.manual_seed(0)

@@ -75,6 +75,11 @@ def test_the_log_has_the_chain_on_request(seen):
     assert "DynamicOutputShapeException" in seen["logged"]["output"]
 
 
+def test_no_thread_is_left_behind(seen):
+    """As torch.fx leaves the one of a progress bar: from then on, Python warns of every fork."""
+    assert seen["threads"] == ["MainThread"]
+
+
 def masked(x):
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1)
     return encoder(x, mask=torch.ones(5, 5, dtype=torch.bool))

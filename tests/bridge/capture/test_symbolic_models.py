@@ -129,6 +129,7 @@ def test_a_gpt2_model():
     assert guards(lowered) == []
 
 
+@pytest.mark.sweep
 def test_a_llama_model():
     """Torch's attention."""
     from transformers import LlamaConfig, LlamaForCausalLM

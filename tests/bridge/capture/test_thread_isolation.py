@@ -6,15 +6,11 @@ The traced forward itself stops in the middle and lets another thread act before
 import builtins
 import copy
 import math
-import os
 import random
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -23,7 +19,6 @@ import torch
 from torch import nn
 from torch.fx import _symbolic_trace
 
-import bridge
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.tracing import is_capturing
@@ -334,18 +329,6 @@ def test_a_dispatcher_is_not_taken_off_by_who_has_seen_none(monkeypatch):
     other.join(PATIENCE)
     entries = module.__dict__.pop(str(options.COMPILED_CALL)).entries.all
     assert len(uses) >= 2 and len(entries) == 2
-
-
-def test_no_thread_is_left_behind():
-    """As torch.fx leaves the one of a progress bar: from then on, Python warns of every fork."""
-    program = (
-        "import threading, torch; from bridge import add_tvm_dispatch\n"
-        "module = add_tvm_dispatch(torch.nn.Linear(3, 2), torch.randn(4, 3))\n"
-        "module(torch.randn(4, 3)).sum().backward()\n"
-        "assert threading.active_count() == 1, threading.enumerate()"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(bridge.__file__).parents[1])}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=300)
 
 
 def test_a_forward_that_calls_its_parts_in_threads_does_not_hang():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,15 +13,19 @@ from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
 from tests.device import DEVICE
+from tests.sampling import sampled
 
 aten = torch.ops.aten
 MODES = {"bilinear": "upsample_bilinear2d", "nearest": "upsample_nearest2d", "bicubic": "upsample_bicubic2d"}
 
 
-@pytest.fixture(params=["the device's own", "to float32"])
+OWN, WIDENED = "the device's own", "to float32"
+
+
+@pytest.fixture
 def cast(request):
     """Autocast of the processor as of a GPU."""
-    if request.param == "the device's own":
+    if request.param == OWN:
         yield
         return
     if DEVICE.type != "cpu":
@@ -58,9 +63,21 @@ class Decoder(nn.Module):
         return self.second(wide), both * mask, self.third(both).float() + both.split((5, 3), 1)[1].amax(1, keepdim=True)
 
 
-@pytest.mark.parametrize("factor", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dims", [None, {"x": {0: Dim("batch")}}])
+VARYING = {"x": {0: Dim("batch")}}
+
+
+@pytest.mark.parametrize(
+    ("cast", "dims", "mode", "factor"),
+    sampled(
+        itertools.product((OWN, WIDENED), (None, VARYING), MODES, (True, False)),
+        [
+            *((cast, None, "bicubic", False) for cast in (OWN, WIDENED)),
+            *((cast, VARYING, "bilinear", False) for cast in (OWN, WIDENED)),
+            (WIDENED, None, "bilinear", True),
+        ],
+    ),
+    indirect=["cast"],
+)
 def test_types_and_numbers_are_eagers(mode, factor, dims, cast):
     torch.manual_seed(0)
     eager = Decoder(mode, factor)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ class Layer(nn.Module):
         return y, y.cumsum(1), state
 
 
+@cache
 def programs() -> dict[str, Program]:
     """Compiled here and now; how products are computed is not measured, which may come out otherwise elsewhere."""
     chosen = CpuProducts.choose

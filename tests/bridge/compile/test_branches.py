@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,9 +27,11 @@ from bridge.compile.runtime.pool import ArenaPool
 from tests.bridge.compile.host_recorder import alias
 from tests.bridge.compile.random_functions import build, draw, sample
 from tests.bridge.compile.test_cuda_programs import CASES as MODULES
+from tests.bridge.compile.test_cuda_programs import lowered_case
 from tests.bridge.compile.test_pieces import SHAPE, dropping, states, taken
 from tests.bridge.compile_helpers import function
 from tests.bridge.models import bert_layer
+from tests.sampling import sampled
 
 
 def compiled(func: Function, streams: int = 2):
@@ -161,6 +163,7 @@ def agree(program, inputs, choose, waits=True):
     return all(same)
 
 
+@cache
 def backward(streams=2):
     torch.manual_seed(0)
     lowered = lower(bert_layer().train(), torch.randn(3, 17, 24).requires_grad_())
@@ -184,11 +187,10 @@ def test_a_backward_has_the_same_bits_in_any_order_that_is_allowed(order):
     assert agree(program, inputs_of(program), ORDERS[order])
 
 
+@cache
 def programs_of(name):
     """A module's forward and backward."""
-    make, sample = MODULES[name]
-    torch.manual_seed(0)
-    lowered = lower(make().train(), sample())
+    lowered = lowered_case(name)
     return compiled(lowered.forward), compiled(lowered.expected_backward)
 
 
@@ -201,7 +203,7 @@ def lying_elsewhere(tensor, place):
     return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", sampled(MODULES, lambda name: not name.startswith("GPT-2")))
 def test_programs_of_modules_with_inputs_that_lie_anywhere(name):
     for program in programs_of(name):
         inputs = [lying_elsewhere(each, place) for place, each in enumerate(inputs_of(program))]
@@ -225,7 +227,7 @@ def test_without_waits_it_has_not():
     assert not all(agree(program, inputs_of(program), choose, waits=False) for choose in orders)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", sampled(range(30), range(10)))
 def test_random_functions(seed):
     inputs, instructions = draw(seed, 24)
     last = len(inputs) + len(instructions)

@@ -16,6 +16,7 @@ from bridge.compile.passes import chains
 from bridge.compile.runtime import link
 from bridge.compile.runtime.instructions import Launch
 from bridge.lowering.reuse import clear_lowered
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(
     register_tile(host_backend().target) is None, reason="no products are generated for this processor"
@@ -93,14 +94,17 @@ def closer(module, given, found):
 
 @pytest.mark.parametrize(
     ("threads", "batch", "rows", "others", "heads", "size", "columns"),
-    [
-        (1, 1, 33, 33, 3, 16, None),
-        (2, 1, 33, 33, 3, 16, None),
-        (2, 2, 14, 70, 5, 8, 24),
-        (1, 3, 1, 19, 2, 5, 3),
-        (3, 1, 131, 300, 1, 65, 33),
-        (2, 2, 29, 64, 2, 64, 64),
-    ],
+    sampled(
+        [
+            (1, 1, 33, 33, 3, 16, None),
+            (2, 1, 33, 33, 3, 16, None),
+            (2, 2, 14, 70, 5, 8, 24),
+            (1, 3, 1, 19, 2, 5, 3),
+            (3, 1, 131, 300, 1, 65, 33),
+            (2, 2, 29, 64, 2, 64, 64),
+        ],
+        [(2, 2, 14, 70, 5, 8, 24), (1, 3, 1, 19, 2, 5, 3), (3, 1, 131, 300, 1, 65, 33)],
+    ),
 )
 def test_numbers(times, threads, batch, rows, others, heads, size, columns):
     times(1.0, 0.1)
@@ -117,12 +121,15 @@ def test_numbers(times, threads, batch, rows, others, heads, size, columns):
 
 @pytest.mark.parametrize(
     ("kind", "shape", "dtype"),
-    [
-        ("added", (2, 1, 1, 40), torch.float32),
-        ("added", (1, 1, 31, 40), torch.float64),
-        ("filled", (2, 1, 1, 40), torch.float64),
-        ("filled", (2, 3, 31, 40), torch.float32),
-    ],
+    sampled(
+        [
+            ("added", (2, 1, 1, 40), torch.float32),
+            ("added", (1, 1, 31, 40), torch.float64),
+            ("filled", (2, 1, 1, 40), torch.float64),
+            ("filled", (2, 3, 31, 40), torch.float32),
+        ],
+        lambda case: case[:2] != ("filled", (2, 1, 1, 40)),
+    ),
 )
 def test_masks(times, kind, shape, dtype):
     """Of a batch, of all heads, of each score; rows of which nothing is left are what they are in eager."""
@@ -162,7 +169,7 @@ def test_scaled_dot_product(times):
     torch.testing.assert_close(found, module(*given, mask), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", sampled([torch.float32, torch.float64], [torch.float32]))
 def test_bits_of_three_kernels(times, monkeypatch, dtype):
     """The same products and the same rows, each as a kernel of its own; two chunks of ``k``."""
     found = {}

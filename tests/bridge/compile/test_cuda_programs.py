@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 import torch
@@ -90,15 +91,21 @@ CASES = {
 }
 
 
+@cache
+def lowered_case(name):
+    make, sample = CASES[name]
+    torch.manual_seed(0)
+    return lower(make().train(), sample())
+
+
 @pytest.fixture(scope="module")
 def collected():
     """Kernels and programs by case."""
     kernels, programs = {}, {}
-    for name, (make, sample) in CASES.items():
-        torch.manual_seed(0)
+    for name in CASES:
         backend = Collecting(arch=ARCHES[0])
         options = CompileOptions.current(backend)
-        lowered = lower(make().train(), sample())
+        lowered = lowered_case(name)
         functions = {"forward": lowered.forward, "backward": lowered.expected_backward}
         programs[name] = [compile_function(func, name=key, options=options) for key, func in functions.items()]
         kernels[name] = backend.kernels

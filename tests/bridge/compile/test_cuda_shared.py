@@ -51,7 +51,7 @@ def test_no_kernel_declares_more_than_there_is(backend, dtype, others):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("dtype", "others"), [("float64", ()), ("float64", MIXED)])
+@pytest.mark.parametrize(("dtype", "others"), sampled([("float64", ()), ("float64", MIXED)], [("float64", MIXED)]))
 def test_nvrtc_takes_the_most_that_kernels_declare(dtype, others):
     """Few rows, each of many threads, and many rows of few: with an array of a block's size for each reduction, those
     of float64 declared 64 KiB."""

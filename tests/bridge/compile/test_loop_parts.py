@@ -9,6 +9,7 @@ from torch import nn
 from bridge.compile import Launch
 from bridge.compile.runtime import bind, loop
 from tests.bridge.compare import check_module
+from tests.sampling import sampled
 
 
 class Cell(nn.Module):
@@ -24,7 +25,7 @@ class Cell(nn.Module):
         return torch.stack(states)
 
 
-@pytest.mark.parametrize("width", [5, 8])
+@pytest.mark.parametrize("width", sampled([5, 8], [5]))
 def test_kernels_of_a_gpu_read_and_write_at_multiples_of_a_vector(width, monkeypatch):
     monkeypatch.setattr(loop, "HOST", torch.device("meta"))  # the host is a GPU to loops
     launched, found = bind._launch, []

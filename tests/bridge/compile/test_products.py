@@ -264,7 +264,7 @@ def test_a_program_names_its_ways(monkeypatch, way):
     assert named in str(compiled)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "in turn"])
+@pytest.mark.parametrize("way", sampled([*WAYS, "in turn"], ["mm_swapped", "linear", "generated short", "in turn"]))
 def test_a_module_trains_whichever_way_wins(monkeypatch, way):
     """Forward and backward, which computes products again, go the way that was measured; each class its own."""
     clear_cache()  # programs of an equal module, compiled under another policy

@@ -13,6 +13,7 @@ from bridge.compile import Launch, Program, compile_function
 from bridge.compile.cpu.backend import host_backend
 from tests.bridge.compile.random_functions import build, draw, sample
 from tests.bridge.compile_helpers import current_options, function
+from tests.sampling import sampled
 
 
 def compiled(made, operators: int) -> Program:
@@ -95,7 +96,7 @@ def test_what_reads_more_than_it_saves_is_stored():
     assert list(map(str, launches(plain))) == list(map(str, launches(again)))
 
 
-@pytest.mark.parametrize("seed", range(60, 66))
+@pytest.mark.parametrize("seed", sampled(range(60, 66), range(60, 63)))
 def test_no_bit_changes(seed):
     inputs, program = draw(seed, 24)
     made = build(inputs, program, "bfloat16", list(range(len(inputs) + 12, len(inputs) + len(program), 4)))

@@ -19,6 +19,7 @@ from bridge.compile.runtime.pool import ArenaPool
 from tests.bridge.compile.random_functions import build, draw, sample
 from tests.bridge.compile.test_branches import backward, compiled, inputs_of, programs_of
 from tests.bridge.compile.test_cuda_programs import CASES as MODULES
+from tests.sampling import sampled
 
 
 class Confined(Executor):
@@ -52,15 +53,15 @@ class Confined(Executor):
             told = torch.zeros(len(memory), dtype=torch.bool)
             for first, end in reads:
                 told[max(first - memory.data_ptr(), 0) : max(end - memory.data_ptr(), 0)] = True
-            filled = torch.randint(256, memory.shape, dtype=torch.uint8, generator=noise)
-            memory.copy_(torch.where(told, numbers, filled))
+            words = torch.empty(-(-len(memory) // 8), dtype=torch.int64).random_(-(2**63), None, generator=noise)
+            memory.copy_(torch.where(told, numbers, words.view(torch.uint8)[: len(memory)]))
         filled = {place: memory.clone() for place, (memory, _) in before.items()}
         action(registers)
         for place, (memory, numbers) in before.items():
             told = torch.zeros(len(memory), dtype=torch.bool)
             for first, end in given:
                 told[max(first - place, 0) : max(end - place, 0)] = True
-            assert torch.equal(memory[~told], filled[place][~told]), f"{step} writes elsewhere"
+            assert torch.equal(memory, torch.where(told, memory, filled[place])), f"{step} writes elsewhere"
             memory.copy_(torch.where(told, memory, numbers))
 
 
@@ -70,13 +71,13 @@ def check(program, inputs):
     assert all(map(torch.equal, found, wanted)), program.name
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", sampled(MODULES, lambda name: not name.startswith("GPT-2")))
 def test_steps_of_modules(name):
     for program in programs_of(name):
         check(program, inputs_of(program))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", sampled(range(20), range(8)))
 def test_steps_of_random_functions(seed):
     inputs, instructions = draw(seed, 24)
     last = len(inputs) + len(instructions)

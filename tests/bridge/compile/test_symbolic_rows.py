@@ -13,8 +13,8 @@ from tests.bridge.compile.planned_graphs import Builder, assert_static_bits, inp
 from tests.sampling import sampled
 
 LENGTHS = [2, 3, 15, 16, 17, 32, 48, 63, 64, 65, 100, 1000]
-FEW = [2, 15, 17, 64, 65, 1000]
-"""The least, one off a vector and off a tile, whole ones, and many."""
+FEW = [2, 17, 64, 1000]
+"""The least, one behind a vector, a whole tile, and many with a part of one."""
 
 SIZES = [{"n": n, "m": 2 + n % 5} for n in LENGTHS]
 
@@ -159,7 +159,7 @@ GRAPHS = [
 
 
 @pytest.mark.parametrize("lengths", sampled([FEW, LENGTHS], [FEW]), ids=len)
-@pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", sampled(GRAPHS, lambda make: make is not float64), ids=lambda make: make.__name__)
 def test_every_length_has_the_bits_of_its_static_kernel(make, lengths):
     sizes = [each for each in SIZES if each["n"] in lengths]
     assert_static_bits(make, sizes[: -1 if make is masked_scores else None], n=40, m=12)

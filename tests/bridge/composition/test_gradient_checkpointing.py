@@ -23,7 +23,10 @@ def gpt2():
     return GPT2LMHeadModel(config).train()
 
 
-MODELS = {"BERT": (masked_lm, lambda model: model.bert.encoder.layer), "GPT-2": (gpt2, lambda m: m.transformer.h)}
+MODELS = {
+    "BERT": (lambda: masked_lm(layers=1), lambda model: model.bert.encoder.layer),
+    "GPT-2": (gpt2, lambda m: m.transformer.h),
+}
 
 
 def made(name, *, reentrant):

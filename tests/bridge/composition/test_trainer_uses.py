@@ -112,9 +112,9 @@ def whole(model, batch):
 @pytest.mark.parametrize(
     ("make", "examples", "options"),
     [
-        (bert, of_varying_length, {"collate": padded, "label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"}),
-        (gpt2, texts, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}),
-        pytest.param(vit, pictures, {"optim": "sgd"}, marks=pytest.mark.sweep),
+        (bert, of_varying_length, {"collate": padded, "lr_scheduler_type": "cosine"}),
+        pytest.param(gpt2, texts, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}, marks=pytest.mark.sweep),
+        pytest.param(vit, pictures, {"optim": "sgd", "label_smoothing_factor": 0.1}, marks=pytest.mark.sweep),
     ],
 )
 def test_a_whole_model_is_dispatched(tmp_path, make, examples, options):
@@ -140,6 +140,7 @@ def checkpointed():
     return model
 
 
+@pytest.mark.sweep  # test_gradient_checkpointing.py has the layers, other tests the trainer
 def test_checkpointed_layers(tmp_path):
     eager, _ = run(tmp_path, checkpointed, sentences())
     mine, model = run(tmp_path, checkpointed, sentences(), dispatch_layers)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from tests.sampling import sampled
 
 
 class _Once(nn.Module):
@@ -118,7 +119,7 @@ def test_the_first_call_is_eagers(kind):
     assert stats(module).hits == 3 and module.started is True
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", sampled(OTHERS, [StartsABuffer, DropsLater]))
 def test_of_a_sample_the_first_call_is_refused_by_name(kind):
     module = kind()
     eager = copy.deepcopy(module)
@@ -129,7 +130,7 @@ def test_of_a_sample_the_first_call_is_refused_by_name(kind):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", sampled(OTHERS, [StartsABuffer, DrawsOnce]))
 def test_after_the_first_call_it_may_be_added(kind):
     """Lowered before for another module, too."""
     for _ in range(2):

@@ -52,12 +52,15 @@ def compared(module: nn.Module, lengths: list[int]) -> tuple[nn.Module, list[lis
 )
 @pytest.mark.parametrize(
     ("name", "lengths"),
-    [
-        ("layer norm lstm, last part first", [9, 14, 64, 8]),  # short after long, long after short
-        ("state space", [25, 8, 11]),
-        ("stacked", [9, 14, 11]),
-        ("both ways", [14, 9, 25]),
-    ],
+    sampled(
+        [
+            ("layer norm lstm, last part first", [9, 14, 64, 8]),  # short after long, long after short
+            ("state space", [25, 8, 11]),
+            ("stacked", [9, 14, 11]),
+            ("both ways", [14, 9, 25]),
+        ],
+        lambda case: case[0] in ("layer norm lstm, last part first", "both ways"),
+    ),
 )
 def test_one_entry_serves_all_further_lengths(name, lengths):
     ours, proven = compared({**MODULES, **FORMS}[name](), [*lengths, *lengths])
@@ -118,7 +121,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(STEPS, ("by the length", "the last step", "odd ones", "the middle")))
+@pytest.mark.parametrize("name", sampled(STEPS, ("by the length", "the last step", "odd ones")))
 def test_what_depends_on_the_length_is_eagers(name):
     """Lengths that do other things have entries of their own, or share one of those that do the same."""
     compared(Cell(STEPS[name]), [9, 14, 20, 13])

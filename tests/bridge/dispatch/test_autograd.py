@@ -12,6 +12,8 @@ from torch import nn
 from bridge import add_tvm_dispatch, stats
 from tests.bridge.models import MLP, TwoOutputs, bert_layer
 
+pytestmark = pytest.mark.usefixtures("lowered_once")
+
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
 
 

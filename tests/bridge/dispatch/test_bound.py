@@ -29,6 +29,8 @@ from tests.bridge.compare import Call, assert_same, run
 from tests.device import DEVICE
 from tests.threads import together
 
+pytestmark = pytest.mark.usefixtures("lowered_once")
+
 BATCH, LENGTH = 13, 11
 
 
@@ -181,17 +183,17 @@ def test_what_is_kept_is_bounded(dispatched, monkeypatch):
     assert entry.bound.of(inputs_of(entry, module, 2, 2)) is first
     monkeypatch.setattr(bound_module, "BoundPrograms", lambda programs, sizes: first.programs)
     tracemalloc.start()
-    for batch in range(3, 503):
+    for batch in range(3, 303):
         entry.bound.of(inputs_of(entry, module, batch, 2))
     gc.collect()
     before, _ = tracemalloc.get_traced_memory()
-    for batch in range(503, 1003):
+    for batch in range(303, 603):
         entry.bound.of(inputs_of(entry, module, batch, 2))
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert len(entry.bound) == bound_module.MAX_BOUND
-    assert grown < before / 3  # 500 more would be as much again, or twice
+    assert grown < before / 3  # 300 more would be as much again, or twice
     assert entry.bound.of(inputs_of(entry, module, 2, 2)) is not first
 
 

@@ -13,6 +13,8 @@ import bridge
 from bridge import add_tvm_dispatch, explain, stats
 from bridge.dispatch.call_run import CallRun
 
+pytestmark = pytest.mark.usefixtures("lowered_once")
+
 KINDS = [
     *("inputs", "numbers", "draws", "forward", "layout", "generator"),
     *("save", "write back", "results", "attributes", "backward"),

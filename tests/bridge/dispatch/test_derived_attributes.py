@@ -110,8 +110,16 @@ def test_training_is_eagers_and_leaves_eagers_weight(norm):
     assert not stats(modules[1]).misses
 
 
-@pytest.mark.parametrize("norm", [NORMED, spectral_norm])
-@pytest.mark.parametrize("conv", [nn.Conv1d, nn.ConvTranspose1d])
+CONVOLUTIONS = [
+    pytest.param(conv, *given.values, marks=given.marks)
+    for conv in (nn.Conv1d, nn.ConvTranspose1d)
+    for given in (NORMED, pytest.param(spectral_norm))
+]
+
+
+@pytest.mark.parametrize(
+    ("conv", "norm"), sampled(CONVOLUTIONS, [(nn.Conv1d, weight_norm), (nn.ConvTranspose1d, spectral_norm)])
+)
 def test_a_convolution(norm, conv):
     modules = pair(lambda: nn.Sequential(norm(conv(3, 4, 3)), nn.LeakyReLU(0.1)))
     x = torch.randn(2, 3, 9, dtype=torch.float64)
@@ -120,7 +128,7 @@ def test_a_convolution(norm, conv):
     assert stats(modules[1]).hits == 5
 
 
-@pytest.mark.parametrize("norm", [NORMED, spectral_norm, pruned])
+@pytest.mark.parametrize("norm", sampled([NORMED, spectral_norm, pruned], [spectral_norm]))
 def test_in_every_mode(norm):
     modules, x = pair(lambda: Net(norm)), rows()
     add_tvm_dispatch(modules[1], x, on_miss="compile")
@@ -184,7 +192,7 @@ NEW = [
 ]
 
 
-@pytest.mark.parametrize("norm", NEW)
+@pytest.mark.parametrize("norm", sampled(NEW, [parametrizations.weight_norm, parametrizations.orthogonal]))
 def test_parametrizations_are_modules(norm):
     modules, x = pair(lambda: Net(norm)), rows()
     add_tvm_dispatch(modules[1], x)

@@ -10,6 +10,8 @@ from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.models import MLP
 
+pytestmark = pytest.mark.usefixtures("lowered_once")
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 

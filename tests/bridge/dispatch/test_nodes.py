@@ -15,6 +15,8 @@ from bridge.dispatch import backward_nodes
 from tests.bridge.compile.host_recorder import HostRecorder
 from tests.device import DEVICE
 
+pytestmark = pytest.mark.usefixtures("lowered_once")
+
 WIDTH, LAYERS = 16, 4
 
 
@@ -328,8 +330,8 @@ def test_a_gradient_that_is_a_grad_out():
 
 def test_small_modules_have_one_node(monkeypatch):
     monkeypatch.undo()
-    x = torch.randn(3, 5, WIDTH, device=DEVICE)
-    module = add_tvm_dispatch(Tower().to(DEVICE), x)
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64, device=DEVICE)
+    module = add_tvm_dispatch(Tower().double().to(DEVICE), x)
     entry = stats(module).entries[0]
     assert len(entry.programs.nodes) == 1 and not entry.programs.backward.step.nodes
     assert module(x)[0].grad_fn.name() == "_DispatchedBackward"

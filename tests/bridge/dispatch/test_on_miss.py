@@ -22,6 +22,8 @@ from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.models import MLP
 from tests.device import DEVICE
 
+pytestmark = pytest.mark.usefixtures("lowered_once")
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 

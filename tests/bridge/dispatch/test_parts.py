@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, remove_tvm_dispatch, stats
 from bridge.dispatch import dispatcher, parts
 
+pytestmark = pytest.mark.usefixtures("lowered_once")
+
 WIDTH = 12
 
 

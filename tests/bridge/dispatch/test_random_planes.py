@@ -12,10 +12,13 @@ from torch import nn
 from bridge import add_tvm_dispatch, stats
 from tests.bridge.dispatch.test_orders import agree, step
 from tests.device import DEVICE
+from tests.sampling import sampled
 
 LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 CALLS = 7
 SEEDS = 40
+ALWAYS = (1, 4, 12, 16, 18, 21, 24, 26, 34, 39)
+"""Every layer and function, every kind of result, planes and volumes, module and input in either order."""
 
 pytestmark = pytest.mark.usefixtures("recorder_on_the_host")
 
@@ -119,7 +122,7 @@ def drawn(seed):
         return module, x
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", sampled(range(SEEDS), ALWAYS))
 def test_numbers_and_strides_are_eagers(seed):
     eager, x = drawn(seed)
     ours = add_tvm_dispatch(copy.deepcopy(eager), x, cuda_graphs=True)

@@ -8,6 +8,7 @@ from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.lowering.reuse import clear_lowered
+from tests.sampling import sampled
 
 PLACES = ("outermost", "inside")
 
@@ -86,8 +87,13 @@ def trained(module, rows=6):
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("how", ["moves", "by a number", "twice", "both", "in the registry"])
+HOWS = ("moves", "by a number", "twice", "both", "in the registry")
+INSIDE = [(how, place) for how in HOWS for place in PLACES]
+
+
+@pytest.mark.parametrize(
+    ("how", "place"), sampled(INSIDE, lambda case: case[1] == "inside" or case[0] == "in the registry")
+)
 def test_they_have_eagers_numbers(how, place):
     module = made(Tracks(how), place)
     eager = copy.deepcopy(module)
@@ -98,7 +104,7 @@ def test_they_have_eagers_numbers(how, place):
     assert stats(module).hits >= 1
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", sampled(PLACES, ["inside"]))
 def test_in_steps_of_a_loop(place):
     module = made(Tracks("in a loop"), place)
     eager = copy.deepcopy(module)

@@ -11,7 +11,10 @@ from torch import nn
 from bridge import add_tvm_dispatch, stats
 from bridge.dispatch.call_steps import Layout
 
-pytestmark = pytest.mark.cpu("on a GPU results are laid out after the program")
+pytestmark = [
+    pytest.mark.cpu("on a GPU results are laid out after the program"),
+    pytest.mark.usefixtures("lowered_once"),
+]
 
 
 class Turned(nn.Module):

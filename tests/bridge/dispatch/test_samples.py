@@ -13,6 +13,8 @@ from bridge.capture import normalize_sample
 from tests.bridge.compare import Call, assert_same, run
 from tests.device import DEVICE
 
+pytestmark = pytest.mark.usefixtures("lowered_once")
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 Batch = collections.namedtuple("Batch", "x mask")
 

@@ -13,6 +13,8 @@ from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, sta
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.models import MLP, Counting
 
+pytestmark = pytest.mark.usefixtures("lowered_once")
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from tests.bridge.compare import Function
 from tests.device import moved
+from tests.sampling import sampled
 
 
 def numbers(*shape):
@@ -95,7 +96,7 @@ def _with_its_memory(tensor):
     "works where autograd does not follow what is written; refused by name where it does",
     section="The module stays the user's",
 )
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", sampled(USES, lambda use: use != "statistics of images"))
 def test_the_callers_tensor_gets_eagers_values(use):
     function, make = USES[use]
     module = Function(function)

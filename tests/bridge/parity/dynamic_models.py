@@ -95,7 +95,7 @@ def images(batch: int, height: int = 16, width: int = 16) -> dict[str, Tensor]:
 
 
 def resnet() -> nn.Module:
-    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 2], layer_type="basic", num_labels=3)
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic", num_labels=3)
     return hf.ResNetForImageClassification(config)
 
 

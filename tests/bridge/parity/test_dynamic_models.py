@@ -27,8 +27,9 @@ STEPS = 30
 SIZES = 20
 QUICK = ("recommender",)
 
-ALWAYS = ("bert", "resnet", "recommender")
-"""Words with a mask, convolutions, tables of rows. The others have more of these, or what smaller tests have: rotations
+ALWAYS = ("resnet", "recommender")
+"""Convolutions, tables of rows. The others have more of these, or what smaller tests have: words with a mask
+tests/bridge/dispatch/test_varying_attention.py and test_trainer_uses.py, rotations
 tests/bridge/capture/test_symbolic_models.py."""
 
 

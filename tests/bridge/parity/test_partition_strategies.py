@@ -62,7 +62,7 @@ def label(strategy) -> str:
     return strategy if isinstance(strategy, str) else strategy.name
 
 
-@pytest.fixture(scope="module", params=list(MODULES))
+@pytest.fixture(scope="module", params=sampled(MODULES, ["Fork"]))
 def compiled(request):
     """A module, its input, and a dispatched copy per strategy."""
     module, x = make(request.param)

@@ -4,6 +4,7 @@ Gradients of half types are compared by distance to the float64 run: three times
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -78,8 +79,15 @@ def assert_close_enough(ours, eager, exact) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.composes("bfloat16, float16, float64 modules", "works", section="Precision")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("make", "inputs"), [(lambda: MLP(dropout=0.5), rows), (convolutions, images)])
+@pytest.mark.parametrize(
+    ("make", "inputs", "dtype"),
+    [
+        pytest.param(lambda: MLP(dropout=0.5), rows, torch.bfloat16, marks=pytest.mark.sweep),
+        (lambda: MLP(dropout=0.5), rows, torch.float16),
+        (convolutions, images, torch.bfloat16),
+        pytest.param(convolutions, images, torch.float16, marks=pytest.mark.sweep),
+    ],
+)
 def test_half_precision_modules(make, inputs, dtype):
     check_module(make, inputs, dtype=dtype)
 
@@ -89,13 +97,20 @@ def test_half_precision_modules(make, inputs, dtype):
     "works; the backward runs without autocast",
     section="Precision",
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("make", "inputs"),
-    [(lambda: MLP(dropout=0.5), rows), (normalized, rows), (convolutions, images)],
-    ids=["mlp", "normalized", "convolutions"],
+    ("kind", "dtype"),
+    sampled(
+        itertools.product(("mlp", "normalized", "convolutions"), (torch.bfloat16, torch.float16)),
+        [("mlp", torch.float16), ("normalized", torch.bfloat16), ("convolutions", torch.bfloat16)],
+    ),
+    ids=str,
 )
-def test_autocast(make, inputs, dtype):
+def test_autocast(kind, dtype):
+    make, inputs = {
+        "mlp": (lambda: MLP(dropout=0.5), rows),
+        "normalized": (normalized, rows),
+        "convolutions": (convolutions, images),
+    }[kind]
     torch.manual_seed(0)
     eager, x = make(), inputs()
     ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
@@ -181,8 +196,9 @@ class Region(nn.Module):
 
 
 @pytest.mark.composes('`torch.autocast("cpu")`, regions inside forward')
-@pytest.mark.parametrize("around", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("inside", "around"), sampled(itertools.product((False, True), repeat=2), [(True, False), (False, True)])
+)
 def test_regions(around, inside):
     torch.manual_seed(0)
     eager, x = Region(inside), rows()

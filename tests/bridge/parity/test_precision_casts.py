@@ -19,7 +19,8 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind: type[nn.Module], **options):
         super().__init__()
-        self.layers = kind(4, 5, num_layers=2, dropout=0.3, bidirectional=True, batch_first=True, **options)
+        twice = {"num_layers": 2, "dropout": 0.3, "bidirectional": True}
+        self.layers = kind(4, 5, batch_first=True, **{**twice, **options})
 
     def forward(self, x):
         y = self.layers(x)[0]
@@ -83,7 +84,7 @@ needs_lstms_in_bfloat16 = pytest.mark.skipif(
 MODULES = {
     "lstm": lambda: Recurrent(nn.LSTM),
     "lstm without biases": lambda: Recurrent(nn.LSTM, bias=False),
-    "gru": lambda: Recurrent(nn.GRU),
+    "gru": lambda: Recurrent(nn.GRU, bidirectional=False),
     "contractions": Contractions,
     "shared heads": SharedHeads,
     "learned bias": LearnedBias,

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from bridge import UnsupportedModule, add_tvm_dispatch
 from tests.bridge.compare import check_module
+from tests.sampling import sampled
 
 
 class InPlaceInside(nn.Module):
@@ -183,7 +184,7 @@ class SelfAttention(nn.Module):
         return self.attention(x, x, x)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, lambda case: case != "encoder layer"))  # which has the attention
 def test_tricky(case):
     make_module, make_inputs = CASES[case]
     check_module(make_module, make_inputs)

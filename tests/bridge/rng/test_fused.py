@@ -18,6 +18,7 @@ from bridge.compile import Gpu
 from bridge.rng.draws import Draws
 from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout, FusedSteps
 from tests.bridge.compare import Call, Function, assert_same, run
+from tests.sampling import sampled
 
 
 def dropped(x, rate, train=True):
@@ -29,8 +30,11 @@ def among_others(x):
     return F.dropout(y, 0.3) * torch.rand(3, 1, 1), mask
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rate", [0.1, 0.15])
+ROUNDED = [(rate, dtype) for rate in (0.1, 0.15) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+ALWAYS = [(0.1, torch.float64), (0.15, torch.float32), (0.15, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("rate", "dtype"), sampled(ROUNDED, ALWAYS))
 def test_masks_values_gradients_and_generator_are_eagers(rate, dtype):
     """For a rate of 0.15, ``1 / (1 - rate)`` is another float32 number if ``1 - rate`` is rounded first."""
     ours, eager = Function(lambda x: dropped(x, rate)), Function(lambda x: dropped(x, rate))

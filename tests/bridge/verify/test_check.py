@@ -167,6 +167,7 @@ def test_autocast_is_part_of_the_sample():
     assert list(found.allowed) == ["bfloat16", "float64"]
 
 
+@pytest.mark.sweep  # as the small networks do
 def test_a_bert_layer_agrees():
     torch.manual_seed(0)
     found = lower(bert_layer(dropout=0.1).double(), torch.randn(2, 5, 24, dtype=torch.float64)).check()
