@@ -8,7 +8,7 @@ sum as well. LayerNorm and GroupNorm of a row whose squares overflow are 0 or na
 
 Variances are a running mean (Welford) in eager: ``max - -max`` overflows there and the variance is nan; two passes
 have a finite mean and ``inf``; ``max`` twice has variance 0 there, and ``inf`` or nan where the sum overflows, plain or
-of distances from one element.
+of distances from one element. So are their gradients, which take the mean once more.
 BatchNorm in training sums float32 in float64 in eager: finite, where a sum in float32 overflows and its channel is nan.
 """
 
@@ -27,7 +27,8 @@ aten = torch.ops.aten
 
 SCALED = {aten.add.Tensor: 1, aten.sub.Tensor: 1, aten.add_.Tensor: 1, aten.sub_.Tensor: 1, aten.rsub.Tensor: 0}
 """Operators that multiply the operand at this place by ``alpha``."""
-REDUCTIONS = frozenset((aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.mean.default, aten.mean.dim))
+MEANS = frozenset((aten.mean.default, aten.mean.dim))
+REDUCTIONS = MEANS | {aten.sum.default, aten.sum.dim_IntList, aten.nansum.default}
 """Sums along some dimensions, or all of them."""
 NORMALIZATIONS = frozenset((aten.native_layer_norm.default, aten.native_group_norm.default))
 VARIANCES = {
@@ -59,6 +60,8 @@ class Reordered(TorchDispatchMode):
         kwargs, args = dict(kwargs or {}), list(args)
         if func in SCALED and kwargs.get("alpha", 1) != 1 and isinstance(args[SCALED[func]], Tensor):
             args[SCALED[func]] = args[SCALED[func]] * kwargs.pop("alpha")
+        elif func in MEANS and self.shifted and args[0].numel() and _is_of_a_variance():
+            return _shifted_mean(*args, **kwargs)
         elif func in REDUCTIONS:
             args[0] = self._shuffled(args[0], args[1] if len(args) > 1 else None)
         elif func is aten.native_batch_norm.default:
@@ -86,6 +89,12 @@ class Reordered(TorchDispatchMode):
         return torch.randperm(count, generator=self.generator)
 
 
+def _is_of_a_variance() -> bool:
+    """Whether the gradient of a variance, or of its root, is what is computed."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().startswith(("Var", "Std"))
+
+
 def _lerp(start: Tensor, end: Tensor, weight: Tensor | float) -> Tensor:
     """Interpolation whose product is rounded before it is added."""
     weight, distance = torch.as_tensor(weight, dtype=start.dtype), end - start
@@ -107,15 +116,21 @@ def _two_passes(
     """
     dims = [dim % x.dim() for dim in dims or range(x.dim())] if x.dim() else []
     count = math.prod(x.shape[dim] for dim in dims)
-    first = x[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(x.dim()))]
-    start = first if shifted and count else torch.zeros_like(first)
-    mean = (x - start).sum(dims, keepdim=True) / count + start if count else x.mean(dims, keepdim=True)
+    mean = _shifted_mean(x, dims, True) if shifted and count else x.sum(dims, keepdim=True) / count
     freedom = max(count - (1 if correction is None else correction), 0)
     variance = (x - mean).square().sum(dims, keepdim=True) / freedom
     results = [variance.sqrt() if root else variance, mean]
     if not keepdim:
         results = [result.squeeze(dims) for result in results]
     return tuple(results) if with_mean else results[0]
+
+
+def _shifted_mean(x: Tensor, dims: list[int] | None = None, keepdim: bool = False) -> Tensor:
+    """A mean by the distances from the first element."""
+    dims = [dim % x.dim() for dim in dims or range(x.dim())] if x.dim() else []
+    first = x[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(x.dim()))]
+    mean = (x - first).sum(dims, keepdim=True) / math.prod(x.shape[dim] for dim in dims) + first
+    return mean if keepdim else mean.squeeze(dims)
 
 
 def _lost_channels(args: list[Any], result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

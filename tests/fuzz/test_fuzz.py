@@ -19,6 +19,7 @@ from tests.fuzz.play import play
 from tests.fuzz.program import Program, make_module
 from tests.fuzz.reordered import Reordered
 from tests.fuzz.shrink import shrink
+from tests.fuzz.unreached import Unreached
 from tests.fuzz.verdict import Verdict
 from tests.sampling import sampled
 
@@ -178,6 +179,34 @@ def test_sums_that_overflow_in_some_order_only_are_not_compared(add):
             found.append([bool(total.isfinite()) for total in (add(numbers), add(numbers * 0 + largest))])
     first, second = zip(*found, strict=True)
     assert len(set(first)) == 2 and set(second) == {False}
+
+
+def test_a_variances_mean_may_overflow_in_its_gradient():
+    """The distance of ``-max`` from ``max`` is infinite: what is not picked of the variances has zero times that."""
+    largest = torch.finfo(torch.float64).max
+    x = torch.tensor([[largest, 1.0], [-largest, 2.0], [0.0, 4.0]], dtype=torch.float64, requires_grad=True)
+    found = []
+    for run in range(4):
+        with Reordered(run):
+            found.append(torch.autograd.grad(x.var(0, correction=0)[1], x)[0].isfinite().all().item())
+    assert len(set(found)) == 2
+
+
+@pytest.mark.parametrize(
+    "product", [lambda x: x.log() * x, lambda x: x @ x.T, lambda x: torch.linalg.cross(x, x.cos())]
+)
+def test_zeros_stay_zeros_where_a_gradient_is_unreached(product):
+    """The overwritten product's gradient, which comes through factors that are infinite, adds nothing."""
+    x = torch.full((3, 3), float("inf"), requires_grad=True)
+
+    def gradient():
+        overwritten = product(x)
+        overwritten.zero_()
+        return torch.autograd.grad(overwritten.sum() + (3 * x).sum(), x)[0]
+
+    assert gradient().isnan().any()
+    with Unreached():
+        assert gradient().eq(3).all()
 
 
 def test_complex_numbers_meet_real_ones_part_by_part():
