@@ -42,7 +42,7 @@ def test_random_modules_of_any_size(first):
     found = {seed: check_dynamic(generate(seed)) for seed in range(first, first + 2)}
     bugs = {seed: verdict for seed, verdict in found.items() if verdict.is_bug}
     assert not bugs, f"{bugs}\npython -m tests.fuzz --dynamic --show SEED --shrink prints a program"
-    if torch.__version__ >= "2.13":  # operators of older versions fix more sizes
+    if first == 0 and torch.__version__ >= "2.13":  # operators of older versions fix more sizes
         assert any(verdict.status == "same" and "6 of 6 served" in verdict.detail for verdict in found.values()), found
 
 
