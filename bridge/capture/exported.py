@@ -89,9 +89,10 @@ def export(
 def _forward_as_exported(module: nn.Module, signature: inspect.Signature | None, dims: bool) -> Iterator[None]:
     """While active, for this thread alone: objects that forward returns are the pytree nodes that they are observed as.
 
-    ``signature``: what forward says that it takes; ``None``: its own.
+    ``signature``: what forward says that it takes; ``None``: its own. ``dims``: whether sizes are symbols.
 
-    The mode for number indices is entered here, since it has to come before torch.export's own.
+    Modes for what forward does are entered here: the one for number indices has to come before torch.export's own, and
+    torch.export's work on the module's tensors before forward begins is not to pass through the others.
     """
     forward = module.forward
 

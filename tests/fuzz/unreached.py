@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bridge.base.torch_internals import current_graph_task_id
+
 __all__ = ["Unreached"]
 
 aten = torch.ops.aten
@@ -26,7 +28,7 @@ class Unreached(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if torch._C._current_autograd_node() is None or not isinstance(result, Tensor):
+        if current_graph_task_id() == -1 or not isinstance(result, Tensor):
             return result
         if func in BILINEAR:
             return result if all(operand.any() for operand in args[:2]) else torch.zeros_like(result)
