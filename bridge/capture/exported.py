@@ -20,7 +20,6 @@ from bridge.base.torch_internals import pytree, tracers_hooks_removed
 from bridge.base.torch_shapes import fake_results_not_kept
 from bridge.capture.data_attribute import DataIsDetached
 from bridge.capture.dynamic_shapes import DynamicDim
-from bridge.capture.first_attention import watched
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.module_calls import forward_here
 from bridge.capture.number_index import SymbolicNumberIndices
@@ -99,7 +98,6 @@ def _forward_as_exported(module: nn.Module, signature: inspect.Signature | None,
     @functools.wraps(forward)
     def packing(*args: Any, **kwargs: Any) -> Any:
         with (
-            watched(),
             DataIsDetached(),
             WholeFunctions(),
             upsamples_cast(),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,7 @@ def fake_run(
     sizes: SymbolicSizes | None = None,
     functions: OwnFunctions | None = None,
     earlier: FakeRun | None = None,
+    modes: Sequence[AbstractContextManager] = (),
 ) -> FakeRun:
     """Runs ``module(*args, **kwargs)`` on fake tensors.
 
@@ -68,6 +69,7 @@ def fake_run(
         functions: the user's own, as they were traced; ``None``: none was.
         earlier: a run of the same module, whose tensors serve again where it has left them as they were
             (:func:`_serves_again`).
+        modes: what forward is to run under besides.
 
     Raises:
         Exception: whatever the module's forward raises.
@@ -93,17 +95,14 @@ def fake_run(
     arguments = tuple(leaf for leaf in fake_leaves if isinstance(leaf, torch.Tensor))
     fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, in_spec)
     parameters = [fake for spec, fake in zip(tensors, fakes, strict=True) if spec.kind == "parameter"]
+    given = module, state, parameters, [*fakes, *arguments], fake_args, fake_kwargs, _active(*modes, running(mode))
+    try:
+        observation = observe(*given, functions=functions or OwnFunctions())
+    except BaseException:
+        clear_fake_memo(mode)
+        raise
     return FakeRun(
-        observation=observe(
-            module,
-            state,
-            parameters,
-            [*fakes, *arguments],
-            fake_args,
-            fake_kwargs,
-            running(mode),
-            functions=functions or OwnFunctions(),
-        ),
+        observation=observation,
         mode=mode,
         tensors=fakes,
         made=made,
@@ -112,6 +111,14 @@ def fake_run(
         argument_is_tensor=tuple(isinstance(leaf, torch.Tensor) for leaf in leaves),
         in_spec=in_spec,
     )
+
+
+@contextmanager
+def _active(*contexts: AbstractContextManager) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 def _serves_again(earlier: FakeRun) -> bool:

@@ -26,13 +26,7 @@ from bridge.capture.captured import Captured
 from bridge.capture.dynamic_shapes import DynamicDim, refuse_numbers
 from bridge.capture.eager_run import as_in_eager, goes_another_way, real_run
 from bridge.capture.fake_run import forget_real_tensors
-from bridge.capture.first_attention import (
-    Attention,
-    FirstAttentionError,
-    TraceEndedError,
-    ended_at_attention,
-    not_ended,
-)
+from bridge.capture.first_look import Attention, FirstLook, first_look
 from bridge.capture.loops.attempt import Looped, looped_call
 from bridge.capture.loops.listener import loops_found
 from bridge.capture.module_calls import forward_here
@@ -99,35 +93,53 @@ def _captured_on(
     first: PythonState,
     looped: Looped | None,
 ) -> Captured:
-    """The captured call on the device of its tensors; in eager's branches where those are others and can be traced."""
+    """The captured call on the device of its tensors, with its loops if it has any."""
     device = device_of_call(module, args, kwargs)
     settle_attention_order(device)
     with collection_paused(objects_stay=True):
         export_tracer()  # before what it does to the process is replaced
     with working_for(device):
-        asked, refused = times_forward_asked(), None
-        try:
-            captured = _unless_ended(module, args, kwargs, dims, first, looped)
-        except UnsupportedModule as error:
-            if times_forward_asked() == asked:
-                raise
-            refused = error
-        if refused is not None:  # outside of the except clause, as what is raised here has nothing to do with it
-            again = _in_eagers_branches(module, args, kwargs, dims, first)
-            if again is None:
-                raise refused.with_traceback(None)
-            return again
-        if captured.as_eager:
-            return captured
-        attends_otherwise = captured.observation.attends_otherwise and not captured.problems
-        if not goes_another_way(captured.problems) and not attends_otherwise:
-            return captured
-        left = PythonState(module)
+        if looped is None and not dims:
+            looped = looped_call(module, args, kwargs, first)
+            if looped is not None:
+                loops_found()
+        if looped is not None:
+            captured = _capture_looped(module, args, kwargs, dims, first, looped)
+            if captured is not None:
+                return captured
+            if dims:
+                reason = "steps that are the same for all lengths cannot be traced for all of them"
+                raise UnsupportedModule(type(module).__name__, [Unsupported("a loop", "forward", reason)])
+        return _in_some_branches(module, args, kwargs, dims, first)
+
+
+def _in_some_branches(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], first: PythonState
+) -> Captured:
+    """The captured call; in eager's branches where those are others and can be traced."""
+    asked, refused = times_forward_asked(), None
+    try:
+        captured = _after_a_look(module, args, kwargs, dims, first)
+    except UnsupportedModule as error:
+        if times_forward_asked() == asked:
+            raise
+        refused = error
+    if refused is not None:  # outside of the except clause, as what is raised here has nothing to do with it
         again = _in_eagers_branches(module, args, kwargs, dims, first)
         if again is None:
-            left.restore()
-            return captured
+            raise refused.with_traceback(None)
         return again
+    if captured.as_eager:
+        return captured
+    attends_otherwise = captured.observation.attends_otherwise and not captured.problems
+    if not goes_another_way(captured.problems) and not attends_otherwise:
+        return captured
+    left = PythonState(module)
+    again = _in_eagers_branches(module, args, kwargs, dims, first)
+    if again is None:
+        left.restore()
+        return captured
+    return again
 
 
 def _in_eagers_branches(
@@ -136,40 +148,32 @@ def _in_eagers_branches(
     """The call captured anew in eager's branches; ``None`` where they cannot be traced: numbers decide in them, say."""
     first.restore()
     with suppress(UnsupportedModule), eagers_branches():
-        again = _capture(module, args, kwargs, dims, first)
+        again = _capture(module, args, kwargs, dims, first, FirstLook())
         if not again.problems:
             return replace(again, as_eager=True)
     return None
 
 
-def _unless_ended(
-    module: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
-    dims: Sequence[DynamicDim],
-    first: PythonState,
-    looped: Looped | None,
+def _after_a_look(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], first: PythonState
 ) -> Captured:
-    """The captured call; in eager's branches, if the first attention tells early that they are others.
+    """The captured call; in eager's branches, if its first attention tells before any trace that they are others.
 
     What an earlier call of such a module told is taken for granted: either capture is right.
     """
     known = _FIRST_ATTENTION.setdefault(type(module), {})
     leaves, spec = pytree.tree_flatten((args, kwargs))
     such = spec, *map(type, leaves), *dict.fromkeys(type(each).__qualname__ for each in module.modules())
+    look = FirstLook()
     if such not in known:
-        try:
-            with ended_at_attention():
-                return _capture(module, args, kwargs, dims, first, looped)
-        except FirstAttentionError as error:
-            known[such] = error.attention
-    # outside of the except clause: what is raised here has nothing to do with that error
+        look = first_look(module, args, kwargs, first)
+        known[such] = look.attention
     if (traced := known[such]) is not None:
         captured = _attending_as_eager(module, args, kwargs, dims, first, traced)
         if captured is not None:
             return captured
         known[such] = None
-    return _capture(module, args, kwargs, dims, first, looped)
+    return _capture(module, args, kwargs, dims, first, FirstLook(observed=look.observed))
 
 
 def _attending_as_eager(
@@ -185,9 +189,11 @@ def _attending_as_eager(
     ``None`` where they do not, and where they cannot be captured. Where numbers decide in them, what is traced in the
     others serves all numbers; but not if attention drops inside of a kernel, which numbers may choose.
     """
-    attempt = ended_at_attention(traced.arguments, numbers=traced.drops)
-    with suppress(UnsupportedModule, TraceEndedError), eagers_branches(), attempt:
-        captured = _capture(module, args, kwargs, dims, first)
+    look = first_look(module, args, kwargs, first, traced)
+    if look.attention is not None or (look.failed is not None and not traced.drops):
+        return None
+    with suppress(UnsupportedModule), eagers_branches():
+        captured = _capture(module, args, kwargs, dims, first, look)
         if not captured.problems and (traced.drops or not captured.readings):
             return replace(captured, as_eager=True)
     first.restore()
@@ -200,21 +206,10 @@ def _capture(
     kwargs: dict[str, Any],
     dims: Sequence[DynamicDim],
     first: PythonState,
-    looped: Looped | None = None,
+    look: FirstLook,
 ) -> Captured:
-    """:func:`capture` in the branches of now; ``first``: the module's state as it is."""
-    if looped is None and not dims:
-        looped = looped_call(module, args, kwargs, first)
-        if looped is not None:
-            loops_found()
-    if looped is not None:
-        captured = _capture_looped(module, args, kwargs, dims, first, looped)
-        if captured is not None:
-            return captured
-        if dims:
-            reason = "steps that are the same for all lengths cannot be traced for all of them"
-            raise UnsupportedModule(type(module).__name__, [Unsupported("a loop", "forward", reason)])
-    traced = traced_and_settled(module, args, kwargs, dims, first)
+    """:func:`capture` in the branches of now, in which ``look`` was had; ``first``: the module's state as it is."""
+    traced = traced_and_settled(module, args, kwargs, dims, first, look)
     captured = traced.captured
     forget_real_tensors([fake for fake in traced.fakes if isinstance(fake, FakeTensor)])
     if captured.problems:
@@ -254,7 +249,7 @@ def _capture_looped(
     """The captured call with one step of each loop in its graph; ``None`` where it has to be traced as it is."""
     replay = looped.replay if looped.any_length is None else looped.any_length
     try:
-        with not_ended(), capturing(module), forward_here(module, replay.of(module)):
+        with capturing(module), forward_here(module, replay.of(module)):
             traced = trace(module, args, kwargs, dims, ())
     except Exception as error:  # of what the replay cannot do on fake tensors, the call itself may be traced
         log.debug("%s is traced without its loops", type(module).__name__, exc_info=error)

@@ -6,7 +6,6 @@ Where it cannot be had, the sample is tried in eager: what eager refuses is eage
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,17 +36,12 @@ from bridge.capture.exported import (
     results_and_mutations,
 )
 from bridge.capture.fake_run import fake_run
-from bridge.capture.first_attention import (
-    TraceEndedError,
-    goes_on_with_numbers,
-    is_attempt,
-    not_ended,
-)
 from bridge.capture.first_call import refuse_another_first_call
+from bridge.capture.first_look import FirstLook, Observed, observed
 from bridge.capture.free_tensors import free_tensors
 from bridge.capture.number_index import computes_with_numbers
 from bridge.capture.own_functions import OwnFunctions
-from bridge.capture.passes.autocast import GradModesInRegions, spell_out_casts, without_casts
+from bridge.capture.passes.autocast import spell_out_casts, without_casts
 from bridge.capture.passes.copies import spell_out_copies
 from bridge.capture.passes.decompose import decompose
 from bridge.capture.passes.link_functions import link_functions
@@ -64,6 +58,8 @@ from bridge.state import ModuleTensor, PythonState, module_tensors, own_attribut
 __all__ = ["Traced", "trace", "traced_and_settled"]
 
 log = channel("dispatch")
+
+_NO_LOOK = FirstLook()
 
 
 class _UnsettledError(Exception):
@@ -82,7 +78,12 @@ class Traced(NamedTuple):
 
 
 def traced_and_settled(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], first: PythonState
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    first: PythonState,
+    look: FirstLook,
 ) -> Traced:
     """The traced call; where forward sets Python attributes, traced once more from the state that it left.
 
@@ -95,7 +96,8 @@ def traced_and_settled(
     name = type(module).__name__
     before = first
     try:
-        traced = _trace_or_refuse(module, args, kwargs, dims, first, before, partial(_sets_attributes, module, before))
+        unsettled = partial(_sets_attributes, module, before)
+        traced = _trace_or_refuse(module, args, kwargs, dims, first, before, unsettled, look)
     except _UnsettledError:
         before = _state_left(module, args, kwargs, first)
         traced = _trace_again(module, args, kwargs, dims, first, before)
@@ -189,45 +191,46 @@ def _trace_or_refuse(
     first: PythonState,
     before: PythonState,
     unsettled: Callable[[], bool] = lambda: False,
+    look: FirstLook = _NO_LOOK,
 ) -> Traced:
     """The traced call. If it cannot be had, ``first`` is put back and the sample is tried in eager.
 
     If forward reads numbers there, the call is traced once more with the numbers that it reads in the state ``before``
     (:mod:`bridge.capture.readings`). So it is where torch traced it for all of them: only positions are compiled so.
 
-    ``unsettled``: asked once forward has run; where it says so, the trace ends.
+    ``unsettled``: asked once forward has run; where it says so, the trace ends. ``look``: where forward has failed
+    already, its numbers are read first.
 
     Raises:
         _UnsettledError: it has ended.
         Exception: eager's own, where eager refuses the sample too.
         UnsupportedModule: in short words; the chain of torch's exceptions is its ``cause``, and in the log.
     """
-    traced = _trace_or_cause(module, args, kwargs, dims, (), unsettled)
+    traced = look.failed or _trace_or_cause(module, args, kwargs, dims, (), unsettled, look.observed)
     is_traced = isinstance(traced, Traced)
     if is_traced and not computes_with_numbers(traced.captured.graph):
         return traced
     # outside of the except clause, or each of these would show all of torch's exceptions above its own words
     first.restore()
-    if isinstance(traced, UnsupportedModule | TraceEndedError):
+    if isinstance(traced, UnsupportedModule):
         raise traced.with_traceback(None)  # of the trace that it ended
-    if is_attempt() and not goes_on_with_numbers():
-        raise TraceEndedError
+    derivatives: list[Unsupported] = []
     try:
-        with capturing(module, fakes=False):
-            derivatives = raise_if_eager_raises(module, args, kwargs)
-        before.restore()
+        if look.failed is None:
+            with capturing(module, fakes=False):
+                derivatives = raise_if_eager_raises(module, args, kwargs)
+            before.restore()
         with capturing(module, fakes=False):
             readings = numbers_read(module, args, kwargs)
     finally:
         first.restore()
     if readings:
         before.restore()
-        with not_ended() if is_attempt() else nullcontext():
-            again = _trace_or_cause(module, args, kwargs, dims, readings, unsettled)
+        again = _trace_or_cause(module, args, kwargs, dims, readings, unsettled)
         if isinstance(again, Traced):
             return again
         first.restore()
-        if isinstance(again, UnsupportedModule | TraceEndedError):
+        if isinstance(again, UnsupportedModule):
             raise again.with_traceback(None)
         traced = traced if is_traced or isinstance(again, ReadsDifferError) else again
     if is_traced:  # with the operator that is refused
@@ -245,15 +248,19 @@ def _trace_or_cause(
     dims: Sequence[DynamicDim],
     readings: Sequence[Reading],
     unsettled: Callable[[], bool],
+    earlier: Observed | None = None,
 ) -> Traced | BaseException:
-    """The traced call, or why torch could not trace it. Refusals of this package's and eager's errors are raised."""
+    """The traced call, or why torch could not trace it. Refusals of this package's and eager's errors are raised.
+
+    ``earlier``: what was observed of it, if it was.
+    """
     try:
         with capturing(module):
             exported = _exported(module, args, kwargs, dims, readings)
         if unsettled():
             raise _UnsettledError
         with capturing(module):
-            return _trace_of(*exported, module, args, kwargs, dims, readings)
+            return _trace_of(*exported, module, args, kwargs, dims, readings, earlier)
     except Exception as error:  # tracing and the fake run run the user's code, whatever that raises on fake tensors
         if isinstance(error, UnsupportedModule | _UnsettledError) or is_refused_by_eager(error):
             raise
@@ -296,8 +303,9 @@ def _trace_of(
     kwargs: dict[str, Any],
     dims: Sequence[DynamicDim],
     readings: Sequence[Reading],
+    earlier: Observed | None = None,
 ) -> Traced:
-    """The exported call, observed on fake tensors."""
+    """The exported call, observed on fake tensors; ``earlier``: if it was, with no sizes that vary."""
     forward = f"{type(module).__name__}.forward"
     if long := unrolled(exported, forward):
         raise UnsupportedModule(type(module).__name__, long)
@@ -317,9 +325,11 @@ def _trace_of(
     spell_out_copies(exported.graph_module.graph)
     unsupported += spell_out_casts(exported.graph_module, ambient_autocast(), needs_grad)
     unsupported += prepare(exported.graph_module, needs_grad)
-    with GradModesInRegions() as grad_modes, given(module, readings):
-        run = fake_run(module, tensors, real_tensors, args, kwargs, sizes, functions)
-    unsupported += grad_modes.problems
+    if dims or readings or functions.uses or earlier is None or not earlier.is_of(tensors, real_tensors):
+        with given(module, readings):
+            earlier = observed(module, tensors, real_tensors, args, kwargs, sizes, functions)
+    run = earlier.run
+    unsupported += earlier.problems
     raise_deferred()
     with autocast_to(None):  # its casts are in the graph by now
         by_origin = eager_draws(exported, run, forward, unsupported)

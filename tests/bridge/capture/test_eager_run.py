@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from torch._subclasses import FakeTensor
 from benchmarks.peak import peak_of
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.capture import capture
-from bridge.capture.eager_run import as_in_eager, real_run
-from bridge.capture.exported import NotExportedError, export
+from bridge.capture.eager_run import as_in_eager
 from bridge.capture.observation import Draw, Observation, Output
 from tests.sampling import sampled, spread
 
@@ -235,78 +233,6 @@ def test_a_number_that_eager_alone_reads_decides_about_the_branch():
         torch.testing.assert_close(module(x, mask), Padded()(x, mask))
     assert stats(module).hits == 3 and len(stats(module).entries) == 2
     assert torch._subclasses.FakeTensor is FakeTensor
-
-
-class Attends(nn.Module):
-    """Makes a mask of ones where it is traced, as transformers does."""
-
-    def forward(self, x, kept=None):
-        needless = not torch.compiler.is_exporting() and (kept is None or kept.all())
-        mask = None if needless else x.new_ones(1, 1, 5, 5, dtype=torch.bool)
-        return nn.functional.scaled_dot_product_attention(x, x, x, mask)
-
-
-def makes_ones(captured):
-    return any("full" in str(node.target) for node in captured.graph.nodes)
-
-
-def test_attention_is_traced_with_eagers_arguments():
-    """With a mask, a GPU takes another kernel. Where numbers decide about it, one entry serves all of them."""
-    x = torch.randn(1, 2, 5, 8).requires_grad_()
-    captured = capture(Attends(), (x,), {})
-    assert captured.as_eager and not makes_ones(captured)
-    captured = capture(Attends(), (x, torch.ones(5, dtype=torch.bool)), {})
-    assert not captured.as_eager and makes_ones(captured)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_attention_that_drops_inside_of_a_kernel_is_traced_in_eagers_branches_at_once(padded, monkeypatch):
-    """As numbers choose its kernel there, which refuses the other trace: it is not made to its end."""
-    monkeypatch.setattr("bridge.capture.first_attention._drops_inside", lambda *args, **kwargs: True)
-    monkeypatch.setattr("bridge.capture.pipeline._FIRST_ATTENTION", WeakKeyDictionary())
-    ran = []
-    monkeypatch.setattr(
-        "bridge.capture.pipeline.real_run", lambda *args, **rest: ran.append(1) or real_run(*args, **rest)
-    )
-    kept = torch.ones(5, dtype=torch.bool)
-    kept[0] = not padded
-    captured = capture(Attends(), (torch.randn(1, 2, 5, 8).requires_grad_(), kept), {})
-    assert captured.as_eager and [reading.value for reading in captured.readings] == [not padded]
-    assert len(ran) == 1 and makes_ones(captured) == padded
-
-
-class AttendsAlike(nn.Module):
-    """Asks, and gives attention the same whatever the answer is."""
-
-    def forward(self, x):
-        scale = 0.5 if torch.compiler.is_exporting() else 1 / 2
-        return nn.functional.scaled_dot_product_attention(x, x, x, scale=scale)
-
-
-@pytest.mark.parametrize(
-    ("module", "traces"),
-    [(Attends(), ["attention", "end"]), (AttendsAlike(), ["attention", "attention", "end"])],
-    ids=["another", "the same"],
-)
-def test_a_trace_that_attends_otherwise_ends_there(module, traces, monkeypatch):
-    """In eager's branches, of which there is a second one only where they turn out to be the same."""
-    ends = []
-
-    def noted(*args):
-        try:
-            exported = export(*args)
-        except NotExportedError:
-            ends.append("attention")
-            raise
-        ends.append("end")
-        return exported
-
-    monkeypatch.setattr("bridge.capture.traced.export", noted)
-    monkeypatch.setattr("bridge.capture.pipeline._FIRST_ATTENTION", WeakKeyDictionary())
-    for expected in (traces, ["end"]):  # the second call is taken to be like the first one
-        ends.clear()
-        captured = capture(module, (torch.randn(1, 2, 5, 8),), {})
-        assert ends == expected and captured.as_eager == isinstance(module, Attends)
 
 
 def test_a_branch_of_eagers_that_numbers_decide_is_refused():

@@ -237,12 +237,12 @@ def test_eager_is_tried_in_the_state_before_the_capture():
 
 
 def test_what_fails_in_the_fake_run_is_tried_in_eager_too(monkeypatch):
-    from bridge.capture import traced
+    from bridge.capture import first_look, traced
 
-    def fails(*args):
+    def fails(*args, **rest):
         raise RuntimeError("only on fake tensors")
 
-    monkeypatch.setattr(traced, "fake_run", fails)
+    monkeypatch.setattr(first_look, "fake_run", fails)
     with pytest.raises(UnsupportedModule, match="only on fake tensors"):
         add_tvm_dispatch(Calls(torch.tanh), torch.randn(5, 4))
     monkeypatch.setattr(traced, "export", fails)
