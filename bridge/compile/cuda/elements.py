@@ -15,7 +15,7 @@ from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter
 from bridge.compile.cuda.launch import launch, portions
-from bridge.compile.cuda.limits import BLOCK_THREADS, WARP
+from bridge.compile.cuda.limits import ROWS_THREADS, WARP
 from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.cuda.steps import column_steps
 from bridge.compile.schedule.row_plan import RowPlan
@@ -39,7 +39,7 @@ def elements(parts: Sequence[Part]) -> list[Stmt]:
     stmts: list[Stmt] = []
     blocks: Expr = number(0)
     for count, _ in works:
-        blocks = blocks + portions(count, BLOCK_THREADS) if stmts else portions(count, BLOCK_THREADS)
+        blocks = blocks + portions(count, ROWS_THREADS) if stmts else portions(count, ROWS_THREADS)
         ends.append(Var(f"end{len(ends)}", number.index_type))
         stmts.append(Bind(ends[-1], blocks))
         blocks = ends[-1]
@@ -53,8 +53,8 @@ def elements(parts: Sequence[Part]) -> list[Stmt]:
         return chosen
 
     if len(works) == 1:
-        return [launch(portions(works[0][0], BLOCK_THREADS), BLOCK_THREADS, 1, body)]
-    return [*stmts, launch(blocks, BLOCK_THREADS, 1, body)]
+        return [launch(portions(works[0][0], ROWS_THREADS), ROWS_THREADS, 1, body)]
+    return [*stmts, launch(blocks, ROWS_THREADS, 1, body)]
 
 
 def _work(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> tuple[Expr, Callable[[Expr, Expr], Stmt]]:
@@ -85,7 +85,7 @@ def _work(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> tup
         return _vector(plan, buffers, number, row, position, lanes, several, lanes * apart)
 
     def body(block: Expr, thread: Expr) -> Stmt:
-        first = block * number(BLOCK_THREADS)
+        first = block * number(ROWS_THREADS)
         index = first + thread
         if walk.vectors is None:
             inside = row_of(index)

@@ -51,7 +51,8 @@ BLOCK_THREADS = 256
 """Threads of a block that is not one long row."""
 
 ROWS_THREADS = 128
-"""Likewise, of a block whose rows have nothing to do with each other: the fewer, the sooner a place is taken again."""
+"""Likewise, of one whose rows or elements have nothing to do with each other: the fewer, the sooner a place is taken
+again."""
 
 SHARED_BYTES = 49_152
 """Of a block, all its arrays of every element type together: NVRTC refuses a kernel that declares more."""

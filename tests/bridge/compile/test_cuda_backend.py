@@ -101,8 +101,8 @@ def test_forms_of_a_kernel():
 def test_a_program_says_what_each_kernel_launches():
     made = program(SCALED, scaled)
     kernel, *_ = (step for step in reversed(made.steps) if isinstance(step, Launch))
-    assert made.launches(kernel) == (f"{-(-200 * 120 // 256)} x 256 threads",)
-    assert f"multiply exp; 94 x 256 threads; {2 * 4 * 200 * 120 + 4 * 120} bytes" in str(made)
+    assert made.launches(kernel) == (f"{-(-200 * 120 // 128)} x 128 threads",)
+    assert f"multiply exp; 188 x 128 threads; {2 * 4 * 200 * 120 + 4 * 120} bytes" in str(made)
     resized = program([((1, 2, 4, 4), "float32")], lambda emit, x: [emit(op.image.resize2d(x, (8, 8)))])
     assert resized.launches(resized.steps[0]) == ("1 x 1024 threads",)
     host = program(SCALED, scaled, backend_for(None))

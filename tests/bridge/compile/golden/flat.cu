@@ -1,9 +1,9 @@
-extern "C" __global__ void __launch_bounds__(256) k0_kernel(float* __restrict__ in0_ptr, float* __restrict__ in1_ptr, float* __restrict__ out0_ptr, int n0, int n1, int n2);
-extern "C" __global__ void __launch_bounds__(256) k0_kernel(float* __restrict__ in0_ptr, float* __restrict__ in1_ptr, float* __restrict__ out0_ptr, int n0, int n1, int n2) {
-  if (((int)threadIdx.x) < ((n2 + n1) - (((int)blockIdx.x) * 256))) {
-    if (((((int)blockIdx.x) * 256) + ((int)threadIdx.x)) < n2) {
+extern "C" __global__ void __launch_bounds__(128) k0_kernel(float* __restrict__ in0_ptr, float* __restrict__ in1_ptr, float* __restrict__ out0_ptr, int n0, int n1, int n2);
+extern "C" __global__ void __launch_bounds__(128) k0_kernel(float* __restrict__ in0_ptr, float* __restrict__ in1_ptr, float* __restrict__ out0_ptr, int n0, int n1, int n2) {
+  if (((int)threadIdx.x) < ((n2 + n1) - (((int)blockIdx.x) * 128))) {
+    if (((((int)blockIdx.x) * 128) + ((int)threadIdx.x)) < n2) {
       int row1 = 0;
-      int position2 = (((((int)blockIdx.x) * 256) + ((int)threadIdx.x)) * 4);
+      int position2 = (((((int)blockIdx.x) * 128) + ((int)threadIdx.x)) * 4);
       int base3 = (row1 * 4096);
       int at1 = (base3 + position2);
       int whole2 = (at1 >> 2);
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(float* __restrict__ 
       *(float4*)(out0_ptr + (whole6 * 4)) = *(float4*)(y_ptr + 0);
     } else {
       int row1_1 = 0;
-      int position2_1 = (n0 + (((((int)blockIdx.x) * 256) + ((int)threadIdx.x)) - n2));
+      int position2_1 = (n0 + (((((int)blockIdx.x) * 128) + ((int)threadIdx.x)) - n2));
       int base3_1 = (row1_1 * 4096);
       alignas(64) float v1_ptr_1[1];
       v1_ptr_1[0] = in0_ptr[(base3_1 + position2_1)];

@@ -1,8 +1,8 @@
-extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__ in0_ptr, ushort* __restrict__ in1_ptr, ushort* __restrict__ out0_ptr, int n0);
-extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__ in0_ptr, ushort* __restrict__ in1_ptr, ushort* __restrict__ out0_ptr, int n0) {
-  if (((int)threadIdx.x) < ((n0 * 38) - (((int)blockIdx.x) * 256))) {
-    int row1 = (((((int)blockIdx.x) * 256) + ((int)threadIdx.x)) / 38);
-    int position2 = ((((((int)blockIdx.x) * 256) + ((int)threadIdx.x)) % 38) * 8);
+extern "C" __global__ void __launch_bounds__(128) k0_kernel(ushort* __restrict__ in0_ptr, ushort* __restrict__ in1_ptr, ushort* __restrict__ out0_ptr, int n0);
+extern "C" __global__ void __launch_bounds__(128) k0_kernel(ushort* __restrict__ in0_ptr, ushort* __restrict__ in1_ptr, ushort* __restrict__ out0_ptr, int n0) {
+  if (((int)threadIdx.x) < ((n0 * 38) - (((int)blockIdx.x) * 128))) {
+    int row1 = (((((int)blockIdx.x) * 128) + ((int)threadIdx.x)) / 38);
+    int position2 = ((((((int)blockIdx.x) * 128) + ((int)threadIdx.x)) % 38) * 8);
     int base3 = (row1 * 300);
     int base4 = 0;
     if (4 < (300 - position2)) {
