@@ -20,6 +20,7 @@ from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
 from bridge.base.torch_shapes import hint
 from bridge.capture.call_log import ATTENTION
+from bridge.capture.counters import may_be_counters
 from bridge.capture.fake_run import FakeRun, fake_run
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.passes.autocast import GradModesInRegions
@@ -71,11 +72,13 @@ class FirstLook(NamedTuple):
 
     Attributes:
         observed: the whole call, if forward came to its end and left the module as it was.
+        left: the state that it left, if it has set Python attributes that no later call counts up.
         attention: the first one, if forward was ended there.
         failed: what it raised on fake tensors, where numbers decide, say.
     """
 
     observed: Observed | None = None
+    left: PythonState | None = None
     attention: Attention | None = None
     failed: Exception | None = None
 
@@ -136,7 +139,11 @@ def first_look(
     try:
         with in_branches, capturing(module):
             seen = observed(module, *module_tensors(module), args, kwargs, watch=_Watch(ends))
-        return FirstLook(None if first.changes() else seen)
+        first.restore_caches()
+        changed = first.changes()
+        if not changed:
+            return FirstLook(seen)
+        return FirstLook(left=None if may_be_counters(module, changed) else PythonState(module))
     except _EndedError as ended:
         return FirstLook(attention=ended.attention)
     except Exception as error:  # noqa: BLE001 - of the user's code, on fake tensors; a trace meets it again

@@ -174,7 +174,7 @@ def _after_a_look(
         if captured is not None:
             return captured
         known[such] = None
-    return _capture(module, args, kwargs, dims, first, FirstLook(observed=look.observed))
+    return _capture(module, args, kwargs, dims, first, look._replace(attention=None, failed=None))
 
 
 def _attending_as_eager(

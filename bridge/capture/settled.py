@@ -58,12 +58,17 @@ def traced_and_settled(
         CacheNotFilled: the call that sets it does something else than later ones.
     """
     name = type(module).__name__
-    before = first
-    try:
-        unsettled = partial(_sets_attributes, module, before)
-        traced = _trace_or_refuse(module, args, kwargs, dims, first, before, unsettled, look)
-    except _UnsettledError:
-        before = _state_left(module, args, kwargs, first)
+    before, traced = first, None
+    if look.left is not None:
+        before = look.left
+        before.restore()
+    else:
+        try:
+            unsettled = partial(_sets_attributes, module, before)
+            traced = _trace_or_refuse(module, args, kwargs, dims, first, before, unsettled, look)
+        except _UnsettledError:
+            before = _state_left(module, args, kwargs, first)
+    if traced is None:
         traced = _trace_again(module, args, kwargs, dims, first, before)
     before.restore_caches()
     counters, call = None, (args, kwargs)

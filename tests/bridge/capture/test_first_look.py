@@ -107,7 +107,7 @@ def test_forward_is_exported_once_and_observed_by_the_last_run(module, runs, lat
 class Calls(nn.Module):
     def __init__(self, function: Callable):
         super().__init__()
-        self.function, self.shift, self.size = function, torch.ones(4), 0
+        self.function, self.shift, self.size, self.problem = function, torch.ones(4), 0, None
 
     def forward(self, x):
         return nn.functional.dropout(self.function(self, x), 0.5)
@@ -123,29 +123,36 @@ class Doubled(torch.autograd.Function):
         return gradient * 3
 
 
+def sets_problem(module, x):
+    """As transformers' classifiers, of their labels."""
+    module.problem = module.problem or "regression"
+    return x * len(module.problem)
+
+
 def sets_size(module, x):
     module.size = module.size or len(x)
     return x * module.size
 
 
 @pytest.mark.parametrize(
-    ("function", "runs"),
+    ("function", "runs", "exports"),
     [
-        (lambda module, x: x.sin(), 1),
-        (lambda module, x: x + module.shift, 2),
-        (lambda module, x: Doubled.apply(x), 2),
-        (sets_size, 3),
-        (lambda module, x: x if x.sum() > 0 else -x, 2),
+        (lambda module, x: x.sin(), 1, 1),
+        (lambda module, x: x + module.shift, 2, 1),
+        (lambda module, x: Doubled.apply(x), 2, 1),
+        (sets_problem, 2, 1),
+        (sets_size, 3, 2),
+        (lambda module, x: x if x.sum() > 0 else -x, 2, 2),
     ],
-    ids=["plain", "attribute", "Function", "sets", "number"],
+    ids=["plain", "attribute", "Function", "sets", "may count", "number"],
 )
-def test_it_is_observed_again_where_the_first_run_does_not_tell_all(function, runs, traces):
-    """A tensor that is registered nowhere, a Function with its own backward, a first call that is another one (whether
-    it counts is seen in between), a number that is read."""
+def test_it_is_observed_again_where_the_first_run_does_not_tell_all(function, runs, exports, traces):
+    """A tensor that is registered nowhere, a Function with its own backward, a first call that is another one (which is
+    not traced, unless it may be counting), a number that is read."""
     module, x = Calls(function), torch.randn(3, 4, requires_grad=True)
     twin = copy.deepcopy(module)
     add_tvm_dispatch(module, x)
-    assert len(traces["runs"]) == runs
+    assert len(traces["runs"]) == runs and traces["exports"] == exports
     results = []
     for each in (module, twin):
         torch.manual_seed(3)

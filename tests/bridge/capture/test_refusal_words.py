@@ -97,8 +97,9 @@ LOOK_AT_NUMBERS = {
 
 
 @pytest.mark.parametrize(("forward", "hint", "where"), LOOK_AT_NUMBERS.values(), ids=LOOK_AT_NUMBERS)
-def test_what_looks_at_numbers_inside_of_torch_says_what_to_pass(forward, hint, where):
+def test_what_looks_at_numbers_inside_of_torch_says_what_to_pass(forward, hint, where, monkeypatch):
     """Whether or not a module that does so is supported: here is what it would be told."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # Dynamo switches it off for good
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(Exception) as caught:
         forward(torch.ones(5, 2, 4) if forward is not masked else torch.ones(2, 5, 4))
     inside = caught.value.__traceback__
