@@ -68,6 +68,7 @@ def test_as_many_steps_as_you_like():
         assert len(many.steps) == len(few.steps)
 
 
+@pytest.mark.sweep  # layers share their kernels in the same way, and steps are loops
 def test_as_many_unrolled_steps_as_you_like(monkeypatch):
     """From where sums over the steps are cut on: 96 steps have as many kernels, too."""
     monkeypatch.setattr("bridge.lowering.pipeline.rolled", lambda body, *_: None)

@@ -37,6 +37,7 @@ DISPATCHED = [name for name in SCENARIOS if name not in OTHERS]
 SWEPT = {
     *("ddp static_graph", "ddp bucket_view", "fsdp not resharded", "fsdp clip", "ddp float32", "fsdp float32 adamw"),
     *("fsdp accumulate", "fsdp mixed compiled", "whole ddp no_sync", "whole ddp bucket_view"),
+    *("whole ddp static_graph", "whole fsdp accumulate"),
 }
 """Whose options another scenario has with dispatched blocks, or with a model that is dispatched as a whole."""
 
