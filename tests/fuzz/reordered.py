@@ -44,7 +44,8 @@ CONTRACTIONS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.de
 
 
 class Reordered(TorchDispatchMode):
-    """Shuffles what is added up, and computes a product with ``alpha`` before it is added.
+    """Shuffles what is added up, and computes a product with ``alpha`` before it is added; one of matrices, as any
+    kernel may, inside or behind the sum.
 
     Reductions and matrix products are shuffled; the sums inside other kernels (convolutions, normalizations) are not.
     Variances of real numbers are taken in two passes of shuffled plain sums.
@@ -74,6 +75,9 @@ class Reordered(TorchDispatchMode):
             left, right = CONTRACTIONS[func]
             order = self._order(args[left].shape[-1]).to(args[left].device)
             args[left], args[right] = args[left][..., order], args[right][..., order, :]
+            if kwargs.get("alpha", 1) != 1 and self.shifted:
+                added, one, other = args
+                return added * kwargs.get("beta", 1) + (one @ other) * kwargs["alpha"]
         result = _lerp(*args) if func in LERPS else func(*args, **kwargs)
         return _overflowed(*result, self.lost) if func in NORMALIZATIONS else result
 

@@ -181,6 +181,17 @@ def test_sums_that_overflow_in_some_order_only_are_not_compared(add):
     assert len(set(first)) == 2 and set(second) == {False}
 
 
+def test_a_scaled_product_of_matrices_may_overflow_before_or_behind_its_scale():
+    """``0.5 * (max + max)`` is infinite, ``0.5 * max + 0.5 * max`` is not."""
+    largest = torch.finfo(torch.float64).max
+    row, column = torch.full((1, 2), largest, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
+    found = []
+    for run in range(4):
+        with Reordered(run):
+            found.append(torch.addmm(torch.zeros(1, 1).double(), row, column, alpha=0.5).isfinite().item())
+    assert len(set(found)) == 2
+
+
 def test_a_variances_mean_may_overflow_in_its_gradient():
     """The distance of ``-max`` from ``max`` is infinite: what is not picked of the variances has zero times that."""
     largest = torch.finfo(torch.float64).max
