@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +95,9 @@ def fake_run(
     arguments = tuple(leaf for leaf in fake_leaves if isinstance(leaf, torch.Tensor))
     fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, in_spec)
     parameters = [fake for spec, fake in zip(tensors, fakes, strict=True) if spec.kind == "parameter"]
-    given = module, state, parameters, [*fakes, *arguments], fake_args, fake_kwargs, _active(*modes, running(mode))
+    given = module, state, parameters, [*fakes, *arguments], fake_args, fake_kwargs, running(mode)
     try:
-        observation = observe(*given, functions=functions or OwnFunctions())
+        observation = observe(*given, functions=functions or OwnFunctions(), modes=modes)
     except BaseException:
         clear_fake_memo(mode)
         raise
@@ -111,14 +111,6 @@ def fake_run(
         argument_is_tensor=tuple(isinstance(leaf, torch.Tensor) for leaf in leaves),
         in_spec=in_spec,
     )
-
-
-@contextmanager
-def _active(*contexts: AbstractContextManager) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
-        yield
 
 
 def _serves_again(earlier: FakeRun) -> bool:

@@ -63,8 +63,9 @@ class Observed(NamedTuple):
 
     def is_of(self, tensors: Sequence[ModuleTensor], real_tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the module owned these and no others."""
-        are_the_same = all(ours is theirs for ours, theirs in zip(self.real_tensors, real_tensors, strict=False))
-        return list(self.tensors) == list(tensors) and are_the_same
+        if self.tensors != tensors:
+            return False
+        return all(ours is theirs for ours, theirs in zip(self.real_tensors, real_tensors, strict=True))
 
 
 class FirstLook(NamedTuple):
@@ -138,7 +139,7 @@ def first_look(
     in_branches = nullcontext() if traced is None else eagers_branches()
     try:
         with in_branches, capturing(module):
-            seen = observed(module, *module_tensors(module), args, kwargs, watch=_Watch(ends))
+            seen = observed(module, *module_tensors(module), args, kwargs, modes=[_Watch(ends)])
         first.restore_caches()
         changed = first.changes()
         if not changed:
@@ -160,10 +161,9 @@ def observed(
     kwargs: dict[str, Any],
     sizes: SymbolicSizes | None = None,
     functions: OwnFunctions | None = None,
-    watch: AbstractContextManager | None = None,
+    modes: Sequence[AbstractContextManager] = (),
 ) -> Observed:
-    """:func:`bridge.capture.fake_run.fake_run` of a call that is traced; ``watch``: what it runs under."""
+    """:func:`bridge.capture.fake_run.fake_run` of a call that is traced; ``modes``: what it runs under besides."""
     grad_modes = GradModesInRegions()
-    modes = (grad_modes,) if watch is None else (watch, grad_modes)
-    run = fake_run(module, tensors, real_tensors, args, kwargs, sizes, functions, modes=modes)
+    run = fake_run(module, tensors, real_tensors, args, kwargs, sizes, functions, modes=[*modes, grad_modes])
     return Observed(tensors, real_tensors, run, grad_modes.problems)

@@ -50,6 +50,7 @@ def observe(
     traced: bool = True,
     advance: Callable[[], int | None] = lambda: None,
     recorders: Sequence[AbstractContextManager] = (),
+    modes: Sequence[AbstractContextManager] = (),
 ) -> Observation:
     """Runs ``module``, on fake tensors unless told otherwise, and reports what eager does.
 
@@ -64,6 +65,7 @@ def observe(
         traced: whether the trace is wanted. It keeps every tensor until it is complete.
         advance: how far the last draw moved its generator.
         recorders: modes to run under in the place of those that judge writes and note draws and calls.
+        modes: what to run under besides, outside of ``mode``.
     """
     argument_leaves, argument_spec = pytree.tree_flatten((args, kwargs))
     rules = InPlaceRules(argument_leaves, parameters, inputs)
@@ -75,10 +77,10 @@ def observe(
     geometry, versions = [_geometry(tensor) for tensor in inputs], [_version(tensor) for tensor in inputs]
     number_indices, asked = NumberIndices(), times_forward_asked()
     stand_ins = (RecurrentStandIns(), WholeFunctions(), number_indices) if traced else ()
-    with modes_put_back() as modes, ValidationReads() as validation, ExitStack() as stack:
+    with modes_put_back() as changed_modes, ValidationReads() as validation, ExitStack() as stack:
         applied = stack.enter_context(functions.observed())
         rules.shared_by_functions = applied.shared
-        for context in (mode, _exporting_flags(), generator_watch(rules), *stand_ins, *recorders):
+        for context in (*modes, mode, _exporting_flags(), generator_watch(rules), *stand_ins, *recorders):
             stack.enter_context(context)
         result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     moved = zip(inputs, versions, strict=True)
@@ -86,7 +88,7 @@ def observe(
     if geometry != [_geometry(tensor) for tensor in inputs] and not rules.unsupported:
         reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
         rules.complain("detach_, requires_grad_, set_ or a view in place", reason, "work on a view or a clone of it")
-    for changed in modes:
+    for changed in changed_modes:
         reason = "forward leaves it changed for what comes after the call"
         rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
     observation.checkpointed = rules.checkpointed.of(inputs)

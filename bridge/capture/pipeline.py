@@ -174,7 +174,7 @@ def _after_a_look(
         if captured is not None:
             return captured
         known[such] = None
-    return _capture(module, args, kwargs, dims, first, look._replace(attention=None, failed=None))
+    return _capture(module, args, kwargs, dims, first, look._replace(failed=None))  # torch.export may do what it cannot
 
 
 def _attending_as_eager(
