@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import AbsentOperator
+from bridge.base.torch_internals import AbsentOperator, storage_id
 
 __all__ = [
     "DRAWS",
@@ -145,10 +145,16 @@ def invoke(function: Function, arguments: Sequence[Any], tensors: Sequence[torch
         arguments: in order; :class:`TensorAt` and :class:`TensorsAt` stand for tensors, anything else for itself.
 
     Returns:
-        its results, dense, none of them one of the inputs.
+        its results, dense, each in memory of its own: none is part of an input, or of another result.
     """
     made = function(*_decoded(arguments, tensors))
-    return [_own(value, tensors) for value in (made if isinstance(made, tuple) else (made,))]
+    if not isinstance(made, tuple):
+        return [_own(made, tensors)]
+    found: list[torch.Tensor] = []
+    for value in made:
+        own = _own(value, tensors)
+        found.append(own.clone() if any(_overlap(own, other) for other in found) else own)
+    return found
 
 
 def invoke_into(
@@ -163,10 +169,21 @@ def _decoded(arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[
 
 
 def _own(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Dense memory that is no input's; on a GPU, where kernels read vectors, it begins at a multiple of 16 bytes."""
-    if any(value is given for given in inputs):
+    """Dense memory that is no input's, as a derivative may be that is a view of the gradient; on a GPU, where kernels
+    read vectors, it begins at a multiple of 16 bytes."""
+    storage = storage_id(value)
+    if any(storage_id(given) == storage for given in inputs):
         return value.clone(memory_format=torch.contiguous_format)
     return dense(value)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two dense tensors have bytes in common."""
+    return (
+        storage_id(a) == storage_id(b)
+        and a.data_ptr() < b.data_ptr() + b.nbytes
+        and b.data_ptr() < a.data_ptr() + a.nbytes
+    )
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -67,6 +69,25 @@ cubed.register_autograd(
 )
 
 
+@torch.library.custom_op("bridge_tests::mixed_flat", mutates_args=())
+def mixed_flat_op(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    return (x + y * z).flatten()
+
+
+@mixed_flat_op.register_fake
+def _(x, y, z):
+    return x.new_empty(x.numel())
+
+
+mixed_flat_op.register_autograd(
+    lambda ctx, grad: (
+        grad.view_as(ctx.saved_tensors[0]),
+        *(grad.view_as(each) * each for each in ctx.saved_tensors[::-1]),
+    ),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
+)
+
+
 @torch.library.custom_op("bridge_tests::noisy", mutates_args=())
 def noisy(x: torch.Tensor) -> torch.Tensor:
     return x + torch.rand_like(x)
@@ -100,6 +121,21 @@ _ALIKE = {
 )
 def test_results_and_gradients(operator):
     check_module(lambda: Function(OPERATORS[operator]), lambda: Call((square(),)), calls=1, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", ["a user's", "of complex numbers"])
+def test_a_derivative_that_is_a_view_of_the_gradient(function):
+    """The gradient's memory is read no more, and there the gradients of y are added up."""
+
+    def users(x, y):
+        return torch.ops.bridge_tests.mixed_flat(x, y, y) * 2
+
+    def complex_numbers(x, y):
+        return torch.view_as_real(torch.addcmul(*map(torch.view_as_complex, (x, y, y)))) * 2
+
+    taken = users if function == "a user's" else complex_numbers
+    made = partial(Function, lambda x, y, weight: taken(x @ weight, y @ weight))
+    check_module(made, lambda: Call((square(4, 2), square(4, 2), square(2, 2))), calls=1, rtol=1e-10, atol=1e-12)
 
 
 def test_what_nothing_uses_has_no_gradient():
