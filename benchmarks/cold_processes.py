@@ -10,11 +10,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["asked", "environment_of", "options_of", "print_table"]
+__all__ = ["asked", "cold", "environment_of", "options_of", "print_table"]
+
+CACHES = ("BRIDGE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "XDG_CACHE_HOME")
 
 
 def options_of(doc: str, runs: str) -> argparse.ArgumentParser:
@@ -38,6 +41,16 @@ def asked(script: str, name: str, which: Sequence[str], quick: bool, environment
     command = [sys.executable, "-m", f"benchmarks.{script}", "--only", name, *which, *(["--quick"] if quick else [])]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def cold(script: str, name: str, which: Sequence[str], quick: bool, threads: int | None = None) -> dict[str, Any]:
+    """The same with caches that are empty."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {variable: Path(scratch) / variable.lower() for variable in CACHES}
+        for folder in folders.values():
+            folder.mkdir()
+        environment = environment_of(threads, **{variable: str(folder) for variable, folder in folders.items()})
+        return asked(script, name, which, quick, environment)
 
 
 def print_table(

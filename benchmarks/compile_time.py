@@ -14,21 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks.cold_processes import asked, environment_of, options_of, print_table
+from benchmarks.cold_processes import cold, options_of, print_table
 
 LOOPS = ("LayerNorm-LSTM (64, 100 steps, 512)", "LayerNorm-LSTM (64, 1000 steps, 512)")
 """Measured without torch.compile, which unrolls the steps: it had not finished 100 of them after four minutes."""
 
 NAMES = ("BertLayer (1, 128)", "BERT-base (1, 128)", "GPT-2 small (1, 128)", *LOOPS)
 PEERS = ("ours", "torch_compile")
-CACHES = ("BRIDGE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "XDG_CACHE_HOME")
 
 Seconds = dict[str, float]
 
@@ -67,23 +64,13 @@ def measure(peer: str, name: str, quick: bool) -> Seconds:
     return seconds
 
 
-def cold(peer: str, name: str, quick: bool, threads: int | None) -> Seconds:
-    """The measurement in a new process whose caches are empty."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folders = {variable: Path(scratch) / variable.lower() for variable in CACHES}
-        for folder in folders.values():
-            folder.mkdir()
-        environment = environment_of(threads, **{variable: str(folder) for variable, folder in folders.items()})
-        return asked("compile_time", name, ["--peer", peer], quick, environment)
-
-
 def row_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Medians of alternating cold runs."""
     peers = PEERS[:1] if options.no_inductor or name in LOOPS else PEERS
     runs: dict[str, list[Seconds]] = {peer: [] for peer in peers}
     for _ in range(options.runs):
         for peer in peers:
-            runs[peer].append(cold(peer, name, options.quick, options.threads))
+            runs[peer].append(cold("compile_time", name, ["--peer", peer], options.quick, options.threads))
     row: dict[str, Any] = {"module": name}
     for peer, measured in runs.items():
         row.update({f"{peer}_{part}_s": statistics.median(run[part] for run in measured) for part in measured[0]})

@@ -8,15 +8,16 @@ A step is forward and backward with new gradients; of BERT-base also a fused Ada
 (``sdpa``). ``gpu`` and ``wall`` as in ``gpu_step``; peers: :mod:`benchmarks.gpu_peers`. One that raises is told by its
 error, and the others go on.
 
-The first step of each, compilation included, is told as well. For it to be a cold one, ``BRIDGE_CACHE_DIR``,
-``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR`` have to name empty folders, and eager has to be the first peer, who
-loads libraries. ``--rounds 0``: nothing but first steps; ``--patience S``: a peer whose first step takes longer is left
-out. ``--quick``: tiny ones, also without a GPU: does it work.
+The first step of each, compilation included, is told as well; who comes later finds what the others have loaded.
+``--cold``: nothing but first steps, each in a process of its own with empty caches, in which only eager's step was
+before. ``--patience S``: a peer whose first step takes longer is left out. ``--quick``: tiny ones, also without a GPU:
+does it work.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import time
 import warnings
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from benchmarks.cold_processes import cold
 from benchmarks.gpu_clock import AHEAD_CYCLES, Step, by_turns, show_kernels
 from benchmarks.gpu_peers import OURS, PEERS, PRECISIONS, Batch, peer, settle
 from benchmarks.train_blocks import LlamaBlock, bert_layer, gpt2_block
@@ -126,12 +128,13 @@ def interrupted_after(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def measure(name: str, options: argparse.Namespace, device: torch.device) -> None:
-    """Prints first steps as they are made, then the times of all peers, then their kernels."""
+def measure(name: str, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """Prints first steps as they are made, then the times of all peers, then their kernels; seconds of first steps."""
     case = CASES[name]
     precision, batch = PRECISIONS[case.precision], case.batch(options.quick)
     runs: dict[str, Step] = {}
     modules: dict[str, nn.Module] = {}
+    first: dict[str, float] = {}
     with precision.switched():
         for each in options.peers:
             started = time.perf_counter()
@@ -151,7 +154,8 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> Non
                 continue
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            print(f"{name} {each} first step: {time.perf_counter() - started:.1f} s", flush=True)
+            first[each] = time.perf_counter() - started
+            print(f"{name} {each} first step: {first[each]:.1f} s", flush=True)
             if each in OURS and stats(module).misses:
                 print(f"{name} {each}: {stats(module)}", flush=True)
             runs[each], modules[each] = run, module
@@ -167,6 +171,19 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> Non
             print(f"{name} {each}: {stats(modules[each]).graphs}", flush=True)
         for each, run in runs.items() if options.kernels else ():
             show_kernels(f"{name} {each}", run, options.kernels)
+    return first
+
+
+def measure_cold(name: str, options: argparse.Namespace) -> None:
+    """Prints the first step of each peer in a process of its own."""
+    first: dict[str, float] = {}
+    for each in options.peers:
+        which = ["--peers", *dict.fromkeys(("eager", each)), "--rounds", "0", "--json-last"]
+        found = cold("gpu_models", name, [*which, "--patience", str(options.patience)], options.quick)
+        first.update({each: found[each]} if each in found else {})  # the process said why not
+    for ours in first.keys() & OURS.keys():
+        ratios = ", ".join(f"/{each} {first[ours] / first[each]:.2f}" for each in first if each not in OURS)
+        print(f"{name} cold first step: {ours} {first[ours]:.1f} s; {ratios}", flush=True)
 
 
 def main() -> None:
@@ -176,16 +193,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also the N longest kernels of each peer")
     parser.add_argument("--patience", type=int, default=0, metavar="S", help="seconds for a peer's first step")
+    parser.add_argument("--cold", action="store_true", help="first steps, each in a process of its own")
+    parser.add_argument("--json-last", action="store_true", help="a last line: seconds of first steps, as JSON")
     parser.add_argument("--quick", action="store_true", help="tiny modules, one round: does it work")
     options = parser.parse_args()
-    options.rounds = 1 if options.quick else options.rounds
+    options.rounds = min(options.rounds, 1) if options.quick else options.rounds
     warnings.simplefilter("ignore")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     what = torch.cuda.get_device_name() if device.type == "cuda" else "no GPU"
     print(f"{what}, torch {torch.__version__}", flush=True)
     for name in CASES:
-        if any(part in name for part in options.only):
-            measure(name, options, device)
+        if not any(part in name for part in options.only):
+            continue
+        if options.cold:
+            measure_cold(name, options)
+            continue
+        first = measure(name, options, device)
+        if options.json_last:
+            print(json.dumps(first))
 
 
 if __name__ == "__main__":

@@ -124,6 +124,22 @@ def test_blocks_and_models_on_a_gpu(monkeypatch, capsys):
     assert any("two layers graph: " in line and "Error" in line for line in lines)  # no GPU; the others go on
 
 
+def test_first_steps_in_processes_of_their_own(monkeypatch, capsys):
+    asked_for = []
+
+    def measured(script, name, which, quick):
+        asked_for.append((script, name, which[: which.index("--rounds")]))
+        return {"eager": 0.5} if which[2] == "max-autotune" else {"eager": 0.5, which[2]: 2.0}
+
+    monkeypatch.setattr(gpu_models, "cold", measured)
+    peers = ["ours", "default", "max-autotune"]
+    monkeypatch.setattr("sys.argv", ["python", "--cold", "--only", "GPT-2", "--peers", *peers])
+    gpu_models.main()
+    assert asked_for == [("gpu_models", "GPT-2 block (4, 1024) bf16", ["--peers", "eager", each]) for each in peers]
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == "GPT-2 block (4, 1024) bf16 cold first step: ours 2.0 s; /default 1.00"
+
+
 def test_row_kernels_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["python"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -67,6 +67,7 @@ from bridge.lowering.kept import (
 )
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
+from bridge.lowering.sources import begin_reading
 from bridge.state import ModuleTensor, PythonState, generators_put_back, module_tensors
 
 __all__ = ["clear_lowered", "lower_once"]
@@ -152,6 +153,8 @@ def _lower_once(
             return found
         if seen.before is not None:
             seen.before.restore()
+    if on_disk is not None:
+        begin_reading(module)
     captured = capture(module, args, kwargs, dims, looped)
     seconds = time.perf_counter() - started
     try:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import starmap
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,9 +19,10 @@ from typing import Any
 from torch import nn
 
 from bridge.artifact import key_of
+from bridge.compile import in_background
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
 
-__all__ = ["code_digest"]
+__all__ = ["begin_reading", "code_digest"]
 
 _OTHERS = frozenset([*sys.stdlib_module_names, "torch", "tvm", "tvm_ffi", "numpy", "bridge", "autodiff", "partition"])
 """Packages that are no part of a model's code: their versions are in the key, or they compute nothing of it."""
@@ -29,16 +30,27 @@ _OTHERS = frozenset([*sys.stdlib_module_names, "torch", "tvm", "tvm_ffi", "numpy
 
 def code_digest(module: nn.Module) -> str | None:
     """The digest; ``None`` where a class of the module tree has no file (a cell of a notebook)."""
-    classes = {base for child in module.modules() for base in type(child).__mro__}
-    names = tuple(sorted({each.__module__ for each in classes if each.__module__.partition(".")[0] not in _OTHERS}))
-    files = _files_now(names)
+    files = _files_now(_modules_of(module))
     if files is None:
         return None
     try:
-        read = [[name, _digest_of(path, changed)] for name, (path, changed) in sorted(files.items())]
+        read = _digests(files)
     except OSError:
         return None
     return key_of(read, _attributes(module))
+
+
+def begin_reading(module: nn.Module) -> None:
+    """Reads, in the background, the files that the module's digest will be of: a model's are hundreds."""
+    files = _files_now(_modules_of(module))
+    if files is not None:
+        in_background(partial(_digests, files))
+
+
+def _modules_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the Python modules that classes of the module tree are from."""
+    classes = {base for child in module.modules() for base in type(child).__mro__}
+    return tuple(sorted({each.__module__ for each in classes if each.__module__.partition(".")[0] not in _OTHERS}))
 
 
 Files = dict[str, tuple[str, int]]
@@ -89,6 +101,10 @@ def _files_reached(names: tuple[str, ...]) -> Files | None:
             return None
         waiting.extend(set(_named_in(found)))
     return reached
+
+
+def _digests(files: Files) -> list[list[str]]:
+    return [[name, _digest_of(path, changed)] for name, (path, changed) in sorted(files.items())]
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from tvm import relax
@@ -19,7 +20,7 @@ from bridge.compile.cuda.legalized import scheduled
 from bridge.compile.cuda.libraries import CudaLibraries, clear_unused, hold
 from bridge.compile.cuda.limits import ALTERNATIVES, FLOAT64_ARCHITECTURES, LIMITS, ORDER
 from bridge.compile.cuda.lookup import lookup
-from bridge.compile.cuda.nvrtc import version
+from bridge.compile.cuda.nvrtc import version, warm_up
 from bridge.compile.cuda.pool_gradient import pool_gradient
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
@@ -29,6 +30,7 @@ from bridge.compile.loop_ir.lookup import LookupPlan
 from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.loop_ir.scatter import ScatterPlan
+from bridge.compile.runtime.background import in_background
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.program import Program
@@ -46,6 +48,11 @@ def architecture(index: int) -> str:
     """A GPU's architecture by the name that NVRTC knows it by, as in ``"sm_90"``."""
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}"
+
+
+@cache
+def _begin_to_load(arch: str) -> None:
+    in_background(partial(warm_up, arch))
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,8 @@ class CudaBackend(Backend):
         return build_executable(module, self.arch)
 
     def prepare(self, tensors: Sequence[torch.Tensor], in_loops: bool = False) -> None:
-        """Nothing: what NVRTC compiles is known when plans are."""
+        """Begins to load NVRTC; what it compiles is known when plans are."""
+        _begin_to_load(self.arch)
 
     def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | TogetherPlan) -> PrimFunc:
         match plan:

@@ -23,7 +23,7 @@ from bridge.artifact import current_store, key_of, made_once
 from bridge.base.errors import TORCH_DIR
 from bridge.base.lru import LeastRecentlyUsed
 
-__all__ = ["OPTIONS", "absent", "clear_compiled", "compiled", "version"]
+__all__ = ["OPTIONS", "absent", "clear_compiled", "compiled", "version", "warm_up"]
 
 OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17", "--disable-warnings")
 """Of every compilation, beside the architecture."""
@@ -108,6 +108,11 @@ def compiled(source: str, arch: str, form: str = "cubin") -> bytes:
         made = _stored_or_compiled(source, arch, form)
         found = _COMPILED.put(key, made, len(made))
     return found
+
+
+def warm_up(arch: str) -> None:
+    """Has NVRTC compile next to nothing: the first time it takes several times as long, to load what it needs."""
+    _compile("__global__ void nothing() {}", arch, "cubin")
 
 
 def _stored_or_compiled(source: str, arch: str, form: str) -> bytes:

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from bridge.base.interrupts import raise_deferred
 
-__all__ = ["Build", "others_may_build", "settle"]
+__all__ = ["Build", "in_background", "others_may_build", "settle"]
 
 Result = TypeVar("Result")
 
@@ -79,6 +79,11 @@ class Build(Generic[Result]):
             self._work = self._first = None
             _THIS_THREAD.builds = False
             _RUNNING.discard(self._thread)
+
+
+def in_background(work: Callable[[], object]) -> None:
+    """Does, beside builds, what is only to be done sooner than somebody needs it, who meets whatever it raises."""
+    Build(lambda: None, work)
 
 
 @contextmanager

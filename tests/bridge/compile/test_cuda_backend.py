@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from tvm import relax, te, topi
 from tvm.relax import op
 
-from bridge.compile import CompileOptions, Launch, Program, backend_for, compile_function
+from bridge.compile import CompileOptions, Launch, Program, backend_for, compile_function, settle
+from bridge.compile.cuda import nvrtc
 from bridge.compile.cuda.nvrtc import compiled
 from bridge.compile.runtime.build import clear_kernels
 from bridge.compile.runtime.storage import load, save
@@ -41,6 +43,20 @@ def test_kernels_of_a_program_are_functions_of_one_module(arch):
     functions = [built.function for built in made.code.values()]
     assert len(functions) == len(made.kernels) > 1
     assert len({id(built.build) for built in made.code.values()}) == 1
+
+
+def test_nvrtc_is_loaded_once_while_something_else_goes_on(monkeypatch):
+    asked_for, compile_source = [], nvrtc._compile
+
+    def watched(source, arch, form):
+        asked_for.append((arch, threading.current_thread() is threading.main_thread()))
+        return compile_source(source, arch, form)
+
+    monkeypatch.setattr(nvrtc, "_compile", watched)
+    for _ in range(2):
+        replace(GPU, arch="sm_86").prepare([])
+        settle()
+    assert asked_for == [("sm_86", False)]
 
 
 def test_devices_of_one_architecture_share_kernels_and_not_programs():

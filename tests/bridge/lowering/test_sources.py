@@ -1,0 +1,67 @@
+"""Digests of a module's code: of files that are read once, while something else goes on."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import os
+import sys
+from uuid import uuid4
+
+import pytest
+
+from bridge.compile import settle
+from bridge.lowering.sources import begin_reading, code_digest
+
+TEXT = """
+from torch import nn
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return x * 2
+"""
+
+
+@pytest.fixture
+def scaled(tmp_path, monkeypatch):
+    """A module whose class is in a file, and the file."""
+    path = tmp_path / f"scaled_{uuid4().hex}.py"
+    path.write_text(TEXT)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    found = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, found)
+    spec.loader.exec_module(found)
+    return found.Scaled(), path
+
+
+def test_what_was_read_before_is_not_read_again(scaled, monkeypatch):
+    module, path = scaled
+    opened, really = [], builtins.open
+
+    def watched(name, *args, **options):
+        opened.append(str(name))
+        return really(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "open", watched)
+    begin_reading(module)
+    settle()
+    assert opened.count(str(path)) == 1
+    assert code_digest(module) == code_digest(module) is not None
+    assert opened.count(str(path)) == 1
+
+
+def test_an_edited_file_is_read_again(scaled):
+    module, path = scaled
+    before = code_digest(module)
+    begin_reading(module)
+    path.write_text(TEXT.replace("2", "3"))
+    os.utime(path, ns=(0, 12345))
+    assert code_digest(module) != before
+
+
+def test_a_file_that_is_gone(scaled):
+    module, path = scaled
+    path.unlink()
+    begin_reading(module)
+    settle()
+    assert code_digest(module) is None
