@@ -23,14 +23,14 @@ def matmul(importer, node, x, y):
 
 @converts(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def addmm(importer, node, bias, x, y, *, beta=1, alpha=1):
-    if "float" not in dtype(x):
+    if "float" not in dtype(x) or alpha == 0:  # which of torch's kernels multiply nan and inf by it is their choice
         return whole(importer, node, bias, x, y, beta=beta, alpha=alpha)
     return _combined(importer, matmul(importer, node, x, y), bias, beta, alpha)
 
 
 @converts(aten.addbmm.default)
 def addbmm(importer, node, bias, x, y, *, beta=1, alpha=1):
-    if "float" not in dtype(x):
+    if "float" not in dtype(x) or alpha == 0:
         return whole(importer, node, bias, x, y, beta=beta, alpha=alpha)
     product = importer.emit(op.sum(matmul(importer, node, x, y), axis=[0]))
     return _combined(importer, product, bias, beta, alpha)

@@ -2,7 +2,8 @@
 
 ``max + max / 2 - max`` is infinite from the left, finite from the right; a vectorized kernel adds every eighth element
 first, a blocked one blocks. The same holds for ``a + alpha * b``, one rounding in a vectorized kernel of eager's and
-two in a scalar one: ``max - 2 * max`` is ``-max`` or ``-inf``; and for BatchNorm, whose kernel for transposed inputs
+two in a scalar one: ``max - 2 * max`` is ``-max`` or ``-inf``; for ``addcmul``, whose product of two may be no number
+by itself either; and for BatchNorm, whose kernel for transposed inputs
 sums in float64, so that squares do not overflow, while the one for contiguous inputs does not. ``lerp`` is such a
 sum as well. LayerNorm and GroupNorm of a row whose squares overflow are 0 or nan, by the length of the row.
 
@@ -27,6 +28,8 @@ aten = torch.ops.aten
 
 SCALED = {aten.add.Tensor: 1, aten.sub.Tensor: 1, aten.add_.Tensor: 1, aten.sub_.Tensor: 1, aten.rsub.Tensor: 0}
 """Operators that multiply the operand at this place by ``alpha``."""
+MULTIPLIED = {aten.addcmul.default: torch.add, aten.addcmul_.default: Tensor.add_}
+"""Operators that add a product of two, and what adds it once it is rounded."""
 MEANS = frozenset((aten.mean.default, aten.mean.dim))
 REDUCTIONS = MEANS | {aten.sum.default, aten.sum.dim_IntList, aten.nansum.default}
 """Sums along some dimensions, or all of them."""
@@ -61,6 +64,9 @@ class Reordered(TorchDispatchMode):
         kwargs, args = dict(kwargs or {}), list(args)
         if func in SCALED and kwargs.get("alpha", 1) != 1 and isinstance(args[SCALED[func]], Tensor):
             args[SCALED[func]] = args[SCALED[func]] * kwargs.pop("alpha")
+        elif func in MULTIPLIED:
+            added, one, other = args
+            return MULTIPLIED[func](added, one * kwargs.get("value", 1) * other)
         elif func in MEANS and self.shifted and args[0].numel() and _is_of_a_variance():
             return _shifted_mean(*args, **kwargs)
         elif func in REDUCTIONS:

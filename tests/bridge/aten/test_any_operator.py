@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -136,6 +137,22 @@ def test_a_derivative_that_is_a_view_of_the_gradient(function):
     taken = users if function == "a user's" else complex_numbers
     made = partial(Function, lambda x, y, weight: taken(x @ weight, y @ weight))
     check_module(made, lambda: Call((square(4, 2), square(4, 2), square(2, 2))), calls=1, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("product", ["addmm", "addmv", "baddbmm", "addbmm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_product_times_zero_is_read_where_torchs_kernel_reads_it(product, dtype):
+    """Infinite and nan as it is: by type, size and library."""
+
+    def call():
+        x, y = (square(2, 3, 3).detach().to(dtype) for _ in range(2))
+        x[:, 0, 1], x[:, 2, 2] = math.inf, math.nan
+        matrices = {"addmm": (x[0], y[0]), "addmv": (x[0], y[0, 0])}.get(product, (x, y))
+        added = y[:, 0] if product == "baddbmm" else y[0, 0]
+        added = added[:, None] if product == "baddbmm" else added
+        return Call(tuple(each.clone().requires_grad_() for each in (added, *matrices)))
+
+    check_module(lambda: Function(partial(getattr(torch, product), alpha=0, beta=0.5)), call, calls=1, rtol=0, atol=0)
 
 
 def test_what_nothing_uses_has_no_gradient():
