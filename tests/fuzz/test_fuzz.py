@@ -157,7 +157,16 @@ def test_a_sample_that_eager_refuses_at_the_states_draws_is_skipped():
     assert verdict.status == "skipped" and "IndexError" in verdict.detail
 
 
-@pytest.mark.parametrize("gather", ["x.take(rows)", "x[rows]", "x.index_select(0, rows)", "x.gather(0, rows[:, None])"])
+@pytest.mark.parametrize(
+    "gather",
+    [
+        "x.take(rows)",
+        "x[rows]",
+        "x.index_select(0, rows)",
+        "x.gather(0, rows[:, None])",
+        "x.put(rows, x.flatten()[:4])",
+    ],
+)
 def test_an_error_inside_an_overwritten_value_may_go_unnoticed(gather):
     """Its gradient is zero, whatever the element is that it would have been added to."""
     rows = ("rows", "torch.tensor([0, 1, 2, 2])", False)

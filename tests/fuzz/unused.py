@@ -33,7 +33,7 @@ class Unraised(TorchDispatchMode):
             tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
             if not tensors:
                 raise  # an assertion, a number that Python reads: to raise is what it is there for
-            for tensor in tensors:
+            for tensor in tensors if not _moves_zeros(func, args) else ():
                 tensor.fill_(self.factor)
             return result
 
@@ -46,9 +46,18 @@ def _adds_nothing(func: torch._ops.OpOverload, args: tuple) -> bool:
     return adds and bool(floats) and not any(value.any() for value in floats)
 
 
+def _moves_zeros(func: torch._ops.OpOverload, args: tuple) -> bool:
+    """Whether it takes numbers out of a gradient that is zero, or puts zeros there: that of an overwritten result."""
+    if func.overloadpacket.__name__.strip("_") not in _TAKE + _PUT or torch._C._current_autograd_node() is None:
+        return False
+    return not any(arg.any() for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
+
+
 _ADD = ("index_add", "scatter_add")
 _PUT = ("index_put", "index_put_impl", "put")
 """What the gradients of gathers are made with; those of the second line if they accumulate."""
+_TAKE = ("take", "index", "gather", "index_select")
+"""What the gradients of scatters are made with, beside those."""
 
 
 def _zeroed(func: torch._ops.OpOverload, args: tuple) -> list[Any]:
