@@ -19,7 +19,7 @@ from bridge.compile.graphs.entry_graphs import EntryGraphs
 from bridge.compile.kept_function import KeptFunction, digest_of
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function, products_and_calls
-from bridge.compile.runtime.background import in_background, settle
+from bridge.compile.runtime.background import settle
 from bridge.compile.runtime.canonical import canonical_text, functions_of
 from bridge.compile.runtime.constants import with_constants
 from bridge.compile.runtime.contents import Operation
@@ -89,7 +89,6 @@ __all__ = [
     "hold_function",
     "host_backend",
     "host_features",
-    "in_background",
     "kept_times",
     "load_program",
     "products_and_calls",

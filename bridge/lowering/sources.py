@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from itertools import starmap
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 from torch import nn
 
 from bridge.artifact import key_of
-from bridge.compile import in_background
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
 
 __all__ = ["begin_reading", "code_digest"]
@@ -34,17 +33,26 @@ def code_digest(module: nn.Module) -> str | None:
     if files is None:
         return None
     try:
-        read = _digests(files)
+        read = [[name, _digest_of(path, changed)] for name, (path, changed) in sorted(files.items())]
     except OSError:
         return None
     return key_of(read, _attributes(module))
 
 
 def begin_reading(module: nn.Module) -> None:
-    """Reads, in the background, the files that the module's digest will be of: a model's are hundreds."""
-    files = _files_now(_modules_of(module))
-    if files is not None:
-        in_background(partial(_digests, files))
+    """Has the system read the files that the module's digest will be of, hundreds of a model's, if they are on a disk.
+
+    A thread that reads them would wait for the interpreter's lock at each, and make the capture wait for it.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path, _ in (_files_now(_modules_of(module)) or {}).values():
+        with suppress(OSError):
+            file = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(file)
 
 
 def _modules_of(module: nn.Module) -> tuple[str, ...]:
@@ -101,10 +109,6 @@ def _files_reached(names: tuple[str, ...]) -> Files | None:
             return None
         waiting.extend(set(_named_in(found)))
     return reached
-
-
-def _digests(files: Files) -> list[list[str]]:
-    return [[name, _digest_of(path, changed)] for name, (path, changed) in sorted(files.items())]
 
 
 @cache
