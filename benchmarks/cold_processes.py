@@ -18,6 +18,7 @@ from typing import Any
 __all__ = ["asked", "cold", "environment_of", "options_of", "print_table"]
 
 CACHES = ("BRIDGE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "XDG_CACHE_HOME")
+"""Variables that say where something is kept from one process to the next."""
 
 
 def options_of(doc: str, runs: str) -> argparse.ArgumentParser:

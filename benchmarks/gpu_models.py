@@ -180,7 +180,8 @@ def measure_cold(name: str, options: argparse.Namespace) -> None:
     for each in options.peers:
         which = ["--peers", *dict.fromkeys(("eager", each)), "--rounds", "0", "--json-last"]
         found = cold("gpu_models", name, [*which, "--patience", str(options.patience)], options.quick)
-        first.update({each: found[each]} if each in found else {})  # the process said why not
+        if each in found:  # else the process has said why not
+            first[each] = found[each]
     for ours in first.keys() & OURS.keys():
         ratios = ", ".join(f"/{each} {first[ours] / first[each]:.2f}" for each in first if each not in OURS)
         print(f"{name} cold first step: {ours} {first[ours]:.1f} s; {ratios}", flush=True)

@@ -24,6 +24,7 @@ from bridge.capture.module_calls import forward_here
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter, StepMasks
 from bridge.capture.observation_key import observation_key
+from bridge.capture.overlap import share_elements
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.passes.attention_draws import attends_by_products
 from bridge.capture.passes.packed_layers import PACKED_LAYERS, packed_layers
@@ -108,6 +109,7 @@ __all__ = [
     "raise_if_eager_raises",
     "recorded",
     "same_numbers",
+    "share_elements",
     "shown",
     "sized_run",
     "uninitialized",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bridge.base.torch_internals import AbsentOperator, storage_id
+from bridge.capture import share_elements
 
 __all__ = [
     "DRAWS",
@@ -148,10 +149,8 @@ def invoke(function: Function, arguments: Sequence[Any], tensors: Sequence[torch
         its results, dense, each in memory of its own: none is part of an input, or of another result.
     """
     made = function(*_decoded(arguments, tensors))
-    if not isinstance(made, tuple):
-        return [_own(made, tensors)]
     found: list[torch.Tensor] = []
-    for value in made:
+    for value in made if isinstance(made, tuple) else (made,):
         own = _own(value, tensors)
         found.append(own.clone() if any(_overlap(own, other) for other in found) else own)
     return found
@@ -178,12 +177,7 @@ def _own(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two dense tensors have bytes in common."""
-    return (
-        storage_id(a) == storage_id(b)
-        and a.data_ptr() < b.data_ptr() + b.nbytes
-        and b.data_ptr() < a.data_ptr() + a.nbytes
-    )
+    return storage_id(a) == storage_id(b) and share_elements(a, b)
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:

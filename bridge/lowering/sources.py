@@ -44,15 +44,15 @@ def begin_reading(module: nn.Module) -> None:
 
     A thread that reads them would wait for the interpreter's lock at each, and make the capture wait for it.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path, _ in (_files_now(_modules_of(module)) or {}).values():
-        with suppress(OSError):
-            file = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(file)
+    if hasattr(os, "posix_fadvise"):
+        for path, changed in (_files_now(_modules_of(module)) or {}).values():
+            _begin_to_read(path, changed)
+
+
+@cache
+def _begin_to_read(path: str, changed: int) -> None:
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _modules_of(module: nn.Module) -> tuple[str, ...]:

@@ -201,6 +201,15 @@ def test_a_scaled_product_of_matrices_may_overflow_before_or_behind_its_scale():
     assert len(set(found)) == 2
 
 
+@pytest.mark.parametrize("add", [torch.addcmul, torch.Tensor.addcmul_])
+def test_a_product_that_is_added_may_overflow_by_itself(add):
+    """``1.5 * max - max`` is ``max / 2`` where it is rounded once."""
+    largest = torch.full((8,), torch.finfo(torch.float64).max, dtype=torch.float64)
+    with Reordered(0):
+        found = add(-largest, largest, torch.full_like(largest, 1.5))
+    assert bool(found.isinf().all())
+
+
 def test_a_variances_mean_may_overflow_in_its_gradient():
     """The distance of ``-max`` from ``max`` is infinite: what is not picked of the variances has zero times that."""
     largest = torch.finfo(torch.float64).max

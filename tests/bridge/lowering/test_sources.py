@@ -38,8 +38,9 @@ def test_the_system_is_asked_for_what_the_digest_is_of(scaled, monkeypatch):
     asked_for = []
     monkeypatch.setattr(os, "posix_fadvise", lambda file, *_: asked_for.append(os.fstat(file).st_ino))
     opened = len(os.listdir("/proc/self/fd"))
-    begin_reading(module)
-    assert os.stat(path).st_ino in asked_for and len(os.listdir("/proc/self/fd")) == opened
+    for _ in range(2):
+        begin_reading(module)
+    assert asked_for.count(os.stat(path).st_ino) == 1 and len(os.listdir("/proc/self/fd")) == opened
     assert code_digest(module) == code_digest(module) is not None
 
 
