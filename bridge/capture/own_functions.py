@@ -135,6 +135,7 @@ class OwnFunctions:
         self._module_name = module_name
         self.uses: list[Use] = []
         self.problems: list[Unsupported] = []
+        self.applied = Applied()
         self._read: list[tuple[str, str, torch.Tensor, int]] = []
 
     @contextmanager
@@ -208,6 +209,13 @@ class OwnFunctions:
                 without = self._backward(node, made, args, number, inside, ctx.partial, name, where)
         again = ONCE if _is_once(kind) else UNKNOWN if inside.sets_modes else AGAIN
         self.uses.append(Use(name, without, again))
+        memory = {storage_id(each) for each in given}
+        for each in tensors_in(made):
+            if isinstance(each.grad_fn, FunctionNode):
+                self.applied.nodes[each.grad_fn] = self.uses[-1]
+            if storage_id(each) in memory:
+                self.applied.shared.add(storage_id(each))
+        self.applied.any = True
         return made
 
     def _backward(

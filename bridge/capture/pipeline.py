@@ -7,6 +7,7 @@ A fake run observes what eager does and the graph no longer says, an eager run w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +31,8 @@ from bridge.capture.first_look import Attention, FirstLook, first_look
 from bridge.capture.loops.attempt import Looped, looped_call
 from bridge.capture.loops.listener import loops_found
 from bridge.capture.module_calls import forward_here
+from bridge.capture.recorded import capture_recorded
+from bridge.capture.thread_isolation import recording
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.settled import traced_and_settled
 from bridge.capture.symbolic_capture import as_in_eager_at_sample
@@ -74,6 +77,9 @@ def capture(
     """
     check_call(module, args, kwargs)
     refuse_numbers(type(module).__name__, dims)
+    if os.environ.get("BRIDGE_CAPTURE") == "recorded" and not dims and looped is None:
+        with working_for(device_of_call(module, args, kwargs)), recording():
+            return capture_recorded(module, args, kwargs)
     first = PythonState(module)
     contents = TensorContents(first.tensors())
     try:

@@ -37,7 +37,7 @@ from bridge.capture.registries import registries_here
 from bridge.capture.torch_messages import messages_logged
 from bridge.capture.tracing import changes_of_generators, marked_capturing, one_capture_at_a_time
 
-__all__ = ["capturing"]
+__all__ = ["capturing", "recording"]
 
 
 @contextmanager
@@ -66,6 +66,18 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         if has_saved_tensors_hooks():  # a checkpoint's, around the call: they count what autograd saves
             stack.enter_context(saved_tensors_hooks(_unchanged, _unchanged))
         stack.enter_context(messages_logged())
+        stack.enter_context(marked_capturing())
+        yield
+    raise_deferred()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Around the runs of a module's twin: dispatched modules that this thread calls run eager, uncounted."""
+    with ExitStack() as stack:
+        stack.enter_context(one_capture_at_a_time())
+        stack.enter_context(_without_warnings())
+        stack.enter_context(_generators_put_back())
         stack.enter_context(marked_capturing())
         yield
     raise_deferred()

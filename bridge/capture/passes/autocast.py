@@ -40,7 +40,7 @@ from bridge.capture.passes.kinds import kind_key, stand_in
 from bridge.capture.passes.stop_gradient import inline
 from bridge.capture.symbolic_formulas import running
 
-__all__ = ["GradModesInRegions", "spell_out_casts", "without_casts"]
+__all__ = ["GradModesInRegions", "autocast_at", "spell_out_casts", "without_casts"]
 
 _REGION = torch.ops.higher_order.wrap_with_autocast
 _GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -83,6 +83,11 @@ def spell_out_casts(
     _inline_regions(graph_module, place)
     _cast(graph_module, place, requires_grad, problems)
     return problems
+
+
+def autocast_at(dtype: torch.dtype | None) -> dict[str, Any]:
+    """Metadata of an operator that runs where autocast casts to this type; ``None``: where it is off."""
+    return {_TAG: _Place(dtype)}
 
 
 def without_casts(node: fx.Node) -> None:

@@ -83,6 +83,24 @@ def _is_left_whole(op: OpOverload) -> bool:
     return op in PRESERVED or torch.Tag.core in op.tags
 
 
+def formulas() -> Table:
+    """The decompositions of operators that are no composite ones."""
+    return _tables()[1]
+
+
+@functools.cache
+def composite_formulas() -> Table:
+    """What composite operators do instead of their own kernel."""
+    return {op: formula for op, formula in _tables()[0].items() if formula is not preserve_composite}
+
+
+@functools.cache
+def whole_operators() -> frozenset:
+    """Operators that are left whole."""
+    whole = {op for op, formula in _tables()[0].items() if formula is preserve_composite}
+    return frozenset({op for op in (*whole, *PRESERVED, *MARKS) if isinstance(op, OpOverload)})
+
+
 @contextmanager
 def _without_python_kernels() -> Iterator[None]:
     """While active, Python kernels that take a preserved operator apart above autograd are set aside."""

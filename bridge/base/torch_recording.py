@@ -1,0 +1,94 @@
+"""Torch's private names for modes above autograd and autocast (the pre-dispatch key).
+
+Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other file names what is private here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find
+
+__all__ = [
+    "BelowFunctionalMode",
+    "FunctionalTensorMode",
+    "PreDispatchMode",
+    "below_autograd",
+    "composite_kernel",
+    "functional_of",
+    "has_wrapper",
+    "in_functional",
+    "is_written",
+    "no_python_kernels",
+]
+
+_Proxy: type = find("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode")
+_PRE_DISPATCH = find("torch._C.DispatchKey.PreDispatch")
+_PROXY = find("torch._C._TorchDispatchModeKey.PROXY")
+
+no_python_kernels: Callable[[], AbstractContextManager] = find("torch._dispatch.python.no_python_dispatcher")
+"""While active, this thread's operators take no Python kernels."""
+has_wrapper: Callable[[Any], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor")
+"""Whether a tensor is one of a ``torch.func`` transform's."""
+
+
+class PreDispatchMode(_Proxy):
+    """A dispatch mode that sees operators as they are called: composite ones whole, before autocast and autograd.
+
+    torch takes no mode at this key that is no subclass of its tracer's; nothing else of the tracer is used. The Python
+    dispatcher has to be on around it (:data:`bridge.base.torch_internals.python_kernels`).
+    """
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self, _PRE_DISPATCH)
+        self._mode_key = _PROXY
+        self.pre_dispatch = True
+        self.enter_stack: list[Any] = []
+
+    def __sym_dispatch__(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class BelowFunctionalMode(_Proxy):
+    """A dispatch mode that sees functional operators, on fake tensors: what functionalization makes of others."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self._mode_key = _PROXY
+        self.pre_dispatch = False
+        self.enter_stack: list[Any] = []
+        self.tracer = self
+        self.tensor_tracker: dict[Any, Any] = {}
+
+    def __sym_dispatch__(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+FunctionalTensorMode: type = find("torch._subclasses.functional_tensor.FunctionalTensorMode")
+below_autograd: Callable[[], AbstractContextManager] = find("torch._C._AutoDispatchBelowAutograd")
+"""While active, this thread's operators are not followed by autograd, and composite ones reach modes whole."""
+_sync, _inside = find("torch._sync"), find("torch._from_functional_tensor")
+_is_written = find("torch._functionalize_has_data_mutation")
+composite_kernel: Callable[..., Any] = find("torch._ops.OpOverload.decompose")
+"""A composite overload, arguments → what it calls, called; ``NotImplemented`` for an operator that is none."""
+
+
+def in_functional(tensor: Any) -> Any:
+    """What a functional tensor stands for now."""
+    _sync(tensor)
+    return _inside(tensor.elem)
+
+
+_to_functional = find("torch._to_functional_tensor")
+
+
+def functional_of(tensor: Any, mode: Any) -> Any:
+    """A functional tensor of a mode that stands for a tensor."""
+    return FunctionalTensor(_to_functional(tensor), mode)
+
+
+def is_written(tensor: Any) -> bool:
+    """Whether a functional tensor was written since it was made."""
+    return _is_written(tensor.elem)

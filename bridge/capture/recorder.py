@@ -1,0 +1,235 @@
+"""Recorder: forward runs under it → the :class:`bridge.capture.rows.Record` of the operators that it called.
+
+It sees operators above autograd and autocast: ``aten.linear``, ``aten.dropout``, ``aten.lstm.input`` whole, ``detach``,
+views and writes in place as forward makes them. It does nothing to them; what comes out is eager's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bridge.base.devices import current_device
+from bridge.base.errors import is_user_file
+from bridge.base.torch_internals import MODULE_CALL, aten, schema
+from bridge.base.torch_recording import PreDispatchMode, has_wrapper, no_python_kernels
+from bridge.capture.rows import Form, Record, Row, Value, form_of, mapped, memory_of
+
+__all__ = ["READS", "Recorder"]
+
+READS = (aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default)
+"""Operators that give Python a number of a tensor."""
+_FRESH = (aten.lift_fresh.default,)
+"""What takes a tensor made of numbers in the code: the very tensor in eager, another one among fakes."""
+_QUESTIONS = ("prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel")
+_QUESTIONS += ("aten::sym_storage_offset", "aten::is_contiguous", "aten::_version", "aten::dim", "aten::size")
+"""Operators that ask for metadata: no rows."""
+_OUTSIDE = os.path.join(os.path.dirname(__file__), "two_runs.py")
+"""The file of the functions that call forward."""
+
+
+class Recorder(PreDispatchMode):
+    """While active, records the operators that this thread calls.
+
+    Args:
+        inputs: the tensors that the run is given, in order; of one object that is there twice the first place counts.
+        paths: of each module, by its id, the dotted path.
+        draws: draws that were made so far; how many there are before and after each row is noted.
+        answers: of a run on fake tensors, the record of the run on real ones: it tells the numbers that forward reads.
+
+    Attributes:
+        record: what was recorded so far.
+        serial: counts the calls of torch's functions, as a mode that sees them tells it.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        paths: dict[int, str],
+        draws: Sequence[Any] = (),
+        before_write: Callable[[Any, torch.Tensor], None] = lambda op, tensor: None,
+        answers: Record | None = None,
+    ):
+        super().__init__()
+        self.record = Record(inputs=len(inputs))
+        self._paths, self._draws, self._before_write, self._answers = paths, draws, before_write, answers
+        self._known: dict[int, tuple[weakref.ref, int]] = {}
+        self._made: dict[tuple, tuple[StorageWeakRef, int]] = {}
+        self.serial, self._last_serial = 0, -1
+        self._kept: list[torch.Tensor] = []
+        for tensor in inputs:
+            self._new(tensor, once=False)
+
+    # Values
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The value that a tensor is; ``None`` for one that no row has seen."""
+        found = self._known.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        same = self._made.get(_place(tensor))  # a factory's result, which Python has a shallow copy of
+        if same is not None and not same[0].expired():
+            self._note(tensor, same[1])
+            return same[1]
+        return None
+
+    def _new(self, tensor: torch.Tensor, *, once: bool = True, made: bool = False) -> int:
+        record, number = self.record, len(self.record.forms)
+        record.forms.append(form_of(tensor))
+        if once or id(tensor) not in self._known:
+            self._note(tensor, number)
+        if made and (place := _place(tensor)) not in self._made:
+            self._made[place] = StorageWeakRef(tensor.untyped_storage()), number
+        if self._answers is not None:
+            record.fakes[number] = _outside_graph(tensor)
+        return number
+
+    def _note(self, tensor: torch.Tensor, number: int) -> None:
+        self._known[id(tensor)] = weakref.ref(tensor), number
+        if self._answers is not None:
+            self._kept.append(tensor)
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """The value of an operand."""
+        number = self.number_of(tensor)
+        if number is None:
+            number = self._new(tensor)
+            self._kept.append(tensor)
+            self.record.free[number] = tensor, len(self.record.rows)
+        return Value(number)
+
+    # Rows
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.name().partition(".")[0] in _QUESTIONS:
+            return func(*args, **kwargs)
+        place, before = self._place_of_call(), len(self._draws)
+        grad, autocast = torch.is_grad_enabled(), _autocast()
+        if func in _FRESH:
+            return self._literal(func, args, kwargs)
+        operands = mapped((args, kwargs), torch.Tensor, self.value_of)
+        for tensor in written_by(func, args, kwargs):
+            self._before_write(func, tensor)
+        if self._answers is None:
+            with no_python_kernels():
+                result = func(*args, **kwargs)
+        else:
+            result = self._told(func, args, kwargs, *operands)
+        if func in READS:
+            self.record.reads.append(result)
+        if func is aten.detach.default and self.serial == self._last_serial and self._is_last(operands[0][0]):
+            self._note(result, operands[0][0].number)  # what Python gets of a factory's result is a shallow copy
+            return result
+        self._last_serial = self.serial
+        results = self._results(result)
+        draws = before, len(self._draws)
+        self.record.rows.append(Row(func, *operands, results, grad, autocast, draws, *place))
+        return result
+
+    def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], *operands: Any) -> Any:
+        """What an operator gives on fake tensors; as the run on real ones knows it where these cannot tell."""
+        index = len(self.record.rows)
+        known = self._answers.rows[index] if index < len(self._answers.rows) else None
+        known = None if known is None or known.op is not func else known
+        if func in READS:
+            return self._answers.reads[len(self.record.reads)]
+        if known is not None and type(known.results) is Value and known.results in operands[0]:
+            if not schema(func).is_mutable:  # an operator that does nothing returns what it was given
+                return args[operands[0].index(known.results)]
+        try:
+            return func(*args, **kwargs)
+        except Exception:
+            if known is None:
+                raise
+            return mapped(known.results, Value, lambda value: _like(self._answers.forms[value.number]))
+
+    def _literal(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A tensor made of numbers that are written in the code."""
+        result = func(*args, **kwargs)
+        if self.number_of(result) is None:
+            number = self._new(result, made=True)
+            self.record.literals[number] = args[0]
+        return result
+
+    def _results(self, result: Any) -> Any:
+        def value(tensor: torch.Tensor) -> Value:
+            found = self._known.get(id(tensor))
+            is_known = found is not None and found[0]() is tensor
+            return Value(found[1] if is_known else self._new(tensor, made=True))
+
+        return mapped(result, torch.Tensor, value)
+
+    def _is_last(self, value: Value) -> bool:
+        """Whether the last row made a value."""
+        return bool(self.record.rows) and self.record.rows[-1].results == value
+
+    def _place_of_call(self) -> tuple[tuple[str, int] | None, str]:
+        """The user's line, and the path of the innermost module that runs."""
+        where, path = None, None
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and (where is None or path is None):
+            code = frame.f_code
+            if code.co_filename == _OUTSIDE:
+                break
+            if path is None and code is MODULE_CALL:
+                path = self._paths.get(id(frame.f_locals["self"]))
+            if where is None and is_user_file(code.co_filename):
+                where = code.co_filename, frame.f_lineno
+            frame = frame.f_back
+        return where, path or ""
+
+
+def _tensors_in(tree: Any) -> Iterable[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for each in tree:
+            yield from _tensors_in(each)
+    elif isinstance(tree, dict):
+        yield from _tensors_in(list(tree.values()))
+
+
+def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes, as its schema says."""
+    declared = schema(func).arguments
+    if not schema(func).is_mutable:
+        return []
+    found: list[torch.Tensor] = []
+    for index, argument in enumerate(declared):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += _tensors_in(given)
+    return found
+
+
+def _autocast() -> tuple[torch.dtype | None, bool]:
+    kind = current_device().type
+    if not torch.is_autocast_enabled(kind):
+        return None, True
+    return torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    memory = memory_of(tensor)
+    if memory is None or tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return memory, form_of(tensor)[:4]
+
+
+def _like(form: Form) -> torch.Tensor:
+    """A new tensor of this form."""
+    made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
+    return made.requires_grad_().clone() if form.requires_grad else made
+
+
+def _outside_graph(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.detach() if not has_wrapper(tensor) else tensor

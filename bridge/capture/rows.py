@@ -1,0 +1,137 @@
+"""Record of a run: rows of operators, one for each that forward called, and the tensors that they read and made.
+
+A tensor is a *value*, a number: first the run's inputs, in order, then what rows made. A row has :class:`Value` in the
+place of each tensor among its operands and results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from bridge.base.torch_internals import storage_id
+from bridge.base.torch_shapes import hint
+
+__all__ = ["Form", "Record", "Row", "Value", "form_of", "mapped", "memory_of", "values_in"]
+
+
+class Value(NamedTuple):
+    """Stands for a tensor."""
+
+    number: int
+
+
+class Form(NamedTuple):
+    """Metadata of a tensor when it was made: layout, element type, whether autograd follows it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_conj: bool = False
+    is_neg: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call of an operator.
+
+    Attributes:
+        op: the overload.
+        args, kwargs: its operands: constants, and values for tensors.
+        results: what it returned: values for tensors, numbers, in the structure that it has.
+        grad: whether grad mode was on.
+        autocast: the element type that autocast cast to on the device of the call, ``None`` where it was off; and
+            whether it kept the casts of parameters.
+        draws: how many draws were made before it, and after.
+        where: the user's line, as ``(file name, line)``.
+        path: dotted path of the innermost module that ran.
+        part: of an ``autograd.Function`` that is applied: see :mod:`bridge.capture.own_functions`.
+    """
+
+    op: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    results: Any
+    grad: bool
+    autocast: tuple[torch.dtype | None, bool]
+    draws: tuple[int, int]
+    where: tuple[str, int] | None
+    path: str
+
+
+@dataclass
+class Record:
+    """What a run did.
+
+    Attributes:
+        rows: in order.
+        forms: of each value, when it was made.
+        inputs: how many of the values are inputs of the run.
+        literals: values that no row made: numbers written in the code, with their numbers (a copy).
+        free: values that no row made and that lie outside of what the run was given: with the tensor, and the row that
+            first read it.
+        reads: numbers that Python was given, in order.
+        fakes: of a run on fake tensors, those of each value, outside of autograd's graph.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    forms: list[Form] = field(default_factory=list)
+    inputs: int = 0
+    literals: dict[int, torch.Tensor] = field(default_factory=dict)
+    free: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    reads: list[Any] = field(default_factory=list)
+    fakes: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """The form of a tensor; of symbolic sizes, the sample's."""
+    is_strided = tensor.layout is torch.strided
+    return Form(
+        tuple(map(hint, tensor.shape)),
+        tuple(map(hint, tensor.stride())) if is_strided else (),
+        hint(tensor.storage_offset()) if is_strided else 0,
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def mapped(tree: Any, kind: type, change: Any) -> Any:
+    """Operands or results with ``change(each)`` in the place of each leaf of this kind."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if type(tree) in (list, tuple):
+        return type(tree)([mapped(each, kind, change) for each in tree])
+    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
+        return type(tree)(*[mapped(each, kind, change) for each in tree])
+    if type(tree) is dict:
+        return {name: mapped(each, kind, change) for name, each in tree.items()}
+    return tree
+
+
+def values_in(tree: Any) -> Iterator[int]:
+    """The numbers of the values in operands or results, in order."""
+    if type(tree) is Value:
+        yield tree.number
+    elif isinstance(tree, list | tuple):
+        for each in tree:
+            yield from values_in(each)
+    elif isinstance(tree, dict):
+        for each in tree.values():
+            yield from values_in(each)
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Identifies the memory of a tensor while it lives; ``None`` for one that has none of its own (a wrapper)."""
+    try:
+        return storage_id(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None

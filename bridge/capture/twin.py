@@ -1,0 +1,212 @@
+"""Twin: a module tree → another one of the same classes with other tensors, which a run of forward may change.
+
+Copied are the modules, and whatever is reached from their attributes and reaches one of them or one of the tensors that
+are replaced: containers, bound methods, closures, partial functions, references and plain objects. All else is shared,
+so that it is what eager sees: settings, loggers, enumerations, caches.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.torch_internals import COMPILED_CALL
+
+__all__ = ["twin_of_tree"]
+
+_MOST = 200_000
+"""Objects that are looked at; what lies behind is shared."""
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
+_PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_SHARED_MODULES = ("logging", "threading", "_thread", "torch._", "weakref", "contextvars", "numpy", "asyncio")
+"""Where the classes of objects are from that are no part of a module, whatever they refer to."""
+
+
+def twin_of_tree(root: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
+    """The twin of a module tree; and what it has in the place of each copied object, by the id of that.
+
+    Args:
+        replace: a tensor in the tree → what the twin has in its place, which may be itself.
+    """
+    made = _Copier(root, replace)
+    return made.copy(root), made.copies
+
+
+class _Copier:
+    def __init__(self, root: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]):
+        self.copies: dict[int, Any] = {}
+        self._kept: list[Any] = []
+        self._replace = replace
+        self._reaching = self._explore(root)
+
+    def _explore(self, root: nn.Module) -> set[int]:
+        """Ids of the objects that reach a module of the tree or a replaced tensor, these among them."""
+        seen: dict[int, Any] = {}
+        readers: dict[int, list[int]] = {}
+        targets: list[int] = []
+        own = set(map(id, root.modules()))
+        waiting: list[Any] = [root]
+        while waiting:
+            value = waiting.pop()
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if id(value) in own:
+                targets.append(id(value))
+            if isinstance(value, torch.Tensor):
+                replaced = self.copies[id(value)] = self._replace(value)
+                if replaced is not value:
+                    targets.append(id(value))
+                continue
+            for part in _parts(value):
+                if not isinstance(part, _PLAIN):
+                    readers.setdefault(id(part), []).append(id(value))
+                    if len(seen) < _MOST:
+                        waiting.append(part)
+        self._kept += seen.values()
+        found: set[int] = set()
+        while targets:
+            each = targets.pop()
+            if each not in found:
+                found.add(each)
+                targets += readers.get(each, ())
+        return found
+
+    def copy(self, value: Any) -> Any:
+        """What the twin has in the place of a value."""
+        if id(value) in self.copies:
+            return self.copies[id(value)]
+        if id(value) not in self._reaching:
+            return value
+        return self._copied(value)
+
+    def _note(self, value: Any, made: Any) -> Any:
+        self.copies[id(value)] = made
+        return made
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self._object(value)
+        if isinstance(value, dict):
+            made = self._note(value, copy.copy(value) if type(value) is not OrderedDict else OrderedDict(value))
+            for key, each in list(value.items()):
+                dict.__setitem__(made, key, self.copy(each))
+            return self._with_attributes(value, made)
+        if isinstance(value, list):
+            made = self._note(value, copy.copy(value))
+            list.__setitem__(made, slice(None), [self.copy(each) for each in value])
+            return self._with_attributes(value, made)
+        if isinstance(value, tuple):
+            return self._note(value, tuple.__new__(type(value), [self.copy(each) for each in value]))
+        if isinstance(value, set | frozenset):
+            return self._note(value, type(value)(self.copy(each) for each in value))
+        if isinstance(value, deque):
+            return self._note(value, deque((self.copy(each) for each in value), value.maxlen))
+        if isinstance(value, types.MethodType):
+            return self._note(value, types.MethodType(self.copy(value.__func__), self.copy(value.__self__)))
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, types.CellType):
+            made = self._note(value, types.CellType())
+            made.cell_contents = self.copy(value.cell_contents)
+            return made
+        if isinstance(value, partial):
+            arguments = [self.copy(each) for each in value.args]
+            words = {name: self.copy(each) for name, each in value.keywords.items()}
+            return self._note(value, type(value)(self.copy(value.func), *arguments, **words))
+        if isinstance(value, weakref.ref):
+            return self._note(value, weakref.ref(self.copy(value())))
+        return self._object(value)
+
+    def _object(self, value: Any) -> Any:
+        try:
+            made = object.__new__(type(value))
+        except TypeError:  # a class that is made otherwise: it stays what it is
+            return self._note(value, value)
+        self._note(value, made)
+        for name, each in _slots(value):
+            object.__setattr__(made, name, self.copy(each))
+        if isinstance(value, nn.Module):
+            made.__dict__.update((name, self._attribute(each)) for name, each in value.__dict__.items())
+            made.__dict__.pop(COMPILED_CALL, None)
+            return made
+        return self._with_attributes(value, made)
+
+    def _attribute(self, value: Any) -> Any:
+        """Of a module: its registries are its own, whatever they hold."""
+        made = self.copy(value)
+        return copy.copy(made) if made is value and isinstance(value, dict | set) else made
+
+    def _with_attributes(self, value: Any, made: Any) -> Any:
+        own = getattr(value, "__dict__", None)
+        if type(own) is dict:
+            made.__dict__.update((name, self.copy(each)) for name, each in own.items())
+        return made
+
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
+        cells = None if value.__closure__ is None else tuple(self.copy(cell) for cell in value.__closure__)
+        defaults = self.copy(value.__defaults__)
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
+        self._note(value, made)
+        made.__kwdefaults__ = self.copy(value.__kwdefaults__)
+        made.__module__, made.__qualname__, made.__doc__ = value.__module__, value.__qualname__, value.__doc__
+        made.__annotations__ = value.__annotations__
+        made.__dict__.update((name, self.copy(each)) for name, each in value.__dict__.items())
+        return made
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What an object holds, as far as a copy of it would hold others."""
+    if isinstance(value, dict):
+        yield from value.values()
+        yield from _attributes(value)
+    elif isinstance(value, _CONTAINERS):
+        yield from value
+        yield from _attributes(value)
+    elif isinstance(value, types.MethodType):
+        yield value.__func__
+        yield value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from value.__closure__ or ()
+        yield value.__defaults__
+        yield value.__kwdefaults__
+        yield from value.__dict__.values()
+    elif isinstance(value, types.CellType):
+        try:
+            yield value.cell_contents
+        except ValueError:  # empty
+            return
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, weakref.ref):
+        if (referent := value()) is not None:
+            yield referent
+    elif isinstance(value, nn.Module) or not type(value).__module__.startswith(_SHARED_MODULES):
+        yield from _attributes(value)
+        yield from (each for _, each in _slots(value))
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    own = getattr(value, "__dict__", None)
+    return list(own.values()) if type(own) is dict else ()
+
+
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of an object's slots."""
+    for kind in type(value).__mro__:
+        for name, each in vars(kind).items():
+            if isinstance(each, types.MemberDescriptorType) and not kind.__module__.startswith(("builtins", "functools")):
+                try:
+                    yield name, each.__get__(value)
+                except AttributeError:
+                    continue

@@ -1,0 +1,299 @@
+"""Two runs: a call is made once on real numbers and once on fake tensors → its record, if both did the same.
+
+The first run is eager, in eager's branches, on a twin of the module. The second one begins in the state that the first
+left, and sees no numbers but those that the first one read: equal rows mean that nothing else decided about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from bridge.base.errors import Unsupported, line_of
+from bridge.base.log import channel
+from bridge.base.modes import modes_put_back
+from bridge.base.objects import objects_of, packed
+from bridge.base.torch_fakes import clear_fake_memo, fake_mode
+from bridge.base.torch_internals import MODULE_HOOKS, FakeTensorMode, python_kernels, pytree, storage_id
+from bridge.capture.draw_recorder import DrawRecorder
+from bridge.capture.eager_run import nothing_saved
+from bridge.capture.generator_watch import generator_watch
+from bridge.capture.inplace_rules import InPlaceRules, InPlaceWatcher
+from bridge.capture.isolated_rng import IsolatedRNG
+from bridge.capture.observation import Observation
+from bridge.capture.observe import _describe_outputs, _geometry, _judge_replaced, _version
+from bridge.capture.overlap import overlaps
+from bridge.capture.own_functions import OwnFunctions
+from bridge.capture.own_leaves import own_leaves
+from bridge.capture.recorder import Recorder
+from bridge.capture.rows import Record, Value, mapped
+from bridge.capture.twin import twin_of_tree
+from bridge.capture.validation_reads import ValidationReads
+from bridge.capture.whole_functions import HANDLERS
+from bridge.state import ModuleTensor, module_tensors, own_attributes
+
+log = channel("dispatch")
+
+__all__ = ["FakeRecord", "RealRun", "differences", "fake_run_of", "real_run_of"]
+
+
+@dataclass
+class RealRun:
+    """A run on real numbers.
+
+    Attributes:
+        record: its rows.
+        twin: the module that ran, in the state that the run left.
+        tensors, real_tensors: what the module owns; in the run, buffers are copies.
+        attributes: paths of the tensors among the attributes of modules, which are the inputs behind all others.
+        inputs: the run's: the module's tensors, the arguments, the attributes.
+        results: the leaves of its result, values for tensors.
+        observation: what eager does.
+    """
+
+    record: Record
+    twin: nn.Module
+    tensors: Sequence[ModuleTensor]
+    real_tensors: Sequence[torch.Tensor]
+    attributes: Sequence[str]
+    inputs: Sequence[torch.Tensor]
+    results: Sequence[Any]
+    observation: Observation
+    functions: OwnFunctions
+    argument_leaves: Sequence[Any]
+    in_spec: Any
+    final: dict[int, Value] = field(default_factory=dict)
+
+
+def plain_twin(module: nn.Module, replace: Any) -> nn.Module:
+    """A twin whose outermost module has no hooks: these run around the compiled call as well."""
+    twin, copies = twin_of_tree(module, replace)
+    for kind in MODULE_HOOKS:
+        twin.__dict__[kind] = type(twin.__dict__[kind])()
+    return twin
+
+
+def paths_of(module: nn.Module) -> dict[int, str]:
+    return {id(each): path for path, each in module.named_modules()}
+
+
+def attributes_of(module: nn.Module, known: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that are plain attributes of modules, by path; each once."""
+    seen = set(map(id, known))
+    found: dict[str, torch.Tensor] = {}
+    for path, each in module.named_modules():
+        for name, value in own_attributes(each):
+            if isinstance(value, torch.Tensor) and id(value) not in seen:
+                seen.add(id(value))
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+def _copies() -> Any:
+    """Tensor → a copy of it; of tensors in one memory, copies in one memory."""
+    memory: dict[int, Any] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage_id(tensor) not in memory:
+            memory[storage_id(tensor)] = storage.clone()
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        made.set_(memory[storage_id(tensor)], tensor.storage_offset(), tensor.shape, tensor.stride())
+        made = nn.Buffer(made, persistent=True) if type(tensor) is nn.Buffer else made
+        return made.requires_grad_(tensor.requires_grad)
+
+    return copied
+
+
+def real_run_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> RealRun:
+    """Runs ``module(*args, **kwargs)`` on real numbers; neither its tensors nor the generators change."""
+    tensors, real_tensors = module_tensors(module)
+    buffers = {id(each) for spec, each in zip(tensors, real_tensors, strict=True) if spec.kind == "buffer"}
+    copied = _copies()
+    copies = {id(each): copied(each) for each in real_tensors if id(each) in buffers}
+    twin = plain_twin(module, lambda tensor: copies.get(id(tensor), tensor))
+    owned = [copies.get(id(each), each) for each in real_tensors]
+    own_args, own_kwargs = own_leaves(args, kwargs, real_tensors)
+    leaves, in_spec = pytree.tree_flatten((own_args, own_kwargs))
+    arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    attributes = attributes_of(twin, [*owned, *arguments])
+    inputs = [*owned, *arguments, *attributes.values()]
+    parameters = [each for spec, each in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
+    named = dict(twin.named_buffers(remove_duplicate=False))
+    registries = [(each._buffers, dict(each._buffers)) for each in twin.modules()]
+
+    rules = InPlaceRules(leaves, parameters, inputs)
+    observation = Observation(unsupported=rules.unsupported)
+    functions = OwnFunctions(type(module).__name__)
+    geometry, versions = [_geometry(each) for each in inputs], [_version(each) for each in inputs]
+    protected = _Protected(rules, {storage_id(each) for each in parameters}, [*arguments, *attributes.values()])
+    with ExitStack() as stack:
+        changed_modes = stack.enter_context(modes_put_back())
+        validation = stack.enter_context(ValidationReads())
+        isolated = stack.enter_context(IsolatedRNG())
+        stack.enter_context(functions.traced())
+        stack.enter_context(generator_watch(rules))
+        stack.enter_context(nothing_saved())
+        draws = DrawRecorder(observation.draws, rules.complain, None, inputs, lambda: isolated.advance, real=True)
+        recorder = Recorder(inputs, paths_of(twin), observation.draws, protected.note)
+        for each in (_Functions(recorder), InPlaceWatcher(rules, observation.calls), draws, python_kernels(), recorder):
+            stack.enter_context(each)
+        stack.callback(protected.restore)
+        result = nn.Module.__call__(twin, *own_args, **own_kwargs)
+    applied = functions.applied
+    rules.shared_by_functions |= applied.shared
+    moved = zip(inputs, versions, strict=True)
+    observation.counted = frozenset(index for index, (tensor, then) in enumerate(moved) if _version(tensor) != then)
+    if geometry != [_geometry(each) for each in inputs] and not rules.unsupported:
+        reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
+        rules.complain("detach_, requires_grad_, set_ or a view in place", reason, "work on a view or a clone of it")
+    for changed in changed_modes:
+        reason = "forward leaves it changed for what comes after the call"
+        rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
+    observation.checkpointed = rules.checkpointed.of(inputs)
+    observation.differentiates, observation.reads_validation = draws.differentiates, validation.found
+    leaves_now, spec_now = pytree.tree_flatten((own_args, own_kwargs))
+    if spec_now != in_spec or any(now is not then for now, then in zip(leaves_now, leaves, strict=True)):
+        reason = "changes a list, a dict or an object that was passed to the module"
+        rules.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
+    final = _finals(twin, named, registries, inputs, recorder, observation, rules)
+    result = packed(result)
+    observation.objects = objects_of(result)
+    result_leaves, observation.out_spec = pytree.tree_flatten(result)
+    described = [*owned, *arguments]
+    _describe_outputs(result_leaves, described, observation, rules, applied)
+    returned = [pair for pair in zip(result_leaves, observation.outputs, strict=True) if pair[1].is_tensor]
+    observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])
+    results = [recorder.value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in result_leaves]
+    given = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    made = recorder.record, twin, tensors, real_tensors, list(attributes), inputs, results, observation, functions
+    return RealRun(*made, given, in_spec, final)
+
+
+def _finals(twin, named, registries, inputs, recorder, observation, rules) -> dict[int, Value]:
+    """Buffers that forward sets to another tensor: what becomes of each; the old one is put back."""
+    now = dict(twin.named_buffers(remove_duplicate=False))
+    found: dict[int, Value] = {}
+    for name, before in named.items():
+        after = now.get(name)
+        if after is before:
+            continue
+        observation.replaced.append(name)
+        _judge_replaced(name, before, after, False, inputs, rules)
+        index = next((index for index, each in enumerate(inputs) if each is before), None)
+        if isinstance(after, torch.Tensor) and index is not None:
+            found[index] = recorder.value_of(after)
+    for registry, before in registries:
+        if registry != before and any(registry.get(name) is not each for name, each in before.items()):
+            registry.update(before)
+    return found
+
+
+class _Functions(TorchFunctionMode):
+    """While active, functions of torch's are counted, and some are called in another form."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.recorder.serial += 1
+        return HANDLERS.get(func, func)(*args, **(kwargs or {}))
+
+
+class _Protected:
+    """Memory that a run writes and that is not its own: put back afterwards; of parameters, refused before."""
+
+    def __init__(self, rules: InPlaceRules, parameters: set[int], others: Sequence[torch.Tensor]):
+        self._rules, self._parameters = rules, parameters
+        self._others = {storage_id(each) for each in others}
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def note(self, op: Any, tensor: torch.Tensor) -> None:
+        """An operator is about to write a tensor."""
+        memory = storage_id(tensor)
+        if memory in (self._parameters | self._others) and memory not in self._before:
+            storage = tensor.untyped_storage()
+            self._before[memory] = storage, storage.clone()
+
+    def restore(self) -> None:
+        for storage, before in self._before.values():
+            storage.copy_(before)
+
+
+@dataclass
+class FakeRecord:
+    """A run on fake tensors: its record, and the mode."""
+
+    record: Record
+    mode: FakeTensorMode
+    results: Sequence[Any]
+    arguments: Sequence[torch.Tensor]
+    twin: nn.Module
+
+
+def fake_run_of(real: RealRun, args: tuple, kwargs: dict[str, Any]) -> FakeRecord:
+    """Runs the twin of a real run once more, on fake tensors, in the state that it was left in."""
+    mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True)
+    fakes: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            kept.append(tensor)
+            made = mode.from_tensor(tensor if tensor.is_leaf else tensor.detach())
+            fakes[id(tensor)] = made
+        return fakes[id(tensor)]
+
+    try:
+        owned = [fake(each) for each in real.inputs[: len(real.tensors)]]
+        own_args, own_kwargs = own_leaves(args, kwargs, real.real_tensors)
+        leaf = lambda t: mode.from_tensor(t.detach()).requires_grad_(t.requires_grad)  # noqa: E731
+        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, leaf, (own_args, own_kwargs))
+        arguments = [each for each in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(each, torch.Tensor)]
+        twin = plain_twin(real.twin, fake)
+        attributes = attributes_of(twin, [*owned, *arguments])
+        inputs = [*owned, *arguments, *attributes.values()]
+        functions = OwnFunctions(type(real.twin).__name__)
+        draws: list[Any] = []
+        recorder = Recorder(inputs, paths_of(twin), draws, answers=real.record)
+        with ExitStack() as stack:
+            for each in (_Functions(recorder), modes_put_back(), functions.traced(), mode, python_kernels(), recorder):
+                stack.enter_context(each)
+            result = nn.Module.__call__(twin, *fake_args, **fake_kwargs)
+        leaves = pytree.tree_leaves(packed(result))
+        results = [recorder.value_of(each) if isinstance(each, torch.Tensor) else each for each in leaves]
+        return FakeRecord(recorder.record, mode, results, arguments, twin)
+    finally:
+        clear_fake_memo(mode)
+
+
+def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
+    """What the two runs did differently; the first row that is not the same."""
+    ours, theirs = real.record, fake.record
+    for index, (a, b) in enumerate(zip(ours.rows, theirs.rows, strict=False)):
+        if _compared(ours, a) != _compared(theirs, b):
+            where = "forward" if a.where is None else line_of(a.where)
+            there = "gives it other operands" if a.op is b.op else f"calls {b.op}"
+            log.debug("row %d: %s\n%s", index, _compared(ours, a), _compared(theirs, b))
+            reason = f"forward goes another way on fake tensors than on real ones: there it {there}"
+            yield Unsupported(str(a.op), where, reason, "do not let it depend on numbers")
+            return
+    if len(ours.rows) != len(theirs.rows):
+        reason = f"forward makes {len(theirs.rows)} calls on fake tensors and {len(ours.rows)} on real ones"
+        yield Unsupported("forward", "forward", reason, "do not let it depend on numbers")
+    elif real.results != fake.results:
+        yield Unsupported("forward", "forward", "forward returns something else on fake tensors than on real ones")
+
+
+def _compared(record: Record, row: Any) -> tuple:
+    def plain(tree: Any) -> Any:
+        return mapped(tree, Value, lambda v: (v.number, record.forms[v.number].shape, record.forms[v.number].dtype))
+
+    return row.op, repr(plain((row.args, row.kwargs))), repr(plain(row.results)), row.grad, row.autocast
