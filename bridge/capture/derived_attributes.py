@@ -87,6 +87,32 @@ class DerivedAttributes:
                 if value is not None:
                     attributes[name] = value
 
+    # On a twin: hidden when it is made, begun and checked around each run, put back at its end.
+
+    def hide(self) -> None:
+        """The module finds no derived attribute before its hook has set it."""
+        self._before = [(module.__dict__, name, module.__dict__.get(name)) for module, name in self._places]
+
+    def begin(self) -> None:
+        """To be called before forward runs."""
+        self._set.clear()
+        for module, name in self._places:
+            module.__dict__[name] = _Unset(functools.partial(self._used, (module, name)))
+        self._modes, self._early = _modes(), None
+
+    def check(self) -> None:
+        """Raises what stands in the way, once forward has run."""
+        self._check()
+        self._modes = None
+        self._set.clear()
+
+    def put_back(self) -> None:
+        """The module has the attributes that it had."""
+        for attributes, name, value in self._before:
+            attributes.pop(name, None)
+            if value is not None:
+                attributes[name] = value
+
     def _check(self) -> None:
         self._refuse_early()  # forward may have caught it
         for module, name in self._places:

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from bridge.base.torch_internals import FakeTensor, FunctionalTensor, OpOverload, aten, autograd_key, implements_composite, pytree, schema
+from bridge.base.torch_internals import (
+    FakeTensor,
+    FunctionalTensor,
+    OpOverload,
+    aten,
+    autograd_key,
+    implements_composite,
+    pytree,
+    schema,
+)
 from bridge.base.torch_recording import (
     BelowFunctionalMode,
     FunctionalTensorMode,

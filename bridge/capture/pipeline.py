@@ -31,13 +31,12 @@ from bridge.capture.first_look import Attention, FirstLook, first_look
 from bridge.capture.loops.attempt import Looped, looped_call
 from bridge.capture.loops.listener import loops_found
 from bridge.capture.module_calls import forward_here
-from bridge.capture.recorded import capture_recorded
-from bridge.capture.thread_isolation import recording
 from bridge.capture.preconditions import check_call, device_of_call
+from bridge.capture.recorded import capture_recorded
 from bridge.capture.settled import traced_and_settled
 from bridge.capture.symbolic_capture import as_in_eager_at_sample
 from bridge.capture.tensor_contents import TensorContents
-from bridge.capture.thread_isolation import capturing
+from bridge.capture.thread_isolation import capturing, recording
 from bridge.capture.traced import trace
 from bridge.capture.tracing import eagers_branches, times_forward_asked
 from bridge.state import PythonState, generators_put_back

@@ -7,7 +7,6 @@ again.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +16,17 @@ from torch._export.verifier import TrainingIRVerifier
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
+    ConstantArgument,
     ExportGraphSignature,
     InputKind,
     InputSpec,
     OutputKind,
     OutputSpec,
     TensorArgument,
-    ConstantArgument,
 )
 
 from bridge.base.devices import current_device
-from bridge.base.errors import Unsupported, UnsupportedModule, from_user_code, line_of, refused_by_eager
+from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.interrupts import raise_deferred
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.pytrees import leaf_names
@@ -35,16 +34,16 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.captured import Captured
 from bridge.capture.checkpoints import written_and_read
 from bridge.capture.fake_run import forget_real_tensors
+from bridge.capture.functional import functional_graph
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.passes.autocast import spell_out_casts, without_casts
-from bridge.capture.functional import functional_graph
 from bridge.capture.passes.link_functions import link_functions
 from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.random_nodes import draws_by_origin, match_draws
 from bridge.capture.recorder import _autocast
-from bridge.capture.rows import Value
+from bridge.capture.steady_call import steady_call
 from bridge.capture.training_graph import TrainingGraph, training_graph
-from bridge.capture.two_runs import FakeRecord, RealRun, differences, fake_run_of, real_run_of
+from bridge.capture.two_runs import FakeRecord, RealRun
 from bridge.state import ModuleTensor, PythonState
 
 __all__ = ["capture_recorded"]
@@ -52,15 +51,9 @@ __all__ = ["capture_recorded"]
 
 def capture_recorded(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     """The captured call of a module whose sizes are numbers."""
-    try:
-        real = real_run_of(module, args, kwargs)
-    except UnsupportedModule:
-        raise
-    except Exception as error:
-        raise refused_by_eager(from_user_code(error)) from error.__cause__
-    fake = fake_run_of(real, args, kwargs)
-    problems = list(differences(real, fake))
-    return _captured(module, args, kwargs, real, fake, problems)
+    call = steady_call(module, args, kwargs)
+    captured = _captured(module, args, kwargs, call.real, call.fake, call.problems)
+    return replace(captured, counters=call.counters)
 
 
 def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: list[Unsupported]) -> Captured:

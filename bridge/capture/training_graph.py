@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, schema
+from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten
 from bridge.capture.passes.alias_analysis import is_view, written
 from bridge.capture.passes.autocast import autocast_at
 from bridge.capture.passes.kinds import stand_in

@@ -11,7 +11,7 @@ import copy
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,47 +20,89 @@ from torch import nn
 
 from bridge.base.torch_internals import COMPILED_CALL
 
-__all__ = ["twin_of_tree"]
+__all__ = ["Twin"]
 
 _MOST = 200_000
 """Objects that are looked at; what lies behind is shared."""
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    types.ModuleType,
+    types.CodeType,
+    types.BuiltinFunctionType,
+)
 _PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SHARED_MODULES = ("logging", "threading", "_thread", "torch._", "weakref", "contextvars", "numpy", "asyncio")
 """Where the classes of objects are from that are no part of a module, whatever they refer to."""
 
 
-def twin_of_tree(root: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
-    """The twin of a module tree; and what it has in the place of each copied object, by the id of that.
+class Twin:
+    """The twin of a module tree.
 
     Args:
+        root: the outermost module.
         replace: a tensor in the tree → what the twin has in its place, which may be itself.
+
+    Attributes:
+        module: the twin's outermost module.
     """
-    made = _Copier(root, replace)
-    return made.copy(root), made.copies
+
+    def __init__(self, root: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]):
+        self._copier = _Copier(root, replace, set(map(id, root.modules())))
+        self.module = self._copier.copy(root)
+
+    def original(self, value: Any) -> Any:
+        """A value that the twin holds, with the originals of all that was copied in it."""
+        kept, copies = self._copier.kept, self._copier.copies
+        back = {id(made): kept[key] for key, made in copies.items() if made is not kept[key]}
+        return _Copier(value, lambda tensor: back.get(id(tensor), tensor), (), back).copy(value)
 
 
 class _Copier:
-    def __init__(self, root: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]):
-        self.copies: dict[int, Any] = {}
-        self._kept: list[Any] = []
-        self._replace = replace
-        self._reaching = self._explore(root)
+    """Copies what reaches an object that is copied or replaced.
 
-    def _explore(self, root: nn.Module) -> set[int]:
-        """Ids of the objects that reach a module of the tree or a replaced tensor, these among them."""
+    Args:
+        root: where to begin.
+        replace: of each tensor what a copy has in its place.
+        own: ids of the objects that are copied whatever they reach.
+        copies: of objects by their ids, what a copy has in their places.
+    """
+
+    def __init__(
+        self,
+        root: Any,
+        replace: Callable[[torch.Tensor], torch.Tensor],
+        own: Collection[int],
+        copies: Mapping[int, Any] | None = None,
+    ):
+        self.copies: dict[int, Any] = dict(copies or {})
+        self.kept: dict[int, Any] = {}
+        self._replace = replace
+        self._reaching = self._explore(root, own)
+
+    def _explore(self, root: Any, own: Collection[int]) -> set[int]:
+        """Ids of the objects that reach one that is copied or replaced, these among them."""
         seen: dict[int, Any] = {}
         readers: dict[int, list[int]] = {}
         targets: list[int] = []
-        own = set(map(id, root.modules()))
+        given = set(self.copies)
         waiting: list[Any] = [root]
         while waiting:
             value = waiting.pop()
             if id(value) in seen:
                 continue
             seen[id(value)] = value
+            if id(value) in given:
+                targets.append(id(value))
+                continue
             if id(value) in own:
                 targets.append(id(value))
             if isinstance(value, torch.Tensor):
@@ -73,7 +115,7 @@ class _Copier:
                     readers.setdefault(id(part), []).append(id(value))
                     if len(seen) < _MOST:
                         waiting.append(part)
-        self._kept += seen.values()
+        self.kept = seen
         found: set[int] = set()
         while targets:
             each = targets.pop()
@@ -205,7 +247,9 @@ def _slots(value: Any) -> Iterator[tuple[str, Any]]:
     """Names and values of an object's slots."""
     for kind in type(value).__mro__:
         for name, each in vars(kind).items():
-            if isinstance(each, types.MemberDescriptorType) and not kind.__module__.startswith(("builtins", "functools")):
+            if isinstance(each, types.MemberDescriptorType) and not kind.__module__.startswith(
+                ("builtins", "functools")
+            ):
                 try:
                     yield name, each.__get__(value)
                 except AttributeError:

@@ -6,8 +6,8 @@ left, and sees no numbers but those that the first one read: equal rows mean tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from bridge.base.log import channel
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
-from bridge.base.torch_internals import MODULE_HOOKS, FakeTensorMode, python_kernels, pytree, storage_id
+from bridge.base.torch_internals import FakeTensorMode, python_kernels, pytree, storage_id
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.eager_run import nothing_saved
 from bridge.capture.generator_watch import generator_watch
@@ -31,9 +31,9 @@ from bridge.capture.observe import _describe_outputs, _geometry, _judge_replaced
 from bridge.capture.overlap import overlaps
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
+from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.recorder import Recorder
 from bridge.capture.rows import Record, Value, mapped
-from bridge.capture.twin import twin_of_tree
 from bridge.capture.validation_reads import ValidationReads
 from bridge.capture.whole_functions import HANDLERS
 from bridge.state import ModuleTensor, module_tensors, own_attributes
@@ -69,14 +69,16 @@ class RealRun:
     argument_leaves: Sequence[Any]
     in_spec: Any
     final: dict[int, Value] = field(default_factory=dict)
+    prepared: Any = None
+    before: Any = None
+    number_of: Callable[[torch.Tensor], int | None] = lambda tensor: None
+    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
-
-def plain_twin(module: nn.Module, replace: Any) -> nn.Module:
-    """A twin whose outermost module has no hooks: these run around the compiled call as well."""
-    twin, copies = twin_of_tree(module, replace)
-    for kind in MODULE_HOOKS:
-        twin.__dict__[kind] = type(twin.__dict__[kind])()
-    return twin
+    def reset(self) -> None:
+        """Buffers of the twin hold the numbers that they had before the run."""
+        with torch.no_grad():
+            for copy, original in self.buffers:
+                copy.detach().copy_(original)
 
 
 def paths_of(module: nn.Module) -> dict[int, str]:
@@ -111,13 +113,19 @@ def _copies() -> Any:
     return copied
 
 
-def real_run_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> RealRun:
-    """Runs ``module(*args, **kwargs)`` on real numbers; neither its tensors nor the generators change."""
+def real_run_of(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], state_of: Callable[[nn.Module], Any] = lambda twin: None
+) -> RealRun:
+    """Runs ``module(*args, **kwargs)`` on real numbers; neither its tensors nor the generators change.
+
+    ``state_of``: called with the twin before it runs; what it returns is :attr:`RealRun.before`.
+    """
     tensors, real_tensors = module_tensors(module)
     buffers = {id(each) for spec, each in zip(tensors, real_tensors, strict=True) if spec.kind == "buffer"}
     copied = _copies()
     copies = {id(each): copied(each) for each in real_tensors if id(each) in buffers}
-    twin = plain_twin(module, lambda tensor: copies.get(id(tensor), tensor))
+    prepared = PreparedTwin(module, lambda tensor: copies.get(id(tensor), tensor), state_of)
+    twin = prepared.module
     owned = [copies.get(id(each), each) for each in real_tensors]
     own_args, own_kwargs = own_leaves(args, kwargs, real_tensors)
     leaves, in_spec = pytree.tree_flatten((own_args, own_kwargs))
@@ -145,7 +153,8 @@ def real_run_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> RealR
         for each in (_Functions(recorder), InPlaceWatcher(rules, observation.calls), draws, python_kernels(), recorder):
             stack.enter_context(each)
         stack.callback(protected.restore)
-        result = nn.Module.__call__(twin, *own_args, **own_kwargs)
+        stack.callback(prepared.finish)
+        result = prepared(*own_args, **own_kwargs)
     applied = functions.applied
     rules.shared_by_functions |= applied.shared
     moved = zip(inputs, versions, strict=True)
@@ -173,7 +182,8 @@ def real_run_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> RealR
     results = [recorder.value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in result_leaves]
     given = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     made = recorder.record, twin, tensors, real_tensors, list(attributes), inputs, results, observation, functions
-    return RealRun(*made, given, in_spec, final)
+    pairs = [(copies[id(each)], each) for each in real_tensors if id(each) in copies]
+    return RealRun(*made, given, in_spec, final, prepared, prepared.before, recorder.number_of, pairs)
 
 
 def _finals(twin, named, registries, inputs, recorder, observation, rules) -> dict[int, Value]:
@@ -238,8 +248,13 @@ class FakeRecord:
     twin: nn.Module
 
 
-def fake_run_of(real: RealRun, args: tuple, kwargs: dict[str, Any]) -> FakeRecord:
-    """Runs the twin of a real run once more, on fake tensors, in the state that it was left in."""
+def fake_run_of(
+    real: RealRun, args: tuple, kwargs: dict[str, Any], change: Callable[[nn.Module], Any] = lambda twin: None
+) -> FakeRecord:
+    """Runs the twin of a real run once more, on fake tensors, in the state that it was left in.
+
+    ``change``: called with this run's own twin before it runs.
+    """
     mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True)
     fakes: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []
@@ -257,7 +272,9 @@ def fake_run_of(real: RealRun, args: tuple, kwargs: dict[str, Any]) -> FakeRecor
         leaf = lambda t: mode.from_tensor(t.detach()).requires_grad_(t.requires_grad)  # noqa: E731
         fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, leaf, (own_args, own_kwargs))
         arguments = [each for each in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(each, torch.Tensor)]
-        twin = plain_twin(real.twin, fake)
+        prepared = PreparedTwin(real.twin, fake)
+        twin = prepared.module
+        change(twin)
         attributes = attributes_of(twin, [*owned, *arguments])
         inputs = [*owned, *arguments, *attributes.values()]
         functions = OwnFunctions(type(real.twin).__name__)
@@ -266,7 +283,7 @@ def fake_run_of(real: RealRun, args: tuple, kwargs: dict[str, Any]) -> FakeRecor
         with ExitStack() as stack:
             for each in (_Functions(recorder), modes_put_back(), functions.traced(), mode, python_kernels(), recorder):
                 stack.enter_context(each)
-            result = nn.Module.__call__(twin, *fake_args, **fake_kwargs)
+            result = prepared(*fake_args, **fake_kwargs)
         leaves = pytree.tree_leaves(packed(result))
         results = [recorder.value_of(each) if isinstance(each, torch.Tensor) else each for each in leaves]
         return FakeRecord(recorder.record, mode, results, arguments, twin)

@@ -1,0 +1,279 @@
+"""Steady call: runs of a module's sample call → the record of what every call does, and the Python state that it needs.
+
+``self.calls += 1``, a window that is clipped at the first call, a mask that is kept: forward may set attributes. A
+compiled call runs no Python. So the call is run again from the state that the first run left:
+
+    it changes nothing then             the module is left in that state, in which what was recorded holds
+    it counts integers up               counters, which a compiled call counts up as well
+    it changes something at every call  a refusal by name
+    it does something else              the first call is eager's: a refusal that says so
+
+A user's module is touched at the end, if at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from bridge.base.checkpoint_frames import checkpoint_frame
+from bridge.base.errors import CacheNotFilled, Unsupported, UnsupportedModule, from_user_code, refused_by_eager
+from bridge.base.log import channel
+from bridge.capture.numbers import NotArithmeticError, refusing_all_use
+from bridge.capture.rows import Record, Row, Value, mapped, values_in
+from bridge.capture.two_runs import FakeRecord, RealRun, differences, fake_run_of, real_run_of
+from bridge.state import PythonState
+
+__all__ = ["Counter", "SteadyCall", "steady_call"]
+
+log = channel("dispatch")
+
+_EVERY_CALL = "Python state that forward changes at every call; a compiled call runs no Python"
+_KEEP = "keep it in a buffer, or change it outside of forward"
+_FIRST_CALL = "Python state that forward sets at its first call, which does something else than later ones"
+_CALL_BEFORE = "call the module once before; add_tvm_dispatch without a sample compiles its second call"
+
+
+@dataclass(frozen=True)
+class Counter:
+    """An attribute that each call counts up.
+
+    Attributes:
+        path, name: its module, as a dotted path, and its name.
+        step: what a call adds; may be negative.
+    """
+
+    path: str
+    name: str
+    step: int
+
+
+@dataclass
+class SteadyCall:
+    """A call that does the same from now on.
+
+    Attributes:
+        real, fake: its runs.
+        counters: attributes that each call counts up.
+        problems: what the two runs did differently, and state that every call changes.
+    """
+
+    real: RealRun
+    fake: FakeRecord
+    counters: tuple[Counter, ...]
+    problems: list[Unsupported]
+
+
+def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> SteadyCall:
+    """Runs ``module(*args, **kwargs)`` on real numbers, and again on fake tensors.
+
+    Attributes that forward sets once are left set on the module; all else is as it was.
+
+    Raises:
+        UnsupportedModule: state that a compiled call cannot have.
+        Exception: eager's own, where the sample is one that PyTorch itself refuses.
+    """
+    states: list[PythonState] = []
+
+    def state_of(twin: nn.Module) -> PythonState:
+        states.append(PythonState(twin))
+        return states[-1]
+
+    try:
+        real = _in_eager(module, args, kwargs, state_of)
+        first, changed = real, _changed(real)
+        if not changed:
+            return _compared(real, args, kwargs)
+        if _may_be_counters(real.twin, changed) and (found := _counted(real, args, kwargs, changed)) is not None:
+            states[0].restore()
+            return found
+        real.reset()
+        real = _in_eager(real.twin, args, kwargs, state_of)
+        again = _changed(real)
+        if again and not _may_be_counters(real.twin, again):
+            raise _changing(first, again)
+        found = _counted(real, args, kwargs, again) if again else _compared(real, args, kwargs)
+        if found is None:
+            raise _changing(first, again)
+        if not _same_function(first, real):
+            name = type(module).__name__
+            problems = [Unsupported(each, f"{name}.forward", _FIRST_CALL, _CALL_BEFORE) for each in changed]
+            raise CacheNotFilled(name, problems)
+        _settle(module, first, [each for each in changed if each not in again])
+        return found
+    except BaseException:
+        if states:
+            states[0].restore()
+        raise
+
+
+def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], state_of: Any) -> RealRun:
+    try:
+        return real_run_of(module, args, kwargs, state_of)
+    except UnsupportedModule:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise refused_by_eager(from_user_code(error)) from error.__cause__
+
+
+def _changed(real: RealRun) -> list[str]:
+    real.before.restore_caches()
+    return real.before.changes()
+
+
+def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any]) -> SteadyCall:
+    fake = fake_run_of(real, args, kwargs)
+    return SteadyCall(real, fake, (), list(differences(real, fake)))
+
+
+def _changing(real: RealRun, changed: Sequence[str]) -> UnsupportedModule:
+    name = type(real.twin).__name__
+    problems = [Unsupported(each, f"{name}.forward", _EVERY_CALL, _KEEP) for each in changed]
+    return UnsupportedModule(name, [*real.observation.unsupported, *problems])
+
+
+def _same_function(first: RealRun, later: RealRun) -> bool:
+    """Whether two runs of a call are the same function of the module's tensors, the arguments and draws.
+
+    The later one may read, as an attribute, what the first one has made and kept there: a mask, say. Then rows of the
+    first that read no input have no place in the later one.
+    """
+    known: dict[int, int] = {}
+    for place in range(later.record.inputs):
+        count = first.record.inputs - len(first.attributes)
+        if place < count:
+            known[place] = place
+        elif (number := first.number_of(later.inputs[place])) is not None:
+            known[place] = number
+    if len(first.observation.draws) != len(later.observation.draws):
+        return False
+    constant = _constants(first.record)
+    remaining = iter(later.record.rows)
+    row = next(remaining, None)
+    for each in first.record.rows:
+        if row is not None and _matches(each, row, first.record, later.record, known):
+            pairs = zip(values_in(row.results), values_in(each.results), strict=False)
+            known.update({b: a for b, a in pairs if b not in known})
+            row = next(remaining, None)
+        elif not all(number in constant for number in values_in(each.results)):
+            return False
+    if row is not None:
+        return False
+    return _renamed(list(later.results), known) == list(first.results)
+
+
+def _constants(record: Record) -> set[int]:
+    """Values that depend on no input and on no draw."""
+    found = set(record.literals)
+    for row in record.rows:
+        if row.draws[0] == row.draws[1] and all(number in found for number in values_in((row.args, row.kwargs))):
+            found.update(values_in(row.results))
+    return found
+
+
+def _matches(a: Row, b: Row, first: Record, later: Record, known: dict[int, int]) -> bool:
+    if a.op is not b.op or a.grad != b.grad or a.autocast != b.autocast:
+        return False
+    if repr((a.args, a.kwargs)) != repr(_renamed((b.args, b.kwargs), known)):
+        return False
+    forms = [[record.forms[n] for n in values_in(row.results)] for record, row in ((first, a), (later, b))]
+    return forms[0] == forms[1]
+
+
+def _renamed(tree: Any, known: dict[int, int]) -> Any:
+    return mapped(tree, Value, lambda value: Value(known.get(value.number, -1 - value.number)))
+
+
+def _settle(module: nn.Module, real: RealRun, changed: Sequence[str]) -> None:
+    """The module has the attributes that the run has set; containers that it has written are the module's own."""
+    own = dict(module.named_modules())
+    for what in changed:
+        if not what.startswith("self."):
+            continue
+        path, name = _place(what)
+        twin = dict(real.twin.named_modules()).get(path)
+        if twin is None or path not in own:
+            continue
+        if name in twin.__dict__:
+            own[path].__dict__[name] = real.prepared.twin.original(twin.__dict__[name])
+        else:
+            own[path].__dict__.pop(name, None)
+
+
+def _place(what: str) -> tuple[str, str]:
+    path, _, name = what.removeprefix("self.").rpartition(".")
+    return path, name
+
+
+# Counters
+
+
+def _may_be_counters(twin: nn.Module, changed: Sequence[str]) -> bool:
+    """Whether all of these are integers that modules hold."""
+    modules = dict(twin.named_modules())
+    for what in changed:
+        path, name = _place(what)
+        held = modules[path].__dict__ if what.startswith("self.") and path in modules else {}
+        if type(held.get(name)) is not int:
+            return False
+    return True
+
+
+def _counted(real: RealRun, args: tuple, kwargs: dict[str, Any], changed: Sequence[str]) -> SteadyCall | None:
+    """The call with counters, if that is all that these attributes are.
+
+    In the run on fake tensors a stand-in that can only be added to takes the place of each: any other use of it raises.
+    """
+    if real.before.mentions("type"):  # a stand-in is of another one
+        return None
+    places = [_place(what) for what in changed]
+    twins: list[nn.Module] = []
+
+    def change(twin: nn.Module) -> None:
+        twins.append(twin)
+        for index, (path, name) in enumerate(places):
+            twin.get_submodule(path).__dict__[name] = _Counted(0, index)
+
+    try:
+        fake = fake_run_of(real, args, kwargs, change)
+    except Exception as error:
+        log.debug("%s is no counter", changed, exc_info=error)
+        return None
+    ends = [twins[0].get_submodule(path).__dict__.get(name) for path, name in places]
+    if not all(type(end) is _Counted and end.place == index for index, end in enumerate(ends)):
+        return None
+    if any(type(each) is _Counted for each in fake.results):
+        return None
+    problems = list(differences(real, fake))
+    counters = tuple(Counter(path, name, end.step) for (path, name), end in zip(places, ends, strict=True))
+    return None if problems else SteadyCall(real, fake, counters, problems)
+
+
+@refusing_all_use
+class _Counted:
+    """Stands for a counter: its old value, which nothing knows, and what was added to it."""
+
+    __slots__ = ("place", "step")
+
+    def __init__(self, step: int, place: int):
+        self.step = step
+        self.place = place
+
+    @property
+    def __class__(self) -> type:
+        return int
+
+    def __add__(self, other: Any) -> _Counted:
+        if type(other) is not int:
+            raise NotArithmeticError("a counter to which something else than a constant is added")
+        if checkpoint_frame() is not None:
+            raise NotArithmeticError("a counter that eager's backward counts up again")
+        return _Counted(self.step + other, self.place)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> _Counted:
+        return self + -other if type(other) is int else NotImplemented
