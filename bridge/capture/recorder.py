@@ -6,7 +6,6 @@ views and writes in place as forward makes them. It does nothing to them; what c
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +19,7 @@ from bridge.base.devices import current_device
 from bridge.base.errors import is_user_file
 from bridge.base.torch_internals import MODULE_CALL, aten, schema
 from bridge.base.torch_recording import PreDispatchMode, has_wrapper, no_python_kernels
+from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.rows import Form, Record, Row, Value, form_of, mapped, memory_of
 
 __all__ = ["READS", "Recorder"]
@@ -28,11 +28,13 @@ READS = (aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.de
 """Operators that give Python a number of a tensor."""
 _FRESH = (aten.lift_fresh.default,)
 """What takes a tensor made of numbers in the code: the very tensor in eager, another one among fakes."""
+_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
+"""Operands that are written, running statistics, although the schema does not say so."""
 _QUESTIONS = ("prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel")
 _QUESTIONS += ("aten::sym_storage_offset", "aten::is_contiguous", "aten::_version", "aten::dim", "aten::size")
 """Operators that ask for metadata: no rows."""
-_OUTSIDE = os.path.join(os.path.dirname(__file__), "two_runs.py")
-"""The file of the functions that call forward."""
+_OUTSIDE = PreparedTwin.__call__.__code__
+"""The code of what calls forward."""
 
 
 class Recorder(PreDispatchMode):
@@ -85,7 +87,7 @@ class Recorder(PreDispatchMode):
         record.forms.append(form_of(tensor))
         if once or id(tensor) not in self._known:
             self._note(tensor, number)
-        if made and (place := _place(tensor)) not in self._made:
+        if made and len(place := _place(tensor)) > 1 and place not in self._made:
             self._made[place] = StorageWeakRef(tensor.untyped_storage()), number
         if self._answers is not None:
             record.fakes[number] = _outside_graph(tensor)
@@ -177,7 +179,7 @@ class Recorder(PreDispatchMode):
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and (where is None or path is None):
             code = frame.f_code
-            if code.co_filename == _OUTSIDE:
+            if code is _OUTSIDE:
                 break
             if path is None and code is MODULE_CALL:
                 path = self._paths.get(id(frame.f_locals["self"]))
@@ -200,9 +202,9 @@ def _tensors_in(tree: Any) -> Iterable[torch.Tensor]:
 def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operator writes, as its schema says."""
     declared = schema(func).arguments
+    found = [each for place in _WRITES.get(func, ()) for each in _tensors_in(args[place])]
     if not schema(func).is_mutable:
-        return []
-    found: list[torch.Tensor] = []
+        return found
     for index, argument in enumerate(declared):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)

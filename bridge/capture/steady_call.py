@@ -22,6 +22,7 @@ from torch import nn
 from bridge.base.checkpoint_frames import checkpoint_frame
 from bridge.base.errors import CacheNotFilled, Unsupported, UnsupportedModule, from_user_code, refused_by_eager
 from bridge.base.log import channel
+from bridge.capture.explain_error import explain_error
 from bridge.capture.numbers import NotArithmeticError, refusing_all_use
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
 from bridge.capture.two_runs import FakeRecord, RealRun, differences, fake_run_of, real_run_of
@@ -115,7 +116,7 @@ def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], state_of: 
         return real_run_of(module, args, kwargs, state_of)
     except UnsupportedModule:
         raise
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         raise refused_by_eager(from_user_code(error)) from error.__cause__
 
 
@@ -125,7 +126,16 @@ def _changed(real: RealRun) -> list[str]:
 
 
 def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any]) -> SteadyCall:
-    fake = fake_run_of(real, args, kwargs)
+    if real.observation.unsupported:
+        raise UnsupportedModule(type(real.twin).__name__, real.observation.unsupported)
+    try:
+        fake = fake_run_of(real, args, kwargs)
+    except UnsupportedModule:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises on fake tensors
+        name = type(real.twin).__name__
+        log.debug("%s cannot be run on fake tensors", name, exc_info=error)
+        raise UnsupportedModule(name, [explain_error(error)], cause=error) from None
     return SteadyCall(real, fake, (), list(differences(real, fake)))
 
 

@@ -142,6 +142,8 @@ def real_run_of(
     geometry, versions = [_geometry(each) for each in inputs], [_version(each) for each in inputs]
     protected = _Protected(rules, {storage_id(each) for each in parameters}, [*arguments, *attributes.values()])
     with ExitStack() as stack:
+        stack.callback(protected.restore)
+        stack.callback(prepared.finish)
         changed_modes = stack.enter_context(modes_put_back())
         validation = stack.enter_context(ValidationReads())
         isolated = stack.enter_context(IsolatedRNG())
@@ -152,8 +154,6 @@ def real_run_of(
         recorder = Recorder(inputs, paths_of(twin), observation.draws, protected.note)
         for each in (_Functions(recorder), InPlaceWatcher(rules, observation.calls), draws, python_kernels(), recorder):
             stack.enter_context(each)
-        stack.callback(protected.restore)
-        stack.callback(prepared.finish)
         result = prepared(*own_args, **own_kwargs)
     applied = functions.applied
     rules.shared_by_functions |= applied.shared
@@ -196,12 +196,14 @@ def _finals(twin, named, registries, inputs, recorder, observation, rules) -> di
             continue
         observation.replaced.append(name)
         _judge_replaced(name, before, after, False, inputs, rules)
+        if any(each is before and now.get(other) is not after for other, each in named.items()):
+            reason = "is set to another tensor, where the old one has a second name"
+            rules.complain(f"buffer '{name}'", reason, "write into it (copy_)")
         index = next((index for index, each in enumerate(inputs) if each is before), None)
         if isinstance(after, torch.Tensor) and index is not None:
             found[index] = recorder.value_of(after)
     for registry, before in registries:
-        if registry != before and any(registry.get(name) is not each for name, each in before.items()):
-            registry.update(before)
+        registry.update(before)
     return found
 
 
