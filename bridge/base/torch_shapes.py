@@ -30,6 +30,8 @@ __all__ = [
     "hint",
     "is_decided",
     "range_of",
+    "size_environment",
+    "symbolic_fake",
 ]
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -59,13 +61,23 @@ def fresh_sizes(tensors: Mapping[Any, tuple[torch.Tensor, Collection[int]]]) -> 
 
     The symbols of two calls of this, with equal keys, are equal.
     """
-    mode = fake_mode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
-    found = {}
-    for key, (tensor, varying) in tensors.items():
-        kinds = [DimDynamic.DYNAMIC if dim in varying else DimDynamic.STATIC for dim in range(tensor.dim())]
-        context = StatelessSymbolicContext(dynamic_sizes=kinds)
-        found[key] = mode.from_tensor(tensor.detach(), symbolic_context=context, source=_source(f"input_{key}"))
-    return found
+    mode = fake_mode(shape_env=size_environment(), allow_non_fake_inputs=True)
+    return {
+        key: symbolic_fake(mode, tensor.detach(), varying, f"input_{key}")
+        for key, (tensor, varying) in tensors.items()
+    }
+
+
+def size_environment() -> ShapeEnv:
+    """A new environment, in which each size that varies has a symbol of its own."""
+    return ShapeEnv(duck_shape=False)
+
+
+def symbolic_fake(mode: Any, tensor: torch.Tensor, varying: Collection[int], name: str) -> torch.Tensor:
+    """A fake tensor like this one with a symbol for the size of each given dimension, in a mode with an environment."""
+    kinds = [DimDynamic.DYNAMIC if dim in varying else DimDynamic.STATIC for dim in range(tensor.dim())]
+    context = StatelessSymbolicContext(dynamic_sizes=kinds)
+    return mode.from_tensor(tensor, static_shapes=False, symbolic_context=context, source=_source(name))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from bridge.base.torch_internals import (
     aten,
     autograd_key,
     implements_composite,
+    python_kernels,
     pytree,
     schema,
 )
@@ -34,8 +36,10 @@ from bridge.base.torch_recording import (
     in_functional,
     is_written,
 )
+from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.loops.operators import MARKS
 from bridge.capture.passes.decompose import composite_formulas, formulas
+from bridge.capture.size_nodes import SizeNodes
 from bridge.capture.training_graph import TrainingGraph
 
 __all__ = ["FunctionalGraph", "functional_graph"]
@@ -59,7 +63,7 @@ class FunctionalGraph:
 
 def functional_graph(made: TrainingGraph) -> FunctionalGraph:
     """The functional graph of a training graph, whose ``meta["custom"]`` its nodes hand on."""
-    emitter = _Emitter()
+    emitter = _Emitter(symbolic=made.mode.shape_env is not None)
     values: dict[fx.Node, Any] = {}
     inputs: dict[str, Any] = {}
     results: list[Any] = []
@@ -131,15 +135,18 @@ def _whole() -> Any:
 class _Emitter(BelowFunctionalMode):
     """Writes functional operators down, those with a decomposition as what that calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, symbolic: bool) -> None:
         super().__init__()
+        self.symbolic = symbolic
         self.graph = fx.Graph()
+        self.sizes = SizeNodes(self.graph)
         self.current: fx.Node | None = None
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
 
     def placeholder(self, node: fx.Node) -> torch.Tensor:
         made = self.graph.create_node("placeholder", node.target, name=node.name)
         made.name, made.meta = node.name, dict(node.meta)
+        self.sizes.read_from(made)
         return self._noted(node.meta["val"], made)
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
@@ -167,8 +174,9 @@ class _Emitter(BelowFunctionalMode):
                 made = composite_kernel(func, *args, **kwargs)
             if made is not NotImplemented:
                 return made
-        result = func(*args, **kwargs)
-        given_args, given_kwargs = pytree.tree_map_only(torch.Tensor, self._operand, (args, kwargs))
+        with python_kernels() if self.symbolic else nullcontext():  # some in C++ take symbolic sizes for numbers
+            result = func(*args, **kwargs)
+        given_args, given_kwargs = pytree.tree_map_only((torch.Tensor, *SYMBOLIC), self._operand, (args, kwargs))
         name = func.overloadpacket.__name__
         node = self.graph.create_node("call_function", func, given_args, given_kwargs, name=name)
         told = {} if self.current is None else self.current.meta
@@ -184,8 +192,8 @@ class _Emitter(BelowFunctionalMode):
                     self._noted(each, item)
         return result
 
-    def _operand(self, tensor: torch.Tensor) -> fx.Node:
-        return self._nodes[id(tensor)][1]
+    def _operand(self, value: Any) -> Any:
+        return self._nodes[id(value)][1] if isinstance(value, torch.Tensor) else self.sizes.of(value)
 
 
 from operator import getitem as _getitem  # noqa: E402

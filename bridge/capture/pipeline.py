@@ -76,9 +76,9 @@ def capture(
     """
     check_call(module, args, kwargs)
     refuse_numbers(type(module).__name__, dims)
-    if os.environ.get("BRIDGE_CAPTURE") == "recorded" and not dims and looped is None:
+    if os.environ.get("BRIDGE_CAPTURE") == "recorded" and looped is None:
         with working_for(device_of_call(module, args, kwargs)), recording():
-            return capture_recorded(module, args, kwargs)
+            return capture_recorded(module, args, kwargs, dims)
     first = PythonState(module)
     contents = TensorContents(first.tensors())
     try:

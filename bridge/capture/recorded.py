@@ -7,6 +7,7 @@ again.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from bridge.base.pytrees import leaf_names
 from bridge.base.torch_internals import pytree
 from bridge.capture.captured import Captured
 from bridge.capture.checkpoints import written_and_read
+from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.fake_run import forget_real_tensors
 from bridge.capture.functional import functional_graph
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
@@ -42,6 +44,7 @@ from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.random_nodes import draws_by_origin, match_draws
 from bridge.capture.recorder import _autocast
 from bridge.capture.steady_call import steady_call
+from bridge.capture.symbolic_capture import recorded_with_extents
 from bridge.capture.training_graph import TrainingGraph, training_graph
 from bridge.capture.two_runs import FakeRecord, RealRun
 from bridge.state import ModuleTensor, PythonState
@@ -49,10 +52,14 @@ from bridge.state import ModuleTensor, PythonState
 __all__ = ["capture_recorded"]
 
 
-def capture_recorded(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
-    """The captured call of a module whose sizes are numbers."""
-    call = steady_call(module, args, kwargs)
+def capture_recorded(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()
+) -> Captured:
+    """The captured call of a module; ``dims``: dimensions of arguments whose sizes become extents."""
+    call = steady_call(module, args, kwargs, dims)
     captured = _captured(module, args, kwargs, call.real, call.fake, call.problems)
+    if dims:
+        captured = recorded_with_extents(captured, dims, call.real, call.fake, args, kwargs)
     return replace(captured, counters=call.counters)
 
 
@@ -72,7 +79,9 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     tensors = [*real.tensors, *(_attribute(real, place) for place in used)]
     names = _input_names(module, args, kwargs, real)
     ambient = torch.is_grad_enabled(), _autocast()
-    final = [*real.results, *real.final.values()]
+    final = [*fake.results, *real.final.values()]
+    if fake.symbols is not None:  # rows with symbolic sizes, which are equal otherwise
+        record = replace(record, rows=fake.record.rows, same=fake.record.same)
     made = training_graph(record, fake.record.fakes, fake.mode, names, final, ambient)
     order = {place: index for index, place in enumerate([*range(owned), *used, *range(owned, owned + arguments)])}
     placed = {node.name: place for place, node in made.placeholders.items()}
@@ -92,7 +101,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     with autocast_to(None):
         draws, by_origin = draws_by_origin(program, fake.mode) if observation.draws else ([], {})
         draws = [replace(each, stride=eagers.stride) for each, eagers in zip(draws, observation.draws, strict=False)]
-        if draws != observation.draws:
+        if fake.symbols is None and draws != observation.draws:
             reason = f"eager draws {observation.draws}; the graph {draws}"
             observation.unsupported.append(Unsupported("random draws", forward, reason))
         functional = functional_graph(replace(made, graph=graph_module.graph))

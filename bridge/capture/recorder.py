@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,6 +21,9 @@ from bridge.base.torch_internals import MODULE_CALL, aten, schema
 from bridge.base.torch_recording import PreDispatchMode, has_wrapper, no_python_kernels
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.rows import Form, Record, Row, Value, form_of, mapped, memory_of
+
+if TYPE_CHECKING:
+    from bridge.capture.symbolic_run import Symbols
 
 __all__ = ["READS", "Recorder"]
 
@@ -45,6 +48,7 @@ class Recorder(PreDispatchMode):
         paths: of each module, by its id, the dotted path.
         draws: draws that were made so far; how many there are before and after each row is noted.
         answers: of a run on fake tensors, the record of the run on real ones: it tells the numbers that forward reads.
+        symbols: of such a run on symbolic sizes, what it takes care of.
 
     Attributes:
         record: what was recorded so far.
@@ -58,10 +62,12 @@ class Recorder(PreDispatchMode):
         draws: Sequence[Any] = (),
         before_write: Callable[[Any, torch.Tensor], None] = lambda op, tensor: None,
         answers: Record | None = None,
+        symbols: Symbols | None = None,
     ):
         super().__init__()
         self.record = Record(inputs=len(inputs))
         self._paths, self._draws, self._before_write, self._answers = paths, draws, before_write, answers
+        self._symbols = symbols
         self._known: dict[int, tuple[weakref.ref, int]] = {}
         self._made: dict[tuple, tuple[StorageWeakRef, int]] = {}
         self.serial, self._last_serial = 0, -1
@@ -118,13 +124,15 @@ class Recorder(PreDispatchMode):
         if func in _FRESH:
             return self._literal(func, args, kwargs)
         operands = mapped((args, kwargs), torch.Tensor, self.value_of)
+        if self._symbols is not None and self._symbols.is_whole_slice(func, operands, args, self.record, self._answer()):
+            return self._whole_slice(func, operands, args, place)
         for tensor in written_by(func, args, kwargs):
             self._before_write(func, tensor)
         if self._answers is None:
             with no_python_kernels():
                 result = func(*args, **kwargs)
         else:
-            result = self._told(func, args, kwargs, *operands)
+            result = self._told(func, args, kwargs, operands, place[0])
         if func in READS:
             self.record.reads.append(result)
         if func is aten.detach.default and self.serial == self._last_serial and self._is_last(operands[0][0]):
@@ -136,22 +144,41 @@ class Recorder(PreDispatchMode):
         self.record.rows.append(Row(func, *operands, results, grad, autocast, draws, *place))
         return result
 
-    def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], *operands: Any) -> Any:
+    def _answer(self) -> Row | None:
+        """The row of the run on real tensors that the next one should be."""
+        rows, place = self._answers.rows, len(self.record.rows) - len(self.record.same)
+        return rows[place] if place < len(rows) else None
+
+    def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], operands: tuple, where: Any) -> Any:
         """What an operator gives on fake tensors; as the run on real ones knows it where these cannot tell."""
-        index = len(self.record.rows)
-        known = self._answers.rows[index] if index < len(self._answers.rows) else None
+        known = self._answer()
         known = None if known is None or known.op is not func else known
         if func in READS:
             return self._answers.reads[len(self.record.reads)]
-        if known is not None and type(known.results) is Value and known.results in operands[0]:
-            if not schema(func).is_mutable:  # an operator that does nothing returns what it was given
-                return args[operands[0].index(known.results)]
+        if known is not None and type(known.results) is Value and not schema(func).is_mutable:
+            for given, value in zip(args, operands[0], strict=True):
+                if type(value) is Value and self.record.same.get(value.number, value.number) == known.results.number:
+                    return given  # an operator that does nothing returns what it was given
+        if self._symbols is not None:
+            return self._symbols.result(func, args, kwargs, known, where)
         try:
             return func(*args, **kwargs)
         except Exception:
             if known is None:
                 raise
             return mapped(known.results, Value, lambda value: _like(self._answers.forms[value.number]))
+
+    def _whole_slice(self, func: Any, operands: tuple, args: tuple, place: tuple) -> torch.Tensor:
+        """A part that is the whole at the sample's sizes, of which the run on real numbers has no row."""
+        record, (whole, *_) = self.record, operands[0]
+        result = func(*args)
+        number = -1 - len(record.same)
+        record.same[number] = record.same.get(whole.number, whole.number)
+        record.fakes[number] = _outside_graph(result)
+        self._note(result, number)
+        none = len(self._draws)
+        record.rows.append(Row(func, *operands, Value(number), torch.is_grad_enabled(), _autocast(), (none, none), *place))
+        return result
 
     def _literal(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A tensor made of numbers that are written in the code."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bridge.base.torch_internals import storage_id
-from bridge.base.torch_shapes import hint
+from bridge.base.torch_shapes import SYMBOLIC, hint
 
-__all__ = ["Form", "Record", "Row", "Value", "form_of", "mapped", "memory_of", "values_in"]
+__all__ = ["Form", "Record", "Row", "Value", "at_hints", "form_of", "mapped", "memory_of", "renamed", "values_in"]
 
 
 class Value(NamedTuple):
@@ -78,6 +78,8 @@ class Record:
             first read it.
         reads: numbers that Python was given, in order.
         fakes: of a run on fake tensors, those of each value, outside of autograd's graph.
+        same: of a run on symbolic sizes, values that no other run has: parts, whole at the sample's sizes → the value
+            that each is there. Their numbers are negative.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -87,6 +89,7 @@ class Record:
     free: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     reads: list[Any] = field(default_factory=list)
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)
+    same: dict[int, int] = field(default_factory=dict)
 
 
 def form_of(tensor: torch.Tensor) -> Form:
@@ -104,7 +107,7 @@ def form_of(tensor: torch.Tensor) -> Form:
     )
 
 
-def mapped(tree: Any, kind: type, change: Any) -> Any:
+def mapped(tree: Any, kind: type | tuple[type, ...], change: Any) -> Any:
     """Operands or results with ``change(each)`` in the place of each leaf of this kind."""
     if isinstance(tree, kind):
         return change(tree)
@@ -115,6 +118,16 @@ def mapped(tree: Any, kind: type, change: Any) -> Any:
     if type(tree) is dict:
         return {name: mapped(each, kind, change) for name, each in tree.items()}
     return tree
+
+
+def at_hints(tree: Any) -> Any:
+    """Operands or results with the sample's sizes for symbolic ones."""
+    return mapped(tree, SYMBOLIC, hint)
+
+
+def renamed(tree: Any, record: Record) -> Any:
+    """Operands or results with the values that a run on numbers has for those of ``record``."""
+    return mapped(tree, Value, lambda value: Value(record.same.get(value.number, value.number)))
 
 
 def values_in(tree: Any) -> Iterator[int]:

@@ -22,6 +22,7 @@ from torch import nn
 from bridge.base.checkpoint_frames import checkpoint_frame
 from bridge.base.errors import CacheNotFilled, Unsupported, UnsupportedModule, from_user_code, refused_by_eager
 from bridge.base.log import channel
+from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.explain_error import explain_error
 from bridge.capture.numbers import NotArithmeticError, refusing_all_use
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
@@ -68,8 +69,10 @@ class SteadyCall:
     problems: list[Unsupported]
 
 
-def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> SteadyCall:
-    """Runs ``module(*args, **kwargs)`` on real numbers, and again on fake tensors.
+def steady_call(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()
+) -> SteadyCall:
+    """Runs ``module(*args, **kwargs)`` on real numbers, and again on fake tensors, with symbols for ``dims``.
 
     Attributes that forward sets once are left set on the module; all else is as it was.
 
@@ -87,8 +90,8 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Stead
         real = _in_eager(module, args, kwargs, state_of)
         first, changed = real, _changed(real)
         if not changed:
-            return _compared(real, args, kwargs)
-        if _may_be_counters(real.twin, changed) and (found := _counted(real, args, kwargs, changed)) is not None:
+            return _compared(real, args, kwargs, dims)
+        if _may_be_counters(real.twin, changed) and (found := _counted(real, args, kwargs, changed, dims)) is not None:
             states[0].restore()
             return found
         real.reset()
@@ -96,7 +99,7 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Stead
         again = _changed(real)
         if again and not _may_be_counters(real.twin, again):
             raise _changing(first, again)
-        found = _counted(real, args, kwargs, again) if again else _compared(real, args, kwargs)
+        found = _counted(real, args, kwargs, again, dims) if again else _compared(real, args, kwargs, dims)
         if found is None:
             raise _changing(first, again)
         if not _same_function(first, real):
@@ -125,11 +128,11 @@ def _changed(real: RealRun) -> list[str]:
     return real.before.changes()
 
 
-def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any]) -> SteadyCall:
+def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> SteadyCall:
     if real.observation.unsupported:
         raise UnsupportedModule(type(real.twin).__name__, real.observation.unsupported)
     try:
-        fake = fake_run_of(real, args, kwargs)
+        fake = fake_run_of(real, args, kwargs, dims=dims)
     except UnsupportedModule:
         raise
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises on fake tensors
@@ -232,7 +235,9 @@ def _may_be_counters(twin: nn.Module, changed: Sequence[str]) -> bool:
     return True
 
 
-def _counted(real: RealRun, args: tuple, kwargs: dict[str, Any], changed: Sequence[str]) -> SteadyCall | None:
+def _counted(
+    real: RealRun, args: tuple, kwargs: dict[str, Any], changed: Sequence[str], dims: Sequence[DynamicDim]
+) -> SteadyCall | None:
     """The call with counters, if that is all that these attributes are.
 
     In the run on fake tensors a stand-in that can only be added to takes the place of each: any other use of it raises.
@@ -248,7 +253,7 @@ def _counted(real: RealRun, args: tuple, kwargs: dict[str, Any], changed: Sequen
             twin.get_submodule(path).__dict__[name] = _Counted(0, index)
 
     try:
-        fake = fake_run_of(real, args, kwargs, change)
+        fake = fake_run_of(real, args, kwargs, change, dims)
     except Exception as error:
         log.debug("%s is no counter", changed, exc_info=error)
         return None

@@ -2,38 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autodiff.extents import Dim, Extent, sample_of
+from bridge.base.complex_views import offset_in
 from bridge.base.errors import Unsupported
 from bridge.base.objects import is_plain
 from bridge.base.torch_internals import pytree
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.captured import Captured
+from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.eager_run import as_in_eager
 from bridge.capture.fake_run import arguments_of_sample
-from bridge.capture.observation import Draw, Observation, Parameter
+from bridge.capture.observation import Draw, Observation, Output, Parameter
 from bridge.capture.passes.stop_gradient import where_is
 from bridge.capture.symbolic_sizes import SymbolicSizes, at_sample
 from bridge.capture.sympy_extents import NotTranslatedError
 
-__all__ = ["as_in_eager_at_sample", "with_extents"]
+if TYPE_CHECKING:
+    from bridge.capture.two_runs import FakeRecord, RealRun
+
+__all__ = ["as_in_eager_at_sample", "recorded_with_extents", "strides_of_eager", "with_extents"]
 
 _NO_FORM = "a size that is no expression of the arguments' sizes"
 
 
-def with_extents(captured: Captured, sizes: SymbolicSizes, args: tuple, kwargs: dict[str, Any]) -> Captured:
+def recorded_with_extents(
+    captured: Captured, dims: Sequence[DynamicDim], real: RealRun, fake: FakeRecord, args: tuple, kwargs: dict[str, Any]
+) -> Captured:
+    """The captured call of two runs with extents for all sizes; its graph is changed in place.
+
+    ``real``, ``fake``: its runs; the observation of the captured call is the first one's.
+    """
+    eager = captured.observation
+    symbolic = replace(
+        eager,
+        draws=fake.symbols.draws,
+        outputs=[_of_run(each, fake, place) for place, each in enumerate(eager.outputs)],
+        out_spec=fake.out_spec,
+    )
+    captured = replace(captured, observation=symbolic)
+    captured = with_extents(captured, SymbolicSizes(dims, fake.leaves), args, kwargs, fake.symbols.lines)
+    if captured.problems:
+        return captured
+    observation, problems = strides_of_eager(captured.observation, eager)
+    observation.unsupported += problems
+    return replace(captured, observation=observation, fake_observation=captured.observation)
+
+
+def _of_run(output: Output, fake: FakeRecord, place: int) -> Output:
+    """A result of eager's with the sizes that the run on symbolic ones has."""
+    result = fake.results[place]
+    if not output.is_tensor:
+        return replace(output, value=result) if isinstance(result, SYMBOLIC) else output
+    leaf = base = fake.record.fakes[result.number]
+    if output.alias_of is not None:
+        kind, index = output.alias_of
+        base = fake.record.fakes[index if kind == "input" else fake.results[index].number]
+    return replace(output, shape=tuple(leaf.shape), stride=leaf.stride(), offset=offset_in(leaf, base))
+
+
+def with_extents(
+    captured: Captured,
+    sizes: SymbolicSizes,
+    args: tuple,
+    kwargs: dict[str, Any],
+    asked: Mapping[int, str] = MappingProxyType({}),
+) -> Captured:
     """The captured call with extents for all sizes; its graph is changed in place.
 
     To be called when nothing asks torch's sizes any more. What has no form among extents is added to the problems.
+    ``asked``: as of :meth:`bridge.capture.symbolic_sizes.SymbolicSizes.take_over`.
     """
     forward = f"{captured.module_name}.forward"
     observation = captured.observation
-    observation.unsupported += sizes.take_over(forward)
+    observation.unsupported += sizes.take_over(forward, asked)
     if sizes.environment is None:
         return captured
     for node in captured.graph.nodes:
@@ -69,13 +117,28 @@ def with_extents(captured: Captured, sizes: SymbolicSizes, args: tuple, kwargs: 
 def as_in_eager_at_sample(symbolic: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:
     """As :func:`bridge.capture.eager_run.as_in_eager`, of an observation with extents; they stay.
 
+    As for :func:`strides_of_eager`.
+    """
+    observation, problems = as_in_eager(at_sample(symbolic), real)
+    if problems:
+        return observation, problems
+    made, problems = strides_of_eager(symbolic, real)
+    return replace(observation, draws=made.draws, outputs=made.outputs), problems
+
+
+def strides_of_eager(symbolic: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:
+    """An observation with extents, with eager's strides of what is drawn and returned.
+
     An eager run knows strides for the sample only. Where the fake run's are others, eager's are taken if they are those
     of a dense tensor, whose axes keep their order.
     """
-    observation, problems = as_in_eager(at_sample(symbolic), real)
-    problems = problems or _hiding_sizes(symbolic, real)
+    problems = _hiding_sizes(symbolic, real)
+    ours = [replace(each, stride=()) for each in at_sample(symbolic).draws]
+    if ours != [replace(each, stride=()) for each in real.draws]:
+        reason = f"eager draws {real.draws}; with symbolic sizes {symbolic.draws}"
+        problems.append(Unsupported("random draws", "forward", reason))
     if problems:
-        return observation, problems
+        return symbolic, problems
     made: dict[str, list[Any]] = {}
     for kind in ("draws", "outputs"):
         made[kind] = []
@@ -102,7 +165,7 @@ def as_in_eager_at_sample(symbolic: Observation, real: Observation) -> tuple[Obs
             continue
         operand = replace(ours.operand if same else eagers.operand, stride=stride)
         made["draws"][place] = replace(ours, operand=operand)
-    return replace(observation, **made), problems
+    return replace(symbolic, **made), problems
 
 
 def _hiding_sizes(symbolic: Observation, real: Observation) -> list[Unsupported]:

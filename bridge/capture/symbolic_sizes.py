@@ -8,8 +8,9 @@ of extents the same questions, so that what torch has concluded holds wherever t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class SymbolicSizes:
         self.arguments = {each.leaf: values[each.leaf] for each in dims}
         self.scope = ExtentScope()
         self.lines: dict[Guard, str] = {}
+        self._asked: Mapping[int, str] = {}
         self._dims = dims
         self._sizes = [self.arguments[each.leaf].shape[each.dimension] for each in dims]
         self._symbols: dict[Any, Dim] = {}
@@ -53,20 +55,22 @@ class SymbolicSizes:
         """torch's ``ShapeEnv``; ``None`` where no size is left symbolic."""
         return self._environment
 
-    def take_over(self, forward: str) -> list[Unsupported]:
+    def take_over(self, forward: str, asked: Mapping[int, str] = MappingProxyType({})) -> list[Unsupported]:
         """Makes the extents, and asks them what torch concluded; what cannot be asked, and what should vary and must
         not. To be called when torch asks no more.
 
         Args:
             forward: what to name where no line is known, as in ``"Block.forward"``.
+            asked: of conclusions by their place, the user's line, where it is known.
         """
+        self._asked = asked
         problems = self._fixed(forward)
         if self._environment is None:
             return problems
         self._make_symbols()
-        for condition, frame in conclusions(self._environment):
+        for place, (condition, frame) in enumerate(conclusions(self._environment)):
             known = len(self.scope.guards)
-            where = _line(frame) or forward
+            where = asked.get(place) or _line(frame) or forward
             try:
                 condition = self._environment.replace(condition)
                 if not holds(condition, self._symbols):
@@ -175,7 +179,12 @@ class SymbolicSizes:
         if not isinstance(size, torch.SymInt):
             return None
         own = expression(size, original=True).free_symbols
-        asked = [_line(frame) for condition, frame in conclusions(environment(size)) if own & condition.free_symbols]
+        concluded = enumerate(conclusions(environment(size)))
+        asked = [
+            self._asked.get(place) or _line(frame)
+            for place, (condition, frame) in concluded
+            if own & condition.free_symbols
+        ]
         return next(filter(None, asked), None)
 
 

@@ -16,11 +16,14 @@ import torch
 from torch import fx
 
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten
+from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.passes.alias_analysis import is_view, written
 from bridge.capture.passes.autocast import autocast_at
 from bridge.capture.passes.kinds import stand_in
 from bridge.capture.recorder import READS
 from bridge.capture.rows import Record, Row, Value, mapped
+from bridge.capture.size_formulas import has_symbols
+from bridge.capture.size_nodes import SizeNodes
 
 __all__ = ["TrainingGraph", "training_graph"]
 
@@ -70,13 +73,14 @@ class _Builder:
         self.mode = mode
         self.made = TrainingGraph(fx.Graph(), {}, {}, mode=mode)
         self.env: dict[int, fx.Node] = {}
+        self.sizes = SizeNodes(self.made.graph)
 
     def build(self, results: Sequence[Any]) -> TrainingGraph:
         graph = self.made.graph
         used = {number for row in self.record.rows for number in _values((row.args, row.kwargs))}
         used |= {each.number for each in results if isinstance(each, Value)}
         for index in range(self.record.inputs):
-            if index in used:
+            if index in used or has_symbols(self.fakes[index]):
                 self.made.placeholders[index] = self.env[index] = self._placeholder(self.names[index], index)
         for count, number in enumerate(self.record.literals):
             if number in used:
@@ -100,12 +104,14 @@ class _Builder:
             node.name = name  # also "input", which fx takes for no name
         fake, form = self.fakes[number], self.record.forms[number]
         node.meta["val"] = stand_in(fake, self.mode).requires_grad_(form.requires_grad)
+        self.sizes.read_from(node)
         return node
 
     def _row(self, index: int, row: Row) -> None:
         if row.op in READS:
             return
         args, kwargs = mapped((row.args, row.kwargs), Value, lambda value: self.env[value.number])
+        args, kwargs = mapped((args, kwargs), SYMBOLIC, self.sizes.of)
         graph = self.made.graph
         name = row.op.overloadpacket.__name__ if isinstance(row.op, OpOverload) else str(row.op)
         node = graph.create_node("call_function", row.op, args, kwargs, name=name)

@@ -7,7 +7,7 @@ left, and sees no numbers but those that the first one read: equal rows mean tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,10 @@ from bridge.base.log import channel
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
-from bridge.base.torch_internals import FakeTensorMode, python_kernels, pytree, storage_id
+from bridge.base.torch_internals import FakeTensorMode, aten, python_kernels, pytree, storage_id
+from bridge.base.torch_shapes import fake_results_not_kept, size_environment
 from bridge.capture.draw_recorder import DrawRecorder
+from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.eager_run import nothing_saved
 from bridge.capture.generator_watch import generator_watch
 from bridge.capture.inplace_rules import InPlaceRules, InPlaceWatcher
@@ -33,12 +35,15 @@ from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.recorder import Recorder
-from bridge.capture.rows import Record, Value, mapped
+from bridge.capture.rows import Form, Record, Row, Value, at_hints, mapped, renamed
+from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.validation_reads import ValidationReads
 from bridge.capture.whole_functions import HANDLERS
 from bridge.state import ModuleTensor, module_tensors, own_attributes
 
 log = channel("dispatch")
+
+_SLICE = aten.slice.Tensor
 
 __all__ = ["FakeRecord", "RealRun", "differences", "fake_run_of", "real_run_of"]
 
@@ -248,16 +253,28 @@ class FakeRecord:
     results: Sequence[Any]
     arguments: Sequence[torch.Tensor]
     twin: nn.Module
+    out_spec: Any = None
+    leaves: Sequence[Any] = ()
+    symbols: Symbols | None = None
 
 
 def fake_run_of(
-    real: RealRun, args: tuple, kwargs: dict[str, Any], change: Callable[[nn.Module], Any] = lambda twin: None
+    real: RealRun,
+    args: tuple,
+    kwargs: dict[str, Any],
+    change: Callable[[nn.Module], Any] = lambda twin: None,
+    dims: Sequence[DynamicDim] = (),
 ) -> FakeRecord:
     """Runs the twin of a real run once more, on fake tensors, in the state that it was left in.
 
-    ``change``: called with this run's own twin before it runs.
+    Args:
+        change: called with this run's own twin before it runs.
+        dims: dimensions of the arguments that have symbols for sizes.
     """
-    mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True)
+    with fake_results_not_kept() if dims else nullcontext():
+        sizes = {"shape_env": size_environment()} if dims else {}
+        mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True, **sizes)
+    symbols = Symbols(real.record, mode) if dims else None
     fakes: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []
 
@@ -271,24 +288,30 @@ def fake_run_of(
     try:
         owned = [fake(each) for each in real.inputs[: len(real.tensors)]]
         own_args, own_kwargs = own_leaves(args, kwargs, real.real_tensors)
-        leaf = lambda t: mode.from_tensor(t.detach()).requires_grad_(t.requires_grad)  # noqa: E731
-        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, leaf, (own_args, own_kwargs))
-        arguments = [each for each in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(each, torch.Tensor)]
+        given, spec = pytree.tree_flatten((own_args, own_kwargs))
+        given = [
+            symbolic_leaf(mode, each, index, dims) if isinstance(each, torch.Tensor) else each
+            for index, each in enumerate(given)
+        ]
+        fake_args, fake_kwargs = pytree.tree_unflatten(given, spec)
+        arguments = [each for each in given if isinstance(each, torch.Tensor)]
         prepared = PreparedTwin(real.twin, fake)
         twin = prepared.module
         change(twin)
         attributes = attributes_of(twin, [*owned, *arguments])
         inputs = [*owned, *arguments, *attributes.values()]
         functions = OwnFunctions(type(real.twin).__name__)
-        draws: list[Any] = []
-        recorder = Recorder(inputs, paths_of(twin), draws, answers=real.record)
+        draws: list[Any] = [] if symbols is None else symbols.draws
+        recorder = Recorder(inputs, paths_of(twin), draws, answers=real.record, symbols=symbols)
+        drawing = nullcontext() if symbols is None else symbols.recording(inputs)
+        modes = modes_put_back(), functions.traced(), mode, drawing, python_kernels(), recorder
         with ExitStack() as stack:
-            for each in (_Functions(recorder), modes_put_back(), functions.traced(), mode, python_kernels(), recorder):
+            for each in (_Functions(recorder), *modes):
                 stack.enter_context(each)
             result = prepared(*fake_args, **fake_kwargs)
-        leaves = pytree.tree_leaves(packed(result))
+        leaves, out_spec = pytree.tree_flatten(packed(result))
         results = [recorder.value_of(each) if isinstance(each, torch.Tensor) else each for each in leaves]
-        return FakeRecord(recorder.record, mode, results, arguments, twin)
+        return FakeRecord(recorder.record, mode, results, arguments, twin, out_spec, given, symbols)
     finally:
         clear_fake_memo(mode)
 
@@ -296,23 +319,37 @@ def fake_run_of(
 def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
     """What the two runs did differently; the first row that is not the same."""
     ours, theirs = real.record, fake.record
-    for index, (a, b) in enumerate(zip(ours.rows, theirs.rows, strict=False)):
-        if _compared(ours, a) != _compared(theirs, b):
+    rows = [row for row in theirs.rows if row.op is not _SLICE or row.results.number not in theirs.same]
+    for index, (a, b) in enumerate(zip(ours.rows, rows, strict=False)):
+        if _compared(ours, a) != _compared(theirs, b, of_whole=a.op is aten.alias.default):
             where = "forward" if a.where is None else line_of(a.where)
             there = "gives it other operands" if a.op is b.op else f"calls {b.op}"
             log.debug("row %d: %s\n%s", index, _compared(ours, a), _compared(theirs, b))
             reason = f"forward goes another way on fake tensors than on real ones: there it {there}"
             yield Unsupported(str(a.op), where, reason, "do not let it depend on numbers")
             return
-    if len(ours.rows) != len(theirs.rows):
-        reason = f"forward makes {len(theirs.rows)} calls on fake tensors and {len(ours.rows)} on real ones"
+    if len(ours.rows) != len(rows):
+        reason = f"forward makes {len(rows)} calls on fake tensors and {len(ours.rows)} on real ones"
         yield Unsupported("forward", "forward", reason, "do not let it depend on numbers")
-    elif real.results != fake.results:
+    elif real.results != at_hints(renamed(fake.results, theirs)):
         yield Unsupported("forward", "forward", "forward returns something else on fake tensors than on real ones")
 
 
-def _compared(record: Record, row: Any) -> tuple:
-    def plain(tree: Any) -> Any:
-        return mapped(tree, Value, lambda v: (v.number, record.forms[v.number].shape, record.forms[v.number].dtype))
+def _compared(record: Record, row: Row, *, of_whole: bool = False) -> tuple:
+    """What is compared of a row, at the sample's sizes.
 
-    return row.op, repr(plain((row.args, row.kwargs))), repr(plain(row.results)), row.grad, row.autocast
+    ``of_whole``: a part that is the whole there is an alias, as torch's indexing has it for static sizes.
+    """
+
+    def plain(tree: Any) -> Any:
+        known = mapped(renamed(at_hints(tree), record), Value, lambda v: (v.number, *record.forms[v.number][:4:3]))
+        return repr(known)
+
+    op, args, kwargs = row.op, row.args, row.kwargs
+    if of_whole and op is _SLICE and _form(record, args[0]).shape == _form(record, row.results).shape:
+        op, args, kwargs = aten.alias.default, args[:1], {}
+    return op, plain((args, kwargs)), plain(row.results), row.grad, row.autocast
+
+
+def _form(record: Record, value: Value) -> Form:
+    return record.forms[renamed(value, record).number]

@@ -1,0 +1,66 @@
+"""Size formulas: operators on symbolic sizes whose kernels fix them, or take long → the same by others, that do not.
+
+Each takes the forms that its results have in the run on real numbers, then the operator's arguments; it gives
+``NotImplemented`` where the operator does as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bridge.base.torch_internals import aten
+from bridge.capture.passes.recurrent import LAYERED
+from bridge.capture.rows import Form
+
+__all__ = ["FORMULAS", "has_symbols"]
+
+
+def has_symbols(tensor: torch.Tensor) -> bool:
+    """Whether a size of a tensor is a symbol."""
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+def _layers(
+    forms: Sequence[Form], x, states, weights, biases, layers, dropout, train, both_ways, batch_first
+) -> tuple[torch.Tensor, ...]:
+    """Recurrent layers: their results, and the dropout between them; torch's own formula runs each step."""
+    if not isinstance(weights, list | tuple):
+        return NotImplemented  # a packed sequence
+    steps, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
+    first, *finals = forms
+    width = first.shape[2]
+    for _ in range(layers - 1 if train and dropout else 0):
+        torch.dropout(torch.empty((steps, batch, width), dtype=first.dtype, device=first.device), dropout, True)
+    y = _made(first, (steps, batch, width))
+    each = states if isinstance(states, list | tuple) else [states]
+    made = [_made(form, state.shape) for form, state in zip(finals, each, strict=True)]
+    return (y.transpose(0, 1) if batch_first else y, *made)
+
+
+def _made(form: Form, shape: Sequence[Any]) -> torch.Tensor:
+    made = torch.empty(shape, dtype=form.dtype, device=form.device)
+    return made.requires_grad_().clone() if form.requires_grad else made
+
+
+def _max_pool1d(
+    forms: Sequence[Form], x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, up=False
+) -> torch.Tensor:
+    """As eager's operator where autograd follows it: the pooling of a picture of one row."""
+    if not has_symbols(x):
+        return NotImplemented
+    kernel, step, pad, dilated = map(_number, (kernel, stride, padding, dilation))
+    pooled = aten.max_pool2d_with_indices.default(
+        x.unsqueeze(-2), (1, kernel), (1, kernel if step is None else step), (0, pad), (1, dilated), up
+    )
+    return pooled[0].squeeze(-2)
+
+
+def _number(value: Any) -> Any:
+    """Of a number, or a list of one or none."""
+    return next(iter(value), None) if isinstance(value, list | tuple) else value
+
+
+FORMULAS: dict[Any, Callable[..., Any]] = {aten.max_pool1d.default: _max_pool1d, **dict.fromkeys(LAYERED, _layers)}
