@@ -124,7 +124,9 @@ class Recorder(PreDispatchMode):
         if func in _FRESH:
             return self._literal(func, args, kwargs)
         operands = mapped((args, kwargs), torch.Tensor, self.value_of)
-        if self._symbols is not None and self._symbols.is_whole_slice(func, operands, args, self.record, self._answer()):
+        if self._symbols is not None and self._symbols.is_whole_slice(
+            func, operands, args, self.record, self._answer()
+        ):
             return self._whole_slice(func, operands, args, place)
         for tensor in written_by(func, args, kwargs):
             self._before_write(func, tensor)
@@ -168,7 +170,7 @@ class Recorder(PreDispatchMode):
                 raise
             return mapped(known.results, Value, lambda value: _like(self._answers.forms[value.number]))
 
-    def _whole_slice(self, func: Any, operands: tuple, args: tuple, place: tuple) -> torch.Tensor:
+    def _whole_slice(self, func: Any, operands: tuple, args: tuple, rest: tuple) -> torch.Tensor:
         """A part that is the whole at the sample's sizes, of which the run on real numbers has no row."""
         record, (whole, *_) = self.record, operands[0]
         result = func(*args)
@@ -176,8 +178,7 @@ class Recorder(PreDispatchMode):
         record.same[number] = record.same.get(whole.number, whole.number)
         record.fakes[number] = _outside_graph(result)
         self._note(result, number)
-        none = len(self._draws)
-        record.rows.append(Row(func, *operands, Value(number), torch.is_grad_enabled(), _autocast(), (none, none), *place))
+        record.rows.append(Row(func, *operands, Value(number), *rest))
         return result
 
     def _literal(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -69,9 +69,7 @@ class SteadyCall:
     problems: list[Unsupported]
 
 
-def steady_call(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()
-) -> SteadyCall:
+def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> SteadyCall:
     """Runs ``module(*args, **kwargs)`` on real numbers, and again on fake tensors, with symbols for ``dims``.
 
     Attributes that forward sets once are left set on the module; all else is as it was.
@@ -135,7 +133,7 @@ def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence
         fake = fake_run_of(real, args, kwargs, dims=dims)
     except UnsupportedModule:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever the user's code raises on fake tensors
+    except Exception as error:
         name = type(real.twin).__name__
         log.debug("%s cannot be run on fake tensors", name, exc_info=error)
         raise UnsupportedModule(name, [explain_error(error)], cause=error) from None

@@ -60,7 +60,7 @@ class Symbols:
 
         ``x[:, None]`` and the like: torch's indexing leaves out what a static size shows to be the whole.
         """
-        if op is not _SLICE or type(operands[0][0]) is not Value:
+        if op is not _SLICE or operands[1] or type(operands[0][0]) is not Value:
             return False
         x, dim, start, end, step = (*args, *(0, 0, _END, 1)[len(args) - 1 :])
         size = hint(x.shape[dim])
