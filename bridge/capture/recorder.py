@@ -124,10 +124,9 @@ class Recorder(PreDispatchMode):
         if func in _FRESH:
             return self._literal(func, args, kwargs)
         operands = mapped((args, kwargs), torch.Tensor, self.value_of)
-        if self._symbols is not None and self._symbols.is_whole_slice(
-            func, operands, args, self.record, self._answer()
-        ):
-            return self._whole_slice(func, operands, args, place)
+        symbols = self._symbols
+        if symbols is not None and symbols.is_whole_slice(func, operands, args, self.record, self._answer()):
+            return self._whole_slice(func, operands, args, (grad, autocast, (before, before), *place))
         for tensor in written_by(func, args, kwargs):
             self._before_write(func, tensor)
         if self._answers is None:
