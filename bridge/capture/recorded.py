@@ -47,7 +47,7 @@ from bridge.capture.steady_call import steady_call
 from bridge.capture.symbolic_capture import recorded_with_extents
 from bridge.capture.training_graph import TrainingGraph, training_graph
 from bridge.capture.two_runs import FakeRecord, RealRun
-from bridge.state import ModuleTensor, PythonState
+from bridge.state import PythonState, tensor_problem
 
 __all__ = ["capture_recorded"]
 
@@ -71,19 +71,15 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     observation.unsupported += _free(real)
     if observation.unsupported:
         raise UnsupportedModule(name, observation.unsupported)
-    owned, arguments = len(real.tensors), len(fake.arguments)
     record = real.record
-    attributes = range(owned + arguments, record.inputs)
-    read = {n for row in record.rows for n in _numbers((row.args, row.kwargs))} | set(_numbers(real.results))
-    used = [place for place in attributes if place in read]
-    tensors = [*real.tensors, *(_attribute(real, place) for place in used)]
+    tensors = real.tensors
     names = _input_names(module, args, kwargs, real)
     ambient = torch.is_grad_enabled(), _autocast()
     final = [*fake.results, *real.final.values()]
     if fake.symbols is not None:  # rows with symbolic sizes, which are equal otherwise
         record = replace(record, rows=fake.record.rows, same=fake.record.same)
     made = training_graph(record, fake.record.fakes, fake.mode, names, final, ambient)
-    order = {place: index for index, place in enumerate([*range(owned), *used, *range(owned, owned + arguments)])}
+    order = {number: index for index, number in enumerate(real.order)}
     placed = {node.name: place for place, node in made.placeholders.items()}
     needing_grad = {n for n, place in placed.items() if record.forms[place].requires_grad}
 
@@ -137,27 +133,20 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     return captured
 
 
-def _numbers(tree: Any) -> list[int]:
-    from bridge.capture.rows import values_in
-
-    return list(values_in(tree))
-
-
-def _attribute(real: RealRun, place: int) -> ModuleTensor:
-    tensor = real.inputs[place]
-    path = real.attributes[place - (real.record.inputs - len(real.attributes))]
-    return ModuleTensor("attribute", (path,), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-
 def _free(real: RealRun) -> list[Unsupported]:
+    """Free tensors for which no guard would see that another one takes their place."""
+    guarded = set(map(id, real.before.tensors())) if real.record.free else set()
     found = []
     for tensor, index in real.record.free.values():
+        problem = tensor_problem(tensor)
+        if problem is None and id(tensor) in guarded:
+            continue
         where = real.record.rows[index].where if index < len(real.record.rows) else None
         found.append(
             Unsupported(
                 f"free tensor of shape {list(tensor.shape)}",
                 "forward" if where is None else line_of(where),
-                "a tensor that is no parameter, buffer or attribute of a module: in a list, a dict or a global",
+                problem or "a tensor that is no parameter, buffer or attribute of a module, and that no name leads to",
                 "register it: self.register_buffer(...), nn.ParameterList, nn.ModuleList",
             )
         )
@@ -169,12 +158,8 @@ def _input_names(module: nn.Module, args: tuple, kwargs: dict[str, Any], real: R
     import inspect
 
     prefixes = {"parameter": "p_", "buffer": "b_"}
-    found = [prefixes[each.kind] + _word(each.names[0]) for each in real.tensors]
+    found = [prefixes[each.kind] + _word(each.names[0]) for each in real.tensors[: len(real.real_tensors)]]
     signature = inspect.signature(module.forward)
-    try:
-        parameters = [*signature.bind(*args, **kwargs).arguments]
-    except TypeError:
-        parameters = []
     spec = real.in_spec
     positional, keywords = spec.children()
     given = list(signature.parameters.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ class Recorder(PreDispatchMode):
         inputs: the tensors that the run is given, in order; of one object that is there twice the first place counts.
         paths: of each module, by its id, the dotted path.
         draws: draws that were made so far; how many there are before and after each row is noted.
+        protected: is told (``add``) of tensors from elsewhere, and (``note``) of tensors before they are written.
         answers: of a run on fake tensors, the record of the run on real ones: it tells the numbers that forward reads.
         symbols: of such a run on symbolic sizes, what it takes care of.
 
@@ -60,18 +61,19 @@ class Recorder(PreDispatchMode):
         inputs: Sequence[torch.Tensor],
         paths: dict[int, str],
         draws: Sequence[Any] = (),
-        before_write: Callable[[Any, torch.Tensor], None] = lambda op, tensor: None,
+        protected: Any = None,
         answers: Record | None = None,
         symbols: Symbols | None = None,
     ):
         super().__init__()
         self.record = Record(inputs=len(inputs))
-        self._paths, self._draws, self._before_write, self._answers = paths, draws, before_write, answers
+        self._paths, self._draws, self._protected, self._answers = paths, draws, protected, answers
         self._symbols = symbols
         self._known: dict[int, tuple[weakref.ref, int]] = {}
         self._made: dict[tuple, tuple[StorageWeakRef, int]] = {}
         self.serial, self._last_serial = 0, -1
         self._kept: list[torch.Tensor] = []
+        self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for tensor in inputs:
             self._new(tensor, once=False)
 
@@ -111,7 +113,16 @@ class Recorder(PreDispatchMode):
             number = self._new(tensor)
             self._kept.append(tensor)
             self.record.free[number] = tensor, len(self.record.rows)
+            if self._protected is not None:
+                self._protected.add(tensor)
         return Value(number)
+
+    def expect(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+        """In a run on fake tensors: what a real tensor from elsewhere is there."""
+        self._expected[id(tensor)] = tensor, fake
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._expected.get(id(tensor), (None, tensor))[1]
 
     # Rows
 
@@ -123,12 +134,15 @@ class Recorder(PreDispatchMode):
         grad, autocast = torch.is_grad_enabled(), _autocast()
         if func in _FRESH:
             return self._literal(func, args, kwargs)
+        if self._expected:
+            args, kwargs = mapped((args, kwargs), torch.Tensor, self._as_fake)
         operands = mapped((args, kwargs), torch.Tensor, self.value_of)
         symbols = self._symbols
         if symbols is not None and symbols.is_whole_slice(func, operands, args, self.record, self._answer()):
             return self._whole_slice(func, operands, args, (grad, autocast, (before, before), *place))
-        for tensor in written_by(func, args, kwargs):
-            self._before_write(func, tensor)
+        if self._protected is not None:
+            for tensor in written_by(func, args, kwargs):
+                self._protected.note(tensor)
         if self._answers is None:
             with no_python_kernels():
                 result = func(*args, **kwargs)

@@ -82,6 +82,9 @@ class _Builder:
         for index in range(self.record.inputs):
             if index in used or has_symbols(self.fakes[index]):
                 self.made.placeholders[index] = self.env[index] = self._placeholder(self.names[index], index)
+        for count, number in enumerate(self.record.free):
+            if number in used:
+                self.made.placeholders[number] = self.env[number] = self._placeholder(f"c_free_{count}", number)
         for count, number in enumerate(self.record.literals):
             if number in used:
                 node = self._placeholder(f"c_literal_{count}", number)

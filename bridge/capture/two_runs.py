@@ -6,9 +6,10 @@ left, and sees no numbers but those that the first one read: equal rows mean tha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.recorder import Recorder
-from bridge.capture.rows import Form, Record, Row, Value, at_hints, mapped, renamed
+from bridge.capture.rows import Form, Record, Row, Value, at_hints, mapped, memory_of, renamed, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.validation_reads import ValidationReads
 from bridge.capture.whole_functions import HANDLERS
@@ -55,7 +56,10 @@ class RealRun:
     Attributes:
         record: its rows.
         twin: the module that ran, in the state that the run left.
-        tensors, real_tensors: what the module owns; in the run, buffers are copies.
+        tensors: the tensors that the compiled code takes beside the arguments: parameters and buffers, then plain
+            attributes and free tensors that are read.
+        order: the values of these, and of the arguments behind them.
+        real_tensors: the module's parameters and buffers; in the run, buffers are copies.
         attributes: paths of the tensors among the attributes of modules, which are the inputs behind all others.
         inputs: the run's: the module's tensors, the arguments, the attributes.
         results: the leaves of its result, values for tensors.
@@ -65,6 +69,7 @@ class RealRun:
     record: Record
     twin: nn.Module
     tensors: Sequence[ModuleTensor]
+    order: Sequence[int]
     real_tensors: Sequence[torch.Tensor]
     attributes: Sequence[str]
     inputs: Sequence[torch.Tensor]
@@ -145,7 +150,7 @@ def real_run_of(
     observation = Observation(unsupported=rules.unsupported)
     functions = OwnFunctions(type(module).__name__)
     geometry, versions = [_geometry(each) for each in inputs], [_version(each) for each in inputs]
-    protected = _Protected(rules, {storage_id(each) for each in parameters}, [*arguments, *attributes.values()])
+    protected = _Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()])
     with ExitStack() as stack:
         stack.callback(protected.restore)
         stack.callback(prepared.finish)
@@ -156,7 +161,7 @@ def real_run_of(
         stack.enter_context(generator_watch(rules))
         stack.enter_context(nothing_saved())
         draws = DrawRecorder(observation.draws, rules.complain, None, inputs, lambda: isolated.advance, real=True)
-        recorder = Recorder(inputs, paths_of(twin), observation.draws, protected.note)
+        recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
         for each in (_Functions(recorder), InPlaceWatcher(rules, observation.calls), draws, python_kernels(), recorder):
             stack.enter_context(each)
         result = prepared(*own_args, **own_kwargs)
@@ -180,15 +185,52 @@ def real_run_of(
     result = packed(result)
     observation.objects = objects_of(result)
     result_leaves, observation.out_spec = pytree.tree_flatten(result)
-    described = [*owned, *arguments]
+    results = [recorder.value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in result_leaves]
+    read = {number for row in recorder.record.rows for number in values_in((row.args, row.kwargs))}
+    read.update(values_in([*results, *final.values()]))
+    behind = len(owned) + len(arguments)
+    used = [place for place in range(behind, len(inputs)) if place in read]
+    free = list(recorder.record.free)
+    order = [*range(len(owned)), *used, *free, *range(len(owned), behind)]
+    paths = list(attributes)
+    tensors += [_spec("attribute", paths[place - behind], inputs[place]) for place in used]
+    for number in free:
+        tensor, row = recorder.record.free[number]
+        tensors.append(_spec("free", _reader(recorder.record, row), tensor, weakref.ref(tensor)))
+    described = [*owned, *(inputs[n] for n in used), *(recorder.record.free[n][0] for n in free), *arguments]
+    _in_order(observation, {place: index for index, place in enumerate(order)})
     _describe_outputs(result_leaves, described, observation, rules, applied)
     returned = [pair for pair in zip(result_leaves, observation.outputs, strict=True) if pair[1].is_tensor]
     observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])
-    results = [recorder.value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in result_leaves]
     given = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    made = recorder.record, twin, tensors, real_tensors, list(attributes), inputs, results, observation, functions
+    made = recorder.record, twin, tensors, order, real_tensors, list(attributes), inputs, results
     pairs = [(copies[id(each)], each) for each in real_tensors if id(each) in copies]
-    return RealRun(*made, given, in_spec, final, prepared, prepared.before, recorder.number_of, pairs)
+    return RealRun(
+        *made, observation, functions, given, in_spec, final, prepared, prepared.before, recorder.number_of, pairs
+    )
+
+
+def _spec(kind: str, name: str, tensor: torch.Tensor, held: Any = None) -> ModuleTensor:
+    layout = tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return ModuleTensor(kind, (name,), *layout, tensor.requires_grad, held)
+
+
+def _reader(record: Record, row: int) -> str:
+    """What a free tensor is called: the line that reads it first."""
+    where = record.rows[row].where if row < len(record.rows) else None
+    return "forward" if where is None else line_of(where)
+
+
+def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
+    """Inputs that an observation speaks of, by their places in the run → by those in the compiled code's order."""
+    observation.counted = frozenset(index_of[each] for each in observation.counted if each in index_of)
+    observation.checkpointed = {
+        index_of[each]: line for each, line in observation.checkpointed.items() if each in index_of
+    }
+    for place, draw in enumerate(observation.draws):
+        if draw.operand is not None and draw.operand.of is not None:
+            operand = replace(draw.operand, of=index_of.get(draw.operand.of))
+            observation.draws[place] = replace(draw, operand=operand)
 
 
 def _finals(twin, named, registries, inputs, recorder, observation, rules) -> dict[int, Value]:
@@ -225,17 +267,26 @@ class _Functions(TorchFunctionMode):
 
 
 class _Protected:
-    """Memory that a run writes and that is not its own: put back afterwards; of parameters, refused before."""
+    """Memory that a run may write and that is not its own: put back afterwards.
 
-    def __init__(self, rules: InPlaceRules, parameters: set[int], others: Sequence[torch.Tensor]):
-        self._rules, self._parameters = rules, parameters
-        self._others = {storage_id(each) for each in others}
+    Args:
+        parameters: the memory of parameters.
+        others: further tensors.
+    """
+
+    def __init__(self, parameters: set[int], others: Sequence[torch.Tensor]):
+        self._memory = parameters | {storage_id(each) for each in others}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
-    def note(self, op: Any, tensor: torch.Tensor) -> None:
-        """An operator is about to write a tensor."""
-        memory = storage_id(tensor)
-        if memory in (self._parameters | self._others) and memory not in self._before:
+    def add(self, tensor: torch.Tensor) -> None:
+        """A tensor from elsewhere is read."""
+        if (memory := memory_of(tensor)) is not None:
+            self._memory.add(memory)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """A tensor is about to be written."""
+        memory = memory_of(tensor)
+        if memory in self._memory and memory not in self._before:
             storage = tensor.untyped_storage()
             self._before[memory] = storage, storage.clone()
 
@@ -286,7 +337,7 @@ def fake_run_of(
         return fakes[id(tensor)]
 
     try:
-        owned = [fake(each) for each in real.inputs[: len(real.tensors)]]
+        owned = [fake(each) for each in real.inputs[: len(real.real_tensors)]]
         own_args, own_kwargs = own_leaves(args, kwargs, real.real_tensors)
         given, spec = pytree.tree_flatten((own_args, own_kwargs))
         given = [
@@ -305,6 +356,8 @@ def fake_run_of(
         recorder = Recorder(inputs, paths_of(twin), draws, answers=real.record, symbols=symbols)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)
         modes = modes_put_back(), functions.traced(), mode, drawing, python_kernels(), recorder
+        for tensor, _ in real.record.free.values():  # the very tensor in both runs
+            recorder.expect(tensor, fake(tensor))
         with ExitStack() as stack:
             for each in (_Functions(recorder), *modes):
                 stack.enter_context(each)

@@ -174,7 +174,7 @@ def _lower_once(
         elif observed_key is not None and captured.fake_observation.asks:
             eagers = _eagers_run(module, args, kwargs, PythonState(module))
             observed_key = (*observed_key, None if eagers is None else observation_key(eagers.observation, ()))
-    owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
+    owned = all(tensor.kind not in ("attribute", "free") for tensor in captured.module_tensors)
     if call_key is not None and observed_key is not None and owned and not captured.counters:
         _remember(call_key, observed_key, lowered)
         if on_disk is not None and not captured.problems:

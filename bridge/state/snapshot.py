@@ -7,7 +7,9 @@ so such a module is refused, and what tracing changed is put back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +49,7 @@ class PythonState(Snapshot):
         """Tensors in attributes, in what those hold and in what the code refers to; parameters and buffers are none."""
         attributes = (value for module in self._registered for _, value in own_attributes(module))
         values = chain(attributes, *(contents.values for contents in self._inside), self._code.values())
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        return [each for value in values for each in _in_tuples(value) if isinstance(each, torch.Tensor)]
 
     def attribute_reads(self) -> AttributeReads:
         """What will be read, in runs that are watched, of the objects that the modules hold."""
@@ -63,3 +65,12 @@ class PythonState(Snapshot):
         for contents in self._inside:
             contents.restore()
         self._code.restore()
+
+
+def _in_tuples(value: Any) -> Iterator[Any]:
+    """A value, or what a tuple holds, however deep."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _in_tuples(each)
+    else:
+        yield value

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,8 +19,11 @@ class ModuleTensor:
     """A tensor that the module owns and the compiled code takes as an input.
 
     Attributes:
-        kind: ``"parameter"``, ``"buffer"`` or ``"attribute"`` (a tensor that is just an attribute).
-        names: its dotted names, the first one in the module's own order; further ones when tied.
+        kind: ``"parameter"``, ``"buffer"``, ``"attribute"`` (a tensor that is just an attribute) or ``"free"`` (one
+            that lies elsewhere: in a list, a global).
+        names: its dotted names, the first one in the module's own order; further ones when tied. Of a free tensor, what
+            reads it.
+        held: of a free tensor, a reference to it.
     """
 
     kind: str
@@ -29,6 +32,7 @@ class ModuleTensor:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    held: Callable[[], torch.Tensor | None] | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:

@@ -119,6 +119,7 @@ class ModuleGuard:
         self._types = self._conditions.types.expected
         self._uncounted = self._conditions.without_counts
         self._attribute_places = self._conditions.attribute_places
+        self._references = self._conditions.references
         parameter, either = (nn.Parameter,), (torch.Tensor, nn.Parameter)
         self._tensors = TensorGuard(
             self._conditions.find_tensors(tree),
@@ -165,6 +166,7 @@ class ModuleGuard:
             return None
         tensors = [registry[name] for registry, name in known.tensors]
         tensors += [dicts[owner][name] for owner, name in self._attribute_places]
+        tensors += [reference() for reference in self._references]
         alike = self._tensors.alike.get(inference)
         return tensors if alike is not None and alike(tensors) else None
 

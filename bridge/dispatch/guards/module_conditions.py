@@ -21,6 +21,8 @@ __all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader"]
 
 _STATE = itemgetter("_parameters", "_buffers", "_modules", "training", *MODULE_HOOKS)
 _REGISTRY_OF = {"parameter": "_parameters", "buffer": "_buffers", "attribute": ""}
+_HELD = "held"
+"""In the place of a registry: a free tensor, whose place is a reference to it."""
 
 
 class Tree(NamedTuple):
@@ -44,6 +46,8 @@ class Tree(NamedTuple):
     def held(self, place: tuple[str, int, str]) -> Any:
         """What a registry (``""``: the attributes) of a module holds under a name; ``None`` if nothing."""
         registry, owner, name = place
+        if registry is _HELD:
+            return name()
         return (self.dicts[owner][registry] if registry else self.dicts[owner]).get(name)
 
 
@@ -87,6 +91,7 @@ class TreeConditions:
         uncounted: contents whose changes no count of writes tells; ``without_counts``: the same, for one look.
         counted: the dictionaries behind the other contents.
         attribute_places: position and name of the tensors that are plain attributes.
+        references: to the free tensors, which lie in no module; what leads to them has conditions of its own.
         paths: of the modules; ``training``: their flags.
     """
 
@@ -104,6 +109,7 @@ class TreeConditions:
         self._numbers = numbers
         self._places, self._ties = _places(tensors, index)
         self.attribute_places = [(owner, name) for registry, owner, name in self._places if not registry]
+        self.references = [name for registry, _, name in self._places if registry is _HELD]
         self.counted = [each.counted for each in contents if each.counted is not None]
         self.types = self._types(tree)
         uncounted = [each for each in contents if each.counted is None]
@@ -131,7 +137,8 @@ class TreeConditions:
 
     def registered_tensors(self, tree: Tree) -> list[tuple[dict[str, torch.Tensor], str]]:
         """Registry and name of each parameter and buffer. ``KeyError`` if one is not there."""
-        found = [(tree.dicts[owner][registry], name) for registry, owner, name in self._places if registry]
+        own = [each for each in self._places if each[0] and each[0] is not _HELD]
+        found = [(tree.dicts[owner][registry], name) for registry, owner, name in own]
         for registry, name in found:
             registry[name]
         return found
@@ -329,6 +336,9 @@ def _places(
     """Where each tensor lies (registry, position of the module, name), and where tied ones lie besides."""
     places, ties = [], []
     for position, spec in enumerate(tensors):
+        if spec.held is not None:
+            places.append((_HELD, 0, spec.held))
+            continue
         split = [path.rpartition(".") for path in spec.names]
         first, *others = dict.fromkeys((_REGISTRY_OF[spec.kind], index[owner], name) for owner, _, name in split)
         places.append(first)
