@@ -35,6 +35,7 @@ from bridge.capture.pipeline import capture
 from bridge.capture.preconditions import check_call, device_of_call, uninitialized
 from bridge.capture.readings import Reading, given, numbers_read, same_numbers
 from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
+from bridge.capture.record_call import RecordedCall, record_call
 from bridge.capture.sample import normalize_sample
 from bridge.capture.size_trace import SizeTrace, is_implied, sized_run
 from bridge.capture.tensor_form import TensorForm
@@ -78,6 +79,7 @@ __all__ = [
     "Place",
     "Reading",
     "Recomputed",
+    "RecordedCall",
     "ReplayOfAnyLength",
     "SizeTrace",
     "StepMasks",
@@ -107,6 +109,7 @@ __all__ = [
     "one_capture_at_a_time",
     "packed_layers",
     "raise_if_eager_raises",
+    "record_call",
     "recorded",
     "same_numbers",
     "share_elements",

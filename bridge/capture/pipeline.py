@@ -32,11 +32,11 @@ from bridge.capture.loops.attempt import Looped, looped_call
 from bridge.capture.loops.listener import loops_found
 from bridge.capture.module_calls import forward_here
 from bridge.capture.preconditions import check_call, device_of_call
-from bridge.capture.recorded import capture_recorded
+from bridge.capture.record_call import record_call
 from bridge.capture.settled import traced_and_settled
 from bridge.capture.symbolic_capture import as_in_eager_at_sample
 from bridge.capture.tensor_contents import TensorContents
-from bridge.capture.thread_isolation import capturing, recording
+from bridge.capture.thread_isolation import capturing
 from bridge.capture.traced import trace
 from bridge.capture.tracing import eagers_branches, times_forward_asked
 from bridge.state import PythonState, generators_put_back
@@ -77,8 +77,7 @@ def capture(
     check_call(module, args, kwargs)
     refuse_numbers(type(module).__name__, dims)
     if os.environ.get("BRIDGE_CAPTURE") == "recorded" and looped is None:
-        with working_for(device_of_call(module, args, kwargs)), recording():
-            return capture_recorded(module, args, kwargs, dims)
+        return record_call(module, args, kwargs, dims).captured()
     first = PythonState(module)
     contents = TensorContents(first.tensors())
     try:

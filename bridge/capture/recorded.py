@@ -43,24 +43,23 @@ from bridge.capture.passes.link_functions import link_functions
 from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.random_nodes import draws_by_origin, match_draws
 from bridge.capture.recorder import _autocast
-from bridge.capture.steady_call import steady_call
+from bridge.capture.steady_call import SteadyCall
 from bridge.capture.symbolic_capture import recorded_with_extents
 from bridge.capture.training_graph import TrainingGraph, training_graph
 from bridge.capture.two_runs import FakeRecord, RealRun
 from bridge.state import PythonState, tensor_problem
 
-__all__ = ["capture_recorded"]
+__all__ = ["captured_of"]
 
 
-def capture_recorded(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()
+def captured_of(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], call: SteadyCall
 ) -> Captured:
-    """The captured call of a module; ``dims``: dimensions of arguments whose sizes become extents."""
-    call = steady_call(module, args, kwargs, dims)
+    """The captured call of a recorded one; ``dims``: dimensions of arguments whose sizes become extents."""
     captured = _captured(module, args, kwargs, call.real, call.fake, call.problems)
     if dims:
         captured = recorded_with_extents(captured, dims, call.real, call.fake, args, kwargs)
-    return replace(captured, counters=call.counters)
+    return captured
 
 
 def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: list[Unsupported]) -> Captured:

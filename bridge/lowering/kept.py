@@ -19,7 +19,7 @@ from bridge.artifact import current_store, of_this_package
 from bridge.base.devices import HOST, current_device
 from bridge.base.log import channel
 from bridge.base.torch_cuda import gpu_features, read_settings
-from bridge.capture import FakeRun, Reading
+from bridge.capture import FakeRun, Reading, RecordedCall
 from bridge.compile import host_features
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
 from bridge.lowering.graph_record import NotRecordedError
@@ -36,6 +36,7 @@ __all__ = [
     "is_on_disk",
     "keep_lowering",
     "kept_lowering",
+    "kept_lowering_of_runs",
     "marks_on_disk",
 ]
 
@@ -117,7 +118,23 @@ def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: Lowere
         current_store().put(_CALL, _of_readings(call), {}, name)
 
 
-def kept_lowering(
+def kept_lowering(call: str, observed: tuple, module: nn.Module, recorded: RecordedCall) -> LoweredCall | None:
+    """The lowered call of the disk cache that ran the same operators.
+
+    Args:
+        call: its key on the disk, of :func:`call_on_disk`.
+        observed: the key of what it did.
+        recorded: the call at hand.
+    """
+    key = _key(call, observed, module)
+    found = None if key is None else current_store().get(_LOWERING, key)
+    if found is None:
+        return None
+    log.info("%s is lowered already, in the disk cache", type(module).__name__)
+    return KeptLowering(found.parts, recorded.given)
+
+
+def kept_lowering_of_runs(
     call: str,
     observed: tuple,
     module: nn.Module,

@@ -19,6 +19,7 @@ process lowered is found in the disk cache by the same two keys: :mod:`bridge.lo
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -52,6 +53,7 @@ from bridge.capture import (
     numbers_read,
     observation_key,
     raise_if_eager_raises,
+    record_call,
     recorded,
     sized_run,
 )
@@ -64,6 +66,7 @@ from bridge.lowering.kept import (
     is_on_disk,
     keep_lowering,
     kept_lowering,
+    kept_lowering_of_runs,
 )
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
@@ -127,6 +130,8 @@ def _lower_once(
     dims: Sequence[DynamicDim],
     looped: Looped | None,
 ) -> LoweredCall:
+    if looped is None and os.environ.get("BRIDGE_CAPTURE") == "recorded":
+        return _lower_recorded(module, args, kwargs, grad, partition, dims)
     started = time.perf_counter()
     call_key = None if looped is not None else call_key_of(module, args, kwargs, grad, partition, dims)
     known = _LOWERED.get(call_key) if call_key is not None else None
@@ -145,7 +150,7 @@ def _lower_once(
         if on_disk is not None and key is not None:
             recording = None if looped is None else looped.form
             seen_so = seen.tensors, seen.run, seen.eagers, seen.readings, recording
-            found = kept_lowering(on_disk, key, module, *seen_so)
+            found = kept_lowering_of_runs(on_disk, key, module, *seen_so)
         if found is not None:
             forget_real_tensors(seen.run.arguments)
             found.seconds = time.perf_counter() - started
@@ -179,6 +184,37 @@ def _lower_once(
         _remember(call_key, observed_key, lowered)
         if on_disk is not None and not captured.problems:
             keep_lowering(on_disk, observed_key, module, lowered)
+    return lowered
+
+
+def _lower_recorded(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any, dims: Sequence[DynamicDim]
+) -> LoweredCall:
+    started = time.perf_counter()
+    call_key = call_key_of(module, args, kwargs, grad, partition, dims)
+    on_disk = None if dims else call_on_disk(call_key)
+    call = record_call(module, args, kwargs, dims)
+    key = None if call_key is None else call.key
+    if key is not None:
+        found = _LOWERED.get(call_key, {}).get(key)
+        if found is not None:
+            log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
+            return found
+        found = None if on_disk is None else kept_lowering(on_disk, key, module, call)
+        if found is not None:
+            found.seconds = time.perf_counter() - started
+            _remember(call_key, key, found)
+            return found
+    if on_disk is not None:
+        begin_reading(module)
+    captured = call.captured()
+    seconds = time.perf_counter() - started
+    lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
+    lowered.seconds = time.perf_counter() - started
+    if key is not None:
+        _remember(call_key, key, lowered)
+        if on_disk is not None and not captured.problems:
+            keep_lowering(on_disk, key, module, lowered)
     return lowered
 
 
