@@ -1,0 +1,141 @@
+"""Tensors ↔ plain data that fits a line of JSON, and how far two of them are apart.
+
+Every bit of a tensor is in its digest. Of a small tensor all numbers are kept beside it, of a large one some.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["TOLERANCES", "apart", "digest", "pack", "pack_text", "scrubbed", "unpack_text"]
+
+Plain = dict[str, Any]
+
+MOST_KEPT = 512
+"""Elements up to which all are kept."""
+SAMPLED = 128
+"""Elements that are kept of larger tensors, about, evenly spread."""
+
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
+"""Difference relative to the largest element that is another order of sums, by element type; complex: of the parts."""
+
+_ROOT = str(Path(__file__).parents[2])
+_VARYING = (
+    (re.compile(r"0x[0-9a-f]{6,}"), "0x"),
+    (re.compile(r"(fuzz/\d+)-[0-9a-f]{1,6}"), r"\1"),  # a hash of text, another one in each process
+)
+
+
+def digest(data: bytes) -> str:
+    """Enough of SHA-256 to tell records apart."""
+    return hashlib.sha256(data).hexdigest()[:24]
+
+
+def scrubbed(text: str) -> str:
+    """Text without what differs between two runs: addresses, hashes, where the checkout lies."""
+    for pattern, replacement in _VARYING:
+        text = pattern.sub(replacement, text)
+    return text.replace(_ROOT + "/", "")
+
+
+def pack_text(text: str) -> Plain:
+    """Text with its digest, compressed."""
+    data = text.encode()
+    return {"sha": digest(data), "text": base64.b85encode(zlib.compress(data, 6)).decode()}
+
+
+def unpack_text(packed: Plain) -> str:
+    return zlib.decompress(base64.b85decode(packed["text"])).decode()
+
+
+def pack(value: Any) -> Plain:
+    """Any result of a call: a tensor with its digest and numbers; anything else as text."""
+    if not isinstance(value, Tensor):
+        return {"is": scrubbed(repr(value))[:500]}
+    tensor = value.detach()
+    tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.reshape(-1).contiguous()
+    made: Plain = {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "sha": digest(_bytes(flat)),
+    }
+    step = 1 if flat.numel() <= MOST_KEPT else math.ceil(flat.numel() / SAMPLED)
+    if step > 1:
+        made |= {"step": step, "norm": float(flat.double().norm())}
+    made["kept"] = base64.b85encode(zlib.compress(_bytes(flat[::step].contiguous()), 1)).decode()
+    return made
+
+
+def _bytes(flat: Tensor) -> bytes:
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _kept(packed: Plain) -> Tensor:
+    dtype = getattr(torch, packed["dtype"])
+    dtype = dtype.to_real() if dtype.is_complex else dtype
+    data = zlib.decompress(base64.b85decode(packed["kept"]))
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def apart(one: Plain, other: Plain) -> tuple[str, bool] | None:
+    """How two packed values differ, in words, and whether that is more than another order of sums.
+
+    ``None`` if they are equal in every bit. The measure is the largest difference relative to the largest element of
+    ``other``; what is nan or infinite in one has to be so in the other.
+    """
+    if one == other or ("sha" in one and one.get("sha") == other.get("sha") and _form(one) == _form(other)):
+        return None
+    if "sha" not in one or "sha" not in other:
+        return f"{_words(one)}, was {_words(other)}", True
+    if _form(one) != _form(other):
+        return f"{_form(one)}, was {_form(other)}", True
+    mine, its = _kept(one), _kept(other)
+    if not its.is_floating_point():
+        return f"{int((mine != its).sum())} of {its.numel()} {one['dtype']} elements differ", True
+    mine, its = mine.double(), its.double()
+    if not torch.equal(_kind(mine), _kind(its)):
+        return "other elements are nan or infinite", True
+    finite = its.isfinite()
+    largest = max(float(its[finite].abs().max()) if finite.any() else 0.0, _finite(other.get("norm")) * 1e-3)
+    difference = float((mine - its)[finite].abs().max()) if finite.any() else 0.0
+    if "norm" in other:
+        difference = max(difference, _finite(one["norm"] - other["norm"]))
+    relative = difference / largest if largest else (math.inf if difference else 0.0)
+    limit = TOLERANCES.get(str(its_dtype(other)), 0.0)
+    return f"{relative:.1e} in {one['dtype']}", not relative <= limit
+
+
+def its_dtype(packed: Plain) -> str:
+    """The name of the element type, of a complex one that of its parts."""
+    dtype = getattr(torch, packed["dtype"])
+    return str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
+
+
+def _form(packed: Plain) -> str:
+    return f"{packed['dtype']}{packed['shape']}"
+
+
+def _words(packed: Plain) -> str:
+    return packed.get("is") or _form(packed)
+
+
+def _finite(value: float | None) -> float:
+    return abs(value) if value is not None and math.isfinite(value) else 0.0
+
+
+def _kind(values: Tensor) -> Tensor:
+    """1 and -1 for infinities, 2 for nan, 0 for the rest."""
+    return values.isinf() * values.sign().nan_to_num() + 2 * values.isnan()

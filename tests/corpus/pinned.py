@@ -1,0 +1,62 @@
+"""What makes two runs of one tree equal: nothing is chosen by a clock, and no case sees what an earlier one left."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from bridge.capture.passes.formulas import clear_formulas
+from bridge.compile import clear_cache
+from bridge.compile.cpu.products import clear_choices
+from bridge.compile.schedule.products import GENERATED
+from bridge.lowering.recurrent_trial import clear_trials
+from bridge.lowering.reuse import clear_lowered
+
+__all__ = ["fresh", "pin_environment", "pinned"]
+
+NOISY = ("torch.fx", "torch.export", "torch._export", "bridge")
+"""Loggers that print graphs of what is refused, or advice."""
+
+
+def pin_environment(environment: MutableMapping[str, str] = os.environ) -> None:
+    """For processes that are started: no disk cache, one thread, one order of sets of strings."""
+    environment.update(BRIDGE_CACHE="0", OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
+
+
+@contextmanager
+def pinned() -> Iterator[None]:
+    """While active, what is otherwise decided by measuring is decided by rule, as in ``tests/conftest.py``.
+
+    A product is generated code where that is a candidate and torch's elsewhere; a recurrent layer is oneDNN's; a small
+    call is timed beside eager three times, which are three runs of ``forward``.
+    """
+    pin_environment()
+    torch.set_num_threads(1)
+    for noisy in NOISY:
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "bridge.compile.cpu.products.measured",
+            lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0},
+        )
+        patch.setattr("bridge.lowering.recurrent_trial._tried", lambda *args: False)
+        patch.setattr("bridge.dispatch.worth._ROUNDS", 3)
+        yield
+
+
+def fresh(seed: int = 0) -> None:
+    """Forgets what the process has captured, lowered and compiled, and seeds every generator."""
+    for clear in (clear_lowered, clear_formulas, clear_cache, clear_choices, clear_trials):
+        clear()
+    gc.collect()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
