@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         command.add_argument("--seed", type=int, default=0, help="of the first of each fuzz suite")
         command.add_argument("--jobs", type=int, default=1, help="processes (default %(default)s); 0: this one")
         command.add_argument("--seconds-per-case", type=float, default=180.0, help="then it is a crash")
-        command.add_argument("--no-forwards", action="store_true", help="do not count runs of forward: a third quicker")
+        command.add_argument(
+            "--forwards", choices=("some", "all", "none"), default="some", help="cases in which runs of it are counted"
+        )
     return parser.parse_args(arguments)
 
 
@@ -74,6 +77,7 @@ def _run(options: argparse.Namespace, names: list[str], store: Store) -> Counter
     known = store.names()
     counts: Counter[str] = Counter()
     names = [name for name in names if name not in known]
+    tqdm.set_lock(threading.RLock())  # not one for processes, which would outlive them
     with tqdm(total=len(names), unit="case", mininterval=5.0, disable=len(names) < 2) as progress:
 
         def report(record: dict[str, Any]) -> None:
@@ -83,7 +87,7 @@ def _run(options: argparse.Namespace, names: list[str], store: Store) -> Counter
             progress.update()
 
         how = {"jobs": options.jobs, "seconds": options.seconds_per_case}
-        records(names, report, count_forwards=not options.no_forwards, **how)
+        records(names, report, forwards=options.forwards, **how)
     return counts
 
 

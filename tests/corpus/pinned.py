@@ -20,7 +20,7 @@ from bridge.compile.schedule.products import GENERATED
 from bridge.lowering.recurrent_trial import clear_trials
 from bridge.lowering.reuse import clear_lowered
 
-__all__ = ["fresh", "pin_environment", "pinned"]
+__all__ = ["fresh", "pin_environment", "pinned", "seeded"]
 
 NOISY = ("torch.fx", "torch.export", "torch._export", "bridge")
 """Loggers that print graphs of what is refused, or advice."""
@@ -57,6 +57,11 @@ def fresh(seed: int = 0) -> None:
     for clear in (clear_lowered, clear_formulas, clear_cache, clear_choices, clear_trials):
         clear()
     gc.collect()
+    seeded(seed)
+
+
+def seeded(seed: int) -> None:
+    """Seeds every generator of this process."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

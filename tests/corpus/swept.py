@@ -92,8 +92,13 @@ def _case(
         args, kwargs = clone_tree((call.args, call.kwargs))
         return Call(args, kwargs)
 
+    lazy = any(map(nn.parameter.is_lazy, (*module.parameters(), *module.buffers())))
+
     def add(dispatched: nn.Module) -> None:
         sample = arguments()
+        if lazy:  # its first call gives it its shapes
+            add_tvm_dispatch(dispatched)
+            return
         add_tvm_dispatch(dispatched, sample.args, sample_kwargs=sample.kwargs or None)
 
     def played(seed: int, dispatched: nn.Module) -> Seen:
@@ -105,9 +110,12 @@ def _case(
         return Seen(values, f"{found.spec} {found.differentiable}")
 
     leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-    numbers = [pack(each).get("sha") for each in (*module.state_dict().values(), *leaves)]
+    held = [] if lazy else module.state_dict().values()
+    numbers = [pack(each).get("sha") for each in (*held, *leaves)]
     text = f"{repr(module) if about is None else about}\n{numbers}"
-    return Case(partial(copy.deepcopy, module), add, [partial(played, 0)], text, **others)
+    return Case(
+        partial(copy.deepcopy, module), add, [partial(played, seed) for seed in range(3 if lazy else 1)], text, **others
+    )
 
 
 @functools.cache

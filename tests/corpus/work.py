@@ -24,17 +24,23 @@ def records(
     *,
     jobs: int = 1,
     seconds: float = 120.0,
-    count_forwards: bool = True,
+    forwards: str = "some",
 ) -> None:
-    """Calls ``report`` with each case's record as it ends; ``jobs=0``: in this process, without a limit of time."""
+    """Calls ``report`` with each case's record as it ends.
+
+    Args:
+        jobs: processes; 0: in this one, without a limit of time.
+        seconds: of one case, then it is a crash.
+        forwards: in which cases runs of ``forward`` are counted: ``"all"``, ``"some"`` or ``"none"``.
+    """
     if jobs == 0:
         for name in names:
-            report(record_of(name, count_forwards=count_forwards))
+            report(record_of(name, forwards))
         return
     pin_environment()
     run_pool(
         names,
-        partial(_serve, count_forwards),
+        partial(_serve, forwards),
         report,
         failed=failed_record,
         jobs=jobs,
@@ -43,9 +49,9 @@ def records(
     )
 
 
-def _serve(count_forwards: bool, connection: Connection) -> None:
+def _serve(forwards: str, connection: Connection) -> None:
     gc.collect()
     gc.freeze()  # torch's and TVM's objects stay: collections between cases are quick
     connection.send(None)
     while (name := connection.recv()) is not None:
-        connection.send(record_of(name, count_forwards=count_forwards))
+        connection.send(record_of(name, forwards))
