@@ -106,7 +106,7 @@ def _compare(options: argparse.Namespace, names: list[str]) -> int:
     if options.diff is not None:
         names = [options.diff]
     elif not options.only and options.count is None:
-        names = sorted(frozen.names())
+        names = [record["case"] for record in frozen]
     known = frozen.names()
     left = [name for name in names if name not in known]
     names = [name for name in names if name in known]

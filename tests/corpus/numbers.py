@@ -109,16 +109,14 @@ def apart(one: Plain, other: Plain) -> tuple[str, bool] | None:
     if not torch.equal(_kind(mine), _kind(its)):
         return "other elements are nan or infinite", True
     finite = its.isfinite()
-    largest = max(float(its[finite].abs().max()) if finite.any() else 0.0, _finite(other.get("norm")) * 1e-3)
-    difference = float((mine - its)[finite].abs().max()) if finite.any() else 0.0
+    relative = _ratio(_largest((mine - its)[finite]), max(_largest(its[finite]), _root_mean_square(other)))
     if "norm" in other:
-        difference = max(difference, _finite(one["norm"] - other["norm"]))
-    relative = difference / largest if largest else (math.inf if difference else 0.0)
-    limit = TOLERANCES.get(str(its_dtype(other)), 0.0)
+        relative = max(relative, _ratio(_finite(one["norm"] - other["norm"]), _finite(other["norm"])))
+    limit = TOLERANCES.get(_real_type(other), 0.0)
     return f"{relative:.1e} in {one['dtype']}", not relative <= limit
 
 
-def its_dtype(packed: Plain) -> str:
+def _real_type(packed: Plain) -> str:
     """The name of the element type, of a complex one that of its parts."""
     dtype = getattr(torch, packed["dtype"])
     return str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
@@ -132,8 +130,21 @@ def _words(packed: Plain) -> str:
     return packed.get("is") or _form(packed)
 
 
-def _finite(value: float | None) -> float:
-    return abs(value) if value is not None and math.isfinite(value) else 0.0
+def _finite(value: float) -> float:
+    return abs(value) if math.isfinite(value) else 0.0
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _ratio(difference: float, scale: float) -> float:
+    return difference / scale if scale else (math.inf if difference else 0.0)
+
+
+def _root_mean_square(packed: Plain) -> float:
+    """Of a tensor of which some elements are kept: its largest one is no smaller."""
+    return _finite(packed["norm"]) / math.sqrt(math.prod(packed["shape"])) if "norm" in packed else 0.0
 
 
 def _kind(values: Tensor) -> Tensor:

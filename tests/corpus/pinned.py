@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import random
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -20,15 +19,14 @@ from bridge.compile.schedule.products import GENERATED
 from bridge.lowering.recurrent_trial import clear_trials
 from bridge.lowering.reuse import clear_lowered
 
-__all__ = ["fresh", "pin_environment", "pinned", "seeded"]
+__all__ = ["ENVIRONMENT", "fresh", "pinned", "seeded"]
 
 NOISY = ("torch.fx", "torch.export", "torch._export", "bridge")
 """Loggers that print graphs of what is refused, or advice."""
 
 
-def pin_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """For processes that are started: no disk cache, one thread, one order of sets of strings."""
-    environment.update(BRIDGE_CACHE="0", OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
+ENVIRONMENT = {"BRIDGE_CACHE": "0", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+"""No disk cache, one thread, one order of sets of strings; the last two are for processes that are started."""
 
 
 @contextmanager
@@ -37,19 +35,31 @@ def pinned() -> Iterator[None]:
 
     A product is generated code where that is a candidate and torch's elsewhere; a recurrent layer is oneDNN's; a small
     call is timed beside eager three times, which are three runs of ``forward``.
+    Loggers, generators and the number of threads are put back.
     """
-    pin_environment()
-    torch.set_num_threads(1)
-    for noisy in NOISY:
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    with pytest.MonkeyPatch.context() as patch:
+    loggers = [logging.getLogger(noisy) for noisy in NOISY]
+    levels, threads = [logger.level for logger in loggers], torch.get_num_threads()
+    generators = random.getstate(), np.random.get_state()
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
         patch.setattr(
             "bridge.compile.cpu.products.measured",
             lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0},
         )
         patch.setattr("bridge.lowering.recurrent_trial._tried", lambda *args: False)
         patch.setattr("bridge.dispatch.worth._ROUNDS", 3)
-        yield
+        torch.set_num_threads(1)
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+            torch.set_num_threads(threads)
+            random.setstate(generators[0])
+            np.random.set_state(generators[1])
 
 
 def fresh(seed: int = 0) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.corpus.pinned import pin_environment
+from tests.corpus.pinned import ENVIRONMENT
 from tests.corpus.record import failed_record, record_of
 from tests.corpus.suites import imports_of
 from tests.pool import run_pool
@@ -37,7 +38,7 @@ def records(
         for name in names:
             report(record_of(name, forwards))
         return
-    pin_environment()
+    os.environ.update(ENVIRONMENT)
     run_pool(
         names,
         partial(_serve, forwards),
