@@ -34,13 +34,12 @@ from tests.corpus.work import records
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.corpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    told: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(prog="python -m tests.corpus", **told)
     commands = parser.add_subparsers(dest="command", required=True)
-    freeze = commands.add_parser("freeze", help="write this tree's records")
+    freeze = commands.add_parser("freeze", help="write this tree's records", **told)
     freeze.add_argument("--out", type=Path, default=Path(".corpus"), help="the folder (default %(default)s)")
-    compare = commands.add_parser("compare", help="this tree's records against a folder's")
+    compare = commands.add_parser("compare", help="this tree's records against a folder's", **told)
     compare.add_argument(
         "--with", type=Path, default=Path(".corpus"), dest="frozen", help="the folder of the other tree"
     )
