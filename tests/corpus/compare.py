@@ -166,8 +166,9 @@ class Report:
         counts = before.get("forwards"), now.get("forwards")
         if None not in counts:
             self.forwards[counts] += 1
-        for place, record in enumerate((before, now)):
-            self.seconds[place] += record["seconds"]
+        if "worked" in before and "worked" in now:
+            for place, record in enumerate((before, now)):
+                self.seconds[place] += record["worked"]
         return found
 
     @property
@@ -192,5 +193,5 @@ class Report:
         ]
         statuses = ", ".join(f"{number} {status}" for status, number in self.statuses.most_common())
         lines.append(f"{self.cases} cases ({statuses}), {self.equal} equal, {self.cases - self.equal} differ")
-        lines.append(f"seconds of these cases: {self.seconds[0]:.0f} -> {self.seconds[1]:.0f}")
+        lines.append(f"processor seconds: {self.seconds[0]:.0f} -> {self.seconds[1]:.0f}")
         return "\n".join(lines)
