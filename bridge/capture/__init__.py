@@ -21,6 +21,7 @@ from bridge.capture.loops.folded import of_any_length
 from bridge.capture.loops.listener import loops_tell
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
 from bridge.capture.module_calls import forward_here
+from bridge.capture.number_reader import given, numbers_read
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter, StepMasks
 from bridge.capture.observation_key import observation_key
@@ -33,7 +34,7 @@ from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pipeline import capture
 from bridge.capture.preconditions import check_call, device_of_call, uninitialized
-from bridge.capture.readings import Reading, given, numbers_read, same_numbers
+from bridge.capture.readings import Reading, same_numbers
 from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
 from bridge.capture.record_call import RecordedCall, record_call
 from bridge.capture.sample import normalize_sample

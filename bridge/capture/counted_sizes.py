@@ -11,12 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from bridge.base.devices import HOST
-from bridge.base.torch_internals import no_torch_function
 
-__all__ = ["COUNTS", "CountedSizes"]
+__all__ = ["COUNTS", "FORMS"]
 
 Count = Callable[[str, torch.Tensor], int]
 
@@ -34,28 +32,6 @@ def _longest(lengths: torch.Tensor) -> torch.Tensor:
 #: of which there is a least number.
 COUNTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"set": _set, "total": torch.Tensor.sum}
 COUNTS |= {"longest": _longest, "bins": torch.Tensor.sum}
-
-
-class CountedSizes(TorchFunctionMode):
-    """While active, functions whose results are as long as numbers say are spelled with these numbers.
-
-    Args:
-        count: of :data:`COUNTS`, which number of which tensor → that number.
-    """
-
-    def __init__(self, count: Count):
-        super().__init__()
-        self._count = count
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        form = _FORMS.get(func)
-        made = NotImplemented if form is None else form(self._counted, *args, **kwargs)
-        return func(*args, **kwargs) if made is NotImplemented else made
-
-    def _counted(self, name: str, x: torch.Tensor) -> int:
-        with no_torch_function():  # it is no call of forward's
-            return self._count(name, x)
 
 
 def _positions(count: Count, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +121,7 @@ def _bincount(count: Count, input: torch.Tensor, weights: Any = None, minlength:
     return places.new_zeros(size).index_add(0, places.clamp(0, size - 1), torch.ones_like(places))
 
 
-_FORMS: dict[Any, Callable[..., Any]] = {
+FORMS: dict[Any, Callable[..., Any]] = {
     torch.nonzero: _nonzero,
     torch.Tensor.nonzero: _nonzero,
     torch.argwhere: _nonzero,
@@ -160,3 +136,5 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.repeat_interleave: _repeated,
     torch.Tensor.repeat_interleave: _repeated,
 }
+"""Functions whose results are as long as numbers say → how they are spelled with these numbers: which number (of
+:data:`COUNTS`) of which tensor → that number, and the arguments → the result, or ``NotImplemented``."""

@@ -15,8 +15,9 @@ from torch import nn
 
 from bridge.base.checkpoint_frames import checkpoint_frame
 from bridge.capture.fake_run import fake_run
+from bridge.capture.number_reader import given
 from bridge.capture.numbers import NotArithmeticError, refusing_all_use, twin_of
-from bridge.capture.readings import Reading, given
+from bridge.capture.readings import Reading
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.capture.thread_isolation import capturing
 from bridge.state import PythonState, module_tensors

@@ -24,11 +24,12 @@ from bridge.base.torch_internals import TorchDispatchMode, pytree
 from bridge.capture.call_log import differences
 from bridge.capture.draw_recorder import UNTOLD
 from bridge.capture.isolated_rng import IsolatedRNG
+from bridge.capture.number_reader import NumberReader, reading
 from bridge.capture.observation import Observation, is_fused_attention
 from bridge.capture.observe import observe
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
-from bridge.capture.readings import NumberReader, Reading, reading, same_numbers
+from bridge.capture.readings import Reading, same_numbers
 from bridge.capture.tracing import eagers_branches, times_asked
 from bridge.state import ModuleTensor, once_per_owner
 

@@ -8,7 +8,9 @@ import traceback
 from dataclasses import replace
 
 from bridge.base.errors import TORCH_DIR, Unsupported, line_of, user_line
+from bridge.capture.packed import PackedUseError
 from bridge.capture.preconditions import CACHES, NO_CACHE
+from bridge.capture.readings import ReadsDifferError
 from bridge.capture.recurrent_formulas import OfCudnnAloneError
 
 __all__ = ["explain_error", "is_unknown", "shape_by_numbers"]
@@ -60,17 +62,22 @@ _ADVICE = re.compile(
 _LONGEST = 200
 
 
-def explain_error(error: BaseException) -> Unsupported:
-    """What tracing a module, or running it on fake tensors, stumbled over."""
+def explain_error(error: BaseException, where: str | None = None) -> Unsupported:
+    """What tracing a module, or running it on fake tensors, stumbled over; ``where``: the user's line, if known."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = user_line(error) or _torch_line(frames)
+    where = where or user_line(error) or _torch_line(frames)
     kind = type(error).__name__
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), kind)
+    if isinstance(error, ReadsDifferError):
+        reason = "forward reads other numbers on fake tensors than on real ones"
+        return Unsupported("a number that forward reads", first_line, reason, "do not let it depend on numbers")
     if isinstance(error, OfCudnnAloneError):
         hint = "compute the layer in float32, outside of autocast, with dropout in a module of its own"
         reason = "on a GPU its numbers are cuDNN's own, which nothing else computes alike"
         return Unsupported(f"a recurrent layer {error}", where, reason, hint)
     known = next((_LOOK_AT_NUMBERS[frame.name] for frame in frames if frame.name in _LOOK_AT_NUMBERS), None)
+    if isinstance(error, PackedUseError):
+        known = _PACKED
     if kind in (*_BY_NUMBERS, "TypeError") and any(_is_torch_file(frame, "nn/modules/rnn.py") for frame in frames):
         known = _PACKED
     if known:

@@ -15,8 +15,9 @@ from torch import nn
 
 from bridge.base.errors import CacheNotFilled, Unsupported
 from bridge.capture.fake_run import fake_run
+from bridge.capture.number_reader import given
 from bridge.capture.observation_key import observation_key
-from bridge.capture.readings import Reading, given
+from bridge.capture.readings import Reading
 from bridge.capture.thread_isolation import capturing
 from bridge.state import PythonState, generators_put_back, module_tensors
 

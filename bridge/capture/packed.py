@@ -8,14 +8,15 @@ layer keeps a sequence's state behind its end (:mod:`bridge.capture.passes.packe
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.overrides import TorchFunctionMode
 
 from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
@@ -27,9 +28,18 @@ __all__ = ["PackedSequences", "PackedUseError"]
 _CELLS = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "rnn_tanh", torch.rnn_relu: "rnn_relu"}
 _ZEROS = torch.zeros
 _WIDE = ({torch.float32}, {torch.float64})
+_OWN = os.path.dirname(__file__)
 _ASKED = {each.__get__ for each in (torch.Tensor.dtype, torch.Tensor.device, torch.Tensor.requires_grad)}
 _ASKED.add(torch.Tensor.dim)
 """What may be asked of packed rows, beside their last extent."""
+
+
+def _caller() -> FrameType:
+    """The frame that calls a torch function under a mode."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    return frame
 
 
 class PackedUseError(NotImplementedError):
@@ -56,28 +66,27 @@ class _Packed:
         return torch.where(active, x, x.new_full((), padding))
 
 
-class PackedSequences(TorchFunctionMode):
-    """While active, packed sequences that are made stay padded.
+class PackedSequences:
+    """Packed sequences that a run makes, which stay padded.
 
     Args:
         count: which number (of :data:`bridge.capture.counted_sizes.COUNTS`) of which tensor → that number.
     """
 
     def __init__(self, count: Callable[[str, torch.Tensor], int]):
-        super().__init__()
         self._count = count
         self._packed: dict[int, _Packed] = {}  # by the id of their rows
         self._sizes: dict[int, _Packed] = {}  # by that of their batch sizes
         self._batch: dict[int, tuple[torch.Tensor, int]] = {}  # first sizes, tensors and numbers
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a torch function gives; ``call(func, args, kwargs)`` calls it where it has nothing to do with these."""
         if func == pack_padded:
             return self._pack(*args, **kwargs)
-        if func is torch.sort and current_device() != HOST and sys._getframe(1).f_code is pack_padded_sequence.__code__:
+        if func is torch.sort and current_device() != HOST and _caller().f_code is pack_padded_sequence.__code__:
             kwargs = {**kwargs, "stable": True}  # any order of equal lengths will do, and this is one on any device
         if not self._packed:
-            return func(*args, **kwargs)
+            return call(func, args, kwargs)
         if func in _CELLS and id(args[0]) in self._packed:
             return self._layers(_CELLS[func], *args, **kwargs)
         if func == pad_packed and id(args[0]) in self._packed:
@@ -86,7 +95,7 @@ class PackedSequences(TorchFunctionMode):
             args = pytree.tree_map(lambda leaf: self._batch.get(id(leaf), (None, leaf))[1], args)
         elif not (func in _ASKED or (func == torch.Tensor.size and args[1:] == (-1,))):
             self.refuse((args, kwargs))
-        made = func(*args, **kwargs)
+        made = call(func, args, kwargs)
         if func == torch.Tensor.__getitem__ and id(args[0]) in self._sizes and type(args[1]) is int and not args[1]:
             self._batch[id(made)] = made, self._sizes[id(args[0])].lengths.shape[0]
         return made

@@ -20,14 +20,16 @@ import torch
 from torch import fx
 
 from bridge.base.devices import HOST
+from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import OpOverload, schema
 from bridge.base.torch_shapes import hint
 from bridge.capture.certain import certain
+from bridge.capture.explain_error import shape_by_numbers
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT
 from bridge.capture.readings import Reading
 from bridge.state import ModuleTensor
 
-__all__ = ["LITERAL", "SIZE_OPERATORS", "Operation", "Place", "Recomputed", "recomputed", "shown"]
+__all__ = ["LITERAL", "SIZE_OPERATORS", "Operation", "Place", "Recomputed", "recomputed", "shown", "uncounted"]
 
 #: What may be computed twice, by a call and by its compiled forward: operators, and elements of all their results.
 MAX_OPERATIONS, MAX_ELEMENTS = 64, 1 << 20
@@ -109,6 +111,7 @@ def recomputed(
     tensors: Sequence[ModuleTensor],
     bound: Mapping[str, int],
     literals: Mapping[str, torch.Tensor],
+    first: int | None = None,
 ) -> tuple[tuple[Recomputed, ...], tuple[fx.Node | None, ...]]:
     """Those readings that are functions of inputs; and ``read`` with ``None`` for these, and for those of constants and
     those that are always the same.
@@ -120,6 +123,7 @@ def recomputed(
         read, readings: the nodes of the numbers; what they were in eager.
         tensors: what the module owns.
         bound, literals: the graph's placeholders, as in :class:`bridge.capture.captured.Captured`.
+        first: the place of the first reading among the graph's results; ``None``: they are the last ones.
     """
     found, left, gone = [], list(read), set()
     for place, (node, reading) in enumerate(zip(read, readings, strict=True)):
@@ -141,7 +145,7 @@ def recomputed(
         left[place] = None
         gone.update(walk.nodes)
     if gone:
-        _forget(graph, read, left, gone)
+        _forget(graph, read, left, gone, first)
     return tuple(found), tuple(left)
 
 
@@ -256,14 +260,39 @@ def _listed(value: Any) -> Any:
     return list(map(_listed, value)) if isinstance(value, tuple) else value
 
 
-def _forget(graph: fx.Graph, read: Sequence[fx.Node | None], left: Sequence[fx.Node | None], nodes: set) -> None:
-    """Takes readings, a graph's last results, out of it but for those left, and ``nodes`` that they alone read."""
-    (output,) = [node for node in graph.nodes if node.op == "output"]
+def _forget(
+    graph: fx.Graph,
+    read: Sequence[fx.Node | None],
+    left: Sequence[fx.Node | None],
+    nodes: set,
+    first: int | None,
+) -> None:
+    """Takes readings, from the first on, out of a graph's results but for those left, and ``nodes`` that they alone
+    read."""
+    output = graph.output_node()
     results, *rest = output.args
-    first = len(results) - len(read)
-    if list(results[first:]) != list(read):
+    first = len(results) - len(read) if first is None else first
+    behind = first + len(read)
+    if list(results[first:behind]) != list(read):
         return
-    output.args = ((*results[:first], *(each for each in left if each is not None)), *rest)
+    kept = (each for each in left if each is not None)
+    output.args = ((*results[:first], *kept, *results[behind:]), *rest)
     for node in reversed(list(graph.nodes)):
         if node in nodes and not node.users:
             graph.erase_node(node)
+
+
+def uncounted(
+    read: Sequence[fx.Node | None], readings: Sequence[Reading], sizes_vary: bool = False
+) -> list[Unsupported]:
+    """Sizes that a call cannot count before anything else is done: of these each call would have others."""
+    reason = (
+        "the shape of what comes out depends on the numbers in a tensor, and sizes vary"
+        if sizes_vary
+        else "the shape of what comes out depends on numbers that forward computes of parameters or draws"
+    )
+    return [
+        shape_by_numbers(reading.where, reason)
+        for node, reading in zip(read, readings, strict=True)
+        if reading.is_size and (sizes_vary or (node is not None and not reading.is_least))
+    ]

@@ -42,6 +42,7 @@ from bridge.capture.passes.autocast import spell_out_casts, without_casts
 from bridge.capture.passes.link_functions import link_functions
 from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.random_nodes import draws_by_origin, match_draws
+from bridge.capture.recomputed import recomputed, uncounted
 from bridge.capture.recorder import _autocast
 from bridge.capture.steady_call import SteadyCall
 from bridge.capture.symbolic_capture import recorded_with_extents
@@ -74,7 +75,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     tensors = real.tensors
     names = _input_names(module, args, kwargs, real)
     ambient = torch.is_grad_enabled(), _autocast()
-    final = [*fake.results, *real.final.values()]
+    final = [*fake.results, *real.final.values(), *(each.numbers for each in record.reads)]
     if fake.symbols is not None:  # rows with symbolic sizes, which are equal otherwise
         record = replace(record, rows=fake.record.rows, same=fake.record.same)
     made = training_graph(record, fake.record.fakes, fake.mode, names, final, ambient)
@@ -108,9 +109,14 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     count = len(real.results)
     results = [each if isinstance(each, fx.Node) else None for each in functional.results[:count]]
     mutated = [(bound[n], node) for n, node in functional.written.items()]
-    mutated += list(zip([order[place] for place in real.final], functional.results[count:], strict=True))
+    replaced, read = functional.results[count : count + len(real.final)], functional.results[count + len(real.final) :]
+    mutated += list(zip([order[place] for place in real.final], replaced, strict=True))
     names = [tensor.names[0] for tensor in tensors]
     observation.unsupported += written_and_read(observation.checkpointed, [index for index, _ in mutated], names)
+    readings = tuple(each.reading for each in record.reads)
+    first = count + len(real.final)
+    conditions, read = recomputed(functional.graph, read, readings, tensors, bound, made.literals, first)
+    observation.unsupported += uncounted(read, readings)
     captured = Captured(
         module_name=name,
         graph=functional.graph,
@@ -126,6 +132,9 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
         fake_observation=observation,
         draw_of=draw_of,
         literals=made.literals,
+        readings=readings,
+        read=read,
+        recomputed=conditions,
         device=current_device(),
     )
     forget_real_tensors([*fake.arguments])

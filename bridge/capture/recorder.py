@@ -6,9 +6,12 @@ views and writes in place as forward makes them. It does nothing to them; what c
 
 from __future__ import annotations
 
+import copy
+import os
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +19,27 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import current_device
-from bridge.base.errors import is_user_file
+from bridge.base.errors import TORCH_DIR, is_user_file, line_of
 from bridge.base.torch_internals import MODULE_CALL, aten, schema
 from bridge.base.torch_recording import PreDispatchMode, has_wrapper, no_python_kernels
+from bridge.base.torch_shapes import hint
 from bridge.capture.prepared_twin import PreparedTwin
-from bridge.capture.rows import Form, Record, Row, Value, form_of, mapped, memory_of
+from bridge.capture.readings import Reading, ReadsDifferError, frozen, numbers_of
+from bridge.capture.rows import Form, Read, Record, Row, Value, form_of, mapped, memory_of
 
 if TYPE_CHECKING:
     from bridge.capture.symbolic_run import Symbols
 
 __all__ = ["READS", "Recorder"]
 
-READS = (aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default)
-"""Operators that give Python a number of a tensor."""
+READS = {
+    aten.item.default: "item",
+    aten._local_scalar_dense.default: "item",
+    aten.is_nonzero.default: "__bool__",
+    aten.equal.default: "equal",
+    aten.allclose.default: "allclose",
+}
+"""Operators that give Python a number of a tensor, and which of :data:`bridge.capture.readings.numbers_of` that is."""
 _FRESH = (aten.lift_fresh.default,)
 """What takes a tensor made of numbers in the code: the very tensor in eager, another one among fakes."""
 _WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
@@ -38,6 +49,8 @@ _QUESTIONS += ("aten::sym_storage_offset", "aten::is_contiguous", "aten::_versio
 """Operators that ask for metadata: no rows."""
 _OUTSIDE = PreparedTwin.__call__.__code__
 """The code of what calls forward."""
+_OWN = (os.path.dirname(os.path.dirname(__file__)), os.path.join(TORCH_DIR, "overrides.py"))
+"""Where code between a line that reads and the recorder is from."""
 
 
 class Recorder(PreDispatchMode):
@@ -54,6 +67,9 @@ class Recorder(PreDispatchMode):
     Attributes:
         record: what was recorded so far.
         serial: counts the calls of torch's functions, as a mode that sees them tells it.
+        asked: what the function that is called reads, of :data:`bridge.capture.readings.numbers_of`, where that is not
+            what the operator reads that it calls.
+        paused: whether operators that are called are none of forward's.
     """
 
     def __init__(
@@ -72,6 +88,8 @@ class Recorder(PreDispatchMode):
         self._known: dict[int, tuple[weakref.ref, int]] = {}
         self._made: dict[tuple, tuple[StorageWeakRef, int]] = {}
         self.serial, self._last_serial = 0, -1
+        self.asked: str | None = None
+        self.paused = False
         self._kept: list[torch.Tensor] = []
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for tensor in inputs:
@@ -128,8 +146,10 @@ class Recorder(PreDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.name().partition(".")[0] in _QUESTIONS:
+        if self.paused or func.name().partition(".")[0] in _QUESTIONS:
             return func(*args, **kwargs)
+        if func in READS:
+            return self._number(func, args, kwargs)
         place, before = self._place_of_call(), len(self._draws)
         grad, autocast = torch.is_grad_enabled(), _autocast()
         if func in _FRESH:
@@ -148,8 +168,6 @@ class Recorder(PreDispatchMode):
                 result = func(*args, **kwargs)
         else:
             result = self._told(func, args, kwargs, operands, place[0])
-        if func in READS:
-            self.record.reads.append(result)
         if func is aten.detach.default and self.serial == self._last_serial and self._is_last(operands[0][0]):
             self._note(result, operands[0][0].number)  # what Python gets of a factory's result is a shallow copy
             return result
@@ -168,8 +186,6 @@ class Recorder(PreDispatchMode):
         """What an operator gives on fake tensors; as the run on real ones knows it where these cannot tell."""
         known = self._answer()
         known = None if known is None or known.op is not func else known
-        if func in READS:
-            return self._answers.reads[len(self.record.reads)]
         if known is not None and type(known.results) is Value and not schema(func).is_mutable:
             for given, value in zip(args, operands[0], strict=True):
                 if type(value) is Value and self.record.same.get(value.number, value.number) == known.results.number:
@@ -178,9 +194,10 @@ class Recorder(PreDispatchMode):
             return self._symbols.result(func, args, kwargs, known, where)
         try:
             return func(*args, **kwargs)
-        except Exception:
+        except Exception as error:
             if known is None:
                 raise
+            self.record.told[len(self.record.rows) - len(self.record.same)] = error
             return mapped(known.results, Value, lambda value: _like(self._answers.forms[value.number]))
 
     def _whole_slice(self, func: Any, operands: tuple, args: tuple, rest: tuple) -> torch.Tensor:
@@ -193,6 +210,56 @@ class Recorder(PreDispatchMode):
         self._note(result, number)
         record.rows.append(Row(func, *operands, Value(number), *rest))
         return result
+
+    # Readings
+
+    def _number(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What an operator tells Python of the numbers in a tensor."""
+        name, self.asked = self.asked or READS[func], None
+        with torch.no_grad(), self:
+            numbers = numbers_of[name](*args, **kwargs)
+        if numbers is None:
+            return False
+        return self.read(numbers, lambda: func(*args, **kwargs))
+
+    def read(
+        self,
+        numbers: torch.Tensor,
+        value: Callable[[], Any],
+        given: Callable[[Any], Any] = lambda value: value,
+        **size: bool,
+    ) -> Any:
+        """Notes that forward reads numbers, and returns what Python is given for them.
+
+        Args:
+            numbers: a tensor of them, which nobody writes.
+            value: the numbers, called in the run on real ones.
+            given: the numbers → what Python is given, which the run on fake tensors gives as well.
+            size: as in :class:`bridge.capture.readings.Reading`.
+
+        Raises:
+            ReadsDifferError: in the run on fake tensors: the other one has read something else.
+        """
+        number, reads = self.value_of(numbers), self.record.reads
+        where, form = _line_of_reading(), (numbers.dtype, hint(numbers.numel()))
+        if self._answers is None:
+            with self._pause():
+                found = value()
+                reads.append(Read(Reading(where, *form, frozen(found), **size), number, given(found)))
+        else:
+            expected = self._answers.reads[len(reads)] if len(reads) < len(self._answers.reads) else None
+            if expected is None or (expected.reading.dtype, expected.reading.count) != form:
+                raise ReadsDifferError(where)
+            reads.append(expected._replace(numbers=number))
+        return copy.copy(reads[-1].given)
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     def _literal(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A tensor made of numbers that are written in the code."""
@@ -228,6 +295,23 @@ class Recorder(PreDispatchMode):
                 where = code.co_filename, frame.f_lineno
             frame = frame.f_back
         return where, path or ""
+
+
+def _line_of_reading() -> str:
+    """The user's line inside forward, or torch's own where forward is torch's."""
+    innermost, frame = None, sys._getframe(2)
+    while frame is not None and frame.f_code is not _OUTSIDE:
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            innermost = frame
+            break
+        if innermost is None and not file.startswith(_OWN):
+            innermost = frame
+        frame = frame.f_back
+    if innermost is None:
+        return "forward"
+    line = line_of((innermost.f_code.co_filename, innermost.f_lineno))
+    return line[len(TORCH_DIR) - len("torch") :] if line.startswith(TORCH_DIR) else line
 
 
 def _tensors_in(tree: Any) -> Iterable[torch.Tensor]:

@@ -15,13 +15,22 @@ import torch
 from bridge.base.torch_internals import storage_id
 from bridge.base.torch_shapes import SYMBOLIC, hint
 
-__all__ = ["Form", "Record", "Row", "Value", "at_hints", "form_of", "mapped", "memory_of", "renamed", "values_in"]
+__all__ = ["Form", "Read", "Record", "Row", "Value"]
+__all__ += ["at_hints", "form_of", "mapped", "memory_of", "renamed", "values_in"]
 
 
 class Value(NamedTuple):
     """Stands for a tensor."""
 
     number: int
+
+
+class Read(NamedTuple):
+    """Numbers that forward read: what they were, the value that has them, and what Python was given."""
+
+    reading: Any
+    numbers: Value
+    given: Any
 
 
 class Form(NamedTuple):
@@ -77,6 +86,7 @@ class Record:
         free: values that no row made and that lie outside of what the run was given: with the tensor, and the row that
             first read it.
         reads: numbers that Python was given, in order.
+        told: rows that fake tensors could not compute: their results are the first run's, with what stood in the way.
         fakes: of a run on fake tensors, those of each value, outside of autograd's graph.
         same: of a run on symbolic sizes, values that no other run has: parts, whole at the sample's sizes → the value
             that each is there. Their numbers are negative.
@@ -87,7 +97,8 @@ class Record:
     inputs: int = 0
     literals: dict[int, torch.Tensor] = field(default_factory=dict)
     free: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    reads: list[Any] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    told: dict[int, Exception] = field(default_factory=dict)
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
 

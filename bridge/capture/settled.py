@@ -25,7 +25,8 @@ from bridge.capture.fake_run import fake_run
 from bridge.capture.first_call import refuse_another_first_call
 from bridge.capture.first_look import FirstLook, Observed
 from bridge.capture.number_index import computes_with_numbers
-from bridge.capture.readings import Reading, ReadsDifferError, numbers_read
+from bridge.capture.number_reader import numbers_read
+from bridge.capture.readings import Reading, ReadsDifferError
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.traced import Traced, exported_call, trace_of
 from bridge.state import PythonState, module_tensors, own_attributes

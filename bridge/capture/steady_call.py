@@ -25,6 +25,7 @@ from bridge.base.log import channel
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.explain_error import explain_error
 from bridge.capture.numbers import NotArithmeticError, refusing_all_use
+from bridge.capture.packed import PackedUseError
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
 from bridge.capture.two_runs import FakeRecord, RealRun, differences, fake_run_of, real_run_of
 from bridge.state import PythonState
@@ -117,6 +118,8 @@ def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], state_of: 
         return real_run_of(module, args, kwargs, state_of)
     except UnsupportedModule:
         raise
+    except PackedUseError as error:
+        raise UnsupportedModule(type(module).__name__, [explain_error(error)], cause=error) from None
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         raise refused_by_eager(from_user_code(error)) from error.__cause__
 

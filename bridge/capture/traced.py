@@ -17,7 +17,6 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.captured import Captured
 from bridge.capture.checkpoints import written_and_read
 from bridge.capture.dynamic_shapes import DynamicDim
-from bridge.capture.explain_error import shape_by_numbers
 from bridge.capture.exported import (
     argument_values,
     constants,
@@ -28,6 +27,7 @@ from bridge.capture.exported import (
 )
 from bridge.capture.first_look import Observed, observed
 from bridge.capture.free_tensors import free_tensors
+from bridge.capture.number_reader import given
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.passes.autocast import spell_out_casts, without_casts
 from bridge.capture.passes.copies import spell_out_copies
@@ -35,8 +35,8 @@ from bridge.capture.passes.decompose import decompose
 from bridge.capture.passes.link_functions import link_functions
 from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.random_nodes import eager_draws, match_draws
-from bridge.capture.readings import Reading, given
-from bridge.capture.recomputed import recomputed
+from bridge.capture.readings import Reading
+from bridge.capture.recomputed import recomputed, uncounted
 from bridge.capture.symbolic_capture import with_extents
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.capture.unrolled import unrolled
@@ -135,7 +135,7 @@ def trace_of(
     observation.unsupported += written_and_read(observation.checkpointed, [index for index, _ in mutated], names)
     results, read = results[: len(results) - len(readings)], results[len(results) - len(readings) :]
     conditions, read = recomputed(functional.graph, read, readings, tensors, bound, literals)
-    observation.unsupported += _uncounted(read, readings, dims)
+    observation.unsupported += uncounted(read, readings, bool(dims))
     if len(results) != len(observation.outputs):
         reason = f"the exported graph returns {len(results)} values, eager {len(observation.outputs)}"
         raise UnsupportedModule(type(module).__name__, [Unsupported("torch.export", forward, reason)])
@@ -172,22 +172,6 @@ def trace_of(
     if sizes is not None:
         captured = with_extents(captured, sizes, args, kwargs)
     return Traced(captured, real_tensors, [*fakes, *run.arguments], sizes, functions)
-
-
-def _uncounted(
-    read: Sequence[fx.Node | None], readings: Sequence[Reading], dims: Sequence[DynamicDim]
-) -> list[Unsupported]:
-    """Sizes that a call cannot count before anything else is done: of these each call would have others."""
-    reason = (
-        "the shape of what comes out depends on the numbers in a tensor, and sizes vary"
-        if dims
-        else "the shape of what comes out depends on numbers that forward computes of parameters or draws"
-    )
-    return [
-        shape_by_numbers(reading.where, reason)
-        for node, reading in zip(read, readings, strict=True)
-        if reading.is_size and (dims or (node is not None and not reading.is_least))
-    ]
 
 
 def _elsewhere(tensors: Sequence[ModuleTensor], real_tensors: Sequence[torch.Tensor]) -> list[Unsupported]:

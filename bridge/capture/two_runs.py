@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, line_of
 from bridge.base.log import channel
@@ -26,8 +25,10 @@ from bridge.base.torch_shapes import fake_results_not_kept, size_environment
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.eager_run import nothing_saved
+from bridge.capture.explain_error import explain_error
+from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import generator_watch
-from bridge.capture.inplace_rules import InPlaceRules, InPlaceWatcher
+from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.observation import Observation
 from bridge.capture.observe import _describe_outputs, _geometry, _judge_replaced, _version
@@ -39,7 +40,6 @@ from bridge.capture.recorder import Recorder
 from bridge.capture.rows import Form, Record, Row, Value, at_hints, mapped, memory_of, renamed, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.validation_reads import ValidationReads
-from bridge.capture.whole_functions import HANDLERS
 from bridge.state import ModuleTensor, module_tensors, own_attributes
 
 log = channel("dispatch")
@@ -162,9 +162,11 @@ def real_run_of(
         stack.enter_context(nothing_saved())
         draws = DrawRecorder(observation.draws, rules.complain, None, inputs, lambda: isolated.advance, real=True)
         recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
-        for each in (_Functions(recorder), InPlaceWatcher(rules, observation.calls), draws, python_kernels(), recorder):
+        functions_called = Functions(recorder, rules, observation.calls)
+        for each in (functions_called, draws, python_kernels(), recorder):
             stack.enter_context(each)
         result = prepared(*own_args, **own_kwargs)
+        functions_called.finish(result)
     applied = functions.applied
     rules.shared_by_functions |= applied.shared
     moved = zip(inputs, versions, strict=True)
@@ -252,18 +254,6 @@ def _finals(twin, named, registries, inputs, recorder, observation, rules) -> di
     for registry, before in registries:
         registry.update(before)
     return found
-
-
-class _Functions(TorchFunctionMode):
-    """While active, functions of torch's are counted, and some are called in another form."""
-
-    def __init__(self, recorder: Recorder):
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.recorder.serial += 1
-        return HANDLERS.get(func, func)(*args, **(kwargs or {}))
 
 
 class _Protected:
@@ -354,12 +344,14 @@ def fake_run_of(
         functions = OwnFunctions(type(real.twin).__name__)
         draws: list[Any] = [] if symbols is None else symbols.draws
         recorder = Recorder(inputs, paths_of(twin), draws, answers=real.record, symbols=symbols)
+        functions_called = Functions(recorder)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)
         modes = modes_put_back(), functions.traced(), mode, drawing, python_kernels(), recorder
         for tensor, _ in real.record.free.values():  # the very tensor in both runs
             recorder.expect(tensor, fake(tensor))
         with ExitStack() as stack:
-            for each in (_Functions(recorder), *modes):
+            stack.enter_context(functions_called.of_fakes())
+            for each in (functions_called, *modes):
                 stack.enter_context(each)
             result = prepared(*fake_args, **fake_kwargs)
         leaves, out_spec = pytree.tree_flatten(packed(result))
@@ -370,8 +362,12 @@ def fake_run_of(
 
 
 def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
-    """What the two runs did differently; the first row that is not the same."""
+    """What the two runs did differently; the first row that is not the same. What fake tensors could not compute."""
     ours, theirs = real.record, fake.record
+    for index, error in theirs.told.items():
+        where = ours.rows[index].where
+        yield explain_error(error, None if where is None else line_of(where))
+        return
     rows = [row for row in theirs.rows if row.op is not _SLICE or row.results.number not in theirs.same]
     for index, (a, b) in enumerate(zip(ours.rows, rows, strict=False)):
         if _compared(ours, a) != _compared(theirs, b, of_whole=a.op is aten.alias.default):

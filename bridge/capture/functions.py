@@ -1,0 +1,196 @@
+"""Functions: the mode of torch functions under which a recorded run calls forward.
+
+It notes for the recorder what passes no operator (which function reads a number, where one call ends and the next one
+begins), calls functions in the form that a graph can hold, by tables, and in the run on real numbers has in-place
+writes judged (:mod:`bridge.capture.inplace_rules`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import compress
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bridge.base.interrupts import raise_deferred
+from bridge.base.replaced import replaced
+from bridge.base.torch_internals import FakeTensor, no_torch_function, pytree
+from bridge.capture.autograd_uses import use_of_autograd
+from bridge.capture.call_log import CallSequence
+from bridge.capture.counted_sizes import COUNTS, FORMS
+from bridge.capture.inplace_rules import InPlaceRules
+from bridge.capture.packed import PackedSequences
+from bridge.capture.recorder import Recorder
+from bridge.capture.unwatched import unwatched
+from bridge.capture.whole_functions import HANDLERS
+
+__all__ = ["Functions"]
+
+_SETTERS = {torch.Tensor.data.__set__: "Tensor.data =", torch.Tensor.grad.__set__: "Tensor.grad ="}
+"""What assigning to an attribute of a tensor calls, and the attribute."""
+_RUN_BACKWARD = ("backward", "grad")
+"""Functions that run backwards of the user's own."""
+
+
+class Functions(TorchFunctionMode):
+    """While forward runs: every torch function that it calls.
+
+    Args:
+        recorder: of this run.
+        rules: of in-place writes, in the run on real numbers.
+        calls: what functions were called, in that run.
+    """
+
+    def __init__(self, recorder: Recorder, rules: InPlaceRules | None = None, calls: CallSequence | None = None):
+        super().__init__()
+        self.recorder, self._rules, self._calls = recorder, rules, calls
+        self._uses: list[tuple] = []
+        self._packed = PackedSequences(self.count)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        raise_deferred()
+        kwargs = kwargs or {}
+        self.recorder.serial += 1
+        return self._called(func, args, kwargs) if self._rules is None else self._watched(func, args, kwargs)
+
+    def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a function gives, in the form that a graph can hold."""
+        self.recorder.asked = _READ_AS.get(func)
+        try:
+            return self._packed.called(self._in_form, func, args, kwargs)
+        finally:
+            self.recorder.asked = None
+
+    def _in_form(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if (handler := HANDLERS.get(func)) is not None:
+            return handler(*args, **kwargs)
+        if (form := _FORMS.get(func)) is not None:
+            made = form(self, *args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        return func(*args, **kwargs)
+
+    def finish(self, result: Any) -> None:
+        """To be called with what forward returned. :class:`bridge.capture.packed.PackedUseError` where it cannot be."""
+        self._packed.refuse(result)
+
+    @contextmanager
+    def of_fakes(self) -> Iterator[None]:
+        """While active, ``tolist`` of fake tensors is a torch function in this thread, as that of others is."""
+        original, thread = FakeTensor.tolist, threading.get_ident()
+
+        def tolist(x: torch.Tensor) -> Any:
+            return torch.Tensor.tolist(x) if threading.get_ident() == thread else original(x)
+
+        with replaced(FakeTensor, tolist=tolist):
+            yield
+
+    # Numbers
+
+    def count(self, name: str, x: torch.Tensor) -> int:
+        """A number of :data:`bridge.capture.counted_sizes.COUNTS`, which forward reads with that."""
+        with torch.no_grad():
+            numbers = COUNTS[name](x)
+        return self.recorder.read(numbers, lambda: int(numbers), is_size=True, is_least=name == "bins")
+
+    def numbers(self, x: torch.Tensor) -> Any:
+        """All numbers of a tensor, which forward reads with that."""
+        with torch.no_grad():
+            numbers = x.clone()
+        return self.recorder.read(numbers, numbers.tolist)
+
+    # Writes
+
+    def _watched(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a function gives; what it writes is judged."""
+        with unwatched() as quiet:
+            rules = self._rules
+            rules.look_for_custom_function()
+            name = getattr(func, "__name__", str(func))
+            values = pytree.tree_leaves((args, kwargs))
+            tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
+            rules.checkpointed.note(tensors)
+            if (use := use_of_autograd(func, name)) is not None and use not in self._uses:
+                self._uses.append(use)  # said once
+                rules.complain(*use)
+            if name == "__set__" and func in _SETTERS:
+                rules.complain(_SETTERS[func], "gives a tensor other memory or another gradient inside forward")
+            with no_torch_function():
+                versions = [tensor._version for tensor in tensors]
+            is_watched = use is not None or _runs_users_code(func, name, values)
+            called = self._called
+            result = quiet.call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
+            with no_torch_function():  # what is asked of tensors here is no call of forward's
+                changed = [tensor._version != version for tensor, version in zip(tensors, versions, strict=True)]
+                written = list(compress(tensors, changed))
+                for tensor in written:
+                    rules.mutated(name, tensor)
+                results = _leaves(result)
+                for leaf in results:
+                    if isinstance(leaf, torch.Tensor):
+                        rules.returned(name, tensors, leaf)
+                self._calls.add(name, values, tensors, results, written)
+        return result
+
+
+def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:
+    """Whether a function that forward calls with such values is not torch's, or may call one that is not."""
+    is_torchs = not isinstance(func, FunctionType) or func.__module__.partition(".")[0] == "torch"
+    return not is_torchs or name in _RUN_BACKWARD or any(map(callable, values))
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in _leaves(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    return pytree.tree_leaves(value)
+
+
+# What forward reads
+
+
+def _numbers(run: Functions, x: torch.Tensor) -> Any:
+    return run.numbers(x)
+
+
+def _split(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``tensor_split`` at places that a tensor holds, which torch reads in C++: at these numbers."""
+    name, rest = "tensor_indices_or_sections", list(args)
+    places = kwargs.pop(name) if name in kwargs else rest.pop(0) if rest else None
+    if isinstance(places, torch.Tensor) and places.dtype is torch.int64 and places.dim() < 2:
+        return function(x, run.numbers(places), *rest, **kwargs)
+    return NotImplemented
+
+
+def _detached(run: Functions, x: torch.Tensor) -> torch.Tensor:
+    """``x.data``: the same numbers in the same memory, off the graph.
+
+    The two differ in the version counter alone: a write through ``.data`` is not seen by autograd.
+    """
+    return x.detach()
+
+
+def _of_counts(form: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda run, *args, **kwargs: form(run.count, *args, **kwargs)
+
+
+_READ_AS = {torch.Tensor.__int__: "__int__", torch.Tensor.__bool__: "__bool__"}
+"""Functions that read another number than the operator tells that they call."""
+
+_FORMS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.data.__get__: _detached,
+    torch.Tensor.tolist: _numbers,
+    torch.tensor_split: partial(_split, torch.tensor_split),
+    torch.Tensor.tensor_split: partial(_split, torch.Tensor.tensor_split),
+    **{function: _of_counts(form) for function, form in FORMS.items()},
+}
+"""Functions of torch's → what is called in their place, with the mode in front: its result, or ``NotImplemented``."""
