@@ -31,7 +31,7 @@ from bridge.capture.generator_watch import generator_watch
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.observation import Observation
-from bridge.capture.observe import _describe_outputs, _geometry, _judge_replaced, _version
+from bridge.capture.outputs import describe_outputs, geometry_of, judge_replaced, version_of
 from bridge.capture.overlap import overlaps
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
@@ -149,7 +149,7 @@ def real_run_of(
     rules = InPlaceRules(leaves, parameters, inputs)
     observation = Observation(unsupported=rules.unsupported)
     functions = OwnFunctions(type(module).__name__)
-    geometry, versions = [_geometry(each) for each in inputs], [_version(each) for each in inputs]
+    geometry, versions = [geometry_of(each) for each in inputs], [version_of(each) for each in inputs]
     protected = _Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()])
     with ExitStack() as stack:
         stack.callback(protected.restore)
@@ -170,8 +170,8 @@ def real_run_of(
     applied = functions.applied
     rules.shared_by_functions |= applied.shared
     moved = zip(inputs, versions, strict=True)
-    observation.counted = frozenset(index for index, (tensor, then) in enumerate(moved) if _version(tensor) != then)
-    if geometry != [_geometry(each) for each in inputs] and not rules.unsupported:
+    observation.counted = frozenset(index for index, (tensor, then) in enumerate(moved) if version_of(tensor) != then)
+    if geometry != [geometry_of(each) for each in inputs] and not rules.unsupported:
         reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
         rules.complain("detach_, requires_grad_, set_ or a view in place", reason, "work on a view or a clone of it")
     for changed in changed_modes:
@@ -201,7 +201,7 @@ def real_run_of(
         tensors.append(_spec("free", _reader(recorder.record, row), tensor, weakref.ref(tensor)))
     described = [*owned, *(inputs[n] for n in used), *(recorder.record.free[n][0] for n in free), *arguments]
     _in_order(observation, {place: index for index, place in enumerate(order)})
-    _describe_outputs(result_leaves, described, observation, rules, applied)
+    describe_outputs(result_leaves, described, observation, rules, applied)
     returned = [pair for pair in zip(result_leaves, observation.outputs, strict=True) if pair[1].is_tensor]
     observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])
     given = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -244,7 +244,7 @@ def _finals(twin, named, registries, inputs, recorder, observation, rules) -> di
         if after is before:
             continue
         observation.replaced.append(name)
-        _judge_replaced(name, before, after, False, inputs, rules)
+        judge_replaced(name, before, after, False, inputs, rules)
         if any(each is before and now.get(other) is not after for other, each in named.items()):
             reason = "is set to another tensor, where the old one has a second name"
             rules.complain(f"buffer '{name}'", reason, "write into it (copy_)")

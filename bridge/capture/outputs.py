@@ -1,0 +1,174 @@
+"""Outputs: what a run of forward returns → metadata of each leaf: memory it shares, layout, what autograd reaches.
+
+And of what the run was given: whether it has another geometry, version or buffers afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bridge.base.complex_views import is_parts_view, offset_in
+from bridge.base.errors import Unsupported
+from bridge.base.torch_autograd import GENERATED, FunctionNode
+from bridge.base.torch_internals import is_dense, storage_id
+from bridge.capture.inplace_rules import InPlaceRules
+from bridge.capture.observation import Observation, Output
+from bridge.capture.own_functions import Applied
+
+__all__ = ["describe_outputs", "geometry_of", "judge_replaced", "version_of"]
+
+
+def describe_outputs(
+    leaves: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    observation: Observation,
+    rules: InPlaceRules,
+    applied: Applied,
+) -> None:
+    """Appends an :class:`Output` for each leaf of a result to the observation, and what stands in the way of it.
+
+    Args:
+        leaves: of the result.
+        inputs: the module's tensors and the arguments, in the order that indices refer to.
+        applied: what the user's own Functions left behind.
+    """
+    by_storage = {storage_id(tensor): ("input", index) for index, tensor in reversed(list(enumerate(inputs)))}
+    index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
+    first_outputs: dict[int, int] = {}
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            observation.outputs.append(Output(value=leaf))
+            continue
+        alias, same = None, False
+        if id(leaf) in index_of:
+            alias, same = ("input", index_of[id(leaf)]), True
+        elif id(leaf) in first_outputs:
+            alias, same = ("output", first_outputs[id(leaf)]), True
+        elif storage_id(leaf) in by_storage and leaf.numel():
+            alias = by_storage[storage_id(leaf)]
+        elif leaf.numel():
+            alias = _spanning_output(leaf, index, leaves)
+        first_outputs.setdefault(id(leaf), index)
+        base = (inputs if alias[0] == "input" else leaves)[alias[1]] if alias else leaf
+        if leaf.requires_grad and leaf.grad_fn is None and not same:
+            observation.unsupported.append(
+                Unsupported("requires_grad_", "the module's result", "returns a new leaf that requires grad")
+            )
+        if leaf.dtype != base.dtype and not is_parts_view(leaf, base):
+            reason = "returns a view of another dtype of something that the caller can see"
+            observation.unsupported.append(Unsupported("view_dtype", "the module's result", reason))
+        if leaf.is_neg() != base.is_neg():
+            reason = "returns a view with other signs of something that the caller can see"
+            observation.unsupported.append(Unsupported("neg_view", "the module's result", reason))
+        if alias and not same and storage_id(leaf) in applied.shared:
+            reason = "returns a view that an autograd.Function has made; its gradient is another than a view's"
+            observation.unsupported.append(Unsupported("a view", "the module's result", reason, "clone it"))
+        reaches = _reachable(leaf, inputs, rules, applied)
+        observation.outputs.append(
+            Output(
+                is_tensor=True,
+                alias_of=alias,
+                is_same_object=same,
+                shape=tuple(leaf.shape),
+                stride=leaf.stride(),
+                offset=offset_in(leaf, base),
+                dtype=leaf.dtype,
+                is_conjugate=leaf.is_conj() != base.is_conj(),
+                requires_grad=leaf.requires_grad,
+                reaches=reaches,
+            )
+        )
+
+
+def _spanning_output(leaf: torch.Tensor, position: int, leaves: Sequence[Any]) -> tuple[str, int] | None:
+    """The output that owns the memory and covers all of it, so that ``leaf`` is a view of it.
+
+    Of several, the first of those that require grad, if any does. ``None`` for that one itself.
+    """
+    group = [
+        (index, other)
+        for index, other in enumerate(leaves)
+        if isinstance(other, torch.Tensor) and storage_id(other) == storage_id(leaf) and _spans(other)
+    ]
+    for index, other in sorted(group, key=lambda pair: (not pair[1].requires_grad, pair[0])):
+        if index == position:
+            return None
+        if other.dtype == leaf.dtype and (other.requires_grad or not leaf.requires_grad):
+            return "output", index
+    return None
+
+
+def _spans(tensor: torch.Tensor) -> bool:
+    covers = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return covers and tensor.storage_offset() == 0 and is_dense(tensor)
+
+
+def _reachable(
+    leaf: torch.Tensor, inputs: Sequence[torch.Tensor], rules: InPlaceRules, applied: Applied
+) -> frozenset[int]:
+    """Indices of the inputs whose gradient ``leaf`` contributes to; complains about Functions that were not traced.
+
+    A leaf that forward makes itself, as wav2vec2's encoder does for its checkpoints, takes a gradient that nobody sees;
+    it counts only where nothing else makes the result require grad.
+    """
+    index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
+    found: set[int] = set()
+    seen: set[Any] = set()
+    makes_leaf = False
+    stack = [leaf.grad_fn] if leaf.grad_fn is not None else []
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) in index_of:
+            found.add(index_of[id(node.variable)])
+        elif hasattr(node, "variable"):
+            makes_leaf = True
+        is_operators = type(node).__name__.startswith(GENERATED)
+        use = applied.nodes.get(node)
+        if isinstance(node, FunctionNode) and use is None and not is_operators:
+            rules.custom_function(type(node).__name__.removesuffix("Backward"))
+        without = use.without if use is not None else ()
+        stack.extend(
+            parent
+            for place, (parent, _) in enumerate(node.next_functions)
+            if parent is not None and place not in without
+        )
+    if makes_leaf and not found:
+        rules.new_leaf()
+    return frozenset(found)
+
+
+def judge_replaced(
+    name: str, before: torch.Tensor, after: Any, is_parameter: bool, inputs: Sequence[torch.Tensor], rules: InPlaceRules
+) -> None:
+    """A buffer that forward sets to another tensor, ``self.mean = self.mean * 0.9``: a compiled call writes the numbers
+    where the old one lies, which is the same for those who read them under this name alone."""
+    others = {storage_id(each) for each in inputs if each is not before}
+    if is_parameter:
+        rules.complain(f"parameter '{name}'", "forward sets it to another tensor", "write into it, outside of forward")
+    elif not isinstance(after, torch.Tensor) or (before.dtype, before.shape) != (after.dtype, after.shape):
+        form = f"{after.dtype} of shape {tuple(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
+        reason = f"becomes {form}, was {before.dtype} of shape {tuple(before.shape)}"
+        rules.complain(f"buffer '{name}'", reason, "keep its form")
+    elif storage_id(before) in others:
+        reason = "is set to another tensor, where the old one has a second name"
+        rules.complain(f"buffer '{name}'", reason, "write into it (copy_)")
+    elif storage_id(after) in others:
+        reason = "is set to memory that has another name, of an argument or of the module's"
+        rules.complain(f"buffer '{name}'", reason, "clone it")
+
+
+def geometry_of(tensor: torch.Tensor) -> tuple:
+    """What an in-place change of a tensor's own description alters; a write of numbers has its own rules."""
+    is_leaf_with_grad = tensor.grad_fn is None and tensor.requires_grad
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), storage_id(tensor), is_leaf_with_grad
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often autograd has seen the tensor written; 0 for one made in inference mode, of which it keeps no count."""
+    return 0 if tensor.is_inference() else tensor._version
