@@ -18,15 +18,19 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from bridge.base.errors import Unsupported
 from bridge.base.interrupts import raise_deferred
 from bridge.base.replaced import replaced
-from bridge.base.torch_internals import FakeTensor, no_torch_function, pytree
+from bridge.base.torch_internals import FakeTensor, no_torch_function, pytree, storage_id
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.call_log import CallSequence
 from bridge.capture.counted_sizes import COUNTS, FORMS
 from bridge.capture.inplace_rules import InPlaceRules
+from bridge.capture.observation import Output
+from bridge.capture.overlap import overlaps_itself
 from bridge.capture.packed import PackedSequences
 from bridge.capture.recorder import Recorder
+from bridge.capture.select_at import selected, shared_views
 from bridge.capture.unwatched import unwatched
 from bridge.capture.whole_functions import HANDLERS
 
@@ -45,12 +49,16 @@ class Functions(TorchFunctionMode):
         recorder: of this run.
         rules: of in-place writes, in the run on real numbers.
         calls: what functions were called, in that run.
+
+    Attributes:
+        bases: the memory of tensors that were indexed with numbers in tensors.
     """
 
     def __init__(self, recorder: Recorder, rules: InPlaceRules | None = None, calls: CallSequence | None = None):
         super().__init__()
         self.recorder, self._rules, self._calls = recorder, rules, calls
         self._uses: list[tuple] = []
+        self.bases: set[int] = set()
         self._packed = PackedSequences(self.count)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -75,6 +83,10 @@ class Functions(TorchFunctionMode):
             if made is not NotImplemented:
                 return made
         return func(*args, **kwargs)
+
+    def shared_views(self, results: Sequence[tuple[torch.Tensor, Output]]) -> list[Unsupported]:
+        """Why results cannot be had, see :func:`bridge.capture.select_at.shared_views`."""
+        return shared_views(self.bases, results)
 
     def finish(self, result: Any) -> None:
         """To be called with what forward returned. :class:`bridge.capture.packed.PackedUseError` where it cannot be."""
@@ -179,6 +191,21 @@ def _detached(run: Functions, x: torch.Tensor) -> torch.Tensor:
     return x.detach()
 
 
+def _at_numbers(run: Functions, x: torch.Tensor, index: Any, *value: Any) -> Any:
+    """``x[t]`` and ``x[t] = v``: masks are counted, and numbers are positions that stay data."""
+    form = FORMS[torch.Tensor.__setitem__ if value else torch.Tensor.__getitem__]
+    if value and overlaps_itself(x):
+        return form(run.count, x, index, *value)
+    part, rest = selected(x, index)
+    if part is x:
+        return form(run.count, x, index, *value)
+    run.bases.add(storage_id(x))
+    if value:
+        part[rest] = value[0]
+        return None
+    return part[rest] if rest else part
+
+
 def _of_counts(form: Callable[..., Any]) -> Callable[..., Any]:
     return lambda run, *args, **kwargs: form(run.count, *args, **kwargs)
 
@@ -192,5 +219,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.tensor_split: partial(_split, torch.tensor_split),
     torch.Tensor.tensor_split: partial(_split, torch.Tensor.tensor_split),
     **{function: _of_counts(form) for function, form in FORMS.items()},
+    torch.Tensor.__getitem__: _at_numbers,
+    torch.Tensor.__setitem__: _at_numbers,
 }
 """Functions of torch's → what is called in their place, with the mode in front: its result, or ``NotImplemented``."""

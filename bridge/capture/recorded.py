@@ -44,6 +44,7 @@ from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.random_nodes import draws_by_origin, match_draws
 from bridge.capture.recomputed import recomputed, uncounted
 from bridge.capture.recorder import _autocast
+from bridge.capture.select_at import spell_selections
 from bridge.capture.steady_call import SteadyCall
 from bridge.capture.symbolic_capture import recorded_with_extents
 from bridge.capture.training_graph import TrainingGraph, training_graph
@@ -86,6 +87,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     def needs_grad(node: fx.Node) -> bool:
         return node.name in needing_grad
 
+    observation.unsupported += spell_selections(made.graph)
     program = _program(made)
     graph_module = program.graph_module
     if real.functions.uses:

@@ -203,6 +203,7 @@ def real_run_of(
     _in_order(observation, {place: index for index, place in enumerate(order)})
     describe_outputs(result_leaves, described, observation, rules, applied)
     returned = [pair for pair in zip(result_leaves, observation.outputs, strict=True) if pair[1].is_tensor]
+    observation.unsupported += functions_called.shared_views(returned)
     observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])
     given = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     made = recorder.record, twin, tensors, order, real_tensors, list(attributes), inputs, results

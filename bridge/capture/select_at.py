@@ -1,0 +1,179 @@
+"""Select at a number: ``x[t]``, ``x[t] = v`` with a 0-d integer tensor ``t`` → an operator whose position is data.
+
+Eager reads the number and takes a view there. Recorded like that, an entry would serve the sample's number alone. Here
+forward calls ``tvm_dispatch::select_at(x, dim, t)``, which is that view in eager, and on fake tensors the one at
+position 0. In the training graph it becomes ``index(x, t)``, a copy; what is written into one of the two then is copied
+to the other. What depends on where the view lies (which elements two results share) is refused (:func:`shared_views`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from bridge.base.errors import Unsupported, user_line
+from bridge.base.torch_internals import FakeTensor, aten, storage_id
+from bridge.capture.observation import Output
+from bridge.capture.overlap import overlaps_itself
+from bridge.capture.passes.alias_analysis import aliased, written
+
+__all__ = ["SELECT_AT", "selected", "shared_views", "spell_selections"]
+
+_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
+_library.define("select_at(Tensor(a) x, int dim, Tensor index) -> Tensor(a)")
+
+
+def _select_at(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    return x.select(dim, 0 if isinstance(index, FakeTensor) else int(index))
+
+
+_library.impl("select_at", _select_at, "CompositeImplicitAutograd")
+SELECT_AT = torch.ops.tvm_dispatch.select_at.default
+
+_INDEX_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
+"""An index of one uint8 or bool is a mask."""
+_GETITEM = operator.getitem
+_AS_STRIDED = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
+
+
+def selected(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, tuple]:
+    """A tensor and an index → a view of the tensor, at the numbers of the index, and the index without them."""
+    rest = index if isinstance(index, tuple) else (index,)
+    while (found := _last_number(x, rest)) is not None:
+        dim, number, rest = found
+        x = SELECT_AT(x, dim, number)
+    return x, rest
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype in _INDEX_TYPES
+
+
+def _last_number(x: torch.Tensor, items: tuple) -> tuple[int, torch.Tensor, tuple] | None:
+    """The last 0-d integer tensor of an index, with the axis that it is for and the rest of the index."""
+    place = max((place for place, item in enumerate(items) if _is_number(item)), default=None)
+    if place is None:
+        return None
+    before, rest = sum(map(_axes, items[:place])), items[:place] + items[place + 1 :]
+    if any(item is Ellipsis for item in items[:place]):
+        before += x.dim() - sum(map(_axes, items))
+    return (before, items[place], rest) if 0 <= before < x.dim() else None
+
+
+def _axes(item: Any) -> int:
+    """How many axes an item of an index is for; those of an ellipsis are left over by the others."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    is_mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+    return item.dim() if is_mask else 1
+
+
+def shared_views(bases: Collection[int], results: Sequence[tuple[torch.Tensor, Output]]) -> list[Unsupported]:
+    """Why tensors that the call returns cannot be had: parts of memory of which the caller sees others too.
+
+    ``bases``: the memory in which positions were selected.
+    """
+    own = Counter(storage_id(leaf) for leaf, output in results if not output.alias_of)
+    for leaf, output in results:
+        is_view = output.alias_of is not None and not output.is_same_object
+        if storage_id(leaf) in bases and (is_view or own[storage_id(leaf)] > 1):
+            reason = "returns a view, at a position that a tensor gives, of memory that the caller sees too"
+            return [Unsupported("Tensor.__getitem__", "the module's result", reason, "return a clone of it")]
+    return []
+
+
+def spell_selections(graph: fx.Graph) -> list[Unsupported]:
+    """Selections in a training graph → copies of what is there, and copies back after writes; changes it in place.
+
+    Exact: between two writes a view and a copy are the same numbers, and autograd's derivative of either is the same.
+    """
+    problems: list[Unsupported] = []
+    for node in reversed(graph.nodes):  # of a selection in another one, first that one
+        if node.target is SELECT_AT:
+            problems += _spell(graph, node)
+    return problems
+
+
+def _spell(graph: fx.Graph, node: fx.Node) -> Iterator[Unsupported]:
+    x, dim, index = node.args
+    memory = _memory(node)
+    views, later = {node}, list(_behind(node))
+    for each in later:
+        source = _source(each, memory)
+        if source in views:
+            views.add(each)
+    last = max((place for place, each in enumerate(later) if views.intersection(each.all_input_nodes)), default=-1)
+    where = user_line(node.meta.get("stack_trace")) or "forward"
+    with graph.inserting_before(node):
+        at = index
+        if index.meta["val"].dtype != torch.int64:
+            at = _call(graph, aten.to.dtype, (index, torch.int64), index.meta["val"].to(torch.int64), node)
+        place = [None] * dim + [at]
+        copied = _call(graph, aten.index.Tensor, (x, place), node.meta["val"], node)
+    changed = False
+    for position, each in enumerate(later[: last + 1]):
+        if each.target in _AS_STRIDED and views.intersection(each.all_input_nodes):
+            yield Unsupported(str(each.target), where, "looks at memory around a position that a tensor gives")
+        elif aliased(each) in views and each not in views and not written(each):
+            with graph.inserting_after(each):  # it copies a view that lies like this, and would not copy a copy
+                own = graph.call_function(aten.clone.default, (each,))
+                own.meta = dict(each.meta)
+            each.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
+        targets = [target for target in written(each) if _memory(target) == memory]
+        if not targets:
+            continue
+        changed = True
+        with graph.inserting_after(_with_items(each)):
+            if any(target in views for target in targets):
+                _call(graph, aten.index_put_.default, (x, place, copied), x.meta["val"], each)
+            elif position < last:
+                now = _call(graph, aten.index.Tensor, (x, place), node.meta["val"], each)
+                with graph.inserting_after(now):
+                    _call(graph, aten.copy_.default, (copied, now), node.meta["val"], each)
+    if changed and overlaps_itself(x.meta["val"]):
+        yield Unsupported("Tensor.__setitem__", where, "writes in place through a view of a tensor that is expanded")
+    node.replace_all_uses_with(copied)
+    graph.erase_node(node)
+
+
+def _behind(node: fx.Node) -> Iterator[fx.Node]:
+    node = node.next
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return storage_id(value) if isinstance(value, torch.Tensor) else None
+
+
+def _source(node: fx.Node, memory: int | None) -> fx.Node | None:
+    """The argument of which a node is another view of this memory."""
+    if node.op != "call_function" or memory not in (_memory(node), *map(_memory, _items(node))):
+        return None
+    there = [each for each in node.all_input_nodes if memory in (_memory(each), *map(_memory, _items(each)))]
+    source = aliased(node)
+    return source if source in there else there[0] if there else None
+
+
+def _items(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if user.target is _GETITEM]
+
+
+def _with_items(node: fx.Node) -> fx.Node:
+    """The last node that belongs to an operator's call: the items of its results."""
+    while node.next.target is _GETITEM:
+        node = node.next
+    return node
+
+
+def _call(graph: fx.Graph, op: Any, args: tuple, value: torch.Tensor, like: fx.Node) -> fx.Node:
+    made = graph.call_function(op, args)
+    made.meta = {**like.meta, "val": value}
+    return made
