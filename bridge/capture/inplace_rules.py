@@ -42,6 +42,10 @@ _RUN_BACKWARD = ("backward", "grad")
 _NOT_REENTRANT = "use_reentrant=False: checkpoint(..., use_reentrant=False), or gradient_checkpointing_kwargs"
 
 
+OTHER_NAME = "changes memory in place that autograd sees under another name (detach, no_grad)"
+"""A reason, which is none where the call is captured without the write."""
+
+
 class InPlaceWatcher(TorchFunctionMode):
     """Every torch call of the module → its in-place writes checked by the rules, and the call appended to ``calls``."""
 
@@ -168,9 +172,7 @@ class InPlaceRules:
         elif storage in self.shared_by_functions:
             self.complain(name, "changes memory in place that an autograd.Function has made a view of", "clone first")
         elif storage in self._detached:
-            self.complain(
-                name, "changes memory in place that autograd sees under another name (detach, no_grad)", "clone first"
-            )
+            self.complain(name, OTHER_NAME, "clone first")
         elif not torch.is_grad_enabled() and tensor.requires_grad:
             self.complain(name, "changes a tensor in place behind autograd's back (no_grad)", "clone first")
 

@@ -92,6 +92,7 @@ class Recorder(PreDispatchMode):
         self.paused = False
         self._kept: list[torch.Tensor] = []
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._memory: dict[int, tuple[StorageWeakRef, int]] = {}
         for tensor in inputs:
             self._new(tensor, once=False)
 
@@ -111,6 +112,7 @@ class Recorder(PreDispatchMode):
     def _new(self, tensor: torch.Tensor, *, once: bool = True, made: bool = False) -> int:
         record, number = self.record, len(self.record.forms)
         record.forms.append(form_of(tensor))
+        record.memory.append(self._memory_number(tensor, number))
         if once or id(tensor) not in self._known:
             self._note(tensor, number)
         if made and len(place := _place(tensor)) > 1 and place not in self._made:
@@ -118,6 +120,16 @@ class Recorder(PreDispatchMode):
         if self._answers is not None:
             record.fakes[number] = _outside_graph(tensor)
         return number
+
+    def _memory_number(self, tensor: torch.Tensor, number: int) -> int:
+        """The first value, of those so far, that lies in a tensor's memory."""
+        memory = memory_of(tensor)
+        if memory is None:
+            return -1 - number
+        known = self._memory.get(memory)
+        if known is None or known[0].expired():
+            known = self._memory[memory] = StorageWeakRef(tensor.untyped_storage()), number
+        return known[1]
 
     def _note(self, tensor: torch.Tensor, number: int) -> None:
         self._known[id(tensor)] = weakref.ref(tensor), number

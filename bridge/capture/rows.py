@@ -81,6 +81,7 @@ class Record:
     Attributes:
         rows: in order.
         forms: of each value, when it was made.
+        memory: of each value, a number of the memory that it lies in; negative where that is not known.
         inputs: how many of the values are inputs of the run.
         literals: values that no row made: numbers written in the code, with their numbers (a copy).
         free: values that no row made and that lie outside of what the run was given: with the tensor, and the row that
@@ -94,6 +95,7 @@ class Record:
 
     rows: list[Row] = field(default_factory=list)
     forms: list[Form] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
     inputs: int = 0
     literals: dict[int, torch.Tensor] = field(default_factory=dict)
     free: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bridge.capture.loops.calls import Calls, values_in
 from bridge.capture.loops.find import LEAST_STEPS, Loop
-from bridge.capture.loops.recorder import NotRecordedError
+from bridge.capture.loops.row_calls import Calls, NotRolledError
 
 __all__ = ["alive_rows", "evenly_alive"]
 
@@ -20,7 +19,7 @@ __all__ = ["alive_rows", "evenly_alive"]
 def evenly_alive(calls: Calls, loops: Sequence[Loop]) -> list[Loop]:
     """The loops, some without their last steps.
 
-    ``NotRecordedError`` if rows are needed in other steps than the first ones, or if steps that would be left out are
+    ``NotRolledError`` if rows are needed in other steps than the first ones, or if steps that would be left out are
     read by another loop.
     """
     alive = alive_rows(calls)
@@ -29,11 +28,11 @@ def evenly_alive(calls: Calls, loops: Sequence[Loop]) -> list[Loop]:
 
 def alive_rows(calls: Calls) -> list[bool]:
     """Of each row, whether the results need it."""
-    needed = set(values_in(calls.results))
+    needed = calls.needed
     alive = [False] * len(calls.rows)
     for number in range(len(calls.rows) - 1, -1, -1):
         row = calls.rows[number]
-        if not needed.isdisjoint(row.makes):
+        if number in calls.effects or not needed.isdisjoint(row.makes):
             alive[number] = True
             needed.update(row.reads)
     return alive
@@ -47,7 +46,7 @@ def _even(loop: Loop, number: int, loops: Sequence[Loop], alive: Sequence[bool])
         return _without_dead(loop, steps[0])
     read = any(isinstance(parts.of, tuple) and parts.of[0] == number for each in loops for parts in each.parts)
     if count < LEAST_STEPS or read:
-        raise NotRecordedError(f"what the results need of a step differs after step {count} of {len(steps)}")
+        raise NotRolledError(f"what the results need of a step differs after step {count} of {len(steps)}")
     numbers = {row: numbers[:count] for row, numbers in loop.numbers.items()}
     return _without_dead(replace(loop, steps=count, numbers=numbers), steps[0])
 
@@ -62,5 +61,5 @@ def _without_dead(loop: Loop, alive: Sequence[bool]) -> Loop:
     dead = frozenset(row for row, is_alive in enumerate(alive) if not is_alive)
     left = replace(loop, roles=roles, taken=of_alive[0], written=of_alive[1], numbers=numbers, dead=dead)
     if any(alive) and not left.carries:
-        raise NotRecordedError("what the results need of a step does not depend on the step before")
+        raise NotRolledError("what the results need of a step does not depend on the step before")
     return left

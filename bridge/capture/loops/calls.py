@@ -110,6 +110,8 @@ class Kind:
     func: Any
     args: tuple
     kwargs: dict[str, Any]
+    through: tuple[int, ...] = ()
+    targets: int = 0
 
     @property
     def name(self) -> str:
@@ -158,6 +160,12 @@ class Calls:
     inputs: list[int | str] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
     spec: Any = None
+    effects: set[int] = field(default_factory=set)
+
+    @property
+    def needed(self) -> set[int]:
+        """The values that are returned."""
+        return set(values_in(self.results))
 
     def part(self, value: int) -> Part | None:
         """Of which value this one is a part, if one call has made it that."""

@@ -17,13 +17,14 @@ may not follow yet what it follows in all later ones: the initial state requires
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 from autodiff.scan import Run, periodic
-from bridge.capture.loops.calls import Call, Calls, Part
+from bridge.capture.loops.row_calls import Call, Calls, Part
 
 __all__ = ["Carry", "Constant", "Local", "Loop", "Parts", "Role", "Written", "find_loops"]
 
@@ -132,16 +133,18 @@ class Loop:
 
 def find_loops(calls: Calls) -> list[Loop]:
     """Loops that do not overlap, in order; the longest are looked for first."""
-    candidates = list(periodic([row.kind for row in calls.rows], LEAST_STEPS))
+    candidates = list(periodic([row.kind for row in calls.rows], LEAST_STEPS)) if calls.rows else []
+    readers = Counter(value for row in calls.rows for value in row.reads)
+    readers.update(calls.needed)
     for _ in range(_MOST_ROUNDS):
-        found, failed = _loops_of(calls, candidates)
+        found, failed = _loops_of(calls, candidates, readers)
         if not failed:
             break
         candidates = [run for run in candidates if run not in failed]  # shorter ones may lie where these do
     return found
 
 
-def _loops_of(calls: Calls, candidates: Sequence[Run]) -> tuple[list[Loop], set[Run]]:
+def _loops_of(calls: Calls, candidates: Sequence[Run], readers: Counter[int]) -> tuple[list[Loop], set[Run]]:
     """The loops of the longest runs, and the runs that have none."""
     found: list[Loop] = []
     failed: set[Run] = set()
@@ -149,7 +152,7 @@ def _loops_of(calls: Calls, candidates: Sequence[Run]) -> tuple[list[Loop], set[
         # in order, so that a loop may read what an earlier one makes
         before = len(found)
         rest: Run | None = run
-        while rest is not None and (loop := _Finder(calls, found).best(rest)) is not None:
+        while rest is not None and (loop := _Finder(calls, found, readers).best(rest)) is not None:
             found.append(loop)
             rest = _behind(rest, loop)
         if len(found) == before:
@@ -173,8 +176,8 @@ def _disjoint(candidates: Sequence[Run]) -> Iterator[Run]:
 
 
 class _Finder:
-    def __init__(self, calls: Calls, earlier: Sequence[Loop]):
-        self.calls, self.earlier = calls, earlier
+    def __init__(self, calls: Calls, earlier: Sequence[Loop], readers: Counter[int]):
+        self.calls, self.earlier, self.readers = calls, earlier, readers
 
     def best(self, run: Run) -> Loop | None:
         """The loop that most rows of a run are in; of equal ones that of the shortest step.
@@ -254,6 +257,8 @@ class _Finder:
                     continue
                 if len({each.part[1:] for each in group}) > 1:
                     return None
+            if not self._writes_own(group[0], roles, loop):
+                return None
             loop.roles.append(roles)
         return loop if all(self._is_followed_alike(loop, index) for index in range(period)) else None
 
@@ -263,12 +268,25 @@ class _Finder:
         drops = self.calls.kinds[self.calls.rows[numbers[0]].kind].name == "dropout"
         return not found - {None} or (len(found) == 1 and drops)
 
+    def _writes_own(self, call: Call, roles: Sequence[Role], loop: Loop) -> bool:
+        """Whether a row of a step writes nothing, or memory that was made in the step or is carried, and that is shared
+        by what was made in the step alone."""
+        kind = self.calls.kinds[call.kind]
+        for place, of in enumerate(kind.through):
+            role = roles[of]
+            own = isinstance(role, Local) and role.row not in loop.taken
+            if not own and not (isinstance(role, Carry) and place < kind.targets):
+                return False
+        return True
+
     def _written(self, group: Sequence[Call], loop: Loop) -> Written | None:
         """What rows write, each into what the one before has made, which nothing else reads."""
         first = group[0].reads[0]
         if self.calls.made[first].row >= loop.start:
             return None
         if any(later.reads[0] != before.makes[0] for before, later in pairwise(group)):
+            return None
+        if any(self.readers[each.makes[0]] > 1 for each in group[:-1]):
             return None
         parts = self._parts([each.into._replace(of=first) for each in group])
         return None if parts is None or abs(parts.step) != parts.extent else Written(*parts)

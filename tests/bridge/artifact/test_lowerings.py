@@ -179,6 +179,7 @@ def test_what_is_known_by_another_way_is_found_in_a_pack(used_cache, monkeypatch
     """By what it does in eager's branches, by one step of each loop, or by numbers that it reads, in a later process on
     another machine."""
     monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
+    monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
     found = in_children(1, partial(asked, make))
     assert cache.main(["pack", make.__name__, str(tmp_path / "file")]) == 0
     monkeypatch.setenv("BRIDGE_CACHE_DIR", str(tmp_path / "other"))

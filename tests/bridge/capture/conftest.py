@@ -11,4 +11,5 @@ from bridge.capture.loops import attempt, uncomputed
 def few_operators(monkeypatch):
     """Short loops are recorded, too, and small calls of a kind computed once."""
     monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
+    monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
     monkeypatch.setattr(uncomputed, "LEAST_ELEMENTS", 1)

@@ -23,6 +23,7 @@ from tests.sampling import sampled
 def few_operators(monkeypatch):
     """Short loops are recorded, too."""
     monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
+    monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
 
 
 class Chained(nn.Module):

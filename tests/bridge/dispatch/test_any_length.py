@@ -26,6 +26,7 @@ pytestmark = [
 def _few_operators(monkeypatch):
     """Short loops are recorded, too."""
     monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
+    monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
 
 
 def call_of(steps: int) -> Call:

@@ -153,6 +153,7 @@ class Steps(Scale):
 
 def test_lengths_of_a_loop_that_are_not_alike_are_entries_of_their_own_without_a_try_of_all_sizes(monkeypatch):
     monkeypatch.setattr("bridge.capture.loops.attempt.LEAST_OPERATORS", 1)
+    monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
     monkeypatch.setattr("bridge.dispatch.dispatcher.MAX_ENTRIES", 1)
     compiled = []
 

@@ -1,0 +1,476 @@
+"""Calls of a record: its rows → the same in a form in which steps can be compared, in static single assignment.
+
+A tensor that is written in place, and each one that shares its memory, is another value from then on: what reads it
+later reads what the write made. So what a row reads says all that it depends on. Two calls of one kind are the same
+operator with the same constants, on tensors of the same layouts; of calls that take a part of a tensor (``x[:, 3]``),
+where the part begins may differ. A write of a part (``out[t] = h``: a view, and a copy into it) is one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from bridge.base.torch_internals import OpOverload, aten, schema
+from bridge.capture.observation import Draw
+from bridge.capture.rows import Record, Row, Value, values_in
+
+__all__ = [
+    "COMPARING",
+    "CREATING",
+    "HERE",
+    "NUMBER",
+    "Call",
+    "Calls",
+    "Kind",
+    "Layout",
+    "Made",
+    "NotRolledError",
+    "Part",
+    "calls_of",
+    "filled",
+]
+
+
+class NotRolledError(Exception):
+    """Loops of a record are left as they are: why."""
+
+
+class _Place:
+    def __init__(self, name: str):
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+HERE = _Place("HERE")
+"""Stands for a tensor in the arguments of a kind."""
+
+NUMBER = _Place("NUMBER")
+"""Stands for a number in the arguments of a kind whose calls may have different ones."""
+
+NUMBERED = frozenset(
+    [getattr(aten, name + end).Tensor for name in ("add", "sub", "mul", "div") for end in ("", "_")]
+    + [aten.rsub.Scalar]
+)
+"""Operators of a tensor and a number that do the same with a tensor of that number, if both are of 32 or 64 bits."""
+
+COMPARING = frozenset(getattr(aten, name).Scalar for name in ("lt", "le", "gt", "ge", "eq", "ne"))
+"""Operators that compare a tensor with a number as with a tensor of that number, of its type."""
+
+CREATING = frozenset({aten.full.default, aten.new_full.default, aten.full_like.default, aten.scalar_tensor.default})
+"""Operators whose result has one number everywhere."""
+
+_WHOLE = 2**53
+"""Integers from which on not all are numbers of 64 bits."""
+
+_NUMBERS_OF_SUMS = {torch.float32: (int, float), torch.float64: (int, float)}
+_NUMBERS: dict[torch.dtype, tuple[type, ...]] = {**_NUMBERS_OF_SUMS, torch.int64: (int,)}
+"""Types of Python's numbers that are numbers of an element type, up to rounding."""
+
+_NEVER = (
+    aten.as_strided,
+    aten.as_strided_,
+    aten.set_,
+    aten.resize_,
+    aten._assert_async,
+    aten.batch_norm,
+    aten.instance_norm,
+)
+"""What no step may have: it reads or writes more than its operands say, or memory beyond them."""
+
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Layout(NamedTuple):
+    """The layout of a value and the device it lies on, and whether autograd follows it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @property
+    def layout(self) -> tuple:
+        """All but whether autograd follows it, which may begin with a loop's first step."""
+        return self[:4]
+
+
+class Made(NamedTuple):
+    """Where a value comes from: the ``leaf``-th that a call makes; of an input, call -1 and its number; of numbers
+    written in the code, call -2."""
+
+    row: int
+    leaf: int
+
+
+class Part(NamedTuple):
+    """``extent`` slices of a value from ``begin`` on, along ``dim``; ``squeezed``: one of them, without the axis."""
+
+    of: int
+    dim: int
+    begin: int
+    extent: int
+    squeezed: bool
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What equal calls do: ``op(*args, **kwargs)``, with :data:`HERE` in the place of each tensor.
+
+    Attributes:
+        gives: what it returns, in its structure: of tensors the number of the value that it makes, or, of one that it
+            reads, -1 minus its place there.
+        through: places among what it reads of tensors that are other values then: the last ones that it makes.
+        targets: how many of these are written; the others share their memory.
+        alone: whether it writes one tensor, whose memory no other one has that is read later.
+    """
+
+    op: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    gives: Any
+    through: tuple[int, ...] = ()
+    targets: int = 0
+    alone: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the operator."""
+        return self.op.overloadpacket.__name__ if isinstance(self.op, OpOverload) else str(self.op)
+
+
+class Call(NamedTuple):
+    """A row of a record, or two.
+
+    Attributes:
+        kind: the number of its kind.
+        reads, makes: the values among its operands, as often as they are there, then those that share the memory that
+            it writes; those that it makes, in order.
+        part: what it takes, if it takes one part of a tensor.
+        into: what it writes, if it writes one part of a tensor: it reads the whole as it was and the part's new value,
+            and makes the whole as it is then.
+        number: its only number, which may differ between calls of one kind.
+        row: the record's.
+    """
+
+    kind: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    part: Part | None
+    into: Part | None
+    number: int | float | None
+    row: Row
+
+
+@dataclass
+class Calls:
+    """The calls of a record.
+
+    Attributes:
+        rows: in order.
+        kinds: by their numbers; of those that no step may have, each call has its own.
+        forms, made: of each value.
+        drawn: what calls draw, by their numbers.
+        effects: numbers of calls that are made whoever reads what they make.
+        results: what the run returns, values for tensors; ``last``: of each input that is written, the last value.
+    """
+
+    rows: list[Call] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
+    forms: list[Layout] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+    drawn: dict[int, Draw] = field(default_factory=dict)
+    effects: set[int] = field(default_factory=set)
+    results: list[Any] = field(default_factory=list)
+    last: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def needed(self) -> set[int]:
+        """The values that are read when all calls are made."""
+        return {*values_in(self.results), *self.last.values()}
+
+    def part(self, value: int) -> Part | None:
+        """Of which value this one is a part, if one call has made it that."""
+        row, leaf = self.made[value]
+        if row < 0:
+            return None
+        call = self.rows[row]
+        return call.part if call.part is not None else self._item(call, leaf)
+
+    def _item(self, call: Call, leaf: int) -> Part | None:
+        """One of the parts that ``unbind``, ``chunk`` or ``split`` makes."""
+        kind = self.kinds[call.kind]
+        if kind.op not in (aten.unbind.int, aten.chunk.default, aten.split.Tensor) or len(call.makes) < 2:
+            return None
+        of = call.reads[0]
+        whole, first = self.forms[of].shape, self.forms[call.makes[0]].shape
+        names = ("dim",) if kind.op is aten.unbind.int else ("", "dim")
+        dim = _argument(kind, len(names), "dim", 0)
+        if type(dim) is not int or any(self.forms[made].shape != first for made in call.makes):
+            return None
+        dim %= len(whole)
+        if kind.op is aten.unbind.int:
+            return Part(of, dim, leaf, 1, True)
+        return Part(of, dim, leaf * first[dim], first[dim], False)
+
+
+def _argument(kind: Kind, place: int, name: str, default: Any) -> Any:
+    return kind.args[place] if len(kind.args) > place else kind.kwargs.get(name, default)
+
+
+def filled(arg: Any, given: Iterator[Any], number: Any = None) -> Any:
+    """An argument of a kind with these in the places of tensors, in order, and the number in its place."""
+    if arg is HERE:
+        return next(given)
+    if arg is NUMBER:
+        return number
+    if type(arg) is tuple or type(arg) is list:
+        return type(arg)(filled(item, given, number) for item in arg)
+    if type(arg) is dict:
+        return {name: filled(item, given, number) for name, item in arg.items()}
+    return arg
+
+
+def calls_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> Calls:
+    """The calls of a record whose run returned these leaves, values for tensors.
+
+    Raises:
+        NotRolledError: what a row does is not known from its operands.
+    """
+    return _Reader(record, results, draws).calls
+
+
+class _Reader:
+    def __init__(self, record: Record, results: Sequence[Any], draws: Sequence[Draw]):
+        self.record, self.draws, self.calls = record, draws, Calls()
+        self._kinds: dict[Any, int] = {}
+        self._keys: dict[int, tuple[Any, int]] = {}
+        self._now: dict[int, int] = {}  # the record's values → those of now
+        self._sharing: dict[int, list[int]] = {}
+        self._of_inputs = {record.memory[number] for number in range(record.inputs)}
+        never = len(record.rows)
+        self._last_read = dict.fromkeys([*range(record.inputs), *values_in(results)], never)
+        for index in range(never - 1, -1, -1):
+            row = record.rows[index]
+            for number in values_in((row.args, row.kwargs)):
+                self._last_read.setdefault(number, index)
+        for number in range(record.inputs):
+            self._new(number, Made(-1, number))
+        for number in record.literals:
+            self._new(number, Made(-2, number))
+        if record.free:
+            raise NotRolledError("tensors from elsewhere")
+        for index, row in enumerate(record.rows):
+            self._row(index, row)
+        calls, now = self.calls, self._now
+        calls.results = [Value(now[each.number]) if isinstance(each, Value) else each for each in results]
+        calls.last = {number: now[number] for number in range(record.inputs) if now[number] != number}
+
+    def _new(self, number: int, made: Made) -> int:
+        form = self.record.forms[number]
+        layout = Layout(form.shape, form.stride, form.dtype, form.device, form.requires_grad)
+        self._sharing.setdefault(self.record.memory[number], []).append(number)
+        self._now[number] = value = self._value(layout, made)
+        return value
+
+    def _value(self, form: Layout, made: Made) -> int:
+        self.calls.forms.append(form)
+        self.calls.made.append(made)
+        return len(self.calls.forms) - 1
+
+    def _row(self, index: int, row: Row) -> None:
+        record, calls = self.record, self.calls
+        operands = list(values_in((row.args, row.kwargs)))
+        written = _written(row)
+        known = {number: place for place, number in reversed(list(enumerate(operands)))}
+        results = list(values_in(row.results))
+        fresh = [number for number in dict.fromkeys(results) if number not in self._now]
+        draws = row.draws[1] - row.draws[0]
+        effect = not results
+        if not (fresh or written or draws or effect):
+            return  # it returns what it was given
+        here = len(calls.rows)
+        reads = [self._now[number] for number in operands]
+        makes = [self._new(number, Made(here, leaf)) for leaf, number in enumerate(fresh)]
+        through, targets, owned = [], 0, False
+        if written:
+            targets_of = list(dict.fromkeys(written))
+            memory = dict.fromkeys(record.memory[number] for number in targets_of)
+            owned = not self._of_inputs.isdisjoint(memory)
+            alive = [n for each in memory for n in self._sharing.get(each, ()) if self._last_read.get(n, -1) > index]
+            others = [number for number in alive if number not in targets_of and number not in fresh]
+            targets_of = [number for number in targets_of if number in alive]
+            targets = len(targets_of)
+            follows = row.grad and any(calls.forms[value].requires_grad for value in reads)
+            for number in (*targets_of, *others):
+                through.append(known[number] if number in known else len(reads))
+                if number not in known:
+                    reads.append(self._now[number])
+                form = calls.forms[self._now[number]]
+                form = form._replace(requires_grad=form.requires_grad or (follows and form.dtype.is_floating_point))
+                self._now[number] = value = self._value(form, Made(here, len(makes)))
+                makes.append(value)
+            for each in memory:  # the dead ones are looked at no more
+                self._sharing[each] = [n for n in self._sharing[each] if self._last_read.get(n, -1) > index]
+        if draws > 1:
+            raise NotRolledError(f"{row.op} draws more than once")
+        if draws:
+            calls.drawn[here] = self.draws[row.draws[0]]
+        if effect:
+            calls.effects.add(here)
+        order = {number: leaf for leaf, number in enumerate(fresh)}
+        gives = _mapped_values(row.results, lambda n: order[n] if n in order else -1 - known[n])
+        self._add(row, reads, makes, gives, tuple(through), targets, owned or effect)
+
+    def _add(self, row, reads, makes, gives, through, targets, barred) -> None:
+        calls = self.calls
+        if self._joined_write(row, reads, makes, through, barred):
+            return
+        args, constants = _constants(row.args)
+        kwargs, named = _constants(row.kwargs)
+        part = _part_of(row, reads, makes, calls) if not through else None
+        number = None
+        if part is not None:
+            constants = named = part[1:2] + part[3:]
+        else:
+            args, number = _numbered(row, args, [calls.forms[value] for value in reads])
+            if number is not None:
+                constants = _constants(args)[1]
+        key = row.op, constants, named, part is None, row.grad, row.autocast, repr(gives), through, targets
+        key += tuple([calls.forms[value].layout for value in (*reads, *makes)])
+        if barred or _is_barred(row) or (len(calls.rows) in calls.drawn and row.op is not aten.dropout.default):
+            key = "barred", len(calls.rows)
+        if any(calls.forms[value].dtype.is_complex for value in (*reads, *makes)):
+            key = "barred", len(calls.rows)
+        alone = targets == len(through) == 1 and not barred
+        kind = self._kind(key, Kind(row.op, args, kwargs, gives, through, targets, alone))
+        calls.rows.append(Call(kind, tuple(reads), tuple(makes), part, None, number, row))
+
+    def _kind(self, key: Any, kind: Kind) -> int:
+        number = self._kinds.setdefault(key, len(self.calls.kinds))
+        if number == len(self.calls.kinds):
+            self.calls.kinds.append(kind)
+        return number
+
+    def _joined_write(self, row: Row, reads: list[int], makes: list[int], through: tuple, barred: bool) -> bool:
+        """Adds ``whole[index] = value`` in the place of the last call, which took the part that this row copies into.
+
+        The view is read by nothing else, and of all that share its memory the whole alone is read later.
+        """
+        calls, last = self.calls, self.calls.rows[-1] if self.calls.rows else None
+        if row.op is not aten.copy_.default or last is None or last.part is None or barred or len(reads) != 3:
+            return False
+        if len(reads) != 3 or through != (2,) or last.makes != (reads[0],) or last.part.of != reads[2]:
+            return False
+        view, value, whole = (calls.forms[each] for each in reads)
+        if (
+            row.kwargs
+            or len(row.args) != 2
+            or (value.shape, value.dtype, value.device) != (view.shape, view.dtype, view.device)
+        ):
+            return False
+        (made,) = makes
+        here = len(calls.rows) - 1
+        calls.rows.pop()
+        calls.made[made] = Made(here, 0)
+        part = last.part
+        key = "into", part[1:2] + part[3:], whole.layout, value.layout, row.grad, row.autocast
+        kind = self._kind(key, Kind(row.op, (HERE, HERE), {}, -1, (0,), 1))
+        calls.rows.append(Call(kind, (part.of, reads[1]), (made,), None, part, None, row))
+        return True
+
+
+def _written(row: Row) -> list[int]:
+    """The record's values that a row writes, as the operator's schema says."""
+    if not isinstance(row.op, OpOverload) or not schema(row.op).is_mutable:
+        return []
+    found: list[int] = []
+    for index, argument in enumerate(schema(row.op).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = row.args[index] if index < len(row.args) else row.kwargs.get(argument.name)
+            found += values_in(given)
+    return found
+
+
+def _is_barred(row: Row) -> bool:
+    """Whether no step may have it."""
+    op = row.op
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or op.overloadpacket in _NEVER:
+        return True
+    if torch.Tag.dynamic_output_shape in op.tags:
+        return True
+    return (
+        torch.Tag.nondeterministic_seeded in op.tags and op is not aten.dropout.default and row.draws[0] < row.draws[1]
+    )
+
+
+def _mapped_values(tree: Any, change: Any) -> Any:
+    if type(tree) is Value:
+        return change(tree.number)
+    if isinstance(tree, tuple | list):
+        return tuple([_mapped_values(each, change) for each in tree])
+    return tree if tree is None else ("constant", tree)
+
+
+def _constants(tree: Any) -> tuple[Any, Any]:
+    """Arguments with :data:`HERE` in the place of tensors; and what tells them from others, hashable."""
+    kind = type(tree)
+    if kind is Value:
+        return HERE, HERE
+    if kind is tuple or kind is list or isinstance(tree, torch.Size):
+        both = [_constants(each) for each in tree]
+        return (list if kind is list else tuple)([each for each, _ in both]), (kind is list, *[key for _, key in both])
+    if kind is dict:
+        both = {name: _constants(each) for name, each in tree.items()}
+        return {name: each for name, (each, _) in both.items()}, tuple([(name, key) for name, (_, key) in both.items()])
+    if tree is HERE or tree is NUMBER:
+        return tree, tree
+    if kind is float:
+        return tree, (float, repr(tree))
+    if kind in _CONSTANTS:
+        return tree, (kind, tree)
+    raise NotRolledError(f"an argument of type {kind.__name__}")
+
+
+def _numbered(row: Row, args: tuple, reads: Sequence[Layout]) -> tuple[tuple, Any]:
+    """Arguments with :data:`NUMBER` in the place of the one number in which calls of a kind may differ → they, and it."""
+    if row.op in NUMBERED or row.op in COMPARING:
+        kinds: tuple[type, ...] = ()
+        if len(args) == 2 and not row.kwargs and len(reads) == 1:
+            kinds = (_NUMBERS if row.op in COMPARING else _NUMBERS_OF_SUMS).get(reads[0].dtype, ())
+        places = [place for place, arg in enumerate(args) if type(arg) in kinds]
+    elif row.op in CREATING:
+        places = [place for place, arg in enumerate(args) if type(arg) in (int, float)]
+    else:
+        return args, None
+    if len(places) != 1 or not abs(args[places[0]]) < _WHOLE or math.isnan(args[places[0]]):
+        return args, None
+    (place,) = places
+    return (*args[:place], NUMBER, *args[place + 1 :]), args[place]
+
+
+def _part_of(row: Row, reads: Sequence[int], makes: Sequence[int], calls: Calls) -> Part | None:
+    """The part of its first operand that a row takes: ``select``, ``narrow``, ``slice``."""
+    if row.op not in (aten.select.int, aten.slice.Tensor, aten.narrow.default) or row.kwargs or len(reads) != 1:
+        return None
+    args, shape = row.args[1:], calls.forms[reads[0]].shape
+    if not shape or any(type(each) is not int and each is not None for each in args):
+        return None
+    dim = (args[0] if args else 0) % len(shape)
+    made = calls.forms[makes[0]].shape
+    if row.op is aten.select.int:
+        return Part(reads[0], dim, args[1] % shape[dim], 1, True)
+    begin = args[1] if len(args) > 1 and args[1] is not None else 0
+    if row.op is aten.slice.Tensor and len(args) > 3 and args[3] != 1:
+        return None
+    begin = min(max(begin + shape[dim] if begin < 0 else begin, 0), shape[dim])
+    if not made[dim] or made == shape:
+        return None
+    return Part(reads[0], dim, begin, made[dim], False)
