@@ -16,7 +16,7 @@ from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.loops.any_length import ReplayOfAnyLength
-from bridge.capture.loops.attempt import Looped, recorded
+from bridge.capture.loops.attempt import Looped, recorded_loops
 from bridge.capture.loops.folded import of_any_length
 from bridge.capture.loops.listener import loops_tell
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
@@ -111,7 +111,7 @@ __all__ = [
     "packed_layers",
     "raise_if_eager_raises",
     "record_call",
-    "recorded",
+    "recorded_loops",
     "same_numbers",
     "share_elements",
     "shown",

@@ -37,8 +37,8 @@ from bridge.capture.checkpoints import written_and_read
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.fake_run import forget_real_tensors
 from bridge.capture.functional import functional_graph
-from bridge.capture.inplace_rules import CHANGES_ARGUMENT, OTHER_NAME
-from bridge.capture.loops.rolled import rolled_up
+from bridge.capture.inplace_rules import CHANGES_ARGUMENT
+from bridge.capture.loops.rolled import spelled_out
 from bridge.capture.passes.autocast import spell_out_casts, without_casts
 from bridge.capture.passes.link_functions import link_functions
 from bridge.capture.passes.stop_gradient import prepare
@@ -71,17 +71,14 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     observation = real.observation
     observation.unsupported += problems
     observation.unsupported += _free(real)
-    record, fakes = real.record, fake.record.fakes
-    final = [*fake.results, *real.final.values(), *(each.numbers for each in record.reads)]
-    rolls = fake.symbols is None and not real.functions.uses
-    rolled = rolled_up(record, final, observation.draws, fakes, fake.mode) if rolls else None
-    if rolled is not None:
-        record, fakes, final = rolled.record, rolled.fakes, rolled.results
-        observation.draws[:] = rolled.draws
-        if not rolled.writes:
-            observation.unsupported[:] = [each for each in observation.unsupported if each.reason != OTHER_NAME]
     if observation.unsupported:
         raise UnsupportedModule(name, observation.unsupported)
+    record, fakes = real.record, fake.record.fakes
+    final = [*fake.results, *real.final.values(), *(each.numbers for each in record.reads)]
+    rolls = real.loops is not None and fake.symbols is None
+    if rolls:
+        rolled = spelled_out(real.loops, record, fakes, fake.mode)
+        record, fakes, final = rolled.record, rolled.fakes, rolled.results
     tensors = real.tensors
     names = _input_names(module, args, kwargs, real)
     ambient = torch.is_grad_enabled(), _autocast()
@@ -145,7 +142,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
         readings=readings,
         read=read,
         recomputed=conditions,
-        loops=rolled is not None,
+        loops=rolls,
         device=current_device(),
     )
     forget_real_tensors([*fake.arguments])

@@ -24,6 +24,9 @@ from bridge.base.errors import CacheNotFilled, Unsupported, UnsupportedModule, f
 from bridge.base.log import channel
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.explain_error import explain_error
+from bridge.capture.inplace_rules import OTHER_NAME
+from bridge.capture.loops.listener import loops_found
+from bridge.capture.loops.rolled import draws_of, folded_of, writes
 from bridge.capture.numbers import NotArithmeticError, refusing_all_use
 from bridge.capture.packed import PackedUseError
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
@@ -88,6 +91,7 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Se
     try:
         real = _in_eager(module, args, kwargs, state_of)
         first, changed = real, _changed(real)
+        _find_loops(real, dims)
         if not changed:
             return _compared(real, args, kwargs, dims)
         if _may_be_counters(real.twin, changed) and (found := _counted(real, args, kwargs, changed, dims)) is not None:
@@ -95,6 +99,7 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Se
             return found
         real.reset()
         real = _in_eager(real.twin, args, kwargs, state_of)
+        _find_loops(real, dims)
         again = _changed(real)
         if again and not _may_be_counters(real.twin, again):
             raise _changing(first, again)
@@ -122,6 +127,19 @@ def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], state_of: 
         raise UnsupportedModule(type(module).__name__, [explain_error(error)], cause=error) from None
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         raise refused_by_eager(from_user_code(error)) from error.__cause__
+
+
+def _find_loops(real: RealRun, dims: Sequence[DynamicDim]) -> None:
+    """Notes the loops of a run; what it writes in steps is no write where a step could return it as well."""
+    if real.functions.uses or dims:
+        return
+    real.loops = folded_of(real.record, real.made, real.observation.draws)
+    if real.loops is not None:
+        loops_found()
+        real.observation.draws[:] = draws_of(real.loops)
+        if not writes(real.loops):
+            problems = real.observation.unsupported
+            problems[:] = [each for each in problems if each.reason != OTHER_NAME]
 
 
 def _changed(real: RealRun) -> list[str]:

@@ -30,6 +30,7 @@ from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import generator_watch
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.isolated_rng import IsolatedRNG
+from bridge.capture.loops.row_form import Folded
 from bridge.capture.observation import Observation
 from bridge.capture.outputs import describe_outputs, geometry_of, judge_replaced, version_of
 from bridge.capture.overlap import overlaps
@@ -64,6 +65,7 @@ class RealRun:
         inputs: the run's: the module's tensors, the arguments, the attributes.
         results: the leaves of its result, values for tensors.
         observation: what eager does.
+        loops: its folded form, if it has loops.
     """
 
     record: Record
@@ -83,6 +85,12 @@ class RealRun:
     before: Any = None
     number_of: Callable[[torch.Tensor], int | None] = lambda tensor: None
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    loops: Folded | None = None
+
+    @property
+    def made(self) -> list[Any]:
+        """All that the run gives: results, buffers that are set to another tensor, and numbers that are read."""
+        return [*self.results, *self.final.values(), *(each.numbers for each in self.record.reads)]
 
     def reset(self) -> None:
         """Buffers of the twin hold the numbers that they had before the run."""

@@ -24,7 +24,7 @@ from bridge.capture import (
     device_of_call,
     loops_tell,
     one_capture_at_a_time,
-    recorded,
+    recorded_loops,
 )
 from bridge.compile import Backend, Choices, RecordedGraphs, backend_for
 from bridge.dispatch.entry import Entry
@@ -107,7 +107,7 @@ def recorded_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Loo
         try:
             check_call(module, args, kwargs)
             with working_for(device_of_call(module, args, kwargs)):
-                return recorded(module, args, kwargs)
+                return recorded_loops(module, args, kwargs)
         except UnsupportedModule:
             return None
 

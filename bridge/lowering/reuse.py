@@ -54,7 +54,7 @@ from bridge.capture import (
     observation_key,
     raise_if_eager_raises,
     record_call,
-    recorded,
+    recorded_loops,
     sized_run,
 )
 from bridge.lowering.call_key import call_key_of
@@ -139,7 +139,7 @@ def _lower_once(
     for as_eager in _branches(known, on_disk):
         alike = [lowered.captured for lowered in (known or {}).values() if _by_eagers(lowered.captured) == as_eager]
         if not (dims or as_eager) and (has_loops_on_disk(on_disk) or any(each.loops for each in alike)):
-            looped = recorded(module, args, kwargs)
+            looped = recorded_loops(module, args, kwargs)
         reads = any(each.readings for each in alike) or has_readings_on_disk(on_disk)
         seen = _observe(module, args, kwargs, reads, dims, looped, as_eager)
         key = seen.key

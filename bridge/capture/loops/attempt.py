@@ -42,7 +42,7 @@ from bridge.capture.thread_isolation import capturing
 from bridge.capture.tracing import eagers_branches
 from bridge.state import PythonState, constant_key, functions_of, generators_put_back, module_tensors, with_helpers
 
-__all__ = ["LEAST_OPERATORS", "Looped", "looped_call", "recorded"]
+__all__ = ["LEAST_OPERATORS", "Looped", "looped_call", "recorded_loops"]
 
 log = channel("dispatch")
 
@@ -103,7 +103,7 @@ def looped_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: P
 
 
 @generators_put_back()
-def recorded(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped | None:
+def recorded_loops(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped | None:
     """:func:`looped_call` of a module as it is."""
     return looped_call(module, args, kwargs, PythonState(module))
 

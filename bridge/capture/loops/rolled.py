@@ -26,14 +26,14 @@ from bridge.capture.loops.step_masks import FUSED
 from bridge.capture.observation import Draw
 from bridge.capture.rows import Record, Row, Value, form_of, mapped
 
-__all__ = ["LEAST_ROWS", "Rolled", "folded_of", "rolled_up", "spelled_out"]
+__all__ = ["LEAST_ROWS", "Rolled", "draws_of", "folded_of", "spelled_out", "writes"]
 
 log = channel("dispatch")
 
 LEAST_ROWS = 100
 """A record of fewer rows stays as it is."""
 
-_WITH_TENSOR = {op: getattr(op.overloadpacket, "Tensor") for op in (*COMPARING, aten.rsub.Scalar)}
+_WITH_TENSOR = {op: op.overloadpacket.Tensor for op in (*COMPARING, aten.rsub.Scalar)}
 """Of operators with a number, those that take a tensor in its place; others take either."""
 
 
@@ -53,15 +53,6 @@ class Rolled:
     results: list[Any]
     draws: list[Draw]
     form: Folded
-
-    @property
-    def writes(self) -> bool:
-        """Whether a row writes in place, but for the masks of steps."""
-        drawn = aten.bernoulli_.float
-        return any(
-            isinstance(row.op, OpOverload) and schema(row.op).is_mutable and row.op is not drawn
-            for row in self.record.rows
-        )
 
 
 def folded_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> Folded | None:
@@ -85,16 +76,16 @@ def folded_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> 
         return None
 
 
-def rolled_up(
-    record: Record, results: Sequence[Any], draws: Sequence[Draw], fakes: dict[int, torch.Tensor], mode: FakeTensorMode
-) -> Rolled | None:
-    """The record with its loops rolled up; ``None`` if it has none.
+def draws_of(form: Folded) -> list[Draw]:
+    """What a folded form draws, in order."""
+    return [each.draw for each in form.made if not isinstance(each, FoldedJoin) and each.draw is not None]
 
-    Args:
-        fakes: of its inputs and literals.
-    """
-    form = folded_of(record, results, draws)
-    return None if form is None else spelled_out(form, record, fakes, mode)
+
+def writes(form: Folded) -> bool:
+    """Whether a call writes in place, and not what it could return as well."""
+    calls = [call for each in form.made for call in (each.rows if isinstance(each, FoldedLoop) else (each,))]
+    ops = [_out_of_place(call).op for call in calls if isinstance(call, FoldedCall)]
+    return any(isinstance(op, OpOverload) and schema(op).is_mutable for op in ops)
 
 
 def spelled_out(form: Folded, record: Record, fakes: dict[int, torch.Tensor], mode: FakeTensorMode) -> Rolled:
@@ -107,9 +98,9 @@ class _Rows:
     """Rows of a record that is made, on fake tensors."""
 
     def __init__(self, record: Record, fakes: dict[int, torch.Tensor], mode: FakeTensorMode):
-        count = record.inputs
-        self.record = Record(forms=record.forms[:count], memory=record.memory[:count], inputs=count, reads=record.reads)
-        self.fakes = {number: fakes[number] for number in range(count)}
+        known = {"inputs": record.inputs, "literals": dict(record.literals), "free": record.free, "reads": record.reads}
+        self.record = Record(forms=list(record.forms), memory=list(record.memory), **known)
+        self.fakes = dict(fakes)
         self.draws: list[Draw] = []
         self.mode, self.grad = mode, torch.is_grad_enabled()
 
@@ -121,9 +112,9 @@ class _Rows:
         self.fakes[number] = fake
         return Value(number)
 
-    def literal(self, tensor: torch.Tensor, fake: torch.Tensor | None = None) -> Value:
+    def literal(self, tensor: torch.Tensor) -> Value:
         """Numbers that are no input and made by no row."""
-        made = self.value(self.mode.from_tensor(tensor, static_shapes=True) if fake is None else fake)
+        made = self.value(self.mode.from_tensor(tensor, static_shapes=True))
         self.record.literals[made.number] = tensor
         return made
 
@@ -165,8 +156,7 @@ class _Run:
     """The rows of a folded form."""
 
     def __init__(self, form: Folded, record: Record, fakes: dict[int, torch.Tensor], mode: FakeTensorMode):
-        self.form, self.literals = form, record.literals
-        self.rows, self._fakes = _Rows(record, fakes, mode), fakes
+        self.form, self.rows = form, _Rows(record, fakes, mode)
         self.values: dict[Source, Value] = {}
         self.done: list[list[Value]] = []
         self.loops: list[_Looped] = []
@@ -202,10 +192,8 @@ class _Run:
 
     def _found(self, kind: str, *rest: Any) -> Value:
         match kind:
-            case "input":
+            case "input" | "other":
                 return Value(rest[0])
-            case "literal":
-                return self.rows.literal(self.literals[rest[0]], self._fakes[rest[0]])
             case "made":
                 return self.done[rest[0]][rest[1]]
             case "part":

@@ -104,7 +104,7 @@ class Layout(NamedTuple):
 
 class Made(NamedTuple):
     """Where a value comes from: the ``leaf``-th that a call makes; of an input, call -1 and its number; of numbers
-    written in the code, call -2."""
+    written in the code and tensors from elsewhere, call -2."""
 
     row: int
     leaf: int
@@ -254,24 +254,23 @@ class _Reader:
         self._keys: dict[int, tuple[Any, int]] = {}
         self._now: dict[int, int] = {}  # the record's values → those of now
         self._sharing: dict[int, list[int]] = {}
-        self._of_inputs = {record.memory[number] for number in range(record.inputs)}
+        inputs = [*range(record.inputs), *record.free]
+        self._of_inputs = {record.memory[number] for number in inputs}
         never = len(record.rows)
-        self._last_read = dict.fromkeys([*range(record.inputs), *values_in(results)], never)
+        self._last_read = dict.fromkeys([*inputs, *values_in(results)], never)
         for index in range(never - 1, -1, -1):
             row = record.rows[index]
             for number in values_in((row.args, row.kwargs)):
                 self._last_read.setdefault(number, index)
         for number in range(record.inputs):
             self._new(number, Made(-1, number))
-        for number in record.literals:
+        for number in (*record.literals, *record.free):
             self._new(number, Made(-2, number))
-        if record.free:
-            raise NotRolledError("tensors from elsewhere")
         for index, row in enumerate(record.rows):
             self._row(index, row)
         calls, now = self.calls, self._now
         calls.results = [Value(now[each.number]) if isinstance(each, Value) else each for each in results]
-        calls.last = {number: now[number] for number in range(record.inputs) if now[number] != number}
+        calls.last = {number: now[number] for number in inputs if calls.made[now[number]].row >= 0}
 
     def _new(self, number: int, made: Made) -> int:
         form = self.record.forms[number]
@@ -293,7 +292,7 @@ class _Reader:
         results = list(values_in(row.results))
         fresh = [number for number in dict.fromkeys(results) if number not in self._now]
         draws = row.draws[1] - row.draws[0]
-        effect = not results
+        effect = not results or "batch_norm" in str(row.op) or "instance_norm" in str(row.op)  # it writes statistics
         if not (fresh or written or draws or effect):
             return  # it returns what it was given
         here = len(calls.rows)
@@ -440,7 +439,7 @@ def _constants(tree: Any) -> tuple[Any, Any]:
 
 
 def _numbered(row: Row, args: tuple, reads: Sequence[Layout]) -> tuple[tuple, Any]:
-    """Arguments with :data:`NUMBER` in the place of the one number in which calls of a kind may differ → they, and it."""
+    """Arguments with :data:`NUMBER` in the place of the number in which calls of a kind may differ → they, and it."""
     if row.op in NUMBERED or row.op in COMPARING:
         kinds: tuple[type, ...] = ()
         if len(args) == 2 and not row.kwargs and len(reads) == 1:

@@ -7,7 +7,7 @@ forms are equal but for integers, each of which is the same multiple of the size
 Tensors are told by where they come from:
 
     ("input", number)                                       an input of the run
-    ("literal", number)                                     numbers written in the code
+    ("other", number)                                       numbers written in the code, a tensor from elsewhere
     ("made", call, leaf)                                    by a call outside of the loops
     ("part", tensor, dim, begin, extent, squeezed)          a part of one
     ("last", loop, row, leaf)                               by the last step of a loop
@@ -28,7 +28,7 @@ from bridge.capture.loops.find import Carry, Constant, Local, Loop, Parts, Role
 from bridge.capture.loops.row_calls import Call, Calls, Made, NotRolledError
 from bridge.capture.loops.step_masks import draw_of_steps, dropping
 from bridge.capture.observation import Draw
-from bridge.capture.rows import Row, Value, values_in
+from bridge.capture.rows import Row, Value
 
 __all__ = ["Folded", "FoldedCall", "FoldedJoin", "FoldedLoop", "Origin", "Source", "fold"]
 
@@ -119,7 +119,7 @@ class Folded(NamedTuple):
 
 
 def fold(calls: Calls, loops: Sequence[Loop]) -> Folded:
-    """The folded form of calls with loops. :class:`NotRolledError` where memory is shared in ways that it cannot say."""
+    """The folded form of calls with loops. :class:`NotRolledError`: they share memory in ways that it cannot say."""
     return _Fold(calls, loops).form()
 
 
@@ -211,7 +211,7 @@ class _Fold:
     def _source(self, value: int) -> Source:
         row, leaf = self.calls.made[value]
         if row < 0:
-            return "input" if row == -1 else "literal", leaf
+            return "input" if row == -1 else "other", leaf
         place = self.place(value)
         if place is not None:
             number, step, (index, result) = place
