@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from bridge.base.torch_internals import FakeTensorMode, find
 
-__all__ = ["clear_fake_memo", "fake_mode"]
+__all__ = ["clear_fake_memo", "fake_mode", "stand_in"]
 
 find("torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access")
 
@@ -23,6 +25,12 @@ def fake_mode(**options: Any) -> Any:
     mode = FakeTensorMode(**options)
     mode._allow_unsafe_data_ptr_access = False
     return mode
+
+
+def stand_in(value: torch.Tensor, mode: Any) -> torch.Tensor:
+    """A fake tensor of this layout in memory of its own."""
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def clear_fake_memo(mode: Any) -> None:

@@ -45,7 +45,7 @@ class DrawRecorder(TorchDispatchMode):
     With a ``trace``, every operator is written down there. ``differentiates``: whether one ran in a backward.
     ``inputs``: module tensors and arguments, in whose memory a dropout may read. ``advance``: how far the last draw
     moved its generator. ``real``: whether operators compute; then those that are not torch's, whose tags may say too
-    little, are watched.
+    little, are watched. ``on_cast``: called with each tensor that is about to be cast.
     """
 
     def __init__(
@@ -56,9 +56,10 @@ class DrawRecorder(TorchDispatchMode):
         inputs: Sequence[torch.Tensor] = (),
         advance: Callable[[], int | None] = lambda: None,
         real: bool = False,
+        on_cast: Callable[[torch.Tensor], None] = lambda tensor: None,
     ):
         super().__init__()
-        self._advance, self._real = advance, real
+        self._advance, self._real, self._on_cast = advance, real, on_cast
         self._inputs: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for index, tensor in enumerate(inputs):
             self._inputs.setdefault(storage_id(tensor), []).append((index, tensor))
@@ -75,6 +76,8 @@ class DrawRecorder(TorchDispatchMode):
                 return tensor.fake_device
             with unwatched():
                 return func(*args)
+        if func is aten._to_copy.default:
+            self._on_cast(args[0])
         if self.trace is None:
             before = None if func.namespace in _TORCHS or not self._real else self._states()
             result = func(*args, **(kwargs or {}))

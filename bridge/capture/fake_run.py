@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from bridge.base.modes import autocast_depth
-from bridge.base.torch_fakes import clear_fake_memo, fake_mode
+from bridge.base.torch_fakes import clear_fake_memo, fake_mode, stand_in
 from bridge.base.torch_internals import FakeTensorMode, pytree, storage_id
 from bridge.base.torch_shapes import fake_results_not_kept
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
-from bridge.capture.passes.kinds import stand_in
 from bridge.capture.symbolic_formulas import running
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.state import ModuleTensor, once_per_owner

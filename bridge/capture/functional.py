@@ -6,18 +6,17 @@ down, but for operators that are left whole (:mod:`bridge.capture.passes.preserv
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from bridge.base.torch_internals import (
-    FakeTensor,
     FunctionalTensor,
     OpOverload,
     aten,
@@ -25,7 +24,6 @@ from bridge.base.torch_internals import (
     implements_composite,
     python_kernels,
     pytree,
-    schema,
 )
 from bridge.base.torch_recording import (
     BelowFunctionalMode,
@@ -38,27 +36,31 @@ from bridge.base.torch_recording import (
 )
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.loops.operators import MARKS
-from bridge.capture.passes.decompose import composite_formulas, formulas
+from bridge.capture.passes.decompose import composite_formulas, formulas, whole_operators
+from bridge.capture.passes.told import ROW
+from bridge.capture.recorded_draws import draws
 from bridge.capture.size_nodes import SizeNodes
 from bridge.capture.training_graph import TrainingGraph
 
-__all__ = ["FunctionalGraph", "functional_graph"]
+__all__ = ["FunctionalGraph", "drop_unused", "functional_graph"]
 
-_HANDED_ON = ("custom", "stack_trace", "nn_module_stack")
+_HANDED_ON = ("custom", "stack_trace", "nn_module_stack", ROW)
 
 
 @dataclass(frozen=True)
 class FunctionalGraph:
-    """A functional graph.
+    """A functional graph without an output.
 
     Attributes:
         results: for each result of the training graph its node; what is no node stays.
         written: of each placeholder that is written, by name, the node of its new value.
+        drawing: the nodes that draw, in order.
     """
 
     graph: fx.Graph
     results: Sequence[Any]
     written: dict[str, fx.Node]
+    drawing: Sequence[fx.Node]
 
 
 def functional_graph(made: TrainingGraph) -> FunctionalGraph:
@@ -80,17 +82,15 @@ def functional_graph(made: TrainingGraph) -> FunctionalGraph:
                 values[node] = node.target(*args, **kwargs)
         written = {name: emitter.node_of(_inner(value)) for name, value in inputs.items() if is_written(value)}
     results = [emitter.node_of(each) if isinstance(each, torch.Tensor) else each for each in results]
-    graph = emitter.graph
-    graph.output((*results, *written.values()))
-    _drop_unused(graph)
-    return FunctionalGraph(graph, results, written)
+    return FunctionalGraph(emitter.graph, results, written, [node for node in emitter.graph.nodes if draws(node)])
 
 
 def _inner(value: Any) -> Any:
     return in_functional(value) if isinstance(value, FunctionalTensor) else value
 
 
-def _drop_unused(graph: fx.Graph) -> None:
+def drop_unused(graph: fx.Graph) -> None:
+    """Erases calls whose results nobody reads, and that have no effect."""
     for node in reversed(graph.nodes):  # torch drops unused draws too: who makes a call draws for it (bridge.rng)
         if node.op == "call_function" and not node.users and node.target not in MARKS:
             if isinstance(node.target, OpOverload) and node.target in _EFFECTS:
@@ -123,13 +123,7 @@ class _Functional(FunctionalTensorMode):
 
 def _is_whole(func: Any) -> bool:
     """Whether an operator is left whole: it makes a tensor in memory of its own."""
-    return func in _whole()
-
-
-def _whole() -> Any:
-    from bridge.capture.passes.decompose import whole_operators
-
-    return whole_operators()
+    return func in whole_operators()
 
 
 class _Emitter(BelowFunctionalMode):
@@ -187,7 +181,7 @@ class _Emitter(BelowFunctionalMode):
         elif isinstance(result, list | tuple):
             for place, each in enumerate(result):
                 if isinstance(each, torch.Tensor):
-                    item = self.graph.call_function(_getitem, (node, place))
+                    item = self.graph.call_function(getitem, (node, place))
                     item.meta = {**node.meta, "val": each}
                     self._noted(each, item)
         return result
@@ -196,15 +190,9 @@ class _Emitter(BelowFunctionalMode):
         return self._nodes[id(value)][1] if isinstance(value, torch.Tensor) else self.sizes.of(value)
 
 
-from operator import getitem as _getitem  # noqa: E402
-
-
 class _Proxied(NamedTuple):
     node: fx.Node
 
 
 class _Tracked(NamedTuple):
     proxy: _Proxied
-
-
-del re, Callable, FakeTensor, schema

@@ -16,15 +16,15 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from bridge.base.errors import Unsupported, user_line
+from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten
 from bridge.capture.draw_recorder import record_draws
 from bridge.capture.fake_run import FakeRun
 from bridge.capture.number_index import PositionsAreZero
 from bridge.capture.observation import Draw
 from bridge.capture.passes.attention_draws import attention_rate, is_attention
-from bridge.capture.passes.kinds import kind_key, stand_in
+from bridge.capture.passes.call_kinds import is_of_sizes, kind_key
 from bridge.capture.passes.preserved_ops import SLOPE_DRAWS
-from bridge.capture.passes.size_nodes import is_of_sizes
 from bridge.capture.passes.stop_gradient import origin_of
 from bridge.capture.symbolic_formulas import running
 

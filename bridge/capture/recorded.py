@@ -6,6 +6,7 @@ again.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,44 +14,31 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._export.verifier import TrainingIRVerifier
-from torch.export import ExportedProgram
-from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import (
-    ConstantArgument,
-    ExportGraphSignature,
-    InputKind,
-    InputSpec,
-    OutputKind,
-    OutputSpec,
-    TensorArgument,
-)
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.interrupts import raise_deferred
-from bridge.base.modes import ambient_autocast, autocast_to
-from bridge.base.pytrees import leaf_names
+from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import pytree
 from bridge.capture.captured import Captured
 from bridge.capture.checkpoints import written_and_read
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.fake_run import forget_real_tensors
-from bridge.capture.functional import functional_graph
-from bridge.capture.inplace_rules import CHANGES_ARGUMENT
+from bridge.capture.functional import drop_unused, functional_graph
 from bridge.capture.loops.rolled import spelled_out
-from bridge.capture.passes.autocast import spell_out_casts, without_casts
-from bridge.capture.passes.link_functions import link_functions
-from bridge.capture.passes.stop_gradient import prepare
-from bridge.capture.random_nodes import draws_by_origin, match_draws
+from bridge.capture.own_functions import OwnFunctions
+from bridge.capture.passes.autocast import spell_out_recorded_casts, without_casts
+from bridge.capture.passes.link_functions import link_recorded_functions
+from bridge.capture.passes.stop_gradient import prepare_recorded
 from bridge.capture.recomputed import recomputed, uncounted
-from bridge.capture.recorder import _autocast
+from bridge.capture.recorded_draws import match_draws
+from bridge.capture.rows import Record
 from bridge.capture.select_at import spell_selections
 from bridge.capture.steady_call import SteadyCall
 from bridge.capture.symbolic_capture import recorded_with_extents
-from bridge.capture.training_graph import TrainingGraph, training_graph
+from bridge.capture.training_graph import training_graph
 from bridge.capture.two_runs import FakeRecord, RealRun
-from bridge.state import PythonState, tensor_problem
+from bridge.state import tensor_problem
 
 __all__ = ["captured_of"]
 
@@ -68,76 +56,61 @@ def captured_of(
 def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: list[Unsupported]) -> Captured:
     name = type(module).__name__
     forward = f"{name}.forward"
-    observation = real.observation
+    observation, record = real.observation, real.record
     observation.unsupported += problems
     observation.unsupported += _free(real)
     if observation.unsupported:
         raise UnsupportedModule(name, observation.unsupported)
+    behind = len(real.order) - len(fake.arguments)
+    order = real.order[:behind], real.order[behind:]
     record, fakes = real.record, fake.record.fakes
-    final = [*fake.results, *real.final.values(), *(each.numbers for each in record.reads)]
+    results = [*fake.results, *real.final.values(), *(each.numbers for each in record.reads)]
     rolls = real.loops is not None and fake.symbols is None
     if rolls:
         rolled = spelled_out(real.loops, record, fakes, fake.mode)
-        record, fakes, final = rolled.record, rolled.fakes, rolled.results
-    tensors = real.tensors
+        record, fakes, results = rolled.record, rolled.fakes, rolled.results
     names = _input_names(module, args, kwargs, real)
-    ambient = torch.is_grad_enabled(), _autocast()
     if fake.symbols is not None:  # rows with symbolic sizes, which are equal otherwise
         record = replace(record, rows=fake.record.rows, same=fake.record.same)
-    made = training_graph(record, fakes, fake.mode, names, final, ambient)
-    order = {number: index for index, number in enumerate(real.order)}
-    placed = {node.name: place for place, node in made.placeholders.items()}
-    needing_grad = {n for n, place in placed.items() if record.forms[place].requires_grad}
-
-    def needs_grad(node: fx.Node) -> bool:
-        return node.name in needing_grad
-
+    made = training_graph(record, fakes, fake.mode, names, order, results, torch.is_grad_enabled())
     observation.unsupported += spell_selections(made.graph)
-    program = _program(made)
-    graph_module = program.graph_module
-    if real.functions.uses:
-        observation.unsupported += link_functions(graph_module, real.functions.uses, without_casts)
-    observation.unsupported += real.functions.problems
-    observation.unsupported += spell_out_casts(graph_module, ambient_autocast(), needs_grad)
-    observation.unsupported += prepare(graph_module, needs_grad)
+    observation.unsupported += _prepared(made.graph, record, real.functions, made.placeholders)
     raise_deferred()
-    with autocast_to(None):
-        draws, by_origin = draws_by_origin(program, fake.mode) if observation.draws else ([], {})
-        draws = [replace(each, stride=eagers.stride) for each, eagers in zip(draws, observation.draws, strict=False)]
-        if fake.symbols is None and draws != observation.draws:
-            reason = f"eager draws {observation.draws}; the graph {draws}"
-            observation.unsupported.append(Unsupported("random draws", forward, reason))
-        functional = functional_graph(replace(made, graph=graph_module.graph))
+    with autocast_to(None):  # its casts are in the graph by now
+        functional = functional_graph(made)
     raise_deferred()
-    draw_of, unmatched = match_draws(functional.graph, by_origin, forward)
+    draw_of, unmatched = match_draws(functional.drawing, record.rows, observation.draws, forward)
     if not observation.unsupported:
         observation.unsupported += unmatched
-    bound = {n: order[place] for n, place in placed.items()}
+    index_of = {number: index for index, number in enumerate(real.order)}
+    bound = {name: index_of[place] for name, place in made.placeholders.items()}
     count = len(real.results)
-    results = [each if isinstance(each, fx.Node) else None for each in functional.results[:count]]
-    mutated = [(bound[n], node) for n, node in functional.written.items()]
     replaced, read = functional.results[count : count + len(real.final)], functional.results[count + len(real.final) :]
-    mutated += list(zip([order[place] for place in real.final], replaced, strict=True))
-    names = [tensor.names[0] for tensor in tensors]
-    observation.unsupported += written_and_read(observation.checkpointed, [index for index, _ in mutated], names)
+    finals = zip([index_of[place] for place in real.final], replaced, strict=True)
+    mutated = [*((bound[name], node) for name, node in functional.written.items()), *finals]
+    owned_names = [tensor.names[0] for tensor in real.tensors]
+    written = [index for index, _ in mutated]
+    observation.unsupported += written_and_read(observation.checkpointed, written, owned_names)
+    functional.graph.output((*(node for _, node in mutated), *functional.results[:count], *read))
+    drop_unused(functional.graph)
     readings = tuple(each.reading for each in record.reads)
-    first = count + len(real.final)
-    conditions, read = recomputed(functional.graph, read, readings, tensors, bound, made.literals, first)
+    conditions, read = recomputed(functional.graph, read, readings, real.tensors, bound, made.literals)
     observation.unsupported += uncounted(read, readings)
+    present = {node.name for node in functional.graph.nodes}
     captured = Captured(
         module_name=name,
         graph=functional.graph,
         placeholders=bound,
-        module_tensors=tuple(tensors),
+        module_tensors=tuple(real.tensors),
         arguments=tuple(fake.arguments),
         argument_leaves=tuple(real.argument_leaves),
         argument_is_tensor=tuple(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))),
         in_spec=real.in_spec,
-        results=tuple(results),
+        results=tuple(functional.results[:count]),
         mutated=tuple(mutated),
         observation=observation,
         fake_observation=observation,
-        draw_of=draw_of,
+        draw_of={node: draw for node, draw in draw_of.items() if node in present},
         literals=made.literals,
         readings=readings,
         read=read,
@@ -147,6 +120,21 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     )
     forget_real_tensors([*fake.arguments])
     return captured
+
+
+def _prepared(
+    graph: fx.Graph, record: Record, functions: OwnFunctions, placeholders: dict[str, int]
+) -> list[Unsupported]:
+    """Rewrites a training graph so that nothing in it depends on grad modes or autocast; what that cannot express."""
+
+    def needs_grad(node: fx.Node) -> bool:
+        return node.name in placeholders and record.forms[placeholders[node.name]].requires_grad
+
+    problems = [*functions.problems]
+    if functions.uses:
+        problems += link_recorded_functions(graph, functions.uses, without_casts)
+    problems += spell_out_recorded_casts(graph, needs_grad)
+    return problems + prepare_recorded(graph, needs_grad)
 
 
 def _free(real: RealRun) -> list[Unsupported]:
@@ -171,8 +159,6 @@ def _free(real: RealRun) -> list[Unsupported]:
 
 def _input_names(module: nn.Module, args: tuple, kwargs: dict[str, Any], real: RealRun) -> list[str]:
     """A name of each input of the run, as torch.export would call its placeholder."""
-    import inspect
-
     prefixes = {"parameter": "p_", "buffer": "b_"}
     found = [prefixes[each.kind] + _word(each.names[0]) for each in real.tensors[: len(real.real_tensors)]]
     signature = inspect.signature(module.forward)
@@ -190,13 +176,10 @@ def _input_names(module: nn.Module, args: tuple, kwargs: dict[str, Any], real: R
         words += [_word(str(key) + rest) for rest in _paths(child)]
     leaves = pytree.tree_leaves((args, kwargs))
     found += [word for word, leaf in zip(words, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    found += ["c_" + _word(path) for path in real.attributes]
-    return found
+    return found + ["c_" + _word(path) for path in real.attributes]
 
 
 def _paths(spec: pytree.TreeSpec) -> list[str]:
-    names = leaf_names(pytree.tree_structure((0, 0))) if False else None
-    del names
     if spec.is_leaf():
         return [""]
     found = []
@@ -208,36 +191,4 @@ def _paths(spec: pytree.TreeSpec) -> list[str]:
 
 
 def _word(text: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9]", "_", text)
-
-
-def _program(made: TrainingGraph) -> ExportedProgram:
-    graph = made.graph
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    results = graph.output_node().args[0]
-    specs = [
-        OutputSpec(
-            OutputKind.USER_OUTPUT,
-            TensorArgument(name=each.name) if isinstance(each, fx.Node) else ConstantArgument(name="", value=None),
-            None,
-        )
-        for each in results
-    ]
-    graph.output_node().args = (tuple(each if isinstance(each, fx.Node) else None for each in results),)
-    signature = ExportGraphSignature(
-        [InputSpec(InputKind.USER_INPUT, TensorArgument(name=node.name), None) for node in inputs], specs
-    )
-    in_spec = pytree.tree_flatten((tuple(inputs), {}))[1]
-    out_spec = pytree.tree_flatten(tuple(0 for _ in results))[1]
-    return ExportedProgram(
-        nn.Module(),
-        graph,
-        signature,
-        {},
-        {},
-        [ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
-        verifiers=[TrainingIRVerifier],
-    )
-
-
-del PythonState, CHANGES_ARGUMENT
+    return re.sub(r"[^a-zA-Z0-9]", "_", text).lower()

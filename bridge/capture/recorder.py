@@ -136,6 +136,12 @@ class Recorder(PreDispatchMode):
         if self._answers is not None:
             self._kept.append(tensor)
 
+    def note_cast(self, tensor: torch.Tensor) -> None:
+        """The operator that runs is about to cast a tensor."""
+        number = self.number_of(tensor)
+        if number is not None and (number < self.record.inputs or number in self.record.free):
+            self.record.casts.setdefault(len(self.record.rows), set()).add(number)
+
     def value_of(self, tensor: torch.Tensor) -> Value:
         """The value of an operand."""
         number = self.number_of(tensor)
@@ -278,7 +284,7 @@ class Recorder(PreDispatchMode):
         result = func(*args, **kwargs)
         if self.number_of(result) is None:
             number = self._new(result, made=True)
-            self.record.literals[number] = args[0]
+            self.record.literals[number] = args[0].clone()
         return result
 
     def _results(self, result: Any) -> Any:

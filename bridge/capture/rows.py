@@ -88,6 +88,7 @@ class Record:
             first read it.
         reads: numbers that Python was given, in order.
         told: rows that fake tensors could not compute: their results are the first run's, with what stood in the way.
+        casts: of a row by its index, the inputs of the run that autocast cast there, for it had kept no cast of them.
         fakes: of a run on fake tensors, those of each value, outside of autograd's graph.
         same: of a run on symbolic sizes, values that no other run has: parts, whole at the sample's sizes → the value
             that each is there. Their numbers are negative.
@@ -101,6 +102,7 @@ class Record:
     free: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     reads: list[Read] = field(default_factory=list)
     told: dict[int, Exception] = field(default_factory=dict)
+    casts: dict[int, set[int]] = field(default_factory=dict)
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
 """Training graph: the record of a run → an fx graph of its operators, with writes in place, views and ``detach``.
 
-Grad modes and autocast are metadata of its nodes: what autograd does not follow, since it ran without grad mode, reads
-through ``detach``; :mod:`bridge.capture.passes.autocast` makes nodes of the casts.
+Grad modes and autocast are metadata of its nodes (:mod:`bridge.capture.passes.told`): the passes that follow make nodes
+of what they mean.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import linecache
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten
 from bridge.base.torch_shapes import SYMBOLIC
-from bridge.capture.passes.alias_analysis import is_view, written
-from bridge.capture.passes.autocast import autocast_at
-from bridge.capture.passes.kinds import stand_in
+from bridge.capture.own_functions import FUNCTION, WITH_GRADIENT
+from bridge.capture.passes.autocast import autocast_of_row
+from bridge.capture.passes.told import AUTOCAST, ROW, STOPPED
 from bridge.capture.recorder import READS
-from bridge.capture.rows import Record, Row, Value, mapped
-from bridge.capture.size_formulas import has_symbols
+from bridge.capture.rows import Record, Row, Value, mapped, values_in
 from bridge.capture.size_nodes import SizeNodes
 
 __all__ = ["TrainingGraph", "training_graph"]
@@ -30,21 +30,19 @@ __all__ = ["TrainingGraph", "training_graph"]
 
 @dataclass
 class TrainingGraph:
-    """A graph whose placeholders are the run's inputs that it reads, literals behind them.
+    """A graph whose placeholders are inputs of the run, free tensors and literals.
 
     Attributes:
-        graph: its output node returns the results, then what was read.
-        placeholders: of each input that is read, its place among the run's inputs → the node.
+        graph: its output node returns the results.
+        placeholders: by name, the value of each but the literals.
         literals: numbers written in the code, by the name of their placeholder.
-        node_of_row: the node of each row that has one.
         mode: of the fake tensors in ``meta["val"]``.
     """
 
     graph: fx.Graph
-    placeholders: dict[int, fx.Node]
+    placeholders: dict[str, int]
     literals: dict[str, torch.Tensor]
-    node_of_row: dict[int, fx.Node] = field(default_factory=dict)
-    mode: FakeTensorMode | None = None
+    mode: FakeTensorMode
 
 
 def training_graph(
@@ -52,125 +50,119 @@ def training_graph(
     fakes: dict[int, torch.Tensor],
     mode: FakeTensorMode,
     names: Sequence[str],
+    order: tuple[Sequence[int], Sequence[int]],
     results: Sequence[Any],
-    ambient: tuple[bool, tuple[torch.dtype | None, bool]],
+    grad: bool,
 ) -> TrainingGraph:
     """The graph of a record.
 
     Args:
         fakes: of each value a fake tensor, in ``mode``.
         names: a name for each input of the run, for placeholders.
-        results: values that are returned, :class:`Value` for tensors.
-        ambient: grad mode and autocast around the call.
+        order: the values that get a placeholder, in order: those before the literals, and those behind.
+        results: what is returned, with :class:`Value` for tensors.
+        grad: whether grad mode is on around the call.
     """
-    return _Builder(record, fakes, mode, names, ambient).build(results)
+    return _Builder(record, fakes, mode, grad).build(names, order, results)
 
 
 class _Builder:
-    def __init__(self, record, fakes, mode, names, ambient):
-        self.record, self.fakes, self.names = record, fakes, names
-        self.grad, self.autocast = ambient
-        self.mode = mode
-        self.made = TrainingGraph(fx.Graph(), {}, {}, mode=mode)
+    def __init__(self, record: Record, fakes: dict[int, torch.Tensor], mode: FakeTensorMode, grad: bool):
+        self.record, self.fakes, self.grad = record, fakes, grad
+        self.made = TrainingGraph(fx.Graph(), {}, {}, mode)
         self.env: dict[int, fx.Node] = {}
+        self.literals: dict[int, fx.Node] = {}
+        self.names: set[str] = set()
+        self.function = _Parts()
         self.sizes = SizeNodes(self.made.graph)
+        self.parts = 0
 
-    def build(self, results: Sequence[Any]) -> TrainingGraph:
-        graph = self.made.graph
-        used = {number for row in self.record.rows for number in _values((row.args, row.kwargs))}
-        used |= {each.number for each in results if isinstance(each, Value)}
-        for index in range(self.record.inputs):
-            if index in used or has_symbols(self.fakes[index]):
-                self.made.placeholders[index] = self.env[index] = self._placeholder(self.names[index], index)
-        for count, number in enumerate(self.record.free):
-            if number in used:
-                self.made.placeholders[number] = self.env[number] = self._placeholder(f"c_free_{count}", number)
-        for count, number in enumerate(self.record.literals):
-            if number in used:
-                node = self._placeholder(f"c_literal_{count}", number)
-                self.made.literals[node.name] = self.record.literals[number]
-                self.env[number] = node
-        for number in self.record.literals:
-            if number in self.env:
-                node = self.env[number]
-                copied = graph.call_function(aten.lift_fresh_copy.default, (node,))
-                copied.meta["val"] = node.meta["val"]
-                self.env[number] = copied
+    def build(self, names: Sequence[str], order: Any, results: Sequence[Any]) -> TrainingGraph:
+        before, behind = order
+        free = {number: f"c_free_{count}" for count, number in enumerate(self.record.free)}
+        for number in before:
+            self._input(free[number] if number in free else names[number], number)
+        used = {number for row in self.record.rows for number in values_in((row.args, row.kwargs))}
+        for count, number in enumerate(each for each in self.record.literals if each in used | set(values_in(results))):
+            node = self.literals[number] = self._placeholder(f"c_lifted_tensor_{count}", number)
+            self.made.literals[node.name] = self.record.literals[number]
+        for number in behind:
+            self._input(names[number], number)
         for index, row in enumerate(self.record.rows):
             self._row(index, row)
-        graph.output(tuple(self.env[each.number] if isinstance(each, Value) else each for each in results))
+        self.made.graph.output(tuple(self._node(each) if isinstance(each, Value) else None for each in results))
         return self.made
+
+    def _input(self, name: str, number: int) -> None:
+        node = self.env[number] = self._placeholder(name, number)
+        self.made.placeholders[node.name] = number
 
     def _placeholder(self, name: str, number: int) -> fx.Node:
         node = self.made.graph.placeholder(name)
-        if name not in {each.name for each in self.made.graph.nodes}:
+        if name not in self.names:
             node.name = name  # also "input", which fx takes for no name
-        fake, form = self.fakes[number], self.record.forms[number]
-        node.meta["val"] = stand_in(fake, self.mode).requires_grad_(form.requires_grad)
+        self.names.add(node.name)
+        node.meta["val"] = stand_in(self.fakes[number], self.made.mode)
+        node.meta["val"].requires_grad_(self.record.forms[number].requires_grad)
         self.sizes.read_from(node)
         return node
 
+    def _node(self, value: Value) -> fx.Node:
+        if value.number not in self.env:  # a literal: each call has a tensor of its own
+            literal = self.literals[value.number]
+            self.env[value.number] = made = self.made.graph.call_function(aten.lift_fresh_copy.default, (literal,))
+            made.meta["val"] = literal.meta["val"]
+        return self.env[value.number]
+
     def _row(self, index: int, row: Row) -> None:
+        inside = self.function.contains(row.op)
         if row.op in READS:
             return
-        args, kwargs = mapped((row.args, row.kwargs), Value, lambda value: self.env[value.number])
+        args, kwargs = mapped((row.args, row.kwargs), Value, self._node)
         args, kwargs = mapped((args, kwargs), SYMBOLIC, self.sizes.of)
-        graph = self.made.graph
         name = row.op.overloadpacket.__name__ if isinstance(row.op, OpOverload) else str(row.op)
-        node = graph.create_node("call_function", row.op, args, kwargs, name=name)
-        node.meta.update(self._told(row))
-        self.made.node_of_row[index] = node
-        stopped = self.grad and not row.grad
-        seen_as_view = is_view(node)
-        if stopped and not seen_as_view:
-            self._detach_reads(node)
+        node = self.made.graph.create_node("call_function", row.op, args, kwargs, name=name)
+        node.meta.update(self._told(index, row))
+        if self.grad and not row.grad and not inside:
+            node.meta[STOPPED] = True
         if isinstance(row.results, Value):
             node.meta["val"] = self.fakes[row.results.number]
-            self._set(row.results.number, self._stopped(node) if stopped and seen_as_view else node)
-            return
-        if isinstance(row.results, tuple | list):
+            self.env[row.results.number] = node
+        elif isinstance(row.results, tuple | list):
             node.meta["val"] = mapped(row.results, Value, lambda value: self.fakes[value.number])
             for place, each in enumerate(row.results):
                 if isinstance(each, Value):
-                    item = graph.call_function(operator.getitem, (node, place))
-                    item.meta.update(self._told(row))
-                    item.meta["val"] = self.fakes[each.number]
-                    self._set(each.number, self._stopped(item) if stopped and seen_as_view else item)
-            return
-        node.meta["val"] = row.results
+                    self.env[each.number] = item = self.made.graph.call_function(operator.getitem, (node, place))
+                    item.meta.update(node.meta, val=self.fakes[each.number])
+        else:
+            node.meta["val"] = row.results
 
-    def _set(self, number: int, node: fx.Node) -> None:
-        self.env[number] = node
-
-    def _told(self, row: Row) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+    def _told(self, index: int, row: Row) -> dict[str, Any]:
+        if isinstance(row.results, Value) and row.results.number in self.record.same:
+            self.parts += 1  # the run that casts were noted in has no such row
+        anew = [self.env[each] for each in self.record.casts.get(index - self.parts, ())]
+        told: dict[str, Any] = {ROW: index, AUTOCAST: autocast_of_row(row, anew)}
         if row.where is not None:
             file, line = row.where
             code = linecache.getline(file, line).strip()
             told["stack_trace"] = f'File "{file}", line {line}, in forward\n    {code}\n'
-        told["nn_module_stack"] = {row.path: (row.path, "")} if row.path else {}
-        if row.autocast != self.autocast:
-            told.update(autocast_at(row.autocast[0]))
+        if row.path:
+            told["nn_module_stack"] = {row.path: (row.path, "")}
         return told
 
-    def _detach_reads(self, node: fx.Node) -> None:
-        """Passes what an operator reads through ``detach``; what it writes stays the memory that it is."""
-        targets = written(node)
-        with node.graph.inserting_before(node):
-            seen = {each: each if each in targets else self._stopped(each) for each in node.all_input_nodes}
-        node.args = fx.map_arg(node.args, seen.__getitem__)
-        node.kwargs = fx.map_arg(node.kwargs, seen.__getitem__)
 
-    def _stopped(self, node: fx.Node) -> fx.Node:
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-            return node
-        detached = self.made.graph.call_function(aten.detach.default, (node,))
-        detached.meta = {key: each for key, each in node.meta.items()}
-        return detached
+class _Parts:
+    """Whether a row belongs to a user's own Function: grad modes mean nothing there, as autograd sees outputs alone."""
 
+    def __init__(self) -> None:
+        self._inside = self._ends = False
 
-def _values(tree: Any) -> set[int]:
-    found: set[int] = set()
-    mapped(tree, Value, lambda value: found.add(value.number))
-    return found
+    def contains(self, op: Any) -> bool:
+        """Of the next row, whose operator this is."""
+        if op is FUNCTION:
+            self._inside, self._ends = True, False
+        elif op is WITH_GRADIENT:
+            self._ends = True
+        elif self._ends:
+            self._inside = self._ends = False
+        return self._inside

@@ -168,9 +168,10 @@ def real_run_of(
         stack.enter_context(functions.traced())
         stack.enter_context(generator_watch(rules))
         stack.enter_context(nothing_saved())
-        draws = DrawRecorder(observation.draws, rules.complain, None, inputs, lambda: isolated.advance, real=True)
         recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
         functions_called = Functions(recorder, rules, observation.calls)
+        told = observation.draws, rules.complain, None, inputs, lambda: isolated.advance, True, recorder.note_cast
+        draws = DrawRecorder(*told)
         for each in (functions_called, draws, python_kernels(), recorder):
             stack.enter_context(each)
         result = prepared(*own_args, **own_kwargs)

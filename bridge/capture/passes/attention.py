@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from bridge.base.devices import current_device
+from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import OpOverload, TorchDispatchMode, aten
 from bridge.capture.passes.alias_analysis import Aliases
-from bridge.capture.passes.kinds import stand_in
+from bridge.capture.passes.told import told
 
 __all__ = ["choose_for_learned_masks"]
 
@@ -85,5 +86,5 @@ def _of_all_scores(node: fx.Node, mask: fx.Node) -> fx.Node:
     query, key = (each.meta["val"] for each in node.args[:2])
     extents = [*query.shape[:3], key.shape[2]]
     expanded = node.graph.call_function(aten.expand.default, (mask, extents))
-    expanded.meta = {**mask.meta, "val": mask.meta["val"].expand(extents)}
+    expanded.meta = {**told(node), "val": mask.meta["val"].expand(extents)}
     return expanded

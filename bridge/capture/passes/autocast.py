@@ -14,7 +14,7 @@ torch.autocast(...)`` inside forward) become part of the graph around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.modes import autocast_depth, autocast_to
+from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import (
     FakeTensor,
     OpOverload,
@@ -35,16 +36,18 @@ from bridge.base.torch_internals import (
     schema,
     set_grad_enabled,
 )
+from bridge.capture.passes.call_kinds import kind_key
 from bridge.capture.passes.composites import expand, is_composite
-from bridge.capture.passes.kinds import kind_key, stand_in
 from bridge.capture.passes.stop_gradient import inline
+from bridge.capture.passes.told import AUTOCAST, ROW, STOPPED, told
+from bridge.capture.rows import Row
 from bridge.capture.symbolic_formulas import running
 
-__all__ = ["GradModesInRegions", "autocast_at", "spell_out_casts", "without_casts"]
+__all__ = ["GradModesInRegions", "autocast_of_row", "spell_out_casts", "spell_out_recorded_casts", "without_casts"]
 
 _REGION = torch.ops.higher_order.wrap_with_autocast
 _GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
-_TAG = "autocast"
+_TAG = AUTOCAST
 #: The user's own casts: autocast leaves them alone.
 _CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
 
@@ -85,9 +88,20 @@ def spell_out_casts(
     return problems
 
 
-def autocast_at(dtype: torch.dtype | None) -> dict[str, Any]:
-    """Metadata of an operator that runs where autocast casts to this type; ``None``: where it is off."""
-    return {_TAG: _Place(dtype)}
+def spell_out_recorded_casts(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    """Rewrites a training graph in place as described above, each node as :func:`autocast_of_row` says of its row.
+
+    Args:
+        requires_grad: whether a placeholder's tensor requires grad.
+    """
+    problems: list[Unsupported] = []
+    _cast_all(graph, _Place(None), requires_grad, problems)
+    return problems
+
+
+def autocast_of_row(row: Row, cast: Collection[fx.Node]) -> _Place:
+    """What autocast does to a row; ``cast``: the placeholders that it cast there, since it had kept no cast of them."""
+    return _Place(*row.autocast, frozenset(cast))
 
 
 def without_casts(node: fx.Node) -> None:
@@ -103,10 +117,12 @@ class _Place:
         dtype: what autocast casts to, ``None`` if it is off.
         caches: whether it keeps the casts of parameters. Not known of a region, whose setting ``torch.export`` traces
             with the cache turned off; casts at each use are the more precise ones.
+        anew: parameters that it cast here although it keeps casts: for the first time, or since it lost those it had.
     """
 
     dtype: torch.dtype | None
     caches: bool = False
+    anew: frozenset[fx.Node] = frozenset()
 
 
 def _inline_regions(graph_module: fx.GraphModule, around: _Place) -> None:
@@ -134,8 +150,19 @@ def _cast(
     requires_grad: Callable[[fx.Node], bool],
     problems: list[Unsupported],
 ) -> None:
-    graph = graph_module.graph
-    shared: dict[fx.Node, fx.Node] = {}
+    for node in _calls(graph_module.graph, _GRAD_REGION):
+        place = node.meta.get(_TAG, around)
+        _cast(getattr(graph_module, node.args[1].target), place, lambda node: False, problems)
+    _cast_all(graph_module.graph, around, requires_grad, problems)
+
+
+def _cast_all(
+    graph: fx.Graph,
+    around: _Place,
+    requires_grad: Callable[[fx.Node], bool],
+    problems: list[Unsupported],
+) -> None:
+    shared: dict[fx.Node, tuple[fx.Node, int | None]] = {}
     known = _KnownCasts()
     lowered: dict[fx.Node, torch.dtype] = {}
 
@@ -149,16 +176,17 @@ def _cast(
             _refuse(node, reason, problems)
         if not place.caches:
             return _insert_cast(node, source, dtype)
-        if source not in shared:
-            shared[source] = _insert_cast(node, source, dtype)
-        return shared[source]
+        made, made_for = shared.get(source, (None, None))
+        if made is None or (source in place.anew and made_for != node.meta.get(ROW)):
+            made = _insert_cast(node, source, dtype)
+            made.meta.pop(STOPPED, None)  # autograd follows a cast that is kept, wherever it was made
+            shared[source] = made, node.meta.get(ROW)
+        return made
 
     for node in list(graph.nodes):
         place = node.meta.get(_TAG, around)
         if node.op != "call_function":
             continue
-        if node.target is _GRAD_REGION:
-            _cast(getattr(graph_module, node.args[1].target), place, lambda node: False, problems)
         if place.dtype is None or not isinstance(node.target, OpOverload):
             continue
         done = known.of(node, place.dtype, problems)
@@ -240,7 +268,7 @@ def _is_cast(node: fx.Node) -> bool:
 def _insert_cast(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
     with node.graph.inserting_before(node):
         cast = node.graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})
-    cast.meta = {key: value for key, value in node.meta.items() if key in ("stack_trace", "nn_module_stack")}
+    cast.meta = told(node)
     cast.meta["val"] = _stand_in(source.meta["val"], dtype)
     return cast
 

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import aten, implements_composite, pytree
+from bridge.capture.passes.told import told
 
 __all__ = ["expand", "is_composite"]
 
@@ -63,8 +64,7 @@ def _put_in_place(node: fx.Node, inner: fx.Graph, sources: list[fx.Node]) -> lis
                 copied[each] = next(remaining)
             elif each.op == "call_function":
                 copied[each] = made = node.graph.node_copy(each, copied.__getitem__)
-                kept = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
-                made.meta = {"val": each.meta.get("val"), **kept}
+                made.meta = {"val": each.meta.get("val"), **told(node)}
     results = [copied[result] for result in inner.output_node().args[0]]
     for user in list(node.users):
         if user.target is operator.getitem:

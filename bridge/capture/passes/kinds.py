@@ -32,9 +32,11 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 
-from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten, pytree, schema
+from bridge.base.torch_fakes import stand_in
+from bridge.base.torch_internals import FakeTensor, OpOverload, aten, pytree, schema
 from bridge.base.torch_shapes import environment, expression, fixed, is_decided
 from bridge.capture.loops.operators import MARKS
+from bridge.capture.passes.call_kinds import form, is_of_sizes, kind_key, requires_grad
 from bridge.capture.passes.formulas import (
     Formula,
     copied_formula,
@@ -42,10 +44,9 @@ from bridge.capture.passes.formulas import (
     known_formula,
     remember_formula,
 )
-from bridge.capture.passes.size_nodes import NoSizeNodeError, SizeNodes, is_of_sizes
-from bridge.state import constant_key
+from bridge.capture.passes.size_nodes import NoSizeNodeError, SizeNodes
 
-__all__ = ["Functional", "functional_by_kind", "kind_key", "stand_in"]
+__all__ = ["Functional", "functional_by_kind"]
 
 _HANDED_ON = ("custom", "stack_trace", "nn_module_stack")
 _NAME = re.compile(r"_\d+$")
@@ -157,11 +158,6 @@ def _tensor_sources(node: fx.Node) -> list[fx.Node]:
     return [source for source in node.all_input_nodes if not isinstance(source.meta["val"], torch.SymInt)]
 
 
-def kind_key(node: fx.Node) -> tuple:
-    """Hashable and equal for calls of one kind, as long as their graphs live; the values that they read are tensors."""
-    return node.target, _key((node.args, node.kwargs), tuple(node.all_input_nodes))
-
-
 def _only_reads(op: Any) -> bool:
     """Whether an operator writes nothing, as far as its schema tells, and looks at no memory beside its tensors'."""
     if schema(op).is_mutable or op.namespace not in ("aten", "tvm_dispatch"):
@@ -188,25 +184,6 @@ def _is_plain(value: Any) -> bool:
 
 def _is_known(extent: Any) -> bool:
     return type(extent) is int or is_decided(environment(extent), expression(extent))
-
-
-def _form(value: torch.Tensor) -> tuple:
-    """Hashable: symbolic sizes by their expressions."""
-    return tuple(map(fixed, value.shape)), tuple(map(fixed, value.stride())), value.dtype, value.device
-
-
-def _key(value: Any, sources: Sequence[fx.Node]) -> Any:
-    """Hashable: constants, the layouts of tensors, and which of them are the same one."""
-    if isinstance(value, fx.Node) and is_of_sizes(value):
-        return "size", fixed(value.meta["val"])
-    if isinstance(value, fx.Node):
-        return "tensor", sources.index(value), _form(value.meta["val"]), _requires_grad(value)
-    if isinstance(value, tuple | list):
-        return "list", tuple(_key(item, sources) for item in value)
-    if isinstance(value, dict):
-        return "dict", tuple((name, _key(item, sources)) for name, item in value.items())
-    key = constant_key(value)
-    return ("object", id(value)) if key is None else key
 
 
 def _program(kinds: Sequence[_Kind], exported: ExportedProgram) -> ExportedProgram:
@@ -258,19 +235,8 @@ def _has_symbols(node: fx.Node) -> bool:
 
 def _placeholder(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
     made, value = graph.placeholder(name), source.meta["val"]
-    made.meta["val"] = stand_in(value, value.fake_mode).requires_grad_(_requires_grad(source))
+    made.meta["val"] = stand_in(value, value.fake_mode).requires_grad_(requires_grad(source))
     return made
-
-
-def stand_in(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake tensor of this layout in memory of its own."""
-    with mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _requires_grad(source: fx.Node) -> bool:
-    """Whether a decomposition sees that a tensor requires grad: it runs on what the graph is given, under no_grad."""
-    return source.op == "placeholder" and source.meta["val"].requires_grad
 
 
 def _decomposed(kinds: Sequence[_Kind], program: ExportedProgram) -> dict[_Kind, Formula] | None:
@@ -298,7 +264,7 @@ def _decomposed(kinds: Sequence[_Kind], program: ExportedProgram) -> dict[_Kind,
         given = _tensors(kind.node.meta.get("val"))
         own = tuple(next(inputs) for _ in _tensor_sources(kind.node))
         made = tuple(next(results) for _ in given)
-        if any(_form(node.meta["val"]) != _form(value) for node, value in zip(made, given, strict=True)):
+        if any(form(node.meta["val"]) != form(value) for node, value in zip(made, given, strict=True)):
             return None
         found[kind] = Formula(own, tuple(calls[str(index)]), made)
     return found

@@ -15,7 +15,7 @@ from torch import fx
 from bridge.base.errors import Unsupported, user_line
 from bridge.capture.own_functions import FUNCTION, OWN, TANGENT, WITH_GRADIENT, Use
 
-__all__ = ["link_functions"]
+__all__ = ["link_functions", "link_recorded_functions"]
 
 
 def link_functions(
@@ -31,14 +31,20 @@ def link_functions(
     for inner in graph_module.children():
         if isinstance(inner, fx.GraphModule):
             problems += link_functions(inner, uses, tag)
-    graph = graph_module.graph
+    problems += link_recorded_functions(graph_module.graph, uses, tag)
+    graph_module.recompile()
+    return problems
+
+
+def link_recorded_functions(graph: fx.Graph, uses: Sequence[Use], tag: Callable[[fx.Node], None]) -> list[Unsupported]:
+    """Rewrites one graph."""
+    problems: list[Unsupported] = []
     for begin in [node for node in graph.nodes if node.target is FUNCTION]:
         problem = _link(graph, begin, uses[begin.args[0]].again, tag)
         if problem is not None:
             where = user_line(begin.meta.get("stack_trace")) or "forward"
             problems.append(Unsupported(f"autograd.Function {uses[begin.args[0]].name}", where, problem))
         graph.erase_node(begin)
-    graph_module.recompile()
     return problems
 
 

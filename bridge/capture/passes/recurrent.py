@@ -17,6 +17,7 @@ from torch import fx
 from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import FakeTensor, aten, schema
 from bridge.capture.passes.composites import expand
+from bridge.capture.passes.told import told
 
 __all__ = ["LAYERED", "RECURRENT_LAYERS", "keep_layers_whole"]
 
@@ -92,7 +93,7 @@ def _split(graph: fx.Graph, node: fx.Node, with_values: bool) -> list[fx.Node]:
 
     def call(target: Any, *args: Any) -> fx.Node:
         made = graph.call_function(target, args)
-        made.meta["stack_trace"] = node.meta.get("stack_trace")
+        made.meta.update(told(node))
         if with_values:
             with x.meta["val"].fake_mode, torch.no_grad():
                 made.meta["val"] = target(*fx.map_arg(args, lambda source: source.meta["val"]))

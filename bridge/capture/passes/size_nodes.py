@@ -11,19 +11,14 @@ import torch
 from torch import fx
 
 from bridge.base.torch_internals import aten
-from bridge.base.torch_shapes import environment, expression, fixed, is_decided
+from bridge.base.torch_shapes import fixed
+from bridge.capture.passes.call_kinds import is_of_sizes
 
 __all__ = ["NoSizeNodeError", "SizeNodes", "is_of_sizes"]
 
 
 class NoSizeNodeError(ValueError):
     """A size that the extents of the graph's inputs do not give."""
-
-
-def is_of_sizes(node: fx.Node) -> bool:
-    """Whether a call gives a number that the sizes of the arguments decide."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.SymInt | torch.SymFloat) and is_decided(environment(value), expression(value))
 
 
 class SizeNodes:

@@ -19,15 +19,16 @@ import torch
 from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.torch_internals import HigherOrderOperator, aten
+from bridge.base.torch_internals import HigherOrderOperator, OpOverload, aten
 from bridge.capture.own_functions import OWN
 from bridge.capture.passes.alias_analysis import Aliases, is_detach, is_view, written
 from bridge.capture.passes.attention import choose_for_learned_masks
 from bridge.capture.passes.recurrent import keep_layers_whole
 from bridge.capture.passes.straight_through import write_straight_through
+from bridge.capture.passes.told import STOPPED
 from bridge.capture.passes.written_views import write_through_views
 
-__all__ = ["STOP_GRADIENT", "inline", "origin_of", "prepare", "where_is"]
+__all__ = ["STOP_GRADIENT", "inline", "origin_of", "prepare", "prepare_recorded", "where_is"]
 
 
 _library = torch.library.Library("tvm_dispatch", "DEF")
@@ -44,20 +45,46 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
         requires_grad: whether a placeholder's tensor requires grad.
     """
     problems = _inline_regions(graph_module)
-    keep_layers_whole(graph_module.graph)
-    choose_for_learned_masks(graph_module.graph, requires_grad)
-    _pass_through(graph_module.graph)
-    _word_assertions(graph_module.graph)
-    write_straight_through(graph_module.graph, requires_grad, STOP_GRADIENT)
-    problems += _stop_gradients(graph_module.graph, requires_grad)
-    problems += write_through_views(graph_module.graph)
-    problems += _wrong_in_torch(graph_module.graph, requires_grad)
-    for node in graph_module.graph.nodes:
+    problems += _prepare(graph_module.graph, requires_grad)
+    graph_module.recompile()
+    return problems
+
+
+def prepare_recorded(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    """Rewrites a training graph in place as described above, whose nodes are told where autograd stops."""
+    _detach_stopped(graph)
+    return _prepare(graph, requires_grad)
+
+
+def _detach_stopped(graph: fx.Graph) -> None:
+    """What an operator reads that autograd does not follow passes through ``detach``, and what it gives if it is a view
+    of that."""
+    for node in [node for node in graph.nodes if STOPPED in node.meta and isinstance(node.target, OpOverload)]:
+        if not is_view(node):
+            _detach_reads(graph, node)
+            continue
+        items = isinstance(node.meta.get("val"), tuple | list)
+        for result in list(node.users) if items else [node]:
+            with graph.inserting_after(result):
+                detached = _detached(graph, result)
+            if detached is not result:
+                result.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
+
+
+def _prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    keep_layers_whole(graph)
+    choose_for_learned_masks(graph, requires_grad)
+    _pass_through(graph)
+    _word_assertions(graph)
+    write_straight_through(graph, requires_grad, STOP_GRADIENT)
+    problems = _stop_gradients(graph, requires_grad)
+    problems += write_through_views(graph)
+    problems += _wrong_in_torch(graph, requires_grad)
+    for node in graph.nodes:
         if node.op == "call_function":
             told = {"where": user_line(node.meta.get("stack_trace")), OWN: node.meta.get(OWN)}
             node.meta["custom"] = {"origin": node.name, **{key: value for key, value in told.items() if value}}
-    graph_module.graph.lint()
-    graph_module.recompile()
+    graph.lint()
     return problems
 
 
@@ -199,4 +226,4 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

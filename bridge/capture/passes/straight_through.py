@@ -14,6 +14,7 @@ from torch import fx
 
 from bridge.base.torch_internals import aten
 from bridge.capture.passes.alias_analysis import Aliases
+from bridge.capture.passes.told import STOPPED, told
 
 __all__ = ["write_straight_through"]
 
@@ -28,7 +29,7 @@ def write_straight_through(
     ``x.clamp_(…)`` becomes ``x.copy_(where(y == z, x, y + (x - z)))`` with ``z`` the numbers of ``x`` and ``y`` those
     clamped: ``y`` to the bit, with the gradient of ``x``. What is not clamped is ``x`` itself, infinity included.
     """
-    clamps = [node for node in graph.nodes if node.target in _FUNCTIONAL and "gaussian_nll_loss" in _function(node)]
+    clamps = [node for node in graph.nodes if node.target in _FUNCTIONAL and _is_behind_autograd(node)]
     if not clamps:
         return
     aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
@@ -42,7 +43,7 @@ def write_straight_through(
             values = fx.map_arg((args, kwargs), lambda arg: arg.meta["val"])
             with mode:
                 made.meta["val"] = op(*values[0], **values[1])
-            made.meta["stack_trace"] = before.meta.get("stack_trace")
+            made.meta.update(told(before))
             return made
 
         z = emit(stop_gradient, x)
@@ -56,6 +57,6 @@ def write_straight_through(
         graph.erase_node(node)
 
 
-def _function(node: fx.Node) -> str:
-    """The function of torch's that was called, as ``"function.relu"``."""
-    return node.meta.get("torch_fn", ("", ""))[1]
+def _is_behind_autograd(node: fx.Node) -> bool:
+    """Whether grad mode is off: as the record says, or torch's function that was called."""
+    return STOPPED in node.meta or "gaussian_nll_loss" in node.meta.get("torch_fn", ("", ""))[1]

@@ -18,6 +18,7 @@ from torch import fx
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import aten, storage_id
 from bridge.capture.passes.alias_analysis import aliased, written
+from bridge.capture.passes.told import told
 
 __all__ = ["write_through_views"]
 
@@ -136,6 +137,6 @@ def _apply(graph: fx.Graph, before: fx.Node, value: fx.Node, steps: Steps) -> fx
             given: torch.Tensor = value.meta["val"]
             with given.fake_mode:
                 made.meta["val"] = op(given, *args)
-            made.meta["stack_trace"] = value.meta.get("stack_trace")
+            made.meta.update(told(value))
             value = made
     return value
