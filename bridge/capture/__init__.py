@@ -1,13 +1,5 @@
 """Capture: a module's call to a functional ATen graph, checked against a fake run and an eager run."""
 
-from bridge.capture import (  # noqa: F401 - they register their operators
-    ctc_loss,
-    least_squares,
-    quantiles,
-    spectrograms,
-    statistics,
-    written_positions,
-)
 from bridge.capture.captured import Captured
 from bridge.capture.copied_call import Copies, copied_call
 from bridge.capture.counters import Counter

@@ -8,12 +8,20 @@ autograd's derivative of that its derivative.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+from bridge.base.devices import HOST
+from bridge.base.modes import ambient_autocast
+from bridge.base.quirks import applies, quirk
+from bridge.base.torch_internals import aten, pytree
 
 __all__ = ["HANDLERS", "WHOLE_FUNCTIONS", "WholeFunction", "WholeFunctions", "define_whole"]
 
@@ -94,3 +102,283 @@ def define_whole(schema: str, computed: WholeFunction, like: Callable[..., torch
 
 
 _SAVED = object()
+
+# Losses
+
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def _like_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity):
+    is_each = reduction == _REDUCTIONS["none"] and log_probs.dim() == 3
+    return log_probs.new_empty(log_probs.shape[1:2] if is_each else ())
+
+
+def _define_ctc(name: str, lengths: str, computed: WholeFunction):
+    given = f"Tensor log_probs, Tensor targets, {lengths} input_lengths, {lengths} target_lengths"
+    schema = f"{name}({given}, int blank, int reduction, bool zero_infinity) -> Tensor"
+    return define_whole(schema, computed, _like_loss)
+
+
+_ctc_of_tensors = _define_ctc("ctc_loss", "Tensor", WholeFunction(aten.ctc_loss.Tensor))
+_ctc_of_lists = _define_ctc("ctc_loss_of_lists", "int[]", WholeFunction(aten.ctc_loss.IntList))
+
+
+@quirk(
+    "F.ctc_loss",
+    "torch.ctc_loss",
+    reason="returns forward probabilities as well, whose shape is in the lengths",
+    test="tests/bridge/aten/test_ctc.py",
+)
+def _ctc_loss(
+    func, log_probs, targets, input_lengths, target_lengths, blank=0, reduction="mean", zero_infinity=False
+) -> torch.Tensor:
+    """The whole loss, reduction included, computed by torch."""
+    lengths = input_lengths, target_lengths
+    reduction = _REDUCTIONS.get(reduction, reduction)
+    if reduction not in _REDUCTIONS.values():
+        return func(log_probs, targets, *lengths, blank, reduction, zero_infinity)  # eager's error
+    if ambient_autocast() is not None and log_probs.dtype != torch.float64:
+        log_probs = log_probs.float()  # as eager's operator does
+    options = (blank, reduction, bool(zero_infinity))
+    if all(isinstance(each, torch.Tensor) for each in lengths):
+        return _ctc_of_tensors(log_probs, targets, *lengths, *options)
+    return _ctc_of_lists(log_probs, targets, *map(list, lengths), *options)
+
+
+for _function in (F.ctc_loss, torch.ctc_loss):
+    HANDLERS[_function] = partial(_ctc_loss, _function)
+
+
+# Linear algebra
+
+
+def _solved(input, other, rcond, driver):
+    return aten.linalg_lstsq.default(input, other, rcond, driver=driver)[0]
+
+
+def _solution(input, other, rcond, driver):
+    batch = torch.broadcast_shapes(input.shape[:-2], other.shape[: input.dim() - 2])
+    return other.new_empty((*batch, input.shape[-1], *other.shape[input.dim() - 1 :]))
+
+
+_solve = define_whole(
+    "lstsq_solution(Tensor input, Tensor other, float? rcond, str? driver) -> Tensor",
+    WholeFunction(_solved),
+    _solution,
+)
+_FIELDS = ("solution", "residuals", "rank", "singular_values")
+
+
+class LeastSquares:
+    """What ``torch.linalg.lstsq`` returns; fields other than the solution are computed where they are read."""
+
+    def __init__(self, solution: torch.Tensor, everything: Callable[[], tuple] | None):
+        self._solution, self._everything = solution, everything
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._solution if index in (0, -len(_FIELDS)) else self._everything()[index]
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name not in _FIELDS:
+            raise AttributeError(f"the result of lstsq has no {name}")
+        return self[_FIELDS.index(name)]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._everything())
+
+    def __len__(self) -> int:
+        return len(_FIELDS)
+
+
+@quirk(
+    "torch.linalg.lstsq",
+    reason="how many residuals it returns depends on the rank, which is in the numbers; the solution's shape does not",
+    test="tests/bridge/aten/test_any_operator.py",
+)
+def _lstsq(A, B=None, rcond=None, *, b=None, driver=None) -> LeastSquares:
+    """The solution is a whole operator; a forward that reads other fields calls torch's function, which is refused."""
+    other = b if B is None else B
+    rest = partial(aten.linalg_lstsq.default, A, other, rcond, driver=driver)
+    return LeastSquares(_solve(A, other, rcond, driver), rest)
+
+
+pytree.register_pytree_node(  # who watches the call sees a tensor in its result
+    LeastSquares,
+    lambda found: ([found[0]], found._everything),
+    lambda leaves, everything: LeastSquares(*leaves, everything),
+)
+HANDLERS[torch.linalg.lstsq] = _lstsq
+
+
+# Quantiles
+
+
+def _define_quantile(name: str) -> Callable[..., torch.Tensor]:
+    """Of a tensor of levels. Without numbers it is torch's as well, which asks for those of the CPU alone."""
+    schema = f"{name}(Tensor input, Tensor q, int? dim, bool keepdim, str interpolation) -> Tensor"
+    computed = WholeFunction(getattr(aten, name).default, ("interpolation",))
+    return define_whole(schema, computed, computed)
+
+
+@quirk(
+    "torch.quantile",
+    "torch.nanquantile",
+    until="2.13",
+    reason="on the CPU, reads whether the levels are between 0 and 1",
+    test="tests/bridge/aten/test_any_operator.py",
+)
+def _quantile(function, operator, input, q, dim=None, keepdim=False, *, interpolation="linear", **others):
+    """A whole operator, whose kernel still asks at each call."""
+    is_tensor = isinstance(q, torch.Tensor)
+    if input.device != HOST or others or not (is_tensor or 0 <= q <= 1):  # of a level that is none, torch's error
+        return function(input, q, dim, keepdim, interpolation=interpolation, **others)
+    levels = q if is_tensor else input.new_full((), q)
+    levels = levels if interpolation == "linear" else levels.detach()  # which of two numbers it is has no derivative
+    return operator(input, levels, dim, keepdim, interpolation)
+
+
+for _name in ("quantile", "nanquantile"):
+    _operator = _define_quantile(_name)
+    if applies(until="2.13"):
+        for _function in (getattr(torch, _name), getattr(torch.Tensor, _name)):
+            HANDLERS[_function] = partial(_quantile, _function, _operator)
+
+
+# Spectrograms
+
+
+def _signal(input, n_fft, hop_length, win_length, window, center, normalized, onesided, length, return_complex):
+    *batch, _, frames = input.shape
+    hop_length = n_fft // 4 if hop_length is None else hop_length
+    whole = n_fft + hop_length * (frames - 1)
+    if length is None:
+        length = whole - 2 * (n_fft // 2) if center else whole
+    return input.new_empty((*batch, length), dtype=input.dtype if return_complex else input.dtype.to_real())
+
+
+_istft_whole = define_whole(
+    "istft(Tensor input, int n_fft, int? hop_length, int? win_length, Tensor? window, bool center, bool normalized,"
+    " bool? onesided, int? length, bool return_complex) -> Tensor",
+    WholeFunction(aten.istft.default),
+    _signal,
+)
+
+
+@quirk(
+    "torch.istft",
+    reason="asks whether the windows leave a gap between them; the length of the signal is in the sizes",
+    test="tests/bridge/aten/test_any_operator.py",
+)
+def _istft(
+    input,
+    n_fft,
+    hop_length=None,
+    win_length=None,
+    window=None,
+    center=True,
+    normalized=False,
+    onesided=None,
+    length=None,
+    return_complex=False,
+):
+    rest = n_fft, hop_length, win_length, window, center, normalized, onesided, length, return_complex
+    return _istft_whole(input, *rest)
+
+
+for _function in (torch.istft, torch.Tensor.istft):
+    HANDLERS[_function] = _istft
+
+
+# Statistics
+
+
+def _covariances(input, correction, fweights, aweights):
+    dtype = input.dtype
+    for weights in (fweights, aweights):
+        dtype = dtype if weights is None else torch.promote_types(dtype, weights.dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        dtype = torch.get_default_dtype()
+    variables = input.shape[0] if input.dim() == 2 else 1
+    return input.new_empty((variables, variables), dtype=dtype).squeeze()
+
+
+def _chosen(input, r, with_replacement):
+    count = input.shape[0]
+    choices = math.comb(count + r - 1, r) if with_replacement and count else math.comb(count, r)
+    return input.new_empty((choices, r) if r else (0,))
+
+
+_cov_whole = define_whole(
+    "cov(Tensor input, int correction, Tensor? fweights, Tensor? aweights) -> Tensor",
+    WholeFunction(aten.cov.default, ("correction", "fweights", "aweights")),
+    _covariances,
+)
+_corrcoef_whole = define_whole(
+    "corrcoef(Tensor input) -> Tensor",
+    WholeFunction(aten.corrcoef.default),
+    lambda input: _covariances(input, 1, None, None),
+)
+_combinations_whole = define_whole(
+    "combinations(Tensor input, int r, bool with_replacement) -> Tensor",
+    WholeFunction(aten.combinations.default),
+    _chosen,
+)
+
+
+@quirk(
+    "torch.cov",
+    "torch.corrcoef",
+    reason="asks whether weights are negative, and whether there are more observations than degrees of freedom",
+    test="tests/bridge/aten/test_any_operator.py",
+)
+def _cov(input, *, correction=1, fweights=None, aweights=None):
+    return _cov_whole(input, correction, fweights, aweights)
+
+
+@quirk(
+    "torch.combinations",
+    reason="selects by a mask that is in the size alone",
+    test="tests/bridge/aten/test_any_operator.py",
+)
+def _combinations(input, r=2, with_replacement=False):
+    if type(input.shape[0]) is not int or input.dim() != 1:
+        return torch.combinations(input, r, with_replacement)
+    return _combinations_whole(input, r, with_replacement)
+
+
+for _function in (torch.cov, torch.Tensor.cov):
+    HANDLERS[_function] = _cov
+for _function in (torch.corrcoef, torch.Tensor.corrcoef):
+    HANDLERS[_function] = lambda input: _corrcoef_whole(input)
+HANDLERS[torch.combinations] = _combinations
+
+
+# Writes by positions
+
+
+_as_strided_scatter_whole = define_whole(
+    "as_strided_scatter(Tensor input, Tensor src, int[] size, int[] stride, int storage_offset) -> Tensor",
+    WholeFunction(aten.as_strided_scatter.default),
+    lambda input, *_: torch.empty_like(input),
+)
+
+
+@quirk(
+    "torch.as_strided_scatter",
+    reason="its derivative passes the gradient on where the source was written, too; that of functionalized writes, "
+    "which are the same operator, does not",
+    test="tests/bridge/parity/test_aliasing.py",
+)
+def _as_strided_scatter(function, input, src, size, stride, storage_offset=None):
+    """Forward's own call is a whole operator with eager's derivative.
+
+    Places count from the start of a contiguous input's memory, which every copy of it has as well.
+    """
+    if input.storage_offset() or not input.is_contiguous() or input.is_conj() or input.is_neg():
+        return function(input, src, size, stride, storage_offset)
+    return _as_strided_scatter_whole(input, src, size, stride, storage_offset or 0)
+
+
+for _function in (torch.as_strided_scatter, torch.Tensor.as_strided_scatter):
+    HANDLERS[_function] = partial(_as_strided_scatter, _function)

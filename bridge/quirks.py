@@ -1,0 +1,25 @@
+"""``python -m bridge.quirks``: the table of what single operators and versions of torch do that no rule covers."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from contextlib import suppress
+
+import bridge
+from bridge.base.quirks import QUIRKS, Quirk, table
+
+__all__ = ["all_quirks"]
+
+
+def all_quirks() -> list[Quirk]:
+    """Those of all files of the package, each once; it imports them."""
+    for found in pkgutil.walk_packages(bridge.__path__, "bridge."):
+        if not found.name.endswith("__main__"):
+            with suppress(ModuleNotFoundError):  # of an optional package
+                importlib.import_module(found.name)
+    return list(dict.fromkeys(QUIRKS))
+
+
+if __name__ == "__main__":
+    print(table(all_quirks()))
