@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from contextlib import suppress
 
-import bridge
 from bridge.base.quirks import QUIRKS, Quirk, table
 
 __all__ = ["all_quirks"]
@@ -14,7 +14,7 @@ __all__ = ["all_quirks"]
 
 def all_quirks() -> list[Quirk]:
     """Those of all files of the package, each once; it imports them."""
-    for found in pkgutil.walk_packages(bridge.__path__, "bridge."):
+    for found in pkgutil.walk_packages([os.path.dirname(__file__)], "bridge."):
         if not found.name.endswith("__main__"):
             with suppress(ModuleNotFoundError):  # of an optional package
                 importlib.import_module(found.name)
