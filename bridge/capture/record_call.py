@@ -69,7 +69,8 @@ class RecordedCall:
         real = self.steady.real
         if self.dims or self.steady.counters or self.steady.problems or len(real.tensors) > len(real.real_tensors):
             return None
-        return observed_key(real.record, real.results, real.observation, ())
+        reads = tuple(each.reading.key for each in real.record.reads)
+        return observed_key(real.record, real.results, real.observation, reads)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class RecordedCall:
             "argument_is_tensor": tuple(isinstance(leaf, torch.Tensor) for leaf in leaves),
             "in_spec": real.in_spec,
             "observation": real.observation,
-            "readings": (),
+            "readings": tuple(each.reading for each in real.record.reads),
             "recording": None,
             "device": current_device(),
         }
