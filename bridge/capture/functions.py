@@ -15,6 +15,7 @@ from itertools import compress
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -29,10 +30,11 @@ from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.observation import Output
 from bridge.capture.overlap import overlaps_itself
 from bridge.capture.packed import PackedSequences
-from bridge.capture.recorder import Recorder
+from bridge.capture.recorder import Recorder, line_of_reading
 from bridge.capture.select_at import selected, shared_views
 from bridge.capture.unwatched import unwatched
 from bridge.capture.whole_functions import HANDLERS
+from bridge.capture.whole_reads import SharedArrays, tensor_of
 
 __all__ = ["Functions"]
 
@@ -52,6 +54,7 @@ class Functions(TorchFunctionMode):
 
     Attributes:
         bases: the memory of tensors that were indexed with numbers in tensors.
+        arrays: what was given to Python as arrays.
     """
 
     def __init__(self, recorder: Recorder, rules: InPlaceRules | None = None, calls: CallSequence | None = None):
@@ -59,6 +62,7 @@ class Functions(TorchFunctionMode):
         self.recorder, self._rules, self._calls = recorder, rules, calls
         self._uses: list[tuple] = []
         self.bases: set[int] = set()
+        self.arrays = SharedArrays()
         self._packed = PackedSequences(self.count)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -91,6 +95,13 @@ class Functions(TorchFunctionMode):
     def finish(self, result: Any) -> None:
         """To be called with what forward returned. :class:`bridge.capture.packed.PackedUseError` where it cannot be."""
         self._packed.refuse(result)
+        if self._rules is not None:
+            self._rules.unsupported += self.arrays.written()
+
+    def complain(self, op: str, reason: str, hint: str) -> None:
+        """Forward does what no graph holds; of the run on real numbers."""
+        if self._rules is not None:
+            self._rules.complain(op, reason, hint)
 
     @contextmanager
     def of_fakes(self) -> Iterator[None]:
@@ -116,6 +127,12 @@ class Functions(TorchFunctionMode):
         with torch.no_grad():
             numbers = x.clone()
         return self.recorder.read(numbers, numbers.tolist)
+
+    def whole(self, x: torch.Tensor, given: Callable[[], Any]) -> Any:
+        """What Python is given for all numbers of a tensor, which forward reads with that."""
+        with torch.no_grad():
+            numbers = x.detach().clone()
+        return self.recorder.read(numbers, numbers.tolist, lambda _: given())
 
     # Writes
 
@@ -174,6 +191,39 @@ def _numbers(run: Functions, x: torch.Tensor) -> Any:
     return run.numbers(x)
 
 
+def _as_text(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``repr(x)``, ``f"{x}"``, ``print(x)``: the text that eager makes."""
+    return run.whole(x, lambda: function(x, *args, **kwargs))
+
+
+def _as_array(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``x.numpy()``: of real tensors the array in their memory, which must not change; of fake ones, what it held."""
+    array: list[np.ndarray] = []
+
+    def given() -> Any:
+        array.append(function(x, *args, **kwargs))
+        return run.arrays.add(array[0], line_of_reading())
+
+    copied = run.whole(x, given)
+    return array[0] if array else copied
+
+
+def _shared(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    run.complain("Tensor.__dlpack__", "what others compute is not in a graph", "compute it with torch")
+    return function(x, *args, **kwargs)
+
+
+def _of_tensors(function: Any, run: Functions, data: Any, *, dtype=None, device=None, **others: Any) -> Any:
+    """``torch.tensor([n, 2 * n])`` of tensors, which torch reads in C++: computed of them."""
+    made = None if any(others.values()) else tensor_of(data, dtype, device or torch.get_default_device())
+    return NotImplemented if made is None else made
+
+
+def _like_tensors(run: Functions, x: torch.Tensor, data: Any, *, dtype=None, device=None, **others: Any) -> Any:
+    made = None if any(others.values()) else tensor_of(data, dtype, device or x.device)
+    return NotImplemented if made is None else made
+
+
 def _split(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``tensor_split`` at places that a tensor holds, which torch reads in C++: at these numbers."""
     name, rest = "tensor_indices_or_sections", list(args)
@@ -216,6 +266,11 @@ _READ_AS = {torch.Tensor.__int__: "__int__", torch.Tensor.__bool__: "__bool__"}
 _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__get__: _detached,
     torch.Tensor.tolist: _numbers,
+    torch.Tensor.new_tensor: _like_tensors,
+    **{each: partial(_of_tensors, each) for each in (torch.tensor, torch.as_tensor, torch.asarray)},
+    **{each: partial(_as_text, each) for each in (torch.Tensor.__repr__, torch.Tensor.__format__)},
+    **{each: partial(_as_array, each) for each in (torch.Tensor.numpy, torch.Tensor.__array__)},
+    torch.Tensor.__dlpack__: partial(_shared, torch.Tensor.__dlpack__),
     torch.tensor_split: partial(_split, torch.tensor_split),
     torch.Tensor.tensor_split: partial(_split, torch.Tensor.tensor_split),
     **{function: _of_counts(form) for function, form in FORMS.items()},

@@ -21,7 +21,7 @@ from torch import fx
 
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
-from bridge.base.torch_internals import OpOverload, schema
+from bridge.base.torch_internals import OpOverload, aten, schema
 from bridge.base.torch_shapes import hint
 from bridge.capture.certain import certain
 from bridge.capture.explain_error import shape_by_numbers
@@ -29,7 +29,8 @@ from bridge.capture.passes.stop_gradient import STOP_GRADIENT
 from bridge.capture.readings import Reading
 from bridge.state import ModuleTensor
 
-__all__ = ["LITERAL", "SIZE_OPERATORS", "Operation", "Place", "Recomputed", "recomputed", "shown", "uncounted"]
+__all__ = ["LITERAL", "SIZE_OPERATORS", "Operation", "Place", "Recomputed"]
+__all__ += ["constant", "recomputed", "shown", "uncounted"]
 
 #: What may be computed twice, by a call and by its compiled forward: operators, and elements of all their results.
 MAX_OPERATIONS, MAX_ELEMENTS = 64, 1 << 20
@@ -111,7 +112,6 @@ def recomputed(
     tensors: Sequence[ModuleTensor],
     bound: Mapping[str, int],
     literals: Mapping[str, torch.Tensor],
-    first: int | None = None,
 ) -> tuple[tuple[Recomputed, ...], tuple[fx.Node | None, ...]]:
     """Those readings that are functions of inputs; and ``read`` with ``None`` for these, and for those of constants and
     those that are always the same.
@@ -123,11 +123,16 @@ def recomputed(
         read, readings: the nodes of the numbers; what they were in eager.
         tensors: what the module owns.
         bound, literals: the graph's placeholders, as in :class:`bridge.capture.captured.Captured`.
-        first: the place of the first reading among the graph's results; ``None``: they are the last ones.
     """
     found, left, gone = [], list(read), set()
     for place, (node, reading) in enumerate(zip(read, readings, strict=True)):
-        if node is None or reading.dtype.is_floating_point or reading.dtype.is_complex:
+        if node is None:
+            continue
+        if (nodes := constant(node, bound)) is not None:
+            left[place] = None
+            gone.update(nodes)
+            continue
+        if reading.dtype.is_floating_point or reading.dtype.is_complex:
             continue
         always = certain(node)
         if always is not None and set(_flat(reading)) == {always[0]}:
@@ -139,14 +144,26 @@ def recomputed(
             walk.visit(node)
         except _NotRecomputedError:
             continue
-        if walk.inputs:
-            numbers = tuple(_flat(reading))
-            found.append(Recomputed(reading.where, numbers, tuple(walk.inputs), tuple(walk.operations(node))))
+        numbers = tuple(_flat(reading))
+        found.append(Recomputed(reading.where, numbers, tuple(walk.inputs), tuple(walk.operations(node))))
         left[place] = None
         gone.update(walk.nodes)
     if gone:
-        _forget(graph, read, left, gone, first)
+        _forget(graph, read, left, gone)
     return tuple(found), tuple(left)
+
+
+def constant(node: fx.Node, bound: Mapping[str, int]) -> list[fx.Node] | None:
+    """The calls that a value is computed by, if that is of no input and no draw; else ``None``."""
+    todo, seen = [node], {node: None}
+    while todo:
+        each = todo.pop()
+        if each.name in bound or not (each.op == "placeholder" or _name(each) is not None):
+            return None
+        new = [source for source in each.all_input_nodes if source not in seen]
+        seen.update(dict.fromkeys(new))
+        todo += new
+    return [each for each in seen if each.op == "call_function"]
 
 
 class _Walk:
@@ -230,10 +247,17 @@ def _name(node: fx.Node) -> str | None:
     if target == STOP_GRADIENT:
         return str(target)
     if isinstance(target, OpOverload):
-        reads = schema(target).is_mutable or any(tag in target.tags for tag in _UNKNOWN)
+        tags = set(_UNKNOWN) & set(target.tags)
+        if target is aten.index.Tensor and not any(map(_is_mask, node.args[1])):
+            tags.discard(torch.Tag.dynamic_output_shape)
+        reads = schema(target).is_mutable or bool(tags)
         is_empty = "empty" in target.name()
         return None if reads or is_empty or target.namespace != "aten" else str(target)
     return next((name for name, each in SIZE_OPERATORS.items() if each is target), None)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
 def _literal(tensor: torch.Tensor) -> Operation:
@@ -260,23 +284,14 @@ def _listed(value: Any) -> Any:
     return list(map(_listed, value)) if isinstance(value, tuple) else value
 
 
-def _forget(
-    graph: fx.Graph,
-    read: Sequence[fx.Node | None],
-    left: Sequence[fx.Node | None],
-    nodes: set,
-    first: int | None,
-) -> None:
-    """Takes readings, from the first on, out of a graph's results but for those left, and ``nodes`` that they alone
-    read."""
+def _forget(graph: fx.Graph, read: Sequence[fx.Node | None], left: Sequence[fx.Node | None], nodes: set) -> None:
+    """Takes readings, a graph's last results, out of it but for those left, and ``nodes`` that they alone read."""
     output = graph.output_node()
     results, *rest = output.args
-    first = len(results) - len(read) if first is None else first
-    behind = first + len(read)
-    if list(results[first:behind]) != list(read):
+    first = len(results) - len(read)
+    if list(results[first:]) != list(read):
         return
-    kept = (each for each in left if each is not None)
-    output.args = ((*results[:first], *kept, *results[behind:]), *rest)
+    output.args = ((*results[:first], *(each for each in left if each is not None)), *rest)
     for node in reversed(list(graph.nodes)):
         if node in nodes and not node.users:
             graph.erase_node(node)

@@ -38,6 +38,7 @@ from bridge.capture.steady_call import SteadyCall
 from bridge.capture.symbolic_capture import recorded_with_extents
 from bridge.capture.training_graph import training_graph
 from bridge.capture.two_runs import FakeRecord, RealRun
+from bridge.capture.whole_reads import too_many
 from bridge.state import tensor_problem
 
 __all__ = ["captured_of"]
@@ -94,6 +95,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     functional.graph.output((*(node for _, node in mutated), *functional.results[:count], *read))
     drop_unused(functional.graph)
     readings = tuple(each.reading for each in record.reads)
+    observation.unsupported += too_many(record.reads, read, bound)
     conditions, read = recomputed(functional.graph, read, readings, real.tensors, bound, made.literals)
     observation.unsupported += uncounted(read, readings)
     present = {node.name for node in functional.graph.nodes}

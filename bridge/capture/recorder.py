@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import current_device
 from bridge.base.errors import TORCH_DIR, is_user_file, line_of
-from bridge.base.torch_internals import MODULE_CALL, aten, schema
+from bridge.base.torch_internals import MODULE_CALL, aten, no_torch_function, schema
 from bridge.base.torch_recording import PreDispatchMode, has_wrapper, no_python_kernels
 from bridge.base.torch_shapes import hint
 from bridge.capture.prepared_twin import PreparedTwin
@@ -30,7 +30,7 @@ from bridge.capture.rows import Form, Read, Record, Row, Value, form_of, mapped,
 if TYPE_CHECKING:
     from bridge.capture.symbolic_run import Symbols
 
-__all__ = ["READS", "Recorder"]
+__all__ = ["READS", "Recorder", "line_of_reading"]
 
 READS = {
     aten.item.default: "item",
@@ -259,11 +259,13 @@ class Recorder(PreDispatchMode):
             ReadsDifferError: in the run on fake tensors: the other one has read something else.
         """
         number, reads = self.value_of(numbers), self.record.reads
-        where, form = _line_of_reading(), (numbers.dtype, hint(numbers.numel()))
+        where, form = line_of_reading(), (numbers.dtype, hint(numbers.numel()))
         if self._answers is None:
             with self._pause():
-                found = value()
-                reads.append(Read(Reading(where, *form, frozen(found), **size), number, given(found)))
+                with no_torch_function():
+                    found = value()
+                    told = given(found)
+                reads.append(Read(Reading(where, *form, frozen(found), **size), number, told))
         else:
             expected = self._answers.reads[len(reads)] if len(reads) < len(self._answers.reads) else None
             if expected is None or (expected.reading.dtype, expected.reading.count) != form:
@@ -315,7 +317,7 @@ class Recorder(PreDispatchMode):
         return where, path or ""
 
 
-def _line_of_reading() -> str:
+def line_of_reading() -> str:
     """The user's line inside forward, or torch's own where forward is torch's."""
     innermost, frame = None, sys._getframe(2)
     while frame is not None and frame.f_code is not _OUTSIDE:

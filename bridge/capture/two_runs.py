@@ -20,7 +20,7 @@ from bridge.base.log import channel
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
-from bridge.base.torch_internals import FakeTensorMode, aten, python_kernels, pytree, storage_id
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python_kernels, pytree, storage_id
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.dynamic_shapes import DynamicDim
@@ -392,6 +392,20 @@ def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
         yield Unsupported("forward", "forward", reason, "do not let it depend on numbers")
     elif real.results != at_hints(renamed(fake.results, theirs)):
         yield Unsupported("forward", "forward", "forward returns something else on fake tensors than on real ones")
+    elif fake.symbols is None and not _same_literals(ours, theirs):
+        reason = "a tensor is made of numbers in Python that are others each time that forward runs"
+        yield Unsupported("a tensor of numbers", "forward", reason, "pass the numbers to forward, or keep them")
+
+
+def _same_literals(ours: Record, theirs: Record) -> bool:
+    """Whether two runs wrote the same numbers into the tensors that they made, bit by bit."""
+    pairs = ((literal, theirs.literals.get(number)) for number, literal in ours.literals.items())
+    return all(other is not None and _bits(literal) == _bits(other) for literal, other in pairs)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    known = getattr(tensor, "constant", None) if isinstance(tensor, FakeTensor) else tensor
+    return b"" if known is None else bytes(known.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
 def _compared(record: Record, row: Row, *, of_whole: bool = False) -> tuple:

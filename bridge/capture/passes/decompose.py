@@ -122,12 +122,18 @@ def _tables() -> tuple[Table, Table]:
     others = {op: formula for op, formula in core_decompositions().items() if op not in PRESERVED}
     others[_SELECT_SCATTER] = _unless_symbolic(others[_SELECT_SCATTER])
     others.update((op, _unless_complex(others[op])) for op in _KINKED if op in others)
+    others[aten.take.default] = _taken
     composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
     composite.update({op: _plain_cell(op, formula) for op, formula in CELLS.items()})
     composite[_INSTANCE_NORM] = functools.partial(_instance_norm, decomposition_of(_INSTANCE_NORM))
     whole = {*PRESERVED_ATEN_CIA_OPS, *PRESERVED} - composite.keys()
     composite.update((op, preserve_composite) for op in whole if is_preservable(op))
     return composite, others
+
+
+def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """torch's formula would read an index of one number."""
+    return aten.index.Tensor(x.reshape(-1), [index])
 
 
 def _plain_cell(op: OpOverload, formula: Callable) -> Callable:
