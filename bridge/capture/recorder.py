@@ -286,7 +286,7 @@ class Recorder(PreDispatchMode):
         result = func(*args, **kwargs)
         if self.number_of(result) is None:
             number = self._new(result, made=True)
-            self.record.literals[number] = args[0].clone()
+            self.record.literals[number] = args[0].clone() if self._answers is None else args[0]
         return result
 
     def _results(self, result: Any) -> Any:
