@@ -94,14 +94,14 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Se
         _find_loops(real, dims)
         if not changed:
             return _compared(real, args, kwargs, dims)
-        if _may_be_counters(real.twin, changed) and (found := _counted(real, args, kwargs, changed, dims)) is not None:
+        if _may_be_counters(real, changed) and (found := _counted(real, args, kwargs, changed, dims)) is not None:
             states[0].restore()
             return found
         real.reset()
         real = _in_eager(real.twin, args, kwargs, state_of)
         _find_loops(real, dims)
         again = _changed(real)
-        if again and not _may_be_counters(real.twin, again):
+        if again and not _may_be_counters(real, again):
             raise _changing(first, again)
         found = _counted(real, args, kwargs, again, dims) if again else _compared(real, args, kwargs, dims)
         if found is None:
@@ -243,13 +243,13 @@ def _place(what: str) -> tuple[str, str]:
 # Counters
 
 
-def _may_be_counters(twin: nn.Module, changed: Sequence[str]) -> bool:
-    """Whether all of these are integers that modules hold."""
-    modules = dict(twin.named_modules())
+def _may_be_counters(real: RealRun, changed: Sequence[str]) -> bool:
+    """Whether all of these are integers that modules hold, and held before."""
+    modules = dict(real.twin.named_modules())
     for what in changed:
         path, name = _place(what)
         held = modules[path].__dict__ if what.startswith("self.") and path in modules else {}
-        if type(held.get(name)) is not int:
+        if type(held.get(name)) is not int or type(real.before.value_of(path, name)) is not int:
             return False
     return True
 

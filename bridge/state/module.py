@@ -86,8 +86,8 @@ class Snapshot:
         return sorted(set(found))
 
     def value_of(self, path: str, name: str) -> Any:
-        """What the attribute of the module at ``path`` was."""
-        return next(attributes[name] for found, _, attributes in self._modules if found == path)
+        """What the attribute of the module at ``path`` was; ``None`` if it had none."""
+        return next(attributes.get(name) for found, _, attributes in self._modules if found == path)
 
     def restore_caches(self) -> None:
         """Puts back what tracing replaced and forward did not change.

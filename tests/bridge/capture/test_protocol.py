@@ -1,0 +1,120 @@
+"""The protocol of a capture: how often it runs forward, and how often it takes and puts back the module's state."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule
+from bridge.capture import capture, dynamic_dims
+from bridge.state import PythonState
+from tests.bridge.models import bert_layer
+from tests.corpus.forwards import counted
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.calls, self.width = 0, None
+
+    def forward(self, x):
+        return torch.dropout(torch.relu(self.norm(self.linear(x))), 0.1, True)
+
+
+class Counts(Plain):
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Settles(Plain):
+    def forward(self, x):
+        self.width = x.shape[1]
+        return self.linear(x) * self.width
+
+
+class Reads(Plain):
+    def forward(self, x):
+        return self.linear(x) if bool(x.sum() > 0) else -self.linear(x)
+
+
+class Changes(Plain):
+    def forward(self, x):
+        self.width = float(self.width or 1) * 2
+        return self.linear(x) * self.width
+
+
+class Asks(Plain):
+    def forward(self, x):
+        return self.linear(x) * (2 if torch.compiler.is_compiling() else 1)
+
+
+@pytest.fixture
+def states(monkeypatch) -> Counter:
+    """How often a state was taken, and put back."""
+    found: Counter[str] = Counter()
+    made, restore = PythonState.__init__, PythonState.restore
+    monkeypatch.setattr(PythonState, "__init__", lambda self, root: found.update(["taken"]) or made(self, root))
+    monkeypatch.setattr(PythonState, "restore", lambda self: found.update(["put back"]) or restore(self))
+    return found
+
+
+RUNS = {Plain: 2, Counts: 2, Settles: 3, Reads: 2, Asks: 2}
+
+
+@pytest.mark.parametrize("kind", RUNS, ids=lambda kind: kind.__name__)
+def test_forward_runs_twice_and_once_more_where_state_settles(kind, states):
+    module = kind()
+    with counted(module) as forwards:
+        capture(module, (X,), {})
+    assert forwards.count == RUNS[kind]
+    assert states["taken"] <= 2 and states["put back"] <= 2
+
+
+def test_with_sizes_that_vary(states):
+    module = Plain()
+    dims = dynamic_dims(module, (X,), {}, ({0: torch.export.Dim.DYNAMIC},))
+    with counted(module) as forwards:
+        captured = capture(module, (X,), {}, dims)
+    assert captured.extents is not None
+    assert forwards.count <= 3
+    assert states["taken"] <= 2 and states["put back"] <= 2
+
+
+def test_what_changes_at_every_call_is_refused_after_two_runs(states):
+    module = Changes()
+    with counted(module) as forwards, pytest.raises(UnsupportedModule, match="at every call"):
+        capture(module, (X,), {})
+    assert forwards.count == 2 and module.width is None
+    assert states["taken"] <= 2 and states["put back"] <= 2
+
+
+def test_the_module_is_untouched_while_it_is_captured():
+    """Other threads find the module's own tensors, attributes and hooks: forward runs on a twin."""
+    seen = []
+
+    class Looks(Plain):
+        def forward(self, x):
+            seen.append((vars(module)["linear"] if "linear" in vars(module) else module.linear) is self.linear)
+            return super().forward(x)
+
+    module = Looks()
+    before = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+    values = {name: tensor.detach().clone() for name, tensor in before.items()}
+    with pytest.raises(UnsupportedModule):  # of the list that it fills
+        capture(module, (X,), {})
+    assert not any(seen), "forward runs on the module itself"
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        assert tensor is before[name] and torch.equal(tensor, values[name]) and tensor.grad is None
+
+
+def test_a_bert_layer_runs_twice():
+    module = bert_layer()
+    hidden = torch.randn(2, 14, 24)
+    with counted(module) as forwards:
+        capture(module, (hidden,), {})
+    assert forwards.count == 2
