@@ -5,7 +5,7 @@ Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,10 +16,12 @@ __all__ = [
     "FunctionalTensorMode",
     "PreDispatchMode",
     "below_autograd",
+    "called_below",
     "composite_kernel",
     "functional_of",
     "has_wrapper",
     "in_functional",
+    "is_only_mapped",
     "is_written",
     "no_python_kernels",
 ]
@@ -92,3 +94,41 @@ def functional_of(tensor: Any, mode: Any) -> Any:
 def is_written(tensor: Any) -> bool:
     """Whether a functional tensor was written since it was made."""
     return _is_written(tensor.elem)
+
+
+_transforms = find("torch._C._functorch.get_interpreter_stack")
+_VMAP = find("torch._C._functorch.TransformType.Vmap")
+
+
+def is_only_mapped() -> bool:
+    """Whether all transforms of ``torch.func`` that are at work are ``vmap``."""
+    return all(each.key() == _VMAP for each in _transforms() or ())
+
+
+_after = find("torch._C._dispatch_keyset_full_after")(_PRE_DISPATCH)
+_included = find("torch._C._dispatch_tls_local_include_set")
+_excluded = find("torch._C._dispatch_tls_local_exclude_set")
+_keys_of = find("torch._C._dispatch_keys")
+_has_kernel = find("torch._C._dispatch_has_kernel_for_dispatch_key")
+_passes_on = find("torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough")
+_PYTHON_DISPATCHER = find("torch._C.DispatchKey.PythonDispatcher")
+
+
+def called_below(op: Any, tensors: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operator called on tensors of ``vmap``, past the modes of pre-dispatch; what it calls on plain ones is not.
+
+    torch's dispatcher knows which keys an operator passes on at; where it is told at which to begin, it does not look.
+    """
+    keys = _included()
+    for tensor in tensors:
+        keys = keys | _keys_of(tensor)
+    keys = ((keys - _excluded()) & _after).remove(_PYTHON_DISPATCHER)
+    while True:
+        key = keys.highestPriorityTypeId()
+        if _has_kernel(op.name(), key.name):
+            stops = not _passes_on(op.name(), key)
+        else:  # the kernel for all operators, which passes on
+            stops = key.name != "FuncTorchVmapMode" and not key.name.startswith("Autocast")
+        if stops:
+            return op.redispatch(keys, *args, **kwargs)
+        keys = keys.remove(key)

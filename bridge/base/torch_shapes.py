@@ -63,8 +63,7 @@ def fresh_sizes(tensors: Mapping[Any, tuple[torch.Tensor, Collection[int]]]) -> 
     """
     mode = fake_mode(shape_env=size_environment(), allow_non_fake_inputs=True)
     return {
-        key: symbolic_fake(mode, tensor.detach(), varying, f"input_{key}")
-        for key, (tensor, varying) in tensors.items()
+        key: symbolic_fake(mode, tensor.detach(), varying, f"input_{key}") for key, (tensor, varying) in tensors.items()
     }
 
 

@@ -19,10 +19,18 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bridge.base.errors import Unsupported
+from bridge.base.errors import Unsupported, UnsupportedModule, user_line
 from bridge.base.interrupts import raise_deferred
 from bridge.base.replaced import replaced
-from bridge.base.torch_internals import FakeTensor, no_torch_function, pytree, storage_id
+from bridge.base.threads import stack_of
+from bridge.base.torch_internals import (
+    FakeTensor,
+    HigherOrderOperator,
+    innermost_transform,
+    no_torch_function,
+    pytree,
+    storage_id,
+)
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.call_log import CallSequence
 from bridge.capture.counted_sizes import COUNTS, FORMS
@@ -64,12 +72,26 @@ class Functions(TorchFunctionMode):
         self.bases: set[int] = set()
         self.arrays = SharedArrays()
         self._packed = PackedSequences(self.count)
+        recorder.judge = None if rules is None else self._judge
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         raise_deferred()
         kwargs = kwargs or {}
         self.recorder.serial += 1
+        if isinstance(func, HigherOrderOperator):
+            reason = "a higher-order operator, whose function torch traces by itself"
+            hint = "write loops in Python: their equal steps are compiled as one"
+            raise UnsupportedModule("", [Unsupported(func.name(), _line(), reason, hint)])
+        if innermost_transform() is not None:  # what it does to plain tensors is judged
+            return func(*args, **kwargs)
         return self._called(func, args, kwargs) if self._rules is None else self._watched(func, args, kwargs)
+
+    def _judge(self, op: Any, tensors: list, written: list, results: list) -> None:
+        """An operator has run on plain tensors, inside of ``vmap``."""
+        for tensor in written:
+            self._rules.mutated(str(op), tensor)
+        for result in results:
+            self._rules.returned(str(op), tensors, result)
 
     def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a function gives, in the form that a graph can hold."""
@@ -166,6 +188,10 @@ class Functions(TorchFunctionMode):
                         rules.returned(name, tensors, leaf)
                 self._calls.add(name, values, tensors, results, written)
         return result
+
+
+def _line() -> str:
+    return user_line(stack_of(threading.get_ident())) or "forward"
 
 
 def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:

@@ -29,6 +29,7 @@ class Inside(TorchFunctionMode):
 
     Attributes:
         runs_forward: whether forward is being run.
+        unheld: what backward does and no graph holds: read a number, draw.
         sets_modes: whether forward switches grad mode on, or backward sets it or applies another Function, which a
             second derivative would see.
     """
@@ -36,6 +37,7 @@ class Inside(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.sets_modes = self.runs_forward = False
+        self.unheld: str | None = None
         self._made: set[int] | None = None
         self._kept: list[Any] = []
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}

@@ -248,6 +248,8 @@ class OwnFunctions:
             versions = {id(each): each._version for each in upstream if each is not None}
             with inside.reading() as read:
                 found = _gradients(node, upstream, args, needed)
+            if inside.unheld is not None:
+                raise _Refused(f"its backward cannot be traced: it {inside.unheld}")
             read = [*read, *((each, versions[id(each)]) for each in upstream if each is not None)]
             if any(each._version != version for each, version in read):
                 raise _Refused("its backward changes a tensor in place that was there before")

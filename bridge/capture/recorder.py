@@ -11,7 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import current_device
-from bridge.base.errors import TORCH_DIR, is_user_file, line_of
-from bridge.base.torch_internals import MODULE_CALL, aten, no_torch_function, schema
-from bridge.base.torch_recording import PreDispatchMode, has_wrapper, no_python_kernels
+from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, is_user_file, line_of
+from bridge.base.torch_internals import MODULE_CALL, aten, innermost_transform, no_torch_function, schema
+from bridge.base.torch_recording import PreDispatchMode, called_below, has_wrapper, is_only_mapped, no_python_kernels
 from bridge.base.torch_shapes import hint
+from bridge.capture.own_context import backward_running
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.readings import Reading, ReadsDifferError, frozen, numbers_of
 from bridge.capture.rows import Form, Read, Record, Row, Value, form_of, mapped, memory_of
@@ -66,6 +67,7 @@ class Recorder(PreDispatchMode):
 
     Attributes:
         record: what was recorded so far.
+        judge: is told, inside of ``vmap``, of each operator on plain tensors: these, what it wrote and what it gave.
         serial: counts the calls of torch's functions, as a mode that sees them tells it.
         asked: what the function that is called reads, of :data:`bridge.capture.readings.numbers_of`, where that is not
             what the operator reads that it calls.
@@ -90,6 +92,7 @@ class Recorder(PreDispatchMode):
         self.serial, self._last_serial = 0, -1
         self.asked: str | None = None
         self.paused = False
+        self.judge: Callable[[Any, list, list, list], None] | None = None
         self._kept: list[torch.Tensor] = []
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memory: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -166,6 +169,13 @@ class Recorder(PreDispatchMode):
         kwargs = kwargs or {}
         if self.paused or func.name().partition(".")[0] in _QUESTIONS:
             return func(*args, **kwargs)
+        if innermost_transform() is not None:
+            tensors = list(_tensors_in((args, kwargs)))
+            if not is_only_mapped():
+                raise UnsupportedModule("", [_transform(self._place_of_call()[0])])
+            if any(map(has_wrapper, tensors)):  # what this calls on plain tensors are the rows
+                with self:
+                    return called_below(func, tensors, args, kwargs)
         if func in READS:
             return self._number(func, args, kwargs)
         place, before = self._place_of_call(), len(self._draws)
@@ -182,7 +192,7 @@ class Recorder(PreDispatchMode):
             for tensor in written_by(func, args, kwargs):
                 self._protected.note(tensor)
         if self._answers is None:
-            with no_python_kernels():
+            with no_python_kernels() if innermost_transform() is None else nullcontext():  # vmap puts them back
                 result = func(*args, **kwargs)
         else:
             result = self._told(func, args, kwargs, operands, place[0])
@@ -192,6 +202,13 @@ class Recorder(PreDispatchMode):
         self._last_serial = self.serial
         results = self._results(result)
         draws = before, len(self._draws)
+        if draws[0] != draws[1] and (inside := backward_running()) is not None:
+            inside.unheld = "draws random numbers"
+        if innermost_transform() is not None and draws[0] != draws[1]:
+            reason = "draws inside of torch.vmap"
+            raise UnsupportedModule("", [Unsupported(str(func), _line(place[0]), reason, "draw before it")])
+        if self.judge is not None and innermost_transform() is not None:
+            self.judge(func, tensors, written_by(func, args, kwargs), list(_tensors_in(result)))
         self.record.rows.append(Row(func, *operands, results, grad, autocast, draws, *place))
         return result
 
@@ -258,6 +275,8 @@ class Recorder(PreDispatchMode):
         Raises:
             ReadsDifferError: in the run on fake tensors: the other one has read something else.
         """
+        if (inside := backward_running()) is not None:
+            inside.unheld = "reads a number"
         number, reads = self.value_of(numbers), self.record.reads
         where, form = line_of_reading(), (numbers.dtype, hint(numbers.numel()))
         if self._answers is None:
@@ -292,8 +311,11 @@ class Recorder(PreDispatchMode):
     def _results(self, result: Any) -> Any:
         def value(tensor: torch.Tensor) -> Value:
             found = self._known.get(id(tensor))
-            is_known = found is not None and found[0]() is tensor
-            return Value(found[1] if is_known else self._new(tensor, made=True))
+            if found is None or found[0]() is not tensor:
+                return Value(self._new(tensor, made=True))
+            if len(place := _place(tensor)) > 1 and place not in self._made:  # autograd follows it from now on
+                self._made[place] = StorageWeakRef(tensor.untyped_storage()), found[1]
+            return Value(found[1])
 
         return mapped(result, torch.Tensor, value)
 
@@ -334,6 +356,17 @@ def line_of_reading() -> str:
     return line[len(TORCH_DIR) - len("torch") :] if line.startswith(TORCH_DIR) else line
 
 
+def _line(where: tuple[str, int] | None) -> str:
+    return "forward" if where is None else line_of(where)
+
+
+def _transform(where: tuple[str, int] | None) -> Unsupported:
+    hint = "dispatch the submodules whose derivatives forward does not take, or leave this module to PyTorch"
+    return Unsupported(
+        "torch.func or forward_ad", _line(where), "a transform (vmap, grad, jacrev, …) inside forward", hint
+    )
+
+
 def _tensors_in(tree: Any) -> Iterable[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
@@ -368,7 +401,7 @@ def _place(tensor: torch.Tensor) -> tuple:
     memory = memory_of(tensor)
     if memory is None or tensor.layout is not torch.strided:
         return (id(tensor),)
-    return memory, form_of(tensor)[:4]
+    return memory, tensor.requires_grad, form_of(tensor)[:4]
 
 
 def _like(form: Form) -> torch.Tensor:

@@ -118,15 +118,22 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Se
         raise
 
 
-def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], state_of: Any) -> RealRun:
+def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], state_of: Any, *, saves: bool = False) -> RealRun:
     try:
-        return real_run_of(module, args, kwargs, state_of)
-    except UnsupportedModule:
-        raise
+        return real_run_of(module, args, kwargs, state_of, saves=saves)
+    except UnsupportedModule as error:
+        raise _named(error, module) from error.cause
     except PackedUseError as error:
         raise UnsupportedModule(type(module).__name__, [explain_error(error)], cause=error) from None
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
+        if not saves:  # it may be that nothing was saved that it fails for
+            return _in_eager(module, args, kwargs, state_of, saves=True)
         raise refused_by_eager(from_user_code(error)) from error.__cause__
+
+
+def _named(error: UnsupportedModule, module: nn.Module) -> UnsupportedModule:
+    """The refusal, of this module if it does not say of which."""
+    return error if error.module_name else UnsupportedModule(type(module).__name__, error.ops, error.cause)
 
 
 def _find_loops(real: RealRun, dims: Sequence[DynamicDim]) -> None:
@@ -152,8 +159,8 @@ def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence
         raise UnsupportedModule(type(real.twin).__name__, real.observation.unsupported)
     try:
         fake = fake_run_of(real, args, kwargs, dims=dims)
-    except UnsupportedModule:
-        raise
+    except UnsupportedModule as error:
+        raise _named(error, real.twin) from error.cause
     except Exception as error:
         name = type(real.twin).__name__
         log.debug("%s cannot be run on fake tensors", name, exc_info=error)

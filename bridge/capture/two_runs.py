@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.errors import Unsupported, line_of
 from bridge.base.log import channel
@@ -24,7 +25,6 @@ from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.dynamic_shapes import DynamicDim
-from bridge.capture.eager_run import nothing_saved
 from bridge.capture.explain_error import explain_error
 from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import generator_watch
@@ -47,7 +47,7 @@ log = channel("dispatch")
 
 _SLICE = aten.slice.Tensor
 
-__all__ = ["FakeRecord", "RealRun", "differences", "fake_run_of", "real_run_of"]
+__all__ = ["FakeRecord", "RealRun", "SavedTensorsNeededError", "differences", "fake_run_of", "real_run_of"]
 
 
 @dataclass
@@ -99,6 +99,23 @@ class RealRun:
                 copy.detach().copy_(original)
 
 
+class SavedTensorsNeededError(RuntimeError):
+    """Forward runs a backward."""
+
+
+@contextmanager
+def _nothing_saved() -> Iterator[list[bool]]:
+    """While active, autograd saves no tensors; the list is empty as long as none is asked for."""
+    asked: list[bool] = []
+
+    def unpack(saved: None) -> torch.Tensor:
+        asked.append(True)
+        raise SavedTensorsNeededError
+
+    with saved_tensors_hooks(lambda tensor: None, unpack):
+        yield asked
+
+
 def paths_of(module: nn.Module) -> dict[int, str]:
     return {id(each): path for path, each in module.named_modules()}
 
@@ -132,11 +149,22 @@ def _copies() -> Any:
 
 
 def real_run_of(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], state_of: Callable[[nn.Module], Any] = lambda twin: None
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    state_of: Callable[[nn.Module], Any] = lambda twin: None,
+    *,
+    saves: bool = False,
 ) -> RealRun:
     """Runs ``module(*args, **kwargs)`` on real numbers; neither its tensors nor the generators change.
 
-    ``state_of``: called with the twin before it runs; what it returns is :attr:`RealRun.before`.
+    Args:
+        state_of: called with the twin before it runs; what it returns is :attr:`RealRun.before`.
+        saves: whether autograd saves tensors, as it has to where forward runs a backward. Else its graphs have their
+            nodes alone, and the run takes no more memory than one without grad mode.
+
+    Raises:
+        SavedTensorsNeededError: without them forward may have gone another way.
     """
     tensors, real_tensors = module_tensors(module)
     buffers = {id(each) for spec, each in zip(tensors, real_tensors, strict=True) if spec.kind == "buffer"}
@@ -167,7 +195,7 @@ def real_run_of(
         isolated = stack.enter_context(IsolatedRNG())
         stack.enter_context(functions.traced())
         stack.enter_context(generator_watch(rules))
-        stack.enter_context(nothing_saved())
+        saved = stack.enter_context(nullcontext() if saves else _nothing_saved())
         recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
         functions_called = Functions(recorder, rules, observation.calls)
         told = observation.draws, rules.complain, None, inputs, lambda: isolated.advance, True, recorder.note_cast
@@ -176,6 +204,8 @@ def real_run_of(
             stack.enter_context(each)
         result = prepared(*own_args, **own_kwargs)
         functions_called.finish(result)
+    if saved:
+        raise SavedTensorsNeededError
     applied = functions.applied
     rules.shared_by_functions |= applied.shared
     moved = zip(inputs, versions, strict=True)
