@@ -46,7 +46,7 @@ from bridge.capture.whole_reads import SharedArrays, tensor_of
 
 __all__ = ["Functions"]
 
-_SETTERS = {torch.Tensor.data.__set__: "Tensor.data =", torch.Tensor.grad.__set__: "Tensor.grad ="}
+_SETTERS = {torch.Tensor.data.__set__: "data", torch.Tensor.grad.__set__: "grad", torch.Tensor.grad.__delete__: "grad"}
 """What assigning to an attribute of a tensor calls, and the attribute."""
 _RUN_BACKWARD = ("backward", "grad")
 """Functions that run backwards of the user's own."""
@@ -69,10 +69,17 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.recorder, self._rules, self._calls = recorder, rules, calls
         self._uses: list[tuple] = []
+        self._before: list[tuple[torch.Tensor, str, Any]] = []
         self.bases: set[int] = set()
         self.arrays = SharedArrays()
         self._packed = PackedSequences(self.count)
         recorder.judge = None if rules is None else self._judge
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with no_torch_function():  # parameters are the user's own
+            for tensor, attribute, value in reversed(self._before):
+                setattr(tensor, attribute, value)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         raise_deferred()
@@ -170,9 +177,13 @@ class Functions(TorchFunctionMode):
             if (use := use_of_autograd(func, name)) is not None and use not in self._uses:
                 self._uses.append(use)  # said once
                 rules.complain(*use)
-            if name == "__set__" and func in _SETTERS:
-                rules.complain(_SETTERS[func], "gives a tensor other memory or another gradient inside forward")
+            attribute = _SETTERS.get(func) if name in ("__set__", "__delete__") else None
+            if name == "__set__" and attribute is not None:
+                reason = "gives a tensor other memory or another gradient inside forward"
+                rules.complain(f"Tensor.{attribute} =", reason)
             with no_torch_function():
+                if attribute is not None:
+                    self._before.append((args[0], attribute, getattr(args[0], attribute)))
                 versions = [tensor._version for tensor in tensors]
             is_watched = use is not None or _runs_users_code(func, name, values)
             called = self._called
