@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
+from bridge.base.fake_type import fake_type_hidden
 from bridge.base.interrupts import raise_deferred
 from bridge.base.replaced import replaced
 from bridge.base.threads import stack_of
@@ -134,13 +135,16 @@ class Functions(TorchFunctionMode):
 
     @contextmanager
     def of_fakes(self) -> Iterator[None]:
-        """While active, ``tolist`` of fake tensors is a torch function in this thread, as that of others is."""
+        """While active, ``tolist`` of fake tensors is a torch function in this thread, as that of others is.
+
+        Nor does forward find there that its tensors are fake.
+        """
         original, thread = FakeTensor.tolist, threading.get_ident()
 
         def tolist(x: torch.Tensor) -> Any:
             return torch.Tensor.tolist(x) if threading.get_ident() == thread else original(x)
 
-        with replaced(FakeTensor, tolist=tolist):
+        with replaced(FakeTensor, tolist=tolist), fake_type_hidden(lambda: threading.get_ident() == thread):
             yield
 
     # Numbers
