@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import aten
 from bridge.capture.passes.recurrent import LAYERED
 from bridge.capture.rows import Form
@@ -29,8 +30,11 @@ def _layers(
     """Recurrent layers: their results, and the dropout between them; torch's own formula runs each step."""
     if not isinstance(weights, list | tuple):
         return NotImplemented  # a packed sequence
-    steps, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
     first, *finals = forms
+    shape = x.shape
+    if first.dtype.itemsize < 4 and first.device == HOST:
+        shape = list(map(int, shape))  # what these do there is written down step by step
+    steps, batch = (shape[1], shape[0]) if batch_first else shape[:2]
     width = first.shape[2]
     for _ in range(layers - 1 if train and dropout else 0):
         torch.dropout(torch.empty((steps, batch, width), dtype=first.dtype, device=first.device), dropout, True)

@@ -75,7 +75,16 @@ def _half_values(node: fx.Node) -> dict[fx.Node, FakeTensor]:
     values = {source: source.meta.get("val") for source in node.all_input_nodes}
     if not all(isinstance(value, FakeTensor) and value.element_size() < 4 for value in values.values()):
         return {}
-    return {source: torch.empty_like(value, requires_grad=False) for source, value in values.items()}
+    return {source: _of_numbers(value) for source, value in values.items()}
+
+
+def _of_numbers(value: FakeTensor) -> FakeTensor:
+    """A stand-in of the same layout, whose sizes are numbers: a recorded call of such layers has fixed them."""
+    if not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):
+        return torch.empty_like(value, requires_grad=False)
+    with value.fake_mode:
+        shape, stride = (list(map(int, each)) for each in (value.shape, value.stride()))
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
 
 def _split(graph: fx.Graph, node: fx.Node, with_values: bool) -> list[fx.Node]:
