@@ -49,6 +49,7 @@ __all__ = ["Functions"]
 
 _SETTERS = {torch.Tensor.data.__set__: "data", torch.Tensor.grad.__set__: "grad", torch.Tensor.grad.__delete__: "grad"}
 """What assigning to an attribute of a tensor calls, and the attribute."""
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 _RUN_BACKWARD = ("backward", "grad")
 """Functions that run backwards of the user's own."""
 
@@ -90,6 +91,9 @@ class Functions(TorchFunctionMode):
             reason = "a higher-order operator, whose function torch traces by itself"
             hint = "write loops in Python: their equal steps are compiled as one"
             raise UnsupportedModule("", [Unsupported(func.name(), _line(), reason, hint)])
+        if func in _BACKWARDS:
+            reason = "runs a backward inside forward, which adds to gradients that are the caller's"
+            raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", _line(), reason)])
         if innermost_transform() is not None:  # what it does to plain tensors is judged
             return func(*args, **kwargs)
         return self._called(func, args, kwargs) if self._rules is None else self._watched(func, args, kwargs)

@@ -228,7 +228,8 @@ class Recorder(PreDispatchMode):
         if self._symbols is not None:
             return self._symbols.result(func, args, kwargs, known, where)
         try:
-            return func(*args, **kwargs)
+            with no_python_kernels() if innermost_transform() is None else nullcontext():
+                return func(*args, **kwargs)
         except Exception as error:
             if known is None:
                 raise

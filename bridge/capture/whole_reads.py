@@ -102,4 +102,3 @@ def _flat(data: Any) -> tuple[tuple[int, ...] | None, list[Any]]:
     if len(shapes) != 1 or None in shapes:
         return None, []
     return (len(data), *shapes.pop()), [each for _, flat in parts for each in flat]
-
