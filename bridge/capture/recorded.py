@@ -26,6 +26,7 @@ from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.fake_run import forget_real_tensors
 from bridge.capture.functional import drop_unused, functional_graph
 from bridge.capture.loops.rolled import spelled_out
+from bridge.capture.observation import Observation
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.passes.autocast import spell_out_recorded_casts, without_casts
 from bridge.capture.passes.link_functions import link_recorded_functions
@@ -61,7 +62,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     observation.unsupported += problems
     observation.unsupported += _free(real)
     if observation.unsupported:
-        raise UnsupportedModule(name, observation.unsupported)
+        raise UnsupportedModule(name, _explained(observation))
     behind = len(real.order) - len(fake.arguments)
     order = real.order[:behind], real.order[behind:]
     record, fakes = real.record, fake.record.fakes
@@ -137,6 +138,18 @@ def _prepared(
         problems += link_recorded_functions(graph, functions.uses, without_casts)
     problems += spell_out_recorded_casts(graph, needs_grad)
     return problems + prepare_recorded(graph, needs_grad)
+
+
+def _explained(observation: Observation) -> list[Unsupported]:
+    """What cannot be expressed; where forward runs a backward, that is why: its formulas read what is inside of
+    operators."""
+    problems = observation.unsupported
+    named = [each for each in problems if each.op.startswith("torch.autograd.grad")]
+    if not observation.differentiates or named:
+        return named or problems
+    reason = "a derivative inside forward whose formula reads what no operator of forward's gave"
+    hint = "dispatch the submodules whose derivatives forward does not take, or leave this module to PyTorch"
+    return [Unsupported("torch.autograd.grad or backward inside forward", problems[0].where, reason, hint)]
 
 
 def _free(real: RealRun) -> list[Unsupported]:

@@ -20,7 +20,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import current_device
 from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, is_user_file, line_of
-from bridge.base.torch_internals import MODULE_CALL, aten, innermost_transform, no_torch_function, schema
+from bridge.base.torch_internals import (
+    MODULE_CALL,
+    aten,
+    current_graph_task_id,
+    innermost_transform,
+    no_torch_function,
+    schema,
+)
 from bridge.base.torch_recording import PreDispatchMode, called_below, has_wrapper, is_only_mapped, no_python_kernels
 from bridge.base.torch_shapes import hint
 from bridge.capture.own_context import backward_running
@@ -184,6 +191,8 @@ class Recorder(PreDispatchMode):
             return self._literal(func, args, kwargs)
         if self._expected:
             args, kwargs = mapped((args, kwargs), torch.Tensor, self._as_fake)
+        if func is aten.detach.default and current_graph_task_id() != -1 and self.number_of(args[0]) is None:
+            return func(*args)  # autograd takes a result that it has saved: known by its place
         operands = mapped((args, kwargs), torch.Tensor, self.value_of)
         symbols = self._symbols
         if symbols is not None and symbols.is_whole_slice(func, operands, args, self.record, self._answer()):
