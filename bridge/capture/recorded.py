@@ -98,7 +98,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     readings = tuple(each.reading for each in record.reads)
     observation.unsupported += too_many(record.reads, read, bound)
     conditions, read = recomputed(functional.graph, read, readings, real.tensors, bound, made.literals)
-    observation.unsupported += uncounted(read, readings)
+    observation.unsupported += uncounted(read, readings, fake.symbols is not None)
     present = {node.name for node in functional.graph.nodes}
     captured = Captured(
         module_name=name,

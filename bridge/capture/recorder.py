@@ -288,7 +288,8 @@ class Recorder(PreDispatchMode):
         if (inside := backward_running()) is not None:
             inside.unheld = "reads a number"
         number, reads = self.value_of(numbers), self.record.reads
-        where, form = line_of_reading(), (numbers.dtype, hint(numbers.numel()))
+        where, count = line_of_reading(), numbers.numel()
+        form = numbers.dtype, count if self._symbols is None else self._symbols.fixed(count, where)
         if self._answers is None:
             with self._pause():
                 with no_torch_function():

@@ -92,6 +92,13 @@ class Symbols:
         mapped(result, torch.Tensor, lambda tensor: self._is_decided(func, tensor, where))
         return result
 
+    def fixed(self, size: int | torch.SymInt, line: str) -> int:
+        """The sample's number for a size, which calls have to have from now on; where the user's code fixes it."""
+        before = len(self._environment.guards)
+        number = int(size)
+        self.lines.update(dict.fromkeys(range(before, len(self._environment.guards)), line))
+        return number
+
     def _is_decided(self, func: Any, tensor: torch.Tensor, where: Any) -> None:
         for size in tensor.shape:
             if isinstance(size, torch.SymInt) and not is_decided(self._environment, expression(size)):
