@@ -29,7 +29,6 @@ from bridge.base.torch_internals import (
     schema,
 )
 from bridge.base.torch_recording import PreDispatchMode, called_below, has_wrapper, is_only_mapped, no_python_kernels
-from bridge.base.torch_shapes import hint
 from bridge.capture.own_context import backward_running
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.readings import Reading, ReadsDifferError, frozen, numbers_of
