@@ -87,6 +87,8 @@ class Symbols:
             result = NotImplemented if formula is None or known is None else formula(forms, *args, **kwargs)
             if result is NotImplemented:
                 result = func(*args, **kwargs)
+        if len(forms) == 1 and isinstance(result, torch.Tensor) and result.dtype is not forms[0].dtype:
+            result = result.to(forms[0].dtype)  # torch's formula in Python passes autocast's cast by
         if where is not None:
             self.lines.update(dict.fromkeys(range(before, len(self._environment.guards)), line_of(where)))
         mapped(result, torch.Tensor, lambda tensor: self._is_decided(func, tensor, where))
