@@ -23,7 +23,7 @@ from bridge.capture.call_log import ATTENTION
 from bridge.capture.counters import may_be_counters
 from bridge.capture.fake_run import FakeRun, fake_run
 from bridge.capture.own_functions import OwnFunctions
-from bridge.capture.passes.autocast import GradModesInRegions
+from bridge.capture.passes.regions import GradModesInRegions
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.tracing import eagers_branches, times_forward_asked

@@ -36,7 +36,7 @@ from bridge.base.torch_recording import (
 )
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.loops.operators import MARKS
-from bridge.capture.passes.decompose import composite_formulas, formulas, whole_operators
+from bridge.capture.passes.decompositions import composite_formulas, formulas, whole_operators
 from bridge.capture.passes.told import ROW
 from bridge.capture.recorded_draws import draws
 from bridge.capture.size_nodes import SizeNodes

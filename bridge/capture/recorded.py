@@ -19,18 +19,18 @@ from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.interrupts import raise_deferred
 from bridge.base.modes import autocast_to
+from bridge.base.torch_fakes import clear_fake_memo
 from bridge.base.torch_internals import pytree
 from bridge.capture.captured import Captured
 from bridge.capture.checkpoints import written_and_read
 from bridge.capture.dynamic_shapes import DynamicDim
-from bridge.capture.fake_run import forget_real_tensors
 from bridge.capture.functional import drop_unused, functional_graph
 from bridge.capture.loops.rolled import spelled_out
 from bridge.capture.observation import Observation
 from bridge.capture.own_functions import OwnFunctions
-from bridge.capture.passes.autocast import spell_out_recorded_casts, without_casts
-from bridge.capture.passes.link_functions import link_recorded_functions
-from bridge.capture.passes.stop_gradient import prepare_recorded
+from bridge.capture.passes.autocast import spell_out_casts, without_casts
+from bridge.capture.passes.link_functions import link_functions
+from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.recomputed import recomputed, uncounted
 from bridge.capture.recorded_draws import match_draws
 from bridge.capture.rows import Record
@@ -121,7 +121,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
         loops=rolls,
         device=current_device(),
     )
-    forget_real_tensors([*fake.arguments])
+    clear_fake_memo(fake.mode)
     return captured
 
 
@@ -135,9 +135,9 @@ def _prepared(
 
     problems = [*functions.problems]
     if functions.uses:
-        problems += link_recorded_functions(graph, functions.uses, without_casts)
-    problems += spell_out_recorded_casts(graph, needs_grad)
-    return problems + prepare_recorded(graph, needs_grad)
+        problems += link_functions(graph, functions.uses, without_casts)
+    problems += spell_out_casts(graph, needs_grad)
+    return problems + prepare(graph, needs_grad)
 
 
 def _explained(observation: Observation) -> list[Unsupported]:

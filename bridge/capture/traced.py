@@ -29,11 +29,10 @@ from bridge.capture.first_look import Observed, observed
 from bridge.capture.free_tensors import free_tensors
 from bridge.capture.number_reader import given
 from bridge.capture.own_functions import OwnFunctions
-from bridge.capture.passes.autocast import spell_out_casts, without_casts
+from bridge.capture.passes.autocast import without_casts
 from bridge.capture.passes.copies import spell_out_copies
 from bridge.capture.passes.decompose import decompose
-from bridge.capture.passes.link_functions import link_functions
-from bridge.capture.passes.stop_gradient import prepare
+from bridge.capture.passes.regions import link_functions_in_regions, prepare_regions, spell_out_casts_in_regions
 from bridge.capture.random_nodes import eager_draws, match_draws
 from bridge.capture.readings import Reading
 from bridge.capture.recomputed import recomputed, uncounted
@@ -110,10 +109,10 @@ def trace_of(
 
     unsupported += functions.problems
     if functions.uses:
-        unsupported += link_functions(exported.graph_module, functions.uses, without_casts)
+        unsupported += link_functions_in_regions(exported.graph_module, functions.uses, without_casts)
     spell_out_copies(exported.graph_module.graph)
-    unsupported += spell_out_casts(exported.graph_module, ambient_autocast(), needs_grad)
-    unsupported += prepare(exported.graph_module, needs_grad)
+    unsupported += spell_out_casts_in_regions(exported.graph_module, ambient_autocast(), needs_grad)
+    unsupported += prepare_regions(exported.graph_module, needs_grad)
     if dims or readings or functions.uses or earlier is None or not earlier.is_of(tensors, real_tensors):
         with given(module, readings):
             earlier = observed(module, tensors, real_tensors, args, kwargs, sizes, functions)

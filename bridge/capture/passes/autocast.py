@@ -1,15 +1,15 @@
-"""Autocast as casts: every cast that eager makes under ``torch.autocast`` → a node of the training-IR graph.
+"""Autocast as casts: every cast that eager makes under ``torch.autocast`` → a node of the training graph.
 
-``torch.export`` traces above autocast's dispatch key: its graph holds the operators with the arguments that the module
-gave them. Here each operator runs once more on fake tensors under the autocast setting of its place, which shows the
-casts that autocast puts before it; they become ``_to_copy`` nodes. Then the operator runs on the cast arguments without
-autocast, and must do the very same. Operators of which a GPU's autocast asks for results in float32 instead (sums,
-norms, softmaxes) are given that ``dtype``. A composite operator inside which autocast goes on casting (a recurrent
-layer, ``einsum``) is taken apart (:mod:`bridge.capture.passes.composites`); any other one is refused by name.
+The record is made above autocast's dispatch key: it has operators with the arguments that the module gave them. Here
+each operator runs once more on fake tensors under the autocast setting of its row, which shows the casts that autocast
+puts before it; they become ``_to_copy`` nodes. Then the operator runs on the cast arguments without autocast, and must
+do the very same. Operators of which a GPU's autocast asks for results in float32 instead (sums, norms, softmaxes) are
+given that ``dtype``. A composite operator inside which autocast goes on casting (a recurrent layer, ``einsum``) is taken
+apart (:mod:`bridge.capture.passes.composites`); any other one is refused by name.
 
-A float32 parameter is cast once for all its uses, as eager's cache of casts does, so that its gradients are added up in
-the lower precision; anything else, or with ``cache_enabled=False``, is cast at each use. Regions (``with
-torch.autocast(...)`` inside forward) become part of the graph around them.
+Eager keeps the cast of a float32 parameter until the outermost autocast context ends, so that its gradients are added
+up in the lower precision: the record says of each row which parameters were cast there, anew. Anything else, or with
+``cache_enabled=False``, is cast at each use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 
-from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.modes import autocast_depth, autocast_to
+from bridge.base.modes import autocast_to
 from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import (
     FakeTensor,
@@ -34,83 +32,42 @@ from bridge.base.torch_internals import (
     aten,
     pytree,
     schema,
-    set_grad_enabled,
 )
 from bridge.capture.passes.call_kinds import kind_key
 from bridge.capture.passes.composites import expand, is_composite
-from bridge.capture.passes.stop_gradient import inline
 from bridge.capture.passes.told import AUTOCAST, ROW, STOPPED, told
 from bridge.capture.rows import Row
 from bridge.capture.symbolic_formulas import running
 
-__all__ = ["GradModesInRegions", "autocast_of_row", "spell_out_casts", "spell_out_recorded_casts", "without_casts"]
+__all__ = ["Place", "autocast_of_row", "cast_all", "spell_out_casts", "without_casts"]
 
-_REGION = torch.ops.higher_order.wrap_with_autocast
-_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
-_TAG = AUTOCAST
 #: The user's own casts: autocast leaves them alone.
 _CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
 
 
-class GradModesInRegions(TorchFunctionMode):
-    """Sees ``no_grad`` and its kin inside autocast regions, which torch.export 2.13 drops from its graph.
-
-    Attributes:
-        problems: one where that happened.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.problems: list[Unsupported] = []
-        self._depth = autocast_depth()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        changes = func is set_grad_enabled and args[0] != torch.is_grad_enabled()
-        if changes and autocast_depth() > self._depth and not self.problems:
-            reason = "a grad mode set inside an autocast region: torch.export forgets it"
-            self.problems.append(Unsupported("no_grad inside autocast", "forward", reason, "swap the two contexts"))
-        return func(*args, **(kwargs or {}))
-
-
-def spell_out_casts(
-    graph_module: fx.GraphModule, ambient: torch.dtype | None, requires_grad: Callable[[fx.Node], bool]
-) -> list[Unsupported]:
-    """Rewrites a training-IR graph in place as described above; returns what it cannot express.
-
-    Args:
-        ambient: what autocast casted to while the graph was traced, ``None`` if it was off.
-        requires_grad: whether a placeholder's tensor requires grad.
-    """
-    problems: list[Unsupported] = []
-    place = _Place(ambient, torch.is_autocast_cache_enabled())
-    _inline_regions(graph_module, place)
-    _cast(graph_module, place, requires_grad, problems)
-    return problems
-
-
-def spell_out_recorded_casts(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+def spell_out_casts(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
     """Rewrites a training graph in place as described above, each node as :func:`autocast_of_row` says of its row.
 
     Args:
         requires_grad: whether a placeholder's tensor requires grad.
     """
     problems: list[Unsupported] = []
-    _cast_all(graph, _Place(None), requires_grad, problems)
+    cast_all(graph, Place(None), requires_grad, problems)
     return problems
 
 
-def autocast_of_row(row: Row, cast: Collection[fx.Node]) -> _Place:
+def autocast_of_row(row: Row, cast: Collection[fx.Node]) -> Place:
     """What autocast does to a row; ``cast``: the placeholders that it cast there, since it had kept no cast of them."""
-    return _Place(*row.autocast, frozenset(cast))
+    return Place(*row.autocast, frozenset(cast))
 
 
 def without_casts(node: fx.Node) -> None:
     """Marks an operator that runs without autocast, wherever it stands: one of a backward."""
-    node.meta[_TAG] = _Place(None)
+    node.meta[AUTOCAST] = Place(None)
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """What autocast does to an operator, by where the operator stands.
 
     Attributes:
@@ -125,40 +82,9 @@ class _Place:
     anew: frozenset[fx.Node] = frozenset()
 
 
-def _inline_regions(graph_module: fx.GraphModule, around: _Place) -> None:
-    """Every node of a region is tagged with the region's setting, then the region becomes part of the graph."""
-    for node in _calls(graph_module.graph, _REGION):
-        device, dtype, enabled, _, region, *arguments = node.args
-        inner = getattr(graph_module, region.target)
-        setting = around.dtype if device != current_device().type else dtype if enabled else None
-        place = _Place(setting)
-        _inline_regions(inner, place)
-        for each in inner.graph.nodes:
-            each.meta.setdefault(_TAG, place)
-        inline(graph_module.graph, node, inner.graph, arguments, stop=False)
-    for node in _calls(graph_module.graph, _GRAD_REGION):
-        _inline_regions(getattr(graph_module, node.args[1].target), node.meta.get(_TAG, around))
-
-
-def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_function" and node.target is target]
-
-
-def _cast(
-    graph_module: fx.GraphModule,
-    around: _Place,
-    requires_grad: Callable[[fx.Node], bool],
-    problems: list[Unsupported],
-) -> None:
-    for node in _calls(graph_module.graph, _GRAD_REGION):
-        place = node.meta.get(_TAG, around)
-        _cast(getattr(graph_module, node.args[1].target), place, lambda node: False, problems)
-    _cast_all(graph_module.graph, around, requires_grad, problems)
-
-
-def _cast_all(
+def cast_all(
     graph: fx.Graph,
-    around: _Place,
+    around: Place,
     requires_grad: Callable[[fx.Node], bool],
     problems: list[Unsupported],
 ) -> None:
@@ -166,7 +92,7 @@ def _cast_all(
     known = _KnownCasts()
     lowered: dict[fx.Node, torch.dtype] = {}
 
-    def cast(node: fx.Node, source: fx.Node, dtype: torch.dtype, place: _Place) -> fx.Node:
+    def cast(node: fx.Node, source: fx.Node, dtype: torch.dtype, place: Place) -> fx.Node:
         """``source`` in another element type, for ``node``."""
         is_parameter = source.op == "placeholder" and requires_grad(source)
         if not is_parameter or dtype is not place.dtype or source.meta["val"].dtype is not torch.float32:
@@ -184,7 +110,7 @@ def _cast_all(
         return made
 
     for node in list(graph.nodes):
-        place = node.meta.get(_TAG, around)
+        place = node.meta.get(AUTOCAST, around)
         if node.op != "call_function":
             continue
         if place.dtype is None or not isinstance(node.target, OpOverload):

@@ -9,19 +9,16 @@ is to be left whole. The graph that comes out is the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.decomp_utils import PRESERVED_ATEN_CIA_OPS
 
 from bridge.base.torch_internals import (
     OpOverload,
     aten,
     autograd_key,
-    core_decompositions,
     decompose_exported_program,
     decomposition_of,
     is_preservable,
@@ -30,17 +27,11 @@ from bridge.base.torch_internals import (
     unset_fake_temporarily,
 )
 from bridge.capture.loops.operators import MARKS
-from bridge.capture.passes.cells import CELLS
+from bridge.capture.passes.decompositions import tables
 from bridge.capture.passes.kinds import Functional, functional_by_kind
 from bridge.capture.passes.preserved_ops import PRESERVED, PRESERVED_ABOVE_AUTOGRAD
 
-__all__ = ["decompose", "instance_norm"]
-
-Table = dict[Any, Callable]
-_SELECT_SCATTER = aten.select_scatter.default
-_INSTANCE_NORM = aten.instance_norm.default
-_KINKED = (aten.sgn.default,)
-"""Whose decomposition has no derivative of complex numbers at 0, where the operator's is 0."""
+__all__ = ["decompose"]
 
 
 def decompose(exported: ExportedProgram) -> Functional:
@@ -53,7 +44,7 @@ def decompose(exported: ExportedProgram) -> Functional:
 
 
 def _decomposed(exported: ExportedProgram) -> ExportedProgram:
-    composite, others = _tables()
+    composite, others = tables()
     targets = {node.target for node in exported.graph.nodes if isinstance(node.target, OpOverload)}
     met = {op: decomposition_of(op) for op in targets - composite.keys() if is_preservable(op)}
     with unset_fake_temporarily(), _without_python_kernels():
@@ -75,30 +66,12 @@ def _is_left_whole(op: OpOverload) -> bool:
     """
     if op in MARKS or op is aten.permute.default:
         return True
-    composite, others = _tables()
+    composite, others = tables()
     if op in others or any(returned.alias_info is not None for returned in schema(op).returns):
         return False
     if op in composite or is_preservable(op):
         return composite.get(op) is preserve_composite
     return op in PRESERVED or torch.Tag.core in op.tags
-
-
-def formulas() -> Table:
-    """The decompositions of operators that are no composite ones."""
-    return _tables()[1]
-
-
-@functools.cache
-def composite_formulas() -> Table:
-    """What composite operators do instead of their own kernel."""
-    return {op: formula for op, formula in _tables()[0].items() if formula is not preserve_composite}
-
-
-@functools.cache
-def whole_operators() -> frozenset:
-    """Operators that are left whole."""
-    whole = {op for op, formula in _tables()[0].items() if formula is preserve_composite}
-    return frozenset({op for op in (*whole, *PRESERVED, *MARKS) if isinstance(op, OpOverload)})
 
 
 @contextmanager
@@ -114,86 +87,3 @@ def _without_python_kernels() -> Iterator[None]:
         for op, kernel in aside.items():
             op.py_kernels[autograd_key] = kernel
             op._dispatch_cache.clear()
-
-
-@functools.cache
-def _tables() -> tuple[Table, Table]:
-    """What composite operators do instead of their own kernel, and the decompositions of all other operators."""
-    others = {op: formula for op, formula in core_decompositions().items() if op not in PRESERVED}
-    others[_SELECT_SCATTER] = _unless_symbolic(others[_SELECT_SCATTER])
-    others.update((op, _unless_complex(others[op])) for op in _KINKED if op in others)
-    others[aten.take.default] = _taken
-    composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
-    composite.update({op: _plain_cell(op, formula) for op, formula in CELLS.items()})
-    composite[_INSTANCE_NORM] = functools.partial(_instance_norm, decomposition_of(_INSTANCE_NORM))
-    whole = {*PRESERVED_ATEN_CIA_OPS, *PRESERVED} - composite.keys()
-    composite.update((op, preserve_composite) for op in whole if is_preservable(op))
-    return composite, others
-
-
-def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """torch's formula would read an index of one number."""
-    return aten.index.Tensor(x.reshape(-1), [index])
-
-
-def _plain_cell(op: OpOverload, formula: Callable) -> Callable:
-    """A recurrent cell as products and pointwise operators; on CUDA torch has a kernel of its own in between."""
-    theirs = decomposition_of(op)
-
-    def decomposed(x: torch.Tensor, *args: Any) -> Any:
-        return formula(x, *args) if x.is_cuda else theirs(x, *args)
-
-    return decomposed
-
-
-def _instance_norm(theirs: Callable, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """What torch's formula calls on CUDA writes running statistics without a word in its schema, so that a functional
-    graph would lose them."""
-    return instance_norm(x, *args) if x.is_cuda else theirs(x, *args)
-
-
-def instance_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
-    from_images: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> torch.Tensor:
-    """``torch.instance_norm`` by operators that say what they write: batch normalization of each image's channels for
-    themselves. The running statistics, if any, become the mean of what each image made of them; where
-    they are only read, nothing is written (torch's kernel writes what was there)."""
-    batch, channels = x.shape[:2]
-    of_each = [None if each is None else each.repeat(batch) for each in (weight, bias, mean, variance)]
-    images = x.contiguous().view(1, batch * channels, *x.shape[2:])
-    if mean is None:
-        y = aten._native_batch_norm_legit.no_stats(images, *of_each[:2], from_images, momentum, eps)[0]
-    elif from_images:
-        y = aten._native_batch_norm_legit.default(images, *of_each, from_images, momentum, eps)[0]
-    else:
-        y = aten._native_batch_norm_legit_no_training.default(images, *of_each, momentum, eps)[0]
-    for running, moved in ((mean, of_each[2]), (variance, of_each[3])):
-        if running is not None and from_images:
-            running.copy_(moved.view(batch, channels).mean(0))
-    return y.view(x.shape)
-
-
-def _unless_complex(formula: Callable) -> Callable:
-    """A decomposition that leaves an operator of complex numbers whole."""
-
-    def decomposed(x: torch.Tensor, *args: Any) -> Any:
-        return NotImplemented if x.is_complex() else formula(x, *args)
-
-    return decomposed
-
-
-def _unless_symbolic(formula: Callable) -> Callable:
-    """A decomposition of ``select_scatter`` that leaves it whole where nothing is known of the position."""
-
-    def decomposed(x: torch.Tensor, source: torch.Tensor, dim: int, index: Any) -> Any:
-        return NotImplemented if isinstance(index, torch.SymInt) else formula(x, source, dim, index)
-
-    return decomposed

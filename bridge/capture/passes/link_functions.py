@@ -15,28 +15,10 @@ from torch import fx
 from bridge.base.errors import Unsupported, user_line
 from bridge.capture.own_functions import FUNCTION, OWN, TANGENT, WITH_GRADIENT, Use
 
-__all__ = ["link_functions", "link_recorded_functions"]
+__all__ = ["link_functions"]
 
 
-def link_functions(
-    graph_module: fx.GraphModule, uses: Sequence[Use], tag: Callable[[fx.Node], None]
-) -> list[Unsupported]:
-    """Rewrites a graph, and those of its regions, in place; returns what cannot be expressed.
-
-    Args:
-        uses: of Functions, by their numbers.
-        tag: called with each node of a backward.
-    """
-    problems: list[Unsupported] = []
-    for inner in graph_module.children():
-        if isinstance(inner, fx.GraphModule):
-            problems += link_functions(inner, uses, tag)
-    problems += link_recorded_functions(graph_module.graph, uses, tag)
-    graph_module.recompile()
-    return problems
-
-
-def link_recorded_functions(graph: fx.Graph, uses: Sequence[Use], tag: Callable[[fx.Node], None]) -> list[Unsupported]:
+def link_functions(graph: fx.Graph, uses: Sequence[Use], tag: Callable[[fx.Node], None]) -> list[Unsupported]:
     """Rewrites one graph."""
     problems: list[Unsupported] = []
     for begin in [node for node in graph.nodes if node.target is FUNCTION]:

@@ -1,8 +1,8 @@
-"""Stop-gradient: ``detach`` and ``no_grad`` regions of a training-IR graph → ``tvm_dispatch::stop_gradient``, in place.
+"""Stop-gradient: ``detach`` and grad modes of a training graph → ``tvm_dispatch::stop_gradient``, in place.
 
-A functional graph has no grad modes. So before it is made, each ``no_grad`` region is inlined with what it reads
-passed through ``tvm_dispatch::stop_gradient``, an operator of ours that decompositions leave alone, and ``detach``
-becomes that operator too. ``stop_gradient`` is a copy, ``detach`` is an alias: where autograd follows nothing there is
+A functional graph has no grad modes. So before it is made, what an operator reads that ran under ``no_grad`` is
+passed through ``tvm_dispatch::stop_gradient``, an operator of ours that decompositions leave alone; ``detach``
+becomes that operator, too. ``stop_gradient`` is a copy, ``detach`` is an alias: where autograd follows nothing there is
 nothing to stop and the alias stays an alias, and where a write would tell the two apart, the module is refused.
 
 ``meta["custom"]``, which decomposition hands on, says which node of the training IR a node came from and where that
@@ -11,15 +11,14 @@ stands in the user's code.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.torch_internals import HigherOrderOperator, OpOverload, aten
+from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.own_functions import OWN
 from bridge.capture.passes.alias_analysis import Aliases, is_detach, is_view, written
 from bridge.capture.passes.attention import choose_for_learned_masks
@@ -28,7 +27,7 @@ from bridge.capture.passes.straight_through import write_straight_through
 from bridge.capture.passes.told import STOPPED
 from bridge.capture.passes.written_views import write_through_views
 
-__all__ = ["STOP_GRADIENT", "inline", "origin_of", "prepare", "prepare_recorded", "where_is"]
+__all__ = ["STOP_GRADIENT", "detach_reads", "detached", "origin_of", "prepare", "prepare_unstopped", "where_is"]
 
 
 _library = torch.library.Library("tvm_dispatch", "DEF")
@@ -38,22 +37,10 @@ _library.impl("stop_gradient", torch.empty_like, "Meta")
 STOP_GRADIENT = torch.ops.tvm_dispatch.stop_gradient.default
 
 
-def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
-    """Rewrites a training-IR graph in place as described above; returns what it cannot express.
-
-    Args:
-        requires_grad: whether a placeholder's tensor requires grad.
-    """
-    problems = _inline_regions(graph_module)
-    problems += _prepare(graph_module.graph, requires_grad)
-    graph_module.recompile()
-    return problems
-
-
-def prepare_recorded(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
     """Rewrites a training graph in place as described above, whose nodes are told where autograd stops."""
     _detach_stopped(graph)
-    return _prepare(graph, requires_grad)
+    return prepare_unstopped(graph, requires_grad)
 
 
 def _detach_stopped(graph: fx.Graph) -> None:
@@ -61,17 +48,18 @@ def _detach_stopped(graph: fx.Graph) -> None:
     of that."""
     for node in [node for node in graph.nodes if STOPPED in node.meta and isinstance(node.target, OpOverload)]:
         if not is_view(node):
-            _detach_reads(graph, node)
+            detach_reads(graph, node)
             continue
         items = isinstance(node.meta.get("val"), tuple | list)
         for result in list(node.users) if items else [node]:
             with graph.inserting_after(result):
-                detached = _detached(graph, result)
-            if detached is not result:
-                result.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
+                own = detached(graph, result)
+            if own is not result:
+                result.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
 
 
-def _prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+def prepare_unstopped(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    """The same without :data:`bridge.capture.passes.told.STOPPED`, of what has only ``detach``."""
     keep_layers_whole(graph)
     choose_for_learned_masks(graph, requires_grad)
     _pass_through(graph)
@@ -162,67 +150,21 @@ def where_is(node: fx.Node) -> str | None:
     return (node.meta.get("custom") or {}).get("where") or user_line(node.meta.get("stack_trace"))
 
 
-def _inline_regions(graph_module: fx.GraphModule) -> list[Unsupported]:
-    graph = graph_module.graph
-    problems = []
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
-            continue
-        where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
-        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
-            problems.append(Unsupported(str(node.target), where, "a higher-order operator"))
-            continue
-        enabled, region, *arguments = node.args
-        inner = getattr(graph_module, region.target).graph
-        if any(isinstance(n.target, HigherOrderOperator) for n in inner.nodes):
-            problems.append(Unsupported("no_grad and enable_grad", where, "grad modes inside each other"))
-            continue
-        inline(graph, node, inner, arguments, stop=not enabled)
-    return problems
-
-
-def inline(graph: fx.Graph, call: fx.Node, inner: fx.Graph, args: Sequence[fx.Node], *, stop: bool) -> None:
-    """Replaces a region's call by what is inside; with ``stop``, autograd follows nothing of it."""
-    values: dict[fx.Node, Any] = {}
-    arguments = iter(args)
-    outputs: list[Any] = []
-    with graph.inserting_before(call):
-        for node in inner.nodes:
-            if node.op == "placeholder":
-                values[node] = next(arguments)
-            elif node.op == "output":
-                outputs = [values[value] if isinstance(value, fx.Node) else value for value in node.args[0]]
-            else:
-                values[node] = copied = graph.node_copy(node, values.__getitem__)
-                if user_line(node.meta.get("stack_trace")) is None:  # regions keep generated code's lines
-                    copied.meta["stack_trace"] = call.meta.get("stack_trace")
-                if stop and not is_view(copied):
-                    _detach_reads(graph, copied)
-        if stop:  # views of what came in; anything else is followed by nobody, and its detach will go again
-            outputs = [_detached(graph, output) for output in outputs]
-    for user in list(call.users):
-        if user.target is not operator.getitem:
-            raise AssertionError(f"a region's result is used by {user.format_node()}")
-        user.replace_all_uses_with(outputs[user.args[1]])
-        graph.erase_node(user)
-    graph.erase_node(call)
-
-
-def _detach_reads(graph: fx.Graph, node: fx.Node) -> None:
+def detach_reads(graph: fx.Graph, node: fx.Node) -> None:
     """Passes what an operator reads through ``detach``; what it writes stays the memory that it is."""
     targets = written(node)
     with graph.inserting_before(node):
-        seen = {source: source if source in targets else _detached(graph, source) for source in node.all_input_nodes}
+        seen = {source: source if source in targets else detached(graph, source) for source in node.all_input_nodes}
     node.args = fx.map_arg(node.args, seen.__getitem__)
     node.kwargs = fx.map_arg(node.kwargs, seen.__getitem__)
 
 
-def _detached(graph: fx.Graph, value: Any) -> Any:
+def detached(graph: fx.Graph, value: Any) -> Any:
     if not isinstance(value, fx.Node) or not _is_float(value.meta.get("val")):
         return value
-    detached = graph.call_function(aten.detach.default, (value,))
-    detached.meta = dict(value.meta)
-    return detached
+    made = graph.call_function(aten.detach.default, (value,))
+    made.meta = dict(value.meta)
+    return made
 
 
 def _is_float(value: Any) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from bridge import add_tvm_dispatch, stats
-from bridge.capture.passes.decompose import instance_norm
+from bridge.capture.passes.decompositions import instance_norm
 from tests.bridge.compare import check_module
 from tests.sampling import sampled
 
