@@ -4,8 +4,8 @@ The record is made above autocast's dispatch key: it has operators with the argu
 each operator runs once more on fake tensors under the autocast setting of its row, which shows the casts that autocast
 puts before it; they become ``_to_copy`` nodes. Then the operator runs on the cast arguments without autocast, and must
 do the very same. Operators of which a GPU's autocast asks for results in float32 instead (sums, norms, softmaxes) are
-given that ``dtype``. A composite operator inside which autocast goes on casting (a recurrent layer, ``einsum``) is taken
-apart (:mod:`bridge.capture.passes.composites`); any other one is refused by name.
+given that ``dtype``. A composite operator inside which autocast goes on casting (a recurrent layer, ``einsum``) is
+taken apart (:mod:`bridge.capture.passes.composites`); any other one is refused by name.
 
 Eager keeps the cast of a float32 parameter until the outermost autocast context ends, so that its gradients are added
 up in the lower precision: the record says of each row which parameters were cast there, anew. Anything else, or with
