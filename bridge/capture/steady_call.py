@@ -165,7 +165,11 @@ def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence
         name = type(real.twin).__name__
         log.debug("%s cannot be run on fake tensors", name, exc_info=error)
         raise UnsupportedModule(name, [explain_error(error)], cause=error) from None
-    return SteadyCall(real, fake, (), list(differences(real, fake)))
+    problems = list(differences(real, fake))
+    if fake.record.told:
+        cause = next(iter(fake.record.told.values()))
+        raise UnsupportedModule(type(real.twin).__name__, problems, cause=cause)
+    return SteadyCall(real, fake, (), problems)
 
 
 def _changing(real: RealRun, changed: Sequence[str]) -> UnsupportedModule:

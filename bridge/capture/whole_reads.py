@@ -20,11 +20,15 @@ from bridge.capture.rows import Read
 
 __all__ = ["MAX_GUARDED", "SharedArrays", "tensor_of", "too_many"]
 
-MAX_GUARDED = {str: 1000, np.ndarray: 64}
+MAX_GUARDED = {str: 1000, np.ndarray: 0}
 """How many numbers a call compares for a text (torch shows so many whole), and for an array."""
 _WORDS = {
-    str: ("the text of a tensor", "pass .item() of what it is to say, or print outside of forward"),
-    np.ndarray: ("Tensor.numpy", "compute it with torch, or outside of forward"),
+    str: ("the text of a tensor", "too many numbers to compare at each call", "print outside of forward"),
+    np.ndarray: (
+        "Tensor.numpy",
+        "what numpy computes is not in a graph; a compiled call would repeat the sample's numbers for ever",
+        "compute it with torch, or outside of forward",
+    ),
 }
 
 
@@ -40,8 +44,7 @@ def too_many(reads: Sequence[Read], nodes: Sequence[Any], bound: Mapping[str, in
         limit = MAX_GUARDED.get(type(each.given))
         if limit is not None and each.reading.count > limit and isinstance(node, fx.Node):
             if constant(node, bound) is None:
-                op, hint = _WORDS[type(each.given)]
-                reason = f"{each.reading.count} numbers, which Python code could depend on"
+                op, reason, hint = _WORDS[type(each.given)]
                 found.append(Unsupported(op, each.reading.where, reason, hint))
     return found
 

@@ -81,7 +81,7 @@ def test_what_was_printed_is_eagers(capsys):
 
 def test_the_text_of_a_large_tensor_is_refused_where_it_is_no_constant():
     large = torch.zeros(40, 30, dtype=torch.long)
-    with pytest.raises(UnsupportedModule, match=r"(?s)the text of a tensor: 1200 numbers.*len\(str\(t\)\)"):
+    with pytest.raises(UnsupportedModule, match=r"(?s)the text of a tensor: too many numbers.*len\(str\(t\)\)"):
         add_tvm_dispatch(Layer(lambda y, t: y * len(str(t))).double(), (X, large))
     check(lambda y: y * len(str(torch.zeros(40, 30))), (X,), (X * 2,), hits=2)
 
@@ -154,10 +154,6 @@ def test_an_array_of_a_constant(name):
     assert not {"numbers", "checks"} & {step.kind for step in entry.steps}
 
 
-def test_an_array_of_few_numbers_of_an_argument_is_read():
-    check(lambda y, t: y * int(t.numpy().sum()), (X, LIST), (X, OTHER), (X, LIST), hits=2)
-
-
 def written_array(y):
     zeros = torch.zeros(3, dtype=F64)
     zeros.numpy()[1] = 4.0
@@ -172,8 +168,8 @@ def written_tensor(y):
 
 
 REFUSED = {
-    "many numbers": (lambda y, t: y * float(t.numpy().sum()), "Tensor.numpy: 200 numbers"),
-    "computed of parameters": (lambda y, t: y * float(y.detach().numpy().sum()), "round it otherwise"),
+    "of an argument": (lambda y, t: y * float(t.numpy().sum()), "Tensor.numpy: what numpy computes"),
+    "computed of parameters": (lambda y, t: y * float(y.detach().numpy().sum()), "Tensor.numpy"),
     "an array that is written": (lambda y, t: written_array(y), "Tensor.numpy: an array that shares memory"),
     "a tensor that is written": (lambda y, t: written_tensor(y), "Tensor.numpy: an array that shares memory"),
     "dlpack": (lambda y, t: y * float(np.from_dlpack(t).sum()), "Tensor.__dlpack__"),
