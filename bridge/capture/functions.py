@@ -278,6 +278,11 @@ def _split(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args:
     return NotImplemented
 
 
+def _narrowed(function: Callable[..., Any], run: Functions, x: torch.Tensor, dim: int, start: Any, length: int) -> Any:
+    """``narrow`` from a place that a tensor holds, which torch reads in C++: from that number."""
+    return function(x, dim, run.numbers(start), length) if isinstance(start, torch.Tensor) else NotImplemented
+
+
 def _detached(run: Functions, x: torch.Tensor) -> torch.Tensor:
     """``x.data``: the same numbers in the same memory, off the graph.
 
@@ -316,6 +321,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     **{each: partial(_as_text, each) for each in (torch.Tensor.__repr__, torch.Tensor.__format__)},
     **{each: partial(_as_array, each) for each in (torch.Tensor.numpy, torch.Tensor.__array__)},
     torch.Tensor.__dlpack__: partial(_shared, torch.Tensor.__dlpack__),
+    **{each: partial(_narrowed, each) for each in (torch.narrow, torch.Tensor.narrow)},
     torch.tensor_split: partial(_split, torch.tensor_split),
     torch.Tensor.tensor_split: partial(_split, torch.Tensor.tensor_split),
     **{function: _of_counts(form) for function, form in FORMS.items()},

@@ -47,6 +47,8 @@ READS = {
     aten.allclose.default: "allclose",
 }
 """Operators that give Python a number of a tensor, and which of :data:`bridge.capture.readings.numbers_of` that is."""
+_OF_TWO = ("equal", "allclose")
+"""Those that compare two tensors; the others are for one number."""
 _FRESH = (aten.lift_fresh.default,)
 """What takes a tensor made of numbers in the code: the very tensor in eager, another one among fakes."""
 _WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
@@ -260,6 +262,8 @@ class Recorder(PreDispatchMode):
     def _number(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What an operator tells Python of the numbers in a tensor."""
         name, self.asked = self.asked or READS[func], None
+        if name not in _OF_TWO and args[0].numel() != 1:
+            return func(*args, **kwargs)  # eager's error
         with torch.no_grad(), self:
             numbers = numbers_of[name](*args, **kwargs)
         if numbers is None:

@@ -196,6 +196,7 @@ MADE = {
     "repeat": (lambda y, n: y.repeat(n, 1), 2),
     "an element of a list": (lambda y, n: y * [1, 2, 3, 5][n], 2),
     "slice": (lambda y, n: y[n - 1 :] * 2, 2),
+    "narrow": (lambda y, n: y.narrow(0, n, 1) * 2, 2),
 }
 
 
@@ -203,6 +204,18 @@ MADE = {
 def test_sizes_and_tensors_made_of_numbers(name):
     function, hits = MADE[name]
     check(function, (X, N), (X, M), (X, N), hits=hits)
+
+
+def as_no_number(y):
+    """An error of eager's that forward catches."""
+    try:
+        return y * 3 if y > 0 else y
+    except RuntimeError:
+        return y * 2
+
+
+def test_several_numbers_are_no_flag():
+    check(as_no_number, (X,), (X * 2,), hits=2)
 
 
 def of_what_was_selected(y, mask):
