@@ -22,6 +22,7 @@ from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python_kernels, pytree, storage_id
+from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.dynamic_shapes import DynamicDim
@@ -116,6 +117,17 @@ def _nothing_saved() -> Iterator[list[bool]]:
         yield asked
 
 
+@contextmanager
+def _saved_here() -> Iterator[None]:
+    """While active, what autograd saves is no concern of a checkpoint around the call, which counts that."""
+    with nullcontext() if hooks_of_saved() is None else saved_tensors_hooks(_itself, _itself):
+        yield
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def paths_of(module: nn.Module) -> dict[int, str]:
     return {id(each): path for path, each in module.named_modules()}
 
@@ -195,7 +207,7 @@ def real_run_of(
         isolated = stack.enter_context(IsolatedRNG())
         stack.enter_context(functions.traced())
         stack.enter_context(generator_watch(rules))
-        saved = stack.enter_context(nullcontext() if saves else _nothing_saved())
+        saved = stack.enter_context(_saved_here() if saves else _nothing_saved())
         recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
         functions_called = Functions(recorder, rules, observation.calls)
         told = observation.draws, rules.complain, None, inputs, lambda: isolated.advance, True, recorder.note_cast
@@ -386,7 +398,7 @@ def fake_run_of(
         recorder = Recorder(inputs, paths_of(twin), draws, answers=real.record, symbols=symbols)
         functions_called = Functions(recorder)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)
-        modes = modes_put_back(), functions.traced(), mode, drawing, python_kernels(), recorder
+        modes = modes_put_back(), _saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder
         for tensor, _ in real.record.free.values():  # the very tensor in both runs
             recorder.expect(tensor, fake(tensor))
         with ExitStack() as stack:
