@@ -8,6 +8,7 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -125,6 +126,7 @@ def from_user_code(error: Exception) -> Exception:
     return error if frames is None else error.with_traceback(frames)
 
 
+@cache
 def is_user_file(filename: str) -> bool:
     """Whether a source file is neither torch's, nor this package's, nor of the standard library."""
     if filename.startswith((TORCH_DIR, _OWN_DIR, "<")):

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import FakeTensorMode, find
+from bridge.base.torch_autograd import no_torch_dispatch
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, find
 
-__all__ = ["clear_fake_memo", "fake_mode", "stand_in"]
+__all__ = ["clear_fake_memo", "fake_mode", "new_fake", "outside_graph", "stand_in"]
 
 find("torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access")
 
@@ -39,3 +40,18 @@ def clear_fake_memo(mode: Any) -> None:
     describer = converter.describer
     for memo in (converter.tensor_memo, converter.storage_memo, describer.lookup_tensor, describer.lookup_storage):
         memo.clear()
+
+
+_META = torch.device("meta")
+
+
+def new_fake(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A fake tensor of memory of its own, made past the mode."""
+    with no_torch_dispatch():
+        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device=_META), device)
+
+
+def outside_graph(fake: Any) -> Any:
+    """The same fake tensor in no autograd graph, made past the mode."""
+    with no_torch_dispatch(), torch.no_grad():
+        return FakeTensor(fake.fake_mode, fake.detach(), fake.fake_device)

@@ -20,8 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import current_device
 from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, is_user_file, line_of
+from bridge.base.torch_fakes import outside_graph
 from bridge.base.torch_internals import (
     MODULE_CALL,
+    FakeTensor,
     aten,
     current_graph_task_id,
     innermost_transform,
@@ -29,6 +31,7 @@ from bridge.base.torch_internals import (
     schema,
 )
 from bridge.base.torch_recording import PreDispatchMode, called_below, has_wrapper, is_only_mapped, no_python_kernels
+from bridge.capture.known_fakes import KnownFakes
 from bridge.capture.own_context import backward_running
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.readings import Reading, ReadsDifferError, frozen, numbers_of
@@ -71,6 +74,7 @@ class Recorder(PreDispatchMode):
         draws: draws that were made so far; how many there are before and after each row is noted.
         protected: is told (``add``) of tensors from elsewhere, and (``note``) of tensors before they are written.
         answers: of a run on fake tensors, the record of the run on real ones: it tells the numbers that forward reads.
+        drops: of such a run, whether it keeps no fake tensors of what rows make.
         symbols: of such a run on symbolic sizes, what it takes care of.
 
     Attributes:
@@ -89,12 +93,13 @@ class Recorder(PreDispatchMode):
         draws: Sequence[Any] = (),
         protected: Any = None,
         answers: Record | None = None,
+        drops: bool = False,
         symbols: Symbols | None = None,
     ):
         super().__init__()
         self.record = Record(inputs=len(inputs))
         self._paths, self._draws, self._protected, self._answers = paths, draws, protected, answers
-        self._symbols = symbols
+        self._symbols, self._drops = symbols, drops
         self._known: dict[int, tuple[weakref.ref, int]] = {}
         self._made: dict[tuple, tuple[StorageWeakRef, int]] = {}
         self.serial, self._last_serial = 0, -1
@@ -102,8 +107,9 @@ class Recorder(PreDispatchMode):
         self.paused = False
         self.judge: Callable[[Any, list, list, list], None] | None = None
         self._kept: list[torch.Tensor] = []
+        self._fakes = KnownFakes()
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._memory: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._memory: dict[int, tuple[int, StorageWeakRef]] = {}
         for tensor in inputs:
             self._new(tensor, once=False)
 
@@ -120,27 +126,24 @@ class Recorder(PreDispatchMode):
             return same[1]
         return None
 
-    def _new(self, tensor: torch.Tensor, *, once: bool = True, made: bool = False) -> int:
-        record, number = self.record, len(self.record.forms)
-        record.forms.append(form_of(tensor))
-        record.memory.append(self._memory_number(tensor, number))
+    def _new(self, tensor: torch.Tensor, *, once: bool = True, made: bool = False, of_row: bool = False) -> int:
+        record, number, form, memory = self.record, len(self.record.forms), form_of(tensor), memory_of(tensor)
+        record.forms.append(form)
+        first = -1 - number, None
+        if memory is not None:  # the first value, of those so far, that lies in it
+            first = self._memory.get(memory)
+            if first is None or first[1].expired():
+                first = self._memory[memory] = number, StorageWeakRef(tensor.untyped_storage())
+        record.memory.append(first[0])
         if once or id(tensor) not in self._known:
             self._note(tensor, number)
-        if made and len(place := _place(tensor)) > 1 and place not in self._made:
-            self._made[place] = StorageWeakRef(tensor.untyped_storage()), number
-        if self._answers is not None:
+        if made and memory is not None and tensor.layout is torch.strided:
+            known = self._made.get(place := (memory, form[:4]))
+            if known is None or known[0].expired():
+                self._made[place] = first[1], number
+        if self._answers is not None and not (of_row and self._drops):
             record.fakes[number] = _outside_graph(tensor)
         return number
-
-    def _memory_number(self, tensor: torch.Tensor, number: int) -> int:
-        """The first value, of those so far, that lies in a tensor's memory."""
-        memory = memory_of(tensor)
-        if memory is None:
-            return -1 - number
-        known = self._memory.get(memory)
-        if known is None or known[0].expired():
-            known = self._memory[memory] = StorageWeakRef(tensor.untyped_storage()), number
-        return known[1]
 
     def _note(self, tensor: torch.Tensor, number: int) -> None:
         self._known[id(tensor)] = weakref.ref(tensor), number
@@ -238,8 +241,10 @@ class Recorder(PreDispatchMode):
         if self._symbols is not None:
             return self._symbols.result(func, args, kwargs, known, where)
         try:
-            with no_python_kernels() if innermost_transform() is None else nullcontext():
+            if innermost_transform() is not None:
                 return func(*args, **kwargs)
+            with no_python_kernels():
+                return self._fakes.call(func, args, kwargs, (torch.is_grad_enabled(), _autocast()))
         except Exception as error:
             if known is None:
                 raise
@@ -326,7 +331,7 @@ class Recorder(PreDispatchMode):
         def value(tensor: torch.Tensor) -> Value:
             found = self._known.get(id(tensor))
             if found is None or found[0]() is not tensor:
-                return Value(self._new(tensor, made=True))
+                return Value(self._new(tensor, made=True, of_row=True))
             if len(place := _place(tensor)) > 1 and place not in self._made:  # autograd follows it from now on
                 self._made[place] = StorageWeakRef(tensor.untyped_storage()), found[1]
             return Value(found[1])
@@ -425,5 +430,7 @@ def _like(form: Form) -> torch.Tensor:
 
 
 def _outside_graph(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is FakeTensor and tensor.layout is torch.strided:
+        return outside_graph(tensor)
     with torch.no_grad():
         return tensor.detach() if not has_wrapper(tensor) else tensor

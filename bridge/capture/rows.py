@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bridge.base.torch_internals import storage_id
+from bridge.base.torch_internals import FakeTensor, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, hint
 
 __all__ = ["Form", "Read", "Record", "Row", "Value"]
@@ -115,7 +115,7 @@ def form_of(tensor: torch.Tensor) -> Form:
         tuple(map(hint, tensor.stride())) if is_strided else (),
         hint(tensor.storage_offset()) if is_strided else 0,
         tensor.dtype,
-        tensor.device,
+        tensor.fake_device if type(tensor) is FakeTensor else tensor.device,  # which a mode would be asked for
         tensor.requires_grad,
         tensor.is_conj(),
         tensor.is_neg(),

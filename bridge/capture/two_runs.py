@@ -395,7 +395,8 @@ def fake_run_of(
         inputs = [*owned, *arguments, *attributes.values()]
         functions = OwnFunctions(type(real.twin).__name__)
         draws: list[Any] = [] if symbols is None else symbols.draws
-        recorder = Recorder(inputs, paths_of(twin), draws, answers=real.record, symbols=symbols)
+        answers = {"answers": real.record, "drops": real.loops is not None, "symbols": symbols}
+        recorder = Recorder(inputs, paths_of(twin), draws, **answers)
         functions_called = Functions(recorder)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)
         modes = modes_put_back(), _saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from bridge.capture.loops import attempt, uncomputed
+from bridge.capture.loops import attempt, rolled, uncomputed
 from tests.fuzz.check import check
 from tests.fuzz.program import Program
 from tests.fuzz.verdict import Verdict
@@ -238,7 +238,7 @@ def _part(source: str, index: str, axis: int, rng: random.Random) -> str:
 @contextmanager
 def _short_loops(computes: bool) -> Iterator[list[bool]]:
     """While active, loops of few operators are recorded, too, and small calls are left out; notes what was found."""
-    before = attempt.LEAST_OPERATORS, uncomputed.LEAST_ELEMENTS, attempt.find_loops
+    before = attempt.LEAST_OPERATORS, uncomputed.LEAST_ELEMENTS, attempt.find_loops, rolled.LEAST_ROWS
     found: list[bool] = []
 
     def find(calls):
@@ -246,12 +246,14 @@ def _short_loops(computes: bool) -> Iterator[list[bool]]:
         found.append(bool(loops))
         return loops
 
-    attempt.LEAST_OPERATORS, attempt.find_loops = 1, find
+    attempt.LEAST_OPERATORS = rolled.LEAST_ROWS = 1
+    attempt.find_loops = rolled.find_loops = find
     uncomputed.LEAST_ELEMENTS = uncomputed.LEAST_ELEMENTS if computes else 1
     try:
         yield found
     finally:
-        attempt.LEAST_OPERATORS, uncomputed.LEAST_ELEMENTS, attempt.find_loops = before
+        attempt.LEAST_OPERATORS, uncomputed.LEAST_ELEMENTS, attempt.find_loops, rolled.LEAST_ROWS = before
+        rolled.find_loops = attempt.find_loops
 
 
 def check_loop(program: Program) -> Verdict:

@@ -1,0 +1,131 @@
+"""Known fakes: operators on fake tensors, of which each kind runs once → results of the layouts that the first had.
+
+What an operator makes of fake tensors is a function of the operator, its constants and the layouts of what it reads,
+where it makes memory of its own. A loop calls it again and again, on layouts that are the same in every step: then
+another fake tensor is made without a run, a tenth of the time, and autograd sees it made of the same operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from bridge.base.torch_autograd import apply_function
+from bridge.base.torch_fakes import new_fake
+from bridge.base.torch_internals import FakeTensor, OpOverload, schema, storage_id
+
+__all__ = ["KnownFakes"]
+
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+class _Unknown(Exception):
+    """An operand that cannot be compared."""
+
+
+class _Result(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+class KnownFakes:
+    """The kinds of calls that a run on fake tensors has met."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple, tuple[type | None, list[_Result]] | None] = {}
+        self._functional: dict[Any, bool] = {}
+
+    def call(self, func: Any, args: tuple, kwargs: dict[str, Any], modes: tuple) -> Any:
+        """What ``func(*args, **kwargs)`` returns; ``modes``: what else decides about it."""
+        is_functional = self._functional.get(func)
+        if is_functional is None:
+            is_functional = self._functional[func] = _is_functional(func)
+        if not is_functional:
+            return func(*args, **kwargs)
+        given: list[torch.Tensor] = []
+        try:
+            key = func, modes, torch.get_default_dtype(), _key(args, given), _key(kwargs, given)
+        except _Unknown:
+            return func(*args, **kwargs)
+        if not given:
+            return func(*args, **kwargs)
+        if key not in self._results:
+            result = func(*args, **kwargs)
+            self._results[key] = _learned(given, result)
+            return result
+        known = self._results[key]
+        return func(*args, **kwargs) if known is None else _again(known, given)
+
+
+class _MadeOf(torch.autograd.Function):
+    """Stands in autograd's graph for an operator that did not run."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Any, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return made()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError("made for the layouts alone")
+
+
+def _is_functional(func: Any) -> bool:
+    """Whether a call's results may be told from layouts, unless they share memory."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten" or any(tag in func.tags for tag in _TAGS):
+        return False
+    told = schema(func)
+    return not told.is_mutable and not any(each.alias_info for each in told.returns)
+
+
+def _key(tree: Any, given: list[torch.Tensor]) -> Any:
+    kind = type(tree)
+    if kind is FakeTensor or (isinstance(tree, FakeTensor) and isinstance(tree, torch.nn.Parameter)):
+        given.append(tree)
+        if tree.layout is not torch.strided or tree.is_conj() or tree.is_neg():
+            raise _Unknown
+        return tree.shape, tree.stride(), tree.dtype, tree.fake_device, tree.requires_grad
+    if kind is tuple or kind is list:
+        return (kind, *[_key(each, given) for each in tree])
+    if kind is dict:
+        return tuple([(name, _key(each, given)) for name, each in tree.items()])
+    if kind is float:
+        return kind, repr(tree)
+    if kind in _CONSTANTS:
+        return kind, tree
+    raise _Unknown
+
+
+def _learned(given: Sequence[torch.Tensor], result: Any) -> tuple[type | None, list[_Result]] | None:
+    """How results like these are made; ``None`` if they share memory, or are no plain tensors."""
+    kind = type(result) if type(result) in (tuple, list) else None
+    results = [result] if kind is None else list(result)
+    if not results or any(type(each) is not FakeTensor or each.layout is not torch.strided for each in results):
+        return None
+    memory = {storage_id(each) for each in results}
+    if len(memory) < len(results) or not memory.isdisjoint(map(storage_id, given)):
+        return None
+    if any(each.is_conj() or each.is_neg() or each.storage_offset() for each in results):
+        return None
+    follows = {(each.requires_grad, each.is_leaf) for each in results}
+    if len(follows) > 1 or (True, True) in follows:
+        return None
+    made = [_Result(tuple(r.shape), r.stride(), r.dtype, r.fake_device, r.requires_grad) for r in results]
+    return kind, made
+
+
+def _again(known: tuple[type | None, list[_Result]], given: Sequence[torch.Tensor]) -> Any:
+    kind, forms = known
+    mode = given[0].fake_mode
+    made = [new_fake(mode, *each[:4]) for each in forms]
+    if forms[0].requires_grad:
+        sources = [each for each in given if each.requires_grad]
+        made = apply_function(_MadeOf, (lambda: tuple(made), *sources), {})
+    return made[0] if kind is None else kind(made)
+
+
