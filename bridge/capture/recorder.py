@@ -138,7 +138,7 @@ class Recorder(PreDispatchMode):
         if once or id(tensor) not in self._known:
             self._note(tensor, number)
         if made and memory is not None and tensor.layout is torch.strided:
-            known = self._made.get(place := (memory, form[:4]))
+            known = self._made.get(place := _place(tensor))
             if known is None or known[0].expired():
                 self._made[place] = first[1], number
         if self._answers is not None and not (of_row and self._drops):
@@ -430,7 +430,7 @@ def _like(form: Form) -> torch.Tensor:
 
 
 def _outside_graph(tensor: torch.Tensor) -> torch.Tensor:
-    if type(tensor) is FakeTensor and tensor.layout is torch.strided:
+    if type(tensor) is FakeTensor and tensor.layout is torch.strided and innermost_transform() is None:
         return outside_graph(tensor)
     with torch.no_grad():
         return tensor.detach() if not has_wrapper(tensor) else tensor

@@ -31,6 +31,7 @@ from bridge.capture.numbers import NotArithmeticError, refusing_all_use
 from bridge.capture.packed import PackedUseError
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
 from bridge.capture.two_runs import FakeRecord, RealRun, differences, fake_run_of, real_run_of
+from bridge.capture.unrolled import unrolled_rows
 from bridge.state import PythonState
 
 __all__ = ["Counter", "SteadyCall", "steady_call"]
@@ -138,10 +139,13 @@ def _named(error: UnsupportedModule, module: nn.Module) -> UnsupportedModule:
 
 def _find_loops(real: RealRun, dims: Sequence[DynamicDim]) -> None:
     """Notes the loops of a run; what it writes in steps is no write where a step could return it as well."""
-    if real.functions.uses or dims:
-        return
-    real.loops = folded_of(real.record, real.made, real.observation.draws)
-    if real.loops is not None:
+    if not (real.functions.uses or dims):
+        real.loops = folded_of(real.record, real.made, real.observation.draws)
+    if real.loops is None:
+        parameters = [each for each in real.tensors if each.kind == "parameter"]
+        problems = unrolled_rows(real.record, len(parameters), f"{type(real.twin).__name__}.forward")
+        real.observation.unsupported.extend(problems)
+    else:
         loops_found()
         real.observation.draws[:] = draws_of(real.loops)
         if not writes(real.loops):

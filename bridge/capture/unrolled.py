@@ -6,12 +6,16 @@ is told from a deep network by its weights: every step reads the same ones.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from torch.export import ExportedProgram
 
 from bridge.base.errors import Unsupported
 from bridge.base.log import channel
+from bridge.capture.rows import Record, values_in
 
-__all__ = ["MOST_OPERATORS", "unrolled"]
+__all__ = ["MOST_OPERATORS", "unrolled", "unrolled_rows"]
 
 log = channel("dispatch")
 
@@ -31,7 +35,20 @@ def unrolled(exported: ExportedProgram, forward: str) -> list[Unsupported]:
     """
     nodes, parameters = exported.graph.nodes, exported.graph_signature.inputs_to_parameters
     count = sum(node.op == "call_function" for node in nodes)
-    if count <= _MANY or all(len(node.users) < _STEPS for node in nodes if node.name in parameters):
+    return _judged(count, [len(node.users) for node in nodes if node.name in parameters], forward)
+
+
+def unrolled_rows(record: Record, parameters: int, forward: str) -> list[Unsupported]:
+    """The same of a record whose first inputs are so many parameters."""
+    if len(record.rows) <= _MANY:
+        return []
+    readers = Counter(number for row in record.rows for number in set(values_in((row.args, row.kwargs))))
+    return _judged(len(record.rows), [readers[number] for number in range(parameters)], forward)
+
+
+def _judged(count: int, readers: Sequence[int], forward: str) -> list[Unsupported]:
+    """``readers``: of each parameter, how many operators read it."""
+    if count <= _MANY or all(each < _STEPS for each in readers):
         return []
     if count <= MOST_OPERATORS:
         words = "%s: a loop of %d operators is compiled step by step, which takes minutes: %s"
