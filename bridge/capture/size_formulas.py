@@ -7,12 +7,14 @@ Each takes the forms that its results have in the run on real numbers, then the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import aten
+from bridge.capture.passes.preserved_ops import UPSAMPLES
 from bridge.capture.passes.recurrent import LAYERED
 from bridge.capture.rows import Form
 
@@ -62,9 +64,18 @@ def _max_pool1d(
     return pooled[0].squeeze(-2)
 
 
+def _upsampled(func: Any, forms: Sequence[Form], x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """An interpolation: torch's formula in Python goes past the operator to whose argument autocast gives float32."""
+    return func(x.to(forms[0].dtype), *args) if x.dtype != forms[0].dtype else NotImplemented
+
+
 def _number(value: Any) -> Any:
     """Of a number, or a list of one or none."""
     return next(iter(value), None) if isinstance(value, list | tuple) else value
 
 
-FORMULAS: dict[Any, Callable[..., Any]] = {aten.max_pool1d.default: _max_pool1d, **dict.fromkeys(LAYERED, _layers)}
+FORMULAS: dict[Any, Callable[..., Any]] = {
+    aten.max_pool1d.default: _max_pool1d,
+    **dict.fromkeys(LAYERED, _layers),
+    **{packet.vec: partial(_upsampled, packet.vec) for packet in UPSAMPLES},
+}
