@@ -39,6 +39,7 @@ from bridge.capture.loops.operators import MARKS
 from bridge.capture.passes.decompositions import composite_formulas, formulas, whole_operators
 from bridge.capture.passes.told import ROW
 from bridge.capture.recorded_draws import draws
+from bridge.capture.size_formulas import POOLINGS
 from bridge.capture.size_nodes import SizeNodes
 from bridge.capture.training_graph import TrainingGraph
 
@@ -109,12 +110,12 @@ class _Functional(FunctionalTensorMode):
         if _is_whole(func):
             args, kwargs = pytree.tree_map_only(FunctionalTensor, in_functional, (args, kwargs))
             return pytree.tree_map_only(torch.Tensor, partial(functional_of, mode=self), func(*args, **kwargs))
-        formula = composite_formulas().get(func) or func.py_kernels.get(autograd_key)
-        if formula is not None:
-            with self:
-                made = formula(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
+        for formula in (POOLINGS.get(func), composite_formulas().get(func) or func.py_kernels.get(autograd_key)):
+            if formula is not None:
+                with self:
+                    made = formula(*args, **kwargs)
+                if made is not NotImplemented:
+                    return made
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _can_decompose(self, func, args, kwargs):

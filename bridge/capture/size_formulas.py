@@ -18,7 +18,7 @@ from bridge.capture.passes.preserved_ops import UPSAMPLES
 from bridge.capture.passes.recurrent import LAYERED
 from bridge.capture.rows import Form
 
-__all__ = ["FORMULAS", "has_symbols"]
+__all__ = ["FORMULAS", "POOLINGS", "has_symbols"]
 
 
 def has_symbols(tensor: torch.Tensor) -> bool:
@@ -52,7 +52,7 @@ def _made(form: Form, shape: Sequence[Any]) -> torch.Tensor:
 
 
 def _max_pool1d(
-    forms: Sequence[Form], x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, up=False
+    x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, up=False
 ) -> torch.Tensor:
     """As eager's operator where autograd follows it: the pooling of a picture of one row."""
     if not has_symbols(x):
@@ -74,8 +74,11 @@ def _number(value: Any) -> Any:
     return next(iter(value), None) if isinstance(value, list | tuple) else value
 
 
+POOLINGS: dict[Any, Callable[..., Any]] = {aten.max_pool1d.default: _max_pool1d}
+"""Those that functionalization takes too, where they depend on no results."""
+
 FORMULAS: dict[Any, Callable[..., Any]] = {
-    aten.max_pool1d.default: _max_pool1d,
+    **{op: partial(lambda pooled, forms, *args: pooled(*args), pooled) for op, pooled in POOLINGS.items()},
     **dict.fromkeys(LAYERED, _layers),
     **{packet.vec: partial(_upsampled, packet.vec) for packet in UPSAMPLES},
 }
