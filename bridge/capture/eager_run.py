@@ -30,10 +30,12 @@ from bridge.capture.observe import observe
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
 from bridge.capture.readings import Reading, same_numbers
+from bridge.capture.symbolic_capture import strides_of_eager
+from bridge.capture.symbolic_sizes import at_sample
 from bridge.capture.tracing import eagers_branches, times_asked
 from bridge.state import ModuleTensor, once_per_owner
 
-__all__ = ["as_in_eager", "goes_another_way", "nothing_saved", "owned_state", "real_run"]
+__all__ = ["as_in_eager", "as_in_eager_at_sample", "goes_another_way", "nothing_saved", "owned_state", "real_run"]
 
 OTHER_BRANCH = Unsupported(
     "torch.compiler.is_compiling or is_exporting",
@@ -221,6 +223,18 @@ def as_in_eager(fake: Observation, real: Observation) -> tuple[Observation, list
         if ours.is_tensor and replace(ours, stride=eagers.stride) != eagers:
             problems.append(_problem(f"gives {eagers}", f"gives {ours}", f"result {index}"))
     return replace(fake, draws=real.draws, outputs=real.outputs), problems
+
+
+def as_in_eager_at_sample(symbolic: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:
+    """As :func:`bridge.capture.eager_run.as_in_eager`, of an observation with extents; they stay.
+
+    As for :func:`strides_of_eager`.
+    """
+    observation, problems = as_in_eager(at_sample(symbolic), real)
+    if problems:
+        return observation, problems
+    made, problems = strides_of_eager(symbolic, real)
+    return replace(observation, draws=made.draws, outputs=made.outputs), problems
 
 
 def _is_same_constant(one: Any, other: Any) -> bool:

@@ -22,7 +22,7 @@ from bridge.capture.symbolic_formulas import running
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.state import ModuleTensor, once_per_owner
 
-__all__ = ["FakeRun", "arguments_of_sample", "fake_run", "forget_real_tensors"]
+__all__ = ["FakeRun", "fake_run", "forget_real_tensors"]
 
 
 @dataclass(frozen=True)
@@ -135,15 +135,6 @@ def forget_real_tensors(fakes: Iterable[torch.Tensor]) -> None:
     """
     for mode in {id(fake.fake_mode): fake.fake_mode for fake in fakes}.values():
         clear_fake_memo(mode)
-
-
-def arguments_of_sample(args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Fake tensors of the argument tensors' own sizes."""
-    mode = fake_mode(allow_non_fake_inputs=True)
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    made = tuple(_fake_leaf(mode, leaf) for leaf in tensors)
-    forget_real_tensors(made)
-    return made
 
 
 def _fake_leaf(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from bridge.base.torch_export import export_tracer
 from bridge.base.torch_internals import FakeTensor, pytree
 from bridge.capture.captured import Captured
 from bridge.capture.dynamic_shapes import DynamicDim, refuse_numbers
-from bridge.capture.eager_run import as_in_eager, goes_another_way, real_run
+from bridge.capture.eager_run import as_in_eager, as_in_eager_at_sample, goes_another_way, real_run
 from bridge.capture.fake_run import forget_real_tensors
 from bridge.capture.first_look import Attention, FirstLook, first_look
 from bridge.capture.loops.attempt import Looped, looped_call
@@ -34,7 +34,6 @@ from bridge.capture.module_calls import forward_here
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.record_call import record_call
 from bridge.capture.settled import traced_and_settled
-from bridge.capture.symbolic_capture import as_in_eager_at_sample
 from bridge.capture.tensor_contents import TensorContents
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.traced import trace

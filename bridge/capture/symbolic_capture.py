@@ -13,12 +13,11 @@ from autodiff.extents import Dim, Extent, sample_of
 from bridge.base.complex_views import offset_in
 from bridge.base.errors import Unsupported
 from bridge.base.objects import is_plain
+from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import pytree
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.captured import Captured
 from bridge.capture.dynamic_shapes import DynamicDim
-from bridge.capture.eager_run import as_in_eager
-from bridge.capture.fake_run import arguments_of_sample
 from bridge.capture.observation import Draw, Observation, Output, Parameter
 from bridge.capture.passes.stop_gradient import where_is
 from bridge.capture.symbolic_sizes import SymbolicSizes, at_sample
@@ -27,7 +26,7 @@ from bridge.capture.sympy_extents import NotTranslatedError
 if TYPE_CHECKING:
     from bridge.capture.two_runs import FakeRecord, RealRun
 
-__all__ = ["as_in_eager_at_sample", "recorded_with_extents", "strides_of_eager", "with_extents"]
+__all__ = ["recorded_with_extents", "strides_of_eager", "with_extents"]
 
 _NO_FORM = "a size that is no expression of the arguments' sizes"
 
@@ -101,7 +100,7 @@ def with_extents(
         captured,
         observation=observation,
         fake_observation=observation,
-        arguments=arguments_of_sample(args, kwargs),
+        arguments=_arguments_of_sample(args, kwargs),
     )
     if not sizes.scope.samples:  # forward has fixed them all
         return captured
@@ -114,16 +113,13 @@ def with_extents(
     )
 
 
-def as_in_eager_at_sample(symbolic: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:
-    """As :func:`bridge.capture.eager_run.as_in_eager`, of an observation with extents; they stay.
-
-    As for :func:`strides_of_eager`.
-    """
-    observation, problems = as_in_eager(at_sample(symbolic), real)
-    if problems:
-        return observation, problems
-    made, problems = strides_of_eager(symbolic, real)
-    return replace(observation, draws=made.draws, outputs=made.outputs), problems
+def _arguments_of_sample(args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Fake tensors of the argument tensors' own sizes."""
+    mode = fake_mode(allow_non_fake_inputs=True)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    made = tuple(mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in tensors)
+    clear_fake_memo(mode)
+    return made
 
 
 def strides_of_eager(symbolic: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:
