@@ -10,6 +10,7 @@ from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.loops.any_length import ReplayOfAnyLength
 from bridge.capture.loops.attempt import Looped, recorded_loops
 from bridge.capture.loops.folded import of_any_length
+from bridge.capture.loops.length_run import looped_run
 from bridge.capture.loops.listener import loops_tell
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
 from bridge.capture.module_calls import forward_here
@@ -93,6 +94,7 @@ __all__ = [
     "is_implied",
     "is_number",
     "is_traced_here",
+    "looped_run",
     "loops_tell",
     "normalize_sample",
     "number_tensor",

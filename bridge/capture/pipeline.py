@@ -33,9 +33,10 @@ from bridge.capture.loops.listener import loops_found
 from bridge.capture.module_calls import forward_here
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.record_call import record_call
+from bridge.capture.recorded import captured_of_any_length
 from bridge.capture.settled import traced_and_settled
 from bridge.capture.tensor_contents import TensorContents
-from bridge.capture.thread_isolation import capturing
+from bridge.capture.thread_isolation import capturing, recording
 from bridge.capture.traced import trace
 from bridge.capture.tracing import eagers_branches, times_forward_asked
 from bridge.state import PythonState, generators_put_back
@@ -75,8 +76,11 @@ def capture(
     """
     check_call(module, args, kwargs)
     refuse_numbers(type(module).__name__, dims)
-    if os.environ.get("BRIDGE_CAPTURE") == "recorded" and looped is None:
-        return record_call(module, args, kwargs, dims).captured()
+    if os.environ.get("BRIDGE_CAPTURE") == "recorded":
+        if looped is None:
+            return record_call(module, args, kwargs, dims).captured()
+        with working_for(device_of_call(module, args, kwargs)), recording():
+            return captured_of_any_length(module, args, kwargs, dims, looped)
     first = PythonState(module)
     contents = TensorContents(first.tensors())
     try:

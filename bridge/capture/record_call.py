@@ -15,6 +15,7 @@ from bridge.base.torch_cuda import settle_attention_order
 from bridge.base.torch_internals import pytree
 from bridge.capture.captured import Captured
 from bridge.capture.dynamic_shapes import DynamicDim, refuse_numbers
+from bridge.capture.loops.lengths import comparable
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.record_key import observed_key
 from bridge.capture.recorded import captured_of
@@ -86,7 +87,7 @@ class RecordedCall:
             "in_spec": real.in_spec,
             "observation": real.observation,
             "readings": tuple(each.reading for each in real.record.reads),
-            "recording": None,
+            "recording": comparable(real) if real.loops is not None else None,
             "device": current_device(),
         }
 

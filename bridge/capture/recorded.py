@@ -25,6 +25,8 @@ from bridge.capture.captured import Captured
 from bridge.capture.checkpoints import written_and_read
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.functional import drop_unused, functional_graph
+from bridge.capture.loops.length_run import run_of_any_length
+from bridge.capture.loops.lengths import LoopedCall, comparable
 from bridge.capture.loops.rolled import spelled_out
 from bridge.capture.observation import Observation
 from bridge.capture.own_functions import OwnFunctions
@@ -42,7 +44,7 @@ from bridge.capture.two_runs import FakeRecord, RealRun
 from bridge.capture.whole_reads import too_many
 from bridge.state import tensor_problem
 
-__all__ = ["captured_of"]
+__all__ = ["captured_of", "captured_of_any_length"]
 
 
 def captured_of(
@@ -53,6 +55,15 @@ def captured_of(
     if dims:
         captured = recorded_with_extents(captured, dims, call.real, call.fake, args, kwargs)
     return captured
+
+
+def captured_of_any_length(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], call: LoopedCall
+) -> Captured:
+    """The captured call of loops of any length."""
+    fake = run_of_any_length(call, args, kwargs, dims)
+    captured = captured_of(module, args, kwargs, dims, SteadyCall(call.real, fake, (), []))
+    return replace(captured, loops=True, recording=call.form, any_length=call.any_length)
 
 
 def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: list[Unsupported]) -> Captured:
@@ -119,6 +130,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
         read=read,
         recomputed=conditions,
         loops=rolls,
+        recording=comparable(real) if rolls else None,
         device=current_device(),
     )
     clear_fake_memo(fake.mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from bridge.capture import (
     NumberPlace,
     check_call,
     device_of_call,
+    looped_run,
     loops_tell,
     one_capture_at_a_time,
     recorded_loops,
@@ -107,6 +109,8 @@ def recorded_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Loo
         try:
             check_call(module, args, kwargs)
             with working_for(device_of_call(module, args, kwargs)):
+                if os.environ.get("BRIDGE_CAPTURE") == "recorded":
+                    return looped_run(module, args, kwargs)
                 return recorded_loops(module, args, kwargs)
         except UnsupportedModule:
             return None

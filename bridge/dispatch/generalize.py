@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from bridge.base.errors import UnsupportedModule, is_out_of_memory, is_refused_b
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
-from bridge.capture import DynamicDim, Looped, NumberPlace, Output, ReplayOfAnyLength, of_any_length
+from bridge.capture import DynamicDim, Looped, NumberPlace, Output
 from bridge.dispatch.compile_entry import compile_entry, recorded_call, require_capturable
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
@@ -133,10 +132,8 @@ class Generalization:
             if captured.any_length is not None or captured.recording is None:
                 continue
             then = captured.arguments[sum(captured.argument_is_tensor[: dim.leaf])].shape[dim.dimension]
-            form = of_any_length(captured.recording, then, looped.form, size)
-            if form is not None and self._fixed.left(module.training, (dim,)):
-                replay = ReplayOfAnyLength(form, dim.leaf, dim.dimension, {size})
-                again = replace(looped, any_length=replay)
+            again = looped.of_any_length(captured.recording, then, dim.leaf, dim.dimension, size)
+            if again is not None and self._fixed.left(module.training, (dim,)):
                 return self._for_all_sizes(module, args, kwargs, (dim,), known, again)
         return None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from types import CodeType
 from typing import Any
@@ -29,7 +29,7 @@ from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.loops.alive import evenly_alive
 from bridge.capture.loops.any_length import ReplayOfAnyLength
 from bridge.capture.loops.find import find_loops
-from bridge.capture.loops.folded import folded
+from bridge.capture.loops.folded import folded, of_any_length
 from bridge.capture.loops.recorder import CallRecorder, NotRecordedError
 from bridge.capture.loops.replay import Replay
 from bridge.capture.loops.uncomputed import INTEGERS
@@ -74,6 +74,12 @@ class Looped:
         except NotRecordedError as error:
             log.debug("a loop of one length: %s", error)
             return None
+
+
+    def of_any_length(self, other: Any, size: int, leaf: int, dimension: int, own: int) -> Looped | None:
+        """The call for all sizes of a dimension, ``own`` here, as the form of one of another size tells, too."""
+        form = of_any_length(other, size, self.form, own)
+        return None if form is None else replace(self, any_length=ReplayOfAnyLength(form, leaf, dimension, {own}))
 
 
 def _described(output: Output) -> tuple | None:
