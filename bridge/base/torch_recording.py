@@ -43,6 +43,11 @@ class PreDispatchMode(_Proxy):
     dispatcher has to be on around it (:data:`bridge.base.torch_internals.python_kernels`).
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: it is active where nothing is compiled, and torch's wrapper takes as long for each call as a row."""
+        return False
+
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self, _PRE_DISPATCH)
         self._mode_key = _PROXY

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bridge.base.torch_autograd import apply_function
+from bridge.base.torch_autograd import apply_function, no_torch_dispatch
 from bridge.base.torch_fakes import new_fake
 from bridge.base.torch_internals import FakeTensor, OpOverload, schema, storage_id
 
@@ -125,7 +125,8 @@ def _again(known: tuple[type | None, list[_Result]], given: Sequence[torch.Tenso
     made = [new_fake(mode, *each[:4]) for each in forms]
     if forms[0].requires_grad:
         sources = [each for each in given if each.requires_grad]
-        made = apply_function(_MadeOf, (lambda: tuple(made), *sources), {})
+        with no_torch_dispatch():  # no mode need be asked for devices
+            made = apply_function(_MadeOf, (lambda: tuple(made), *sources), {})
     return made[0] if kind is None else kind(made)
 
 
