@@ -35,7 +35,6 @@ from bridge.artifact import (
     write_artifact,
 )
 from bridge.compile import host_features
-from bridge.lowering import marks_on_disk
 
 __all__ = ["main", "pack", "unpack"]
 
@@ -111,8 +110,6 @@ def _needed(name: str, store: Store) -> Iterator[tuple[str, Artifact]]:
     digests: set[str] = set()
     for key, lowering in lowerings.items():
         yield f"lowering/{key}", lowering
-        for mark in marks_on_disk(lowering.parts["found_by"].decode()):
-            yield from _one(store, "call", mark)
         content = json.loads(lowering.parts["call"])["content"]
         digests |= {key_of(content, direction) for direction in ("forward", "backward")}
     kernels: set[str] = set()

@@ -30,10 +30,9 @@ from torch import nn
 
 from bridge.base.default_device import default_device_of_forward
 from bridge.base.devices import working_for
-from bridge.base.errors import CompilationError
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.modes import ambient_autocast
-from bridge.capture import capture, dynamic_dims, normalize_sample, raise_if_eager_raises
+from bridge.capture import capture, dynamic_dims, normalize_sample
 from bridge.lowering import DEFAULT_PARTITION, LoweredCall, Sample, lower_captured
 from bridge.state import PythonState
 from partition import Strategy
@@ -126,8 +125,5 @@ def lower(
             autocast = ambient_autocast()
         sample = Sample(module, args, kwargs, partition, training, autocast, relower=lower)
         return Lowered.of(call, sample, time.perf_counter() - started)
-    except CompilationError:
-        raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)
-        raise
     finally:
         before.restore()

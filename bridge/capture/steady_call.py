@@ -19,22 +19,21 @@ from typing import Any
 
 from torch import nn
 
-from bridge.base.checkpoint_frames import checkpoint_frame
 from bridge.base.errors import CacheNotFilled, Unsupported, UnsupportedModule, from_user_code, refused_by_eager
 from bridge.base.log import channel
+from bridge.capture.counters import Counted, Counter
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.explain_error import explain_error
 from bridge.capture.inplace_rules import OTHER_NAME
 from bridge.capture.loops.listener import loops_found
 from bridge.capture.loops.rolled import draws_of, folded_of, writes
-from bridge.capture.numbers import NotArithmeticError, refusing_all_use
 from bridge.capture.packed import PackedUseError
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
 from bridge.capture.two_runs import FakeRecord, RealRun, differences, fake_run_of, real_run_of
 from bridge.capture.unrolled import unrolled_rows
 from bridge.state import PythonState
 
-__all__ = ["Counter", "SteadyCall", "steady_call"]
+__all__ = ["SteadyCall", "steady_call"]
 
 log = channel("dispatch")
 
@@ -42,20 +41,6 @@ _EVERY_CALL = "Python state that forward changes at every call; a compiled call 
 _KEEP = "keep it in a buffer, or change it outside of forward"
 _FIRST_CALL = "Python state that forward sets at its first call, which does something else than later ones"
 _CALL_BEFORE = "call the module once before; add_tvm_dispatch without a sample compiles its second call"
-
-
-@dataclass(frozen=True)
-class Counter:
-    """An attribute that each call counts up.
-
-    Attributes:
-        path, name: its module, as a dotted path, and its name.
-        step: what a call adds; may be negative.
-    """
-
-    path: str
-    name: str
-    step: int
 
 
 @dataclass
@@ -284,7 +269,7 @@ def _counted(
     def change(twin: nn.Module) -> None:
         twins.append(twin)
         for index, (path, name) in enumerate(places):
-            twin.get_submodule(path).__dict__[name] = _Counted(0, index)
+            twin.get_submodule(path).__dict__[name] = Counted(0, index)
 
     try:
         fake = fake_run_of(real, args, kwargs, change, dims)
@@ -292,37 +277,10 @@ def _counted(
         log.debug("%s is no counter", changed, exc_info=error)
         return None
     ends = [twins[0].get_submodule(path).__dict__.get(name) for path, name in places]
-    if not all(type(end) is _Counted and end.place == index for index, end in enumerate(ends)):
+    if not all(type(end) is Counted and end.place == index for index, end in enumerate(ends)):
         return None
-    if any(type(each) is _Counted for each in fake.results):
+    if any(type(each) is Counted for each in fake.results):
         return None
     problems = list(differences(real, fake))
     counters = tuple(Counter(path, name, end.step) for (path, name), end in zip(places, ends, strict=True))
     return None if problems else SteadyCall(real, fake, counters, problems)
-
-
-@refusing_all_use
-class _Counted:
-    """Stands for a counter: its old value, which nothing knows, and what was added to it."""
-
-    __slots__ = ("place", "step")
-
-    def __init__(self, step: int, place: int):
-        self.step = step
-        self.place = place
-
-    @property
-    def __class__(self) -> type:
-        return int
-
-    def __add__(self, other: Any) -> _Counted:
-        if type(other) is not int:
-            raise NotArithmeticError("a counter to which something else than a constant is added")
-        if checkpoint_frame() is not None:
-            raise NotArithmeticError("a counter that eager's backward counts up again")
-        return _Counted(self.step + other, self.place)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> _Counted:
-        return self + -other if type(other) is int else NotImplemented

@@ -21,7 +21,16 @@ from bridge.base.log import channel
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
-from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python_kernels, pytree, storage_id
+from bridge.base.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    aten,
+    python_kernels,
+    pytree,
+    schema,
+    storage_id,
+)
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
 from bridge.capture.draw_recorder import DrawRecorder
@@ -435,9 +444,36 @@ def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
         yield Unsupported("forward", "forward", reason, "do not let it depend on numbers")
     elif real.results != at_hints(renamed(fake.results, theirs)):
         yield Unsupported("forward", "forward", "forward returns something else on fake tensors than on real ones")
+    elif fake.symbols is None and (row := _aliased_otherwise(ours, theirs)) is not None:
+        where = "forward" if row.where is None else line_of(row.where)
+        reason = "copies in eager what it views on fake tensors, or the reverse, and one of the two is written"
+        yield Unsupported(str(row.op), where, reason, "clone before the write")
     elif fake.symbols is None and not _same_literals(ours, theirs):
         reason = "a tensor is made of numbers in Python that are others each time that forward runs"
         yield Unsupported("a tensor of numbers", "forward", reason, "pass the numbers to forward, or keep them")
+
+
+def _aliased_otherwise(ours: Record, theirs: Record) -> Row | None:
+    """The first row that made a view in one run and a copy in the other, of memory that is written; ``None``: there is
+    none. Fake tensors may have other strides than real ones: ``reshape`` copies or views by them."""
+    differing = {n for n, (a, b) in enumerate(zip(ours.memory, theirs.memory, strict=False)) if a != b}
+    if not differing:
+        return None
+    written = _written(ours) | _written(theirs)
+    touched = {n for n in differing if ours.memory[n] in written or theirs.memory[n] in written}
+    return next((row for row in ours.rows if not touched.isdisjoint(values_in(row.results))), None)
+
+
+def _written(record: Record) -> set[int]:
+    """The memory that rows write."""
+    found: set[int] = set()
+    for row in record.rows:
+        if isinstance(row.op, OpOverload) and schema(row.op).is_mutable:
+            for place, argument in enumerate(schema(row.op).arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    given = row.args[place] if place < len(row.args) else row.kwargs.get(argument.name)
+                    found.update(record.memory[number] for number in values_in(given))
+    return found
 
 
 def _same_literals(ours: Record, theirs: Record) -> bool:

@@ -188,7 +188,6 @@ def saved_call(
         results=(),
         mutated=tuple((index, graph.placeholder(f"buffer_{index}")) for index in data["written"]),
         observation=observation,
-        fake_observation=observation,
         draw_of={},
         literals={},
         device=device,

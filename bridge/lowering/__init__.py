@@ -1,7 +1,6 @@
 """Lowering: the pipeline's stages as data, their origins, and their reuse by equal calls."""
 
 from bridge.lowering.frozen import FrozenCall, freeze_call
-from bridge.lowering.kept import marks_on_disk
 from bridge.lowering.lowered import LoweredCall, Sample
 from bridge.lowering.origin import Origin
 from bridge.lowering.pipeline import DEFAULT_PARTITION, cleaned_and_named, lower_captured, of_the_device
@@ -25,7 +24,6 @@ __all__ = [
     "html_table",
     "lower_captured",
     "lower_once",
-    "marks_on_disk",
     "megabytes",
     "of_the_device",
     "script",

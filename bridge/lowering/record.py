@@ -51,7 +51,6 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
     text = canonical_text(functions)
     call = {
         "content": key_of(text),
-        "as_eager": captured.as_eager,
         "loops": captured.loops,
         "placeholders": captured.placeholders,
         "results": [None if node is None else places[node.name] for node in captured.results],
@@ -193,15 +192,14 @@ class KeptLowering(LoweredCall):
             for output, stride in zip(seen.outputs, call["strides"], strict=True)
         ]
         draws = [_as_drawn(draw, told) for draw, told in zip(seen.draws, call["draws"], strict=True)]
-        observation = replace(seen, draws=draws, outputs=outputs, reads_validation=call["reads_validation"], trace=None)
+        observation = replace(seen, draws=draws, outputs=outputs, reads_validation=call["reads_validation"])
         literals = {name: tensor_of(form, parts[f"{_LITERAL}{name}"]) for name, form in call["literals"].items()}
         self.captured = _without_init(
             _LateCaptured,
-            **{**given, "observation": observation, "fake_observation": observation},
+            **{**given, "observation": observation},
             **{name: call[name] for name in ("placeholders", "draw_of")},
             literals={name: tensor.to(given["device"]) for name, tensor in literals.items()},
             lines={},
-            as_eager=call["as_eager"],
             loops=call["loops"],
             recomputed=tuple(map(_recomputed_of, call["recomputed"])),
             _record=parts["graph"],
@@ -226,11 +224,6 @@ class KeptLowering(LoweredCall):
     def content_of(parts: Mapping[str, bytes]) -> str:
         """What programs of the lowering's functions are known by."""
         return json.loads(parts["call"])["content"]
-
-    @staticmethod
-    def is_as_eager(parts: Mapping[str, bytes]) -> bool:
-        """Whether the lowered call takes the branches of eager where forward asks if it is traced."""
-        return json.loads(parts["call"])["as_eager"]
 
     @cached_property
     def stages(self) -> list[Stage]:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
-from bridge.capture import fake_run, traced
-from bridge.capture.op_trace import OpTrace
+from bridge.capture import RecordedCall, recorded
 from bridge.state.values import constant_key
 from tests.bridge.compare import as_call, assert_same, run
 
@@ -34,13 +33,13 @@ def _nothing_known():
 def captures(monkeypatch) -> list[nn.Module]:
     """The modules that were captured, in order."""
     captured = []
-    capture = reuse.capture
+    capture = RecordedCall.captured
 
-    def spy(module: nn.Module, *args, **kwargs):
-        captured.append(module)
-        return capture(module, *args, **kwargs)
+    def spy(call: RecordedCall):
+        captured.append(call.module)
+        return capture(call)
 
-    monkeypatch.setattr(reuse, "capture", spy)
+    monkeypatch.setattr(RecordedCall, "captured", spy)
     return captured
 
 
@@ -246,20 +245,11 @@ class Configures(nn.Module):
 
 def test_a_first_call_that_sets_attributes_is_not_decomposed(monkeypatch):
     """What is of no use once the attributes are seen."""
-    decomposed, decompose = [], traced.decompose
-    monkeypatch.setattr(traced, "decompose", lambda exported: decomposed.append(1) or decompose(exported))
+    made, functional = [], recorded.functional_graph
+    monkeypatch.setattr(recorded, "functional_graph", lambda *args: made.append(1) or functional(*args))
     module = add_tvm_dispatch(Configures(), sample())
     check_parity(module, sample())
-    assert len(decomposed) == 1 and module.config.kind == "wide"
-
-
-def test_what_a_lookup_set_is_put_back_before_a_capture(captures, monkeypatch):
-    kinds = []
-    capture = reuse.capture
-    monkeypatch.setattr(reuse, "capture", lambda module, *args: kinds.append(module.kind) or capture(module, *args))
-    for module in (Settles("narrow"), Settles()):
-        add_tvm_dispatch(module, sample())
-    assert kinds == ["narrow", None]
+    assert len(made) == 1 and module.config.kind == "wide"
 
 
 def test_what_no_operator_shows_is_still_refused():
@@ -328,16 +318,6 @@ def test_constants_that_operators_tell_apart():
     assert constant_key(object()) is None
 
 
-def test_a_tensor_from_nowhere_cannot_be_compared():
-    known, unknown = torch.ones(2), torch.ones(2)
-    add = torch.ops.aten.add.Tensor
-    complete, incomplete = OpTrace([known]), OpTrace([known])
-    complete.add(add, complete.arguments(add, (known, 1.0), {}), known + 1.0)
-    incomplete.add(add, incomplete.arguments(add, (known, unknown), {}), known + unknown)
-    assert complete.finish(known) is not None
-    assert incomplete.finish(known) is None
-
-
 class Asking(nn.Module):
     """Where it is traced it does what the other one does."""
 
@@ -371,13 +351,3 @@ def test_layers_that_ask_whether_they_are_traced_are_alike_under_autocast(captur
         for layer in layers:
             add_tvm_dispatch(layer, x)
     assert captures == layers[:1]
-
-
-def test_what_eager_does_is_observed_once(captures, monkeypatch):
-    """Of a call that is lowered in eager's branches, what is traced in the other ones need not be known."""
-    runs = []
-    monkeypatch.setattr(reuse, "fake_run", lambda *args: runs.append(args[0]) or fake_run(*args))
-    layers = [Asking(3.0), Asking(3.0)]
-    for layer in layers:
-        add_tvm_dispatch(layer, sample())
-    assert captures == layers[:1] and runs == layers[1:]
