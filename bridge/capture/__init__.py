@@ -1,11 +1,9 @@
-"""Capture: a module's call to a functional ATen graph, checked against a fake run and an eager run."""
+"""Capture: a module's sample call → a functional ATen graph, from the record of an eager run (``docs/capture.md``)."""
 
 from bridge.capture.captured import Captured
 from bridge.capture.copied_call import Copies, copied_call
 from bridge.capture.counters import Counter
 from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
-from bridge.capture.eager_error import raise_if_eager_raises
-from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.loops.any_length import ReplayOfAnyLength
 from bridge.capture.loops.attempt import Looped, recorded_loops
@@ -13,11 +11,8 @@ from bridge.capture.loops.folded import of_any_length
 from bridge.capture.loops.length_run import looped_run
 from bridge.capture.loops.listener import loops_tell
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
-from bridge.capture.module_calls import forward_here
-from bridge.capture.number_reader import given, numbers_read
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter, StepMasks
-from bridge.capture.observation_key import observation_key
 from bridge.capture.overlap import share_elements
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.passes.attention_draws import attends_by_products
@@ -25,16 +20,13 @@ from bridge.capture.passes.packed_layers import PACKED_LAYERS, packed_layers
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
-from bridge.capture.pipeline import capture
 from bridge.capture.preconditions import check_call, device_of_call, uninitialized
 from bridge.capture.readings import Reading, same_numbers
 from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
-from bridge.capture.record_call import RecordedCall, record_call
+from bridge.capture.record_call import RecordedCall, capture, record_call
 from bridge.capture.sample import normalize_sample
-from bridge.capture.size_trace import SizeTrace, is_implied, sized_run
 from bridge.capture.tensor_form import TensorForm
-from bridge.capture.thread_isolation import capturing
-from bridge.capture.tracing import eagers_branches, is_capturing, is_traced_here, one_capture_at_a_time
+from bridge.capture.tracing import is_capturing, is_traced_here, one_capture_at_a_time
 from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 
 __all__ = [
@@ -60,7 +52,6 @@ __all__ = [
     "Counter",
     "Draw",
     "DynamicDim",
-    "FakeRun",
     "IsolatedRNG",
     "Looped",
     "NotArithmeticError",
@@ -75,41 +66,29 @@ __all__ = [
     "Recomputed",
     "RecordedCall",
     "ReplayOfAnyLength",
-    "SizeTrace",
     "StepMasks",
     "TensorForm",
     "attends_by_products",
     "capture",
-    "capturing",
     "check_call",
     "copied_call",
     "device_of_call",
     "dynamic_dims",
-    "eagers_branches",
-    "fake_run",
-    "forget_real_tensors",
-    "forward_here",
-    "given",
     "is_capturing",
-    "is_implied",
     "is_number",
     "is_traced_here",
     "looped_run",
     "loops_tell",
     "normalize_sample",
     "number_tensor",
-    "numbers_read",
-    "observation_key",
     "of_any_length",
     "one_capture_at_a_time",
     "packed_layers",
-    "raise_if_eager_raises",
     "record_call",
     "recorded_loops",
     "same_numbers",
     "share_elements",
     "shown",
-    "sized_run",
     "uninitialized",
     "where_is",
     "with_generator",

@@ -39,7 +39,6 @@ class Captured:
         results: for each leaf of the module's result, the graph node that computes it (``None``: not computed).
         mutated: ``(index into module_tensors + arguments, node of its new value)`` pairs: what forward writes in place.
         observation: what eager does, see :mod:`bridge.capture.observation`.
-        fake_observation: the same in the fake run; other strides, at most (:mod:`bridge.capture.eager_run`).
         draw_of: name of each node that draws -> index into ``observation.draws``.
         literals: tensor literals of the module's code, by placeholder name.
         counters: attributes that each call counts up.
@@ -51,7 +50,6 @@ class Captured:
         argument_shapes, argument_strides: of ``arguments``, with extents; empty where ``extents`` is ``None``.
         lines: of the guards that capturing gave ``extents``, where the question was asked.
         device: of all tensors.
-        as_eager: whether it takes eager's branches where forward asks if it is traced, and those would be others.
         loops: whether its graph has one step in the place of a recorded loop's (:mod:`bridge.capture.loops`).
         recording: the folded form of what was recorded then (:mod:`bridge.capture.loops.folded`), if it has one.
         any_length: where such a loop is of any length: which lengths are proven, and how others are.
@@ -68,7 +66,6 @@ class Captured:
     results: tuple[fx.Node | None, ...]
     mutated: tuple[tuple[int, fx.Node], ...]
     observation: Observation
-    fake_observation: Observation
     draw_of: dict[str, int]
     literals: dict[str, torch.Tensor]
     counters: tuple[Counter, ...] = ()
@@ -80,7 +77,6 @@ class Captured:
     argument_strides: tuple[tuple[Dim, ...], ...] = ()
     lines: Mapping[Guard, str] = field(default_factory=dict)
     device: torch.device = HOST
-    as_eager: bool = False
     loops: bool = False
     recording: Any = None
     any_length: ReplayOfAnyLength | None = None

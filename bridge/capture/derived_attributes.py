@@ -8,8 +8,7 @@ Anything else is refused by name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import nn
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.modes import autocast_setting, cuda_autocast_setting
 from bridge.base.torch_internals import pytree
-from bridge.capture.module_calls import forward_here
 from bridge.state import derived_attribute, derived_attributes
 
 __all__ = ["DerivedAttributes"]
@@ -56,38 +54,6 @@ class DerivedAttributes:
                 self._refuse((module, name), "is computed under another grad mode or autocast than the call's")
 
         return run
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """While active, ``root.forward`` finds no derived attribute in this thread before its hook has set it."""
-        if not self._places:
-            yield
-            return
-        forward = self._root.forward
-        with forward_here(self._root, functools.wraps(forward)(functools.partial(self._run, forward))):
-            yield
-
-    def _run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if self._modes is not None:  # the module calls itself
-            return forward(*args, **kwargs)
-        before = [(module.__dict__, name, module.__dict__.get(name)) for module, name in self._places]
-        self._set.clear()
-        for module, name in self._places:
-            module.__dict__[name] = _Unset(functools.partial(self._used, (module, name)))
-        self._modes, self._early = _modes(), None
-        try:
-            result = forward(*args, **kwargs)
-            self._check()
-            return result
-        finally:
-            self._modes = None
-            self._set.clear()
-            for attributes, name, value in before:
-                attributes.pop(name)
-                if value is not None:
-                    attributes[name] = value
-
-    # On a twin: hidden when it is made, begun and checked around each run, put back at its end.
 
     def hide(self) -> None:
         """The module finds no derived attribute before its hook has set it."""

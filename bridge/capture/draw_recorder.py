@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -13,7 +12,6 @@ from bridge.base.torch_internals import FakeTensor, TorchDispatchMode, aten, cur
 from bridge.capture.checkpoints import DRAWS_ANEW, draws_anew
 from bridge.capture.isolated_rng import with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
-from bridge.capture.op_trace import OpTrace
 from bridge.capture.passes.attention_draws import (
     attends_by_products,
     attention_advance,
@@ -23,7 +21,7 @@ from bridge.capture.passes.attention_draws import (
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, CUDA_ATTENTION, SLOPE_DRAWS
 from bridge.capture.unwatched import unwatched
 
-__all__ = ["UNTOLD", "DrawRecorder", "record_draws"]
+__all__ = ["UNTOLD", "DrawRecorder"]
 
 
 _DEVICE = torch.ops.prim.device.default
@@ -33,16 +31,10 @@ _TORCHS = ("aten", "prims", "tvm_dispatch")
 """Namespaces of operators whose tags say whether they draw."""
 
 
-def record_draws(run: Callable[[], Any], draws: list[Draw]) -> Any:
-    """Runs ``run`` (on fake tensors), appends its random draws to ``draws`` and returns its result."""
-    with DrawRecorder(draws, lambda op, reason: None):
-        return run()
-
-
 class DrawRecorder(TorchDispatchMode):
     """Appends a :class:`Draw` for every random operator that runs; tells what it cannot express.
 
-    With a ``trace``, every operator is written down there. ``differentiates``: whether one ran in a backward.
+    ``differentiates``: whether one ran in a backward.
     ``inputs``: module tensors and arguments, in whose memory a dropout may read. ``advance``: how far the last draw
     moved its generator. ``real``: whether operators compute; then those that are not torch's, whose tags may say too
     little, are watched. ``on_cast``: called with each tensor that is about to be cast.
@@ -52,7 +44,6 @@ class DrawRecorder(TorchDispatchMode):
         self,
         draws: list[Draw],
         complain: Callable[[str, str], None],
-        trace: OpTrace | None = None,
         inputs: Sequence[torch.Tensor] = (),
         advance: Callable[[], int | None] = lambda: None,
         real: bool = False,
@@ -65,7 +56,6 @@ class DrawRecorder(TorchDispatchMode):
             self._inputs.setdefault(storage_id(tensor), []).append((index, tensor))
         self.draws = draws
         self.complain = complain
-        self.trace = trace
         self.differentiates = False
         self.in_backward = False
 
@@ -78,16 +68,10 @@ class DrawRecorder(TorchDispatchMode):
                 return func(*args)
         if func is aten._to_copy.default:
             self._on_cast(args[0])
-        if self.trace is None:
-            before = None if func.namespace in _TORCHS or not self._real else self._states()
-            result = func(*args, **(kwargs or {}))
-            if before is not None and not all(map(torch.equal, before, self._states())):
-                self.complain(str(func), UNTOLD)
-        else:
-            with unwatched():
-                arguments = self.trace.arguments(func, args, kwargs or {})
-                result = func(*args, **(kwargs or {}))
-                self.trace.add(func, arguments, result)
+        before = None if func.namespace in _TORCHS or not self._real else self._states()
+        result = func(*args, **(kwargs or {}))
+        if before is not None and not all(map(torch.equal, before, self._states())):
+            self.complain(str(func), UNTOLD)
         if current_graph_task_id() != -1:
             self.differentiates = True
             if not torch.is_grad_enabled() and not self.in_backward:

@@ -11,7 +11,6 @@ from bridge.base.errors import TORCH_DIR, Unsupported, line_of, user_line
 from bridge.capture.packed import PackedUseError
 from bridge.capture.preconditions import CACHES, NO_CACHE
 from bridge.capture.readings import ReadsDifferError
-from bridge.capture.recurrent_formulas import OfCudnnAloneError
 
 __all__ = ["explain_error", "is_unknown", "shape_by_numbers"]
 
@@ -71,10 +70,6 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
     if isinstance(error, ReadsDifferError):
         reason = "forward reads other numbers on fake tensors than on real ones"
         return Unsupported("a number that forward reads", first_line, reason, "do not let it depend on numbers")
-    if isinstance(error, OfCudnnAloneError):
-        hint = "compute the layer in float32, outside of autocast, with dropout in a module of its own"
-        reason = "on a GPU its numbers are cuDNN's own, which nothing else computes alike"
-        return Unsupported(f"a recurrent layer {error}", where, reason, hint)
     known = next((_LOOK_AT_NUMBERS[frame.name] for frame in frames if frame.name in _LOOK_AT_NUMBERS), None)
     if isinstance(error, PackedUseError):
         known = _PACKED

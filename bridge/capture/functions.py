@@ -33,7 +33,6 @@ from bridge.base.torch_internals import (
     storage_id,
 )
 from bridge.capture.autograd_uses import use_of_autograd
-from bridge.capture.call_log import CallSequence
 from bridge.capture.counted_sizes import COUNTS, FORMS
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.observation import Output
@@ -60,16 +59,15 @@ class Functions(TorchFunctionMode):
     Args:
         recorder: of this run.
         rules: of in-place writes, in the run on real numbers.
-        calls: what functions were called, in that run.
 
     Attributes:
         bases: the memory of tensors that were indexed with numbers in tensors.
         arrays: what was given to Python as arrays.
     """
 
-    def __init__(self, recorder: Recorder, rules: InPlaceRules | None = None, calls: CallSequence | None = None):
+    def __init__(self, recorder: Recorder, rules: InPlaceRules | None = None):
         super().__init__()
-        self.recorder, self._rules, self._calls = recorder, rules, calls
+        self.recorder, self._rules = recorder, rules
         self._uses: list[tuple] = []
         self._before: list[tuple[torch.Tensor, str, Any]] = []
         self.bases: set[int] = set()
@@ -205,7 +203,6 @@ class Functions(TorchFunctionMode):
                 for leaf in results:
                     if isinstance(leaf, torch.Tensor):
                         rules.returned(name, tensors, leaf)
-                self._calls.add(name, values, tensors, results, written)
         return result
 
 

@@ -10,86 +10,24 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from itertools import compress
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.interrupts import raise_deferred
 from bridge.base.threads import is_alone, stack_of
-from bridge.base.torch_internals import applied_function, no_torch_function, pytree, storage_id
-from bridge.capture.autograd_uses import use_of_autograd
-from bridge.capture.call_log import CallSequence
+from bridge.base.torch_internals import applied_function, pytree, storage_id
 from bridge.capture.checkpoints import CheckpointedReads
 from bridge.capture.overlap import overlaps_itself
-from bridge.capture.unwatched import unwatched
 
-__all__ = ["CHANGES_ARGUMENT", "InPlaceRules", "InPlaceWatcher"]
+__all__ = ["CHANGES_ARGUMENT", "InPlaceRules"]
 
 CHANGES_ARGUMENT = "changes a tensor that was passed to the module and that autograd follows"
 
 
-#: What assigning to an attribute of a tensor calls, and the attribute.
-_SETTERS = {torch.Tensor.data.__set__: "Tensor.data =", torch.Tensor.grad.__set__: "Tensor.grad ="}
-
-
-_RUN_BACKWARD = ("backward", "grad")
-"""Functions that run backwards of the user's own."""
-
-_NOT_REENTRANT = "use_reentrant=False: checkpoint(..., use_reentrant=False), or gradient_checkpointing_kwargs"
-
-
 OTHER_NAME = "changes memory in place that autograd sees under another name (detach, no_grad)"
 """A reason, which is none where the call is captured without the write."""
-
-
-class InPlaceWatcher(TorchFunctionMode):
-    """Every torch call of the module → its in-place writes checked by the rules, and the call appended to ``calls``."""
-
-    def __init__(self, rules: InPlaceRules, calls: CallSequence):
-        super().__init__()
-        self.rules = rules
-        self.calls = calls
-        self.uses: list[tuple] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        raise_deferred()
-        kwargs = kwargs or {}
-        with unwatched() as quiet:
-            self.rules.look_for_custom_function()
-            name = getattr(func, "__name__", str(func))
-            values = pytree.tree_leaves((args, kwargs))
-            tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
-            self.rules.checkpointed.note(tensors)
-            if (use := use_of_autograd(func, name)) is not None and use not in self.uses:
-                self.uses.append(use)  # said once
-                self.rules.complain(*use)
-            if name == "__set__" and func in _SETTERS:
-                self.rules.complain(_SETTERS[func], "gives a tensor other memory or another gradient inside forward")
-            with no_torch_function():
-                versions = [tensor._version for tensor in tensors]
-            is_watched = use is not None or _runs_users_code(func, name, values)
-            result = quiet.call(func, args, kwargs) if is_watched else func(*args, **kwargs)
-            with no_torch_function():  # what is asked of tensors here is no call of forward's
-                changed = [tensor._version != version for tensor, version in zip(tensors, versions, strict=True)]
-                written = list(compress(tensors, changed))
-                for tensor in written:
-                    self.rules.mutated(name, tensor)
-                results = _leaves(result)
-                for leaf in results:
-                    if isinstance(leaf, torch.Tensor):
-                        self.rules.returned(name, tensors, leaf)
-                self.calls.add(name, values, tensors, results, written)
-        return result
-
-
-def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:
-    """Whether a function that forward calls with such values is not torch's, or may call one that is not."""
-    is_torchs = not isinstance(func, FunctionType) or func.__module__.partition(".")[0] == "torch"
-    return not is_torchs or name in _RUN_BACKWARD or any(map(callable, values))
+_NOT_REENTRANT = "use_reentrant=False: checkpoint(..., use_reentrant=False), or gradient_checkpointing_kwargs"
 
 
 class InPlaceRules:

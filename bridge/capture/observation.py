@@ -9,7 +9,6 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
-from bridge.capture.call_log import CallSequence
 
 __all__ = ["Draw", "Observation", "Operand", "Output", "Parameter", "StepMasks", "is_fused_attention"]
 
@@ -156,15 +155,8 @@ class Observation:
         out_spec: pytree structure of the result.
         draws: its random draws, in order.
         unsupported: what stands in the way of compiling it.
-        calls: the torch functions that forward called.
-        trace: the operators that ran (:mod:`bridge.capture.op_trace`); ``None`` where they cannot be compared with
-            those of another run.
-        results: the leaves of its result themselves, of a run on real tensors.
         differentiates: whether forward runs a backward itself.
         reads_validation: whether forward depends on whether ``torch.distributions`` check their arguments.
-        asks: whether forward asks if it is traced.
-        attends_otherwise: whether eager, where forward is told that it is not traced, reads no numbers for it and gives
-            fused attention other arguments: no mask, say, where tracing makes one of ones.
         objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.objects`).
         counted: indices of the inputs whose version it has moved on. A batch norm writes its running statistics without
             that: autograd takes them for unchanged, and so does a backward that has saved them.
@@ -176,13 +168,8 @@ class Observation:
     out_spec: Any = None
     draws: list[Draw] = field(default_factory=list)
     unsupported: list[Unsupported] = field(default_factory=list)
-    calls: CallSequence = field(default_factory=CallSequence)
-    trace: tuple | None = None
-    results: list[Any] = field(default_factory=list)
     differentiates: bool = False
     reads_validation: bool = False
-    asks: bool = False
-    attends_otherwise: bool = False
     objects: list[Any] = field(default_factory=list)
     counted: frozenset[int] = frozenset()
     checkpointed: dict[int, str] = field(default_factory=dict)

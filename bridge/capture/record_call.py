@@ -23,7 +23,7 @@ from bridge.capture.steady_call import SteadyCall, steady_call
 from bridge.capture.thread_isolation import recording
 from bridge.state import generators_put_back
 
-__all__ = ["RecordedCall", "record_call"]
+__all__ = ["RecordedCall", "capture", "record_call"]
 
 
 @generators_put_back()
@@ -47,6 +47,11 @@ def record_call(
     settle_attention_order(device)
     with working_for(device), recording():
         return RecordedCall(module, args, kwargs, tuple(dims), steady_call(module, args, kwargs, dims))
+
+
+def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> Captured:
+    """The captured call ``module(*args, **kwargs)``, as :func:`record_call` and :meth:`RecordedCall.captured`."""
+    return record_call(module, args, kwargs, dims).captured()
 
 
 @dataclass

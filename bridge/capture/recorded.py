@@ -123,7 +123,6 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
         results=tuple(functional.results[:count]),
         mutated=tuple(mutated),
         observation=observation,
-        fake_observation=observation,
         draw_of={node: draw for node, draw in draw_of.items() if node in present},
         literals=made.literals,
         readings=readings,

@@ -26,7 +26,7 @@ from bridge.capture.sympy_extents import NotTranslatedError
 if TYPE_CHECKING:
     from bridge.capture.two_runs import FakeRecord, RealRun
 
-__all__ = ["recorded_with_extents", "strides_of_eager", "with_extents"]
+__all__ = ["recorded_with_extents"]
 
 _NO_FORM = "a size that is no expression of the arguments' sizes"
 
@@ -51,7 +51,7 @@ def recorded_with_extents(
         return captured
     observation, problems = strides_of_eager(captured.observation, eager)
     observation.unsupported += problems
-    return replace(captured, observation=observation, fake_observation=captured.observation)
+    return replace(captured, observation=observation)
 
 
 def _of_run(output: Output, fake: FakeRecord, place: int) -> Output:
@@ -99,7 +99,6 @@ def with_extents(
     captured = replace(
         captured,
         observation=observation,
-        fake_observation=observation,
         arguments=_arguments_of_sample(args, kwargs),
     )
     if not sizes.scope.samples:  # forward has fixed them all

@@ -53,7 +53,7 @@ class Symbols:
 
     def recording(self, inputs: Sequence[torch.Tensor]) -> DrawRecorder:
         """While active, draws are recorded."""
-        return DrawRecorder(self.draws, lambda op, reason: None, None, inputs)
+        return DrawRecorder(self.draws, lambda op, reason: None, inputs)
 
     def is_whole_slice(self, op: Any, operands: tuple, args: tuple, record: Record, known: Row | None) -> bool:
         """Whether a call is a part that is the whole at the sample's sizes, and no row of the run on real numbers.

@@ -23,52 +23,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.generators import of_gpus
 from bridge.base.interrupts import raise_deferred
-from bridge.base.torch_internals import has_saved_tensors_hooks
-from bridge.capture.derived_attributes import DerivedAttributes
-from bridge.capture.module_calls import called_plainly, calls_wait, forwards_here
-from bridge.capture.patched_globals import patched_globals
-from bridge.capture.recurrent_formulas import recurrent_formulas
-from bridge.capture.registries import registries_here
-from bridge.capture.torch_messages import messages_logged
 from bridge.capture.tracing import changes_of_generators, marked_capturing, one_capture_at_a_time
 
-__all__ = ["capturing", "recording"]
-
-
-@contextmanager
-def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
-    """Around everything that runs ``module``'s forward in order to learn what it does.
-
-    While active, dispatched modules called from this thread run eager, uncounted; ``module`` has no hooks here;
-    what must be traced in another form than it is written has that form. One thread captures at a time.
-
-    Args:
-        fakes: whether it runs on fake tensors, which others must not find on the module.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(one_capture_at_a_time())
-        stack.enter_context(_without_warnings())
-        stack.enter_context(_generators_put_back())
-        if fakes:
-            stack.enter_context(calls_wait(module))
-        stack.enter_context(called_plainly(module))
-        derived = DerivedAttributes(module)
-        stack.enter_context(registries_here(module, derived))
-        stack.enter_context(forwards_here(module))
-        stack.enter_context(derived.hidden())
-        stack.enter_context(patched_globals(fakes=fakes))
-        stack.enter_context(recurrent_formulas())
-        if has_saved_tensors_hooks():  # a checkpoint's, around the call: they count what autograd saves
-            stack.enter_context(saved_tensors_hooks(_unchanged, _unchanged))
-        stack.enter_context(messages_logged())
-        stack.enter_context(marked_capturing())
-        yield
-    raise_deferred()
+__all__ = ["recording"]
 
 
 @contextmanager

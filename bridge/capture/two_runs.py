@@ -218,8 +218,8 @@ def real_run_of(
         stack.enter_context(generator_watch(rules))
         saved = stack.enter_context(_saved_here() if saves else _nothing_saved())
         recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
-        functions_called = Functions(recorder, rules, observation.calls)
-        told = observation.draws, rules.complain, None, inputs, lambda: isolated.advance, True, recorder.note_cast
+        functions_called = Functions(recorder, rules)
+        told = observation.draws, rules.complain, inputs, lambda: isolated.advance, True, recorder.note_cast
         draws = DrawRecorder(*told)
         for each in (functions_called, draws, python_kernels(), recorder):
             stack.enter_context(each)

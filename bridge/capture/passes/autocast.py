@@ -15,6 +15,7 @@ up in the lower precision: the record says of each row which parameters were cas
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -31,13 +32,13 @@ from bridge.base.torch_internals import (
     TorchDispatchMode,
     aten,
     pytree,
+    python_kernels,
     schema,
 )
 from bridge.capture.passes.call_kinds import kind_key
 from bridge.capture.passes.composites import expand, is_composite
 from bridge.capture.passes.told import AUTOCAST, ROW, STOPPED, told
 from bridge.capture.rows import Row
-from bridge.capture.symbolic_formulas import running
 
 __all__ = ["Place", "autocast_of_row", "cast_all", "spell_out_casts", "without_casts"]
 
@@ -303,7 +304,7 @@ def _run(form: _Form, values: dict[fx.Node, FakeTensor], setting: torch.dtype | 
     mode = next(iter(values.values())).fake_mode
     recorder = _Recorder()
     autocast = autocast_to(setting, cache_enabled=False)
-    with running(mode), recorder, torch.no_grad(), autocast:
+    with mode, python_kernels() if mode.shape_env else nullcontext(), recorder, torch.no_grad(), autocast:
         result = form.target(*args, **kwargs)
     return result, recorder.calls
 
