@@ -34,7 +34,7 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertEncoder, BertLayer
 
 from bridge import add_tvm_dispatch, stats
-from bridge.capture.pipeline import capture
+from bridge.capture import capture
 from bridge.dispatch.call_run import Action, Call
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import Guard

@@ -6,7 +6,6 @@ from bridge.capture.counters import Counter
 from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.loops.any_length import ReplayOfAnyLength
-from bridge.capture.loops.attempt import Looped, recorded_loops
 from bridge.capture.loops.folded import of_any_length
 from bridge.capture.loops.length_run import looped_run
 from bridge.capture.loops.listener import loops_tell
@@ -53,7 +52,6 @@ __all__ = [
     "Draw",
     "DynamicDim",
     "IsolatedRNG",
-    "Looped",
     "NotArithmeticError",
     "NumberPlace",
     "Observation",
@@ -85,7 +83,6 @@ __all__ = [
     "one_capture_at_a_time",
     "packed_layers",
     "record_call",
-    "recorded_loops",
     "same_numbers",
     "share_elements",
     "shown",

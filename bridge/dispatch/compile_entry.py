@@ -13,20 +13,19 @@ import torch
 from torch import nn
 
 from bridge.base.default_device import default_device_of_forward
-from bridge.base.devices import HOST, TYPES, working_for
+from bridge.base.devices import HOST, TYPES
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import pytree
 from bridge.capture import (
     DynamicDim,
-    Looped,
+    LoopedCall,
     NumberPlace,
     check_call,
     device_of_call,
     looped_run,
     loops_tell,
     one_capture_at_a_time,
-    recorded_loops,
 )
 from bridge.compile import Backend, Choices, RecordedGraphs, backend_for
 from bridge.dispatch.entry import Entry
@@ -77,7 +76,6 @@ def compile_entry(
     freeze: bool = False,
     graphs: RecordedGraphs | None = None,
     choices: Choices | None = None,
-    looped: Looped | None = None,
 ) -> Entry | None:
     """Captures, lowers and compiles ``module(*args, **kwargs)`` in the current mode; the module is not changed.
 
@@ -88,7 +86,6 @@ def compile_entry(
         freeze: whether the module's tensors become constants, if no gradients are wanted.
         graphs: control of the programs' recorded graphs; ``None``: there are none.
         choices: to compile it with; ``None``: those that were tuned for the call, default ones where none were.
-        looped: the call with loops of any length, which ``dims`` tell.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
@@ -96,22 +93,20 @@ def compile_entry(
     backend.prepare([*module.parameters()])  # first: entering imports Dynamo, which takes as long as a build
     with _compiling(args, kwargs) as (args, kwargs, gradients), loops_tell(partial(_prepare_loops, module, backend)):
         frozen = freeze and not gradients
-        entry = _compile_entry(module, args, kwargs, partition, backend, numbers, dims, frozen, graphs, choices, looped)
+        entry = _compile_entry(module, args, kwargs, partition, backend, numbers, dims, frozen, graphs, choices)
     if entry is None:
         return None
     entry.partition, entry.backend, entry.dims = partition, backend, frozenset(dims)
     return entry
 
 
-def recorded_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped | None:
+def recorded_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LoopedCall | None:
     """A call with its loops, recorded in the current mode; ``None`` where that cannot be. The module is not changed."""
     with _compiling(args, kwargs) as (args, kwargs, _):
         try:
             check_call(module, args, kwargs)
             with working_for(device_of_call(module, args, kwargs)):
-                if os.environ.get("BRIDGE_CAPTURE") == "recorded":
-                    return looped_run(module, args, kwargs)
-                return recorded_loops(module, args, kwargs)
+                return looped_run(module, args, kwargs)
         except UnsupportedModule:
             return None
 
@@ -151,7 +146,6 @@ def _compile_entry(
     freeze: bool,
     graphs: RecordedGraphs | None,
     choices: Choices | None,
-    looped: Looped | None,
 ) -> Entry | None:
     started = time.perf_counter()
     before = PythonState(module)
@@ -162,7 +156,7 @@ def _compile_entry(
     try:
         if numbers is None:
             with nullcontext() if reads is None else reads.watched():
-                places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims, looped=looped)
+                places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims)
             if choices is None and not dims:
                 tuned = kept_tuned(lowered, backend, freeze)
                 choices = None if tuned is None else tuned.choices

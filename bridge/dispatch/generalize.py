@@ -19,7 +19,7 @@ from bridge.base.errors import UnsupportedModule, is_out_of_memory, is_refused_b
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
-from bridge.capture import DynamicDim, Looped, NumberPlace, Output
+from bridge.capture import DynamicDim, LoopedCall, NumberPlace, Output
 from bridge.dispatch.compile_entry import compile_entry, recorded_call, require_capturable
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
@@ -144,7 +144,7 @@ class Generalization:
         kwargs: dict[str, Any],
         dims: tuple[DynamicDim, ...],
         known: Entry,
-        looped: Looped | None = None,
+        looped: Any = None,
     ) -> Entry | None:
         """A new entry for all sizes of these dimensions; ``None`` if they are refused."""
         name, entry = type(module).__name__, None
@@ -169,7 +169,7 @@ class Generalization:
         return entry
 
 
-def _proves(known: Entry, dim: DynamicDim, looped: Looped, size: int, tensors: Sequence[torch.Tensor]) -> bool:
+def _proves(known: Entry, dim: DynamicDim, looped: Any, size: int, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a recording of this size says that an entry of any length serves it, with results as eager's."""
     captured, sizes = known.lowered.captured, known.guard.sizes
     replay = captured.any_length

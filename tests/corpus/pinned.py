@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.capture.passes.formulas import clear_formulas
 from bridge.compile import clear_cache
 from bridge.compile.cpu.products import clear_choices
 from bridge.compile.schedule.products import GENERATED
@@ -64,7 +63,7 @@ def pinned() -> Iterator[None]:
 
 def fresh(seed: int = 0) -> None:
     """Forgets what the process has captured, lowered and compiled, and seeds every generator."""
-    for clear in (clear_lowered, clear_formulas, clear_cache, clear_choices, clear_trials):
+    for clear in (clear_lowered, clear_cache, clear_choices, clear_trials):
         clear()
     gc.collect()
     seeded(seed)

@@ -31,8 +31,8 @@ from bridge.base.torch_internals import (
     OpOverload,
     TorchDispatchMode,
     aten,
-    pytree,
     python_kernels,
+    pytree,
     schema,
 )
 from bridge.capture.passes.call_kinds import kind_key

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bridge.capture.passes.autocast import Place, cast_all
 from torch import fx
 
 from bridge.base.devices import working_for
 from bridge.base.torch_internals import FakeTensorMode, aten
-from bridge.capture.passes.regions import spell_out_casts_in_regions
 
 WIDENED = {
     "sum": (aten.sum.default, ()),
@@ -50,7 +50,9 @@ def graph_of(mode, target, args, dtype):
 def test_results_are_asked_for_in_float32(name, dtype, gpu):
     target, args = WIDENED[name]
     module, node = graph_of(gpu, target, args, dtype)
-    assert spell_out_casts_in_regions(module, torch.bfloat16, lambda _: False) == []
+    problems = []
+    cast_all(module.graph, Place(torch.bfloat16), lambda _: False, problems)
+    assert problems == []
     assert node.target.overloadpacket is target.overloadpacket
     assert node.kwargs.get("dtype", dtype) is torch.float32
     torch.manual_seed(0)
@@ -61,5 +63,7 @@ def test_results_are_asked_for_in_float32(name, dtype, gpu):
 
 def test_doubles_are_left_alone(gpu):
     module, node = graph_of(gpu, aten.sum.default, (), torch.float64)
-    assert spell_out_casts_in_regions(module, torch.bfloat16, lambda _: False) == []
+    problems = []
+    cast_all(module.graph, Place(torch.bfloat16), lambda _: False, problems)
+    assert problems == []
     assert node.kwargs == {} and node.target is aten.sum.default

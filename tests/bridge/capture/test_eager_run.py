@@ -12,8 +12,6 @@ from torch._subclasses import FakeTensor
 from benchmarks.peak import peak_of
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.capture import capture
-from bridge.capture.eager_run import as_in_eager
-from bridge.capture.observation import Draw, Observation, Output
 from tests.sampling import sampled, spread
 
 
@@ -85,36 +83,6 @@ def test_the_module_is_as_before_and_its_buffers_are_not_updated():
     assert torch.equal(torch.get_rng_state(), state)
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-
-
-def draw(**changes) -> Draw:
-    return Draw(
-        **{"op": "aten.randn", "shape": (2, 3), "stride": (3, 1), "dtype": torch.float32, "args": (), **changes}
-    )
-
-
-def output(**changes) -> Output:
-    return Output(**{"is_tensor": True, "shape": (2, 3), "stride": (3, 1), "dtype": torch.float32, **changes})
-
-
-@pytest.mark.parametrize(
-    "real",
-    [
-        Observation([output()], None, [draw(shape=(3, 2))]),
-        Observation([output()], None, []),
-        Observation([output(alias_of=("input", 0))], None, [draw()]),
-        Observation([output(requires_grad=True)], None, [draw()]),
-    ],
-    ids=["draw", "no draw", "alias", "requires_grad"],
-)
-def test_any_other_difference_is_a_problem(real):
-    assert as_in_eager(Observation([output()], None, [draw()]), real)[1]
-
-
-def test_other_strides_alone_are_taken():
-    real = Observation([output(stride=(1, 2))], None, [draw(stride=(1, 2))])
-    observation, problems = as_in_eager(Observation([output()], None, [draw()]), real)
-    assert not problems and observation.outputs == real.outputs and observation.draws == real.draws
 
 
 @pytest.mark.cpu("strides of a normalization that are others in the eager run of a CPU")

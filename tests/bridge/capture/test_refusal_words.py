@@ -13,11 +13,8 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
-from bridge.base.devices import working_for
 from bridge.base.torch_internals import FakeTensorMode
-from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.explain_error import explain_error
-from bridge.capture.recurrent_formulas import OfCudnnAloneError, RecurrentStandIns
 from tests.bridge.capture.refused_modules import EAGERS_ERROR, REFUSED
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu("modules of a process of its own")]
@@ -168,14 +165,6 @@ def write_in_place(y):
     return y
 
 
-def spoiled(y):
-    """Its backward needs what is overwritten; fake tensors do not get that far."""
-    z = y.exp()
-    total = z.sum()
-    z.add_(1)
-    return total * z if total.item() is not None else total
-
-
 class Leaf(nn.Module):
     def __init__(self):
         super().__init__()
@@ -192,7 +181,6 @@ EAGERS = {
     "labels expanded": (Calls(loss), (torch.randn(2, 4, 4), ROWS[:, :1].expand(2, 4)), "view size is not compatible"),
     "a transposed result": (Calls(write_in_place), (torch.randn(5, 4),), "view size is not compatible"),
     "a leaf": (Leaf(), (torch.randn(5, 4),), "a leaf Variable that requires grad"),
-    "the backward": (Calls(spoiled), (torch.randn(5, 4),), "modified by an inplace operation"),
 }
 
 
@@ -237,52 +225,6 @@ def test_eager_is_tried_in_the_state_before_the_capture():
     assert module.state is None and module.calls == [0]
 
 
-def test_what_fails_in_the_fake_run_is_tried_in_eager_too(monkeypatch):
-    from bridge.capture import first_look, traced
-
-    def fails(*args, **rest):
-        raise RuntimeError("only on fake tensors")
-
-    monkeypatch.setattr(first_look, "fake_run", fails)
-    with pytest.raises(UnsupportedModule, match="only on fake tensors"):
-        add_tvm_dispatch(Calls(torch.tanh), torch.randn(5, 4))
-    monkeypatch.setattr(traced, "export", fails)
-    with pytest.raises(RuntimeError, match="view size is not compatible"):
-        add_tvm_dispatch(Calls(loss), (torch.randn(2, 4, 4), ROWS[:, 1:]))
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("is_leaf", [False, True])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        lambda x: x,
-        lambda x: x.t(),
-        lambda x: x[:, 1::2],
-        lambda x: x[:1].expand(3, 6),
-        lambda x: x[:0],
-        lambda x: x[0, 0],
-    ],
-    ids=["dense", "transposed", "sliced", "expanded", "empty", "scalar"],
-)
-def test_eager_gets_a_copy_of_the_same_layout(layout, is_leaf, requires_grad):
-    seen = []
-    sample = layout(torch.randn(5, 6).requires_grad_(requires_grad) * 1)
-    if is_leaf:
-        sample = sample.detach().requires_grad_(requires_grad)
-
-    class Looks(nn.Module):
-        def forward(self, x):
-            seen.append((x, x.is_leaf))
-            return x * 1
-
-    raise_if_eager_raises(Looks(), (sample,), {})
-    (copy, copied_leaf), form = seen[0], (sample.shape, sample.stride(), sample.requires_grad, sample.is_leaf)
-    assert (copy.shape, copy.stride(), copy.requires_grad, copied_leaf) == form
-    assert torch.equal(copy, sample) and copy.untyped_storage().data_ptr() != sample.untyped_storage().data_ptr()
-    assert not sample.is_leaf or sample.grad is None
-
-
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_a_sparse_result_is_a_refusal_not_an_error_of_eagers(make):
@@ -322,15 +264,6 @@ def test_a_call_that_eager_refuses_is_no_entry_under_on_miss_compile():
     with pytest.raises(RuntimeError, match="must match the size"):
         module(torch.randn(3, 4))
     assert len(stats(module).entries) == 1
-
-
-def test_a_gpus_recurrent_layers_whose_draws_are_cudnns():
-    module, x = nn.LSTM(4, 5, 2, dropout=0.3), torch.randn(3, 2, 4)
-    with working_for(torch.device("cuda:0")), RecurrentStandIns(), pytest.raises(OfCudnnAloneError) as caught:
-        module(x)
-    assert explain_error(caught.value).op == "a recurrent layer with dropout between its layers"
-    with working_for(torch.device("cuda:0")), RecurrentStandIns():
-        nn.LSTM(4, 5, 2)(torch.randn(3, 2, 4))
 
 
 def test_higher_order_operators_are_refused_by_name():

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bridge.base import tensor_properties
 from bridge.base.guard_failure import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
 from bridge.base.modes import distributions_validate
-from bridge.capture.pipeline import capture
+from bridge.capture import capture
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.guards.interpreter import MODES
 from bridge.state import write_counts

@@ -11,7 +11,7 @@ from torch import nn
 
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.torch_cuda import SETTINGS
-from bridge.capture.pipeline import capture
+from bridge.capture import capture
 from bridge.compile import CompileOptions, backend_for
 from bridge.dispatch.guards import Guard
 
