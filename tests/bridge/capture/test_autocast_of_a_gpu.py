@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bridge.capture.passes.autocast import Place, cast_all
 from torch import fx
 
 from bridge.base.devices import working_for
 from bridge.base.torch_internals import FakeTensorMode, aten
+from bridge.capture.passes.autocast import Place, cast_all
 
 WIDENED = {
     "sum": (aten.sum.default, ()),
