@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.lstm import LayerNormLSTM
 from benchmarks.recurrent_cells import GRU, LSTM, SelectiveScan
 from bridge import UnsupportedModule, stats
-from bridge.capture.loops import attempt
+from bridge.capture.loops import rolled
 from tests.bridge.compare import check_module
 from tests.device import DEVICE, factories_on
 from tests.odd_cells import (
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help="loops of few operators are recorded, too")
     options = parser.parse_args(argv)
     if options.record:
-        attempt.LEAST_OPERATORS = 1
+        rolled.LEAST_ROWS = 1
     started, counts = time.perf_counter(), {}
     for name in NETWORKS:
         for steps in map(int, options.steps.split(",")) if options.only in name else ():

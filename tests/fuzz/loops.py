@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from bridge.capture.loops import attempt, rolled, uncomputed
+from bridge.capture.loops import rolled
 from tests.fuzz.check import check
 from tests.fuzz.program import Program
 from tests.fuzz.verdict import Verdict
@@ -236,28 +236,25 @@ def _part(source: str, index: str, axis: int, rng: random.Random) -> str:
 
 
 @contextmanager
-def _short_loops(computes: bool) -> Iterator[list[bool]]:
-    """While active, loops of few operators are recorded, too, and small calls are left out; notes what was found."""
-    before = attempt.LEAST_OPERATORS, uncomputed.LEAST_ELEMENTS, attempt.find_loops, rolled.LEAST_ROWS
+def _short_loops() -> Iterator[list[bool]]:
+    """While active, loops of few operators are rolled up, too; notes what was found."""
+    before = rolled.LEAST_ROWS, rolled.find_loops
     found: list[bool] = []
 
     def find(calls):
-        loops = before[2](calls)
+        loops = before[1](calls)
         found.append(bool(loops))
         return loops
 
-    attempt.LEAST_OPERATORS = rolled.LEAST_ROWS = 1
-    attempt.find_loops = rolled.find_loops = find
-    uncomputed.LEAST_ELEMENTS = uncomputed.LEAST_ELEMENTS if computes else 1
+    rolled.LEAST_ROWS, rolled.find_loops = 1, find
     try:
         yield found
     finally:
-        attempt.LEAST_OPERATORS, uncomputed.LEAST_ELEMENTS, attempt.find_loops, rolled.LEAST_ROWS = before
-        rolled.find_loops = attempt.find_loops
+        rolled.LEAST_ROWS, rolled.find_loops = before
 
 
 def check_loop(program: Program) -> Verdict:
     """As :func:`tests.fuzz.check.check`; the status says whether a loop was found in a recorded run."""
-    with _short_loops(computes=program.seed % 4 == 0) as found:
+    with _short_loops() as found:
         verdict = check(program)
     return replace(verdict, status="same (a loop)") if verdict.status == "same" and any(found) else verdict

@@ -6,7 +6,6 @@ Where eager counts a negative index from the end, so does the compiled call; whe
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -250,19 +249,6 @@ def test_what_depends_on_where_a_number_points(function, words):
     with pytest.raises(UnsupportedModule, match=words):
         add_tvm_dispatch(Indexing(function), (tensor_of(TALL), torch.tensor(0)))
 
-
-@pytest.mark.skipif(os.environ.get("BRIDGE_CAPTURE") == "recorded", reason="they run: test_read_as_python.py")
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (lambda x, t: plus(x * 1, t, x[0]), "is written, or read after"),
-        (lambda x, t: (lambda y, z: (y.mul_(2), z * x[0])[1])(y := x * 1, y[t]), "is written, or read after"),
-        (lambda x, t: x[t.byte()] * 2, "data-dependent"),
-        (lambda x, t: x[t > 1] * 2, "data-dependent"),
-    ],
-)
-def test_what_cannot_be_exported(function, words):
-    test_what_depends_on_where_a_number_points(function, words)
 
 
 def test_a_number_is_no_constant():

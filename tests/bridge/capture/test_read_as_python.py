@@ -4,7 +4,6 @@ refused by name."""
 from __future__ import annotations
 
 import copy
-import os
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.bridge.compare import Call, assert_same, run
-
-pytestmark = pytest.mark.skipif(os.environ.get("BRIDGE_CAPTURE") != "recorded", reason="the recorded capture alone")
 
 F64 = torch.float64
 X = torch.randn(5, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
