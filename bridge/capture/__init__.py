@@ -5,9 +5,8 @@ from bridge.capture.copied_call import Copies, copied_call
 from bridge.capture.counters import Counter
 from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
-from bridge.capture.loops.any_length import ReplayOfAnyLength
-from bridge.capture.loops.folded import of_any_length
 from bridge.capture.loops.length_run import looped_run
+from bridge.capture.loops.lengths import LoopedCall
 from bridge.capture.loops.listener import loops_tell
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
@@ -52,6 +51,7 @@ __all__ = [
     "Draw",
     "DynamicDim",
     "IsolatedRNG",
+    "LoopedCall",
     "NotArithmeticError",
     "NumberPlace",
     "Observation",
@@ -63,7 +63,6 @@ __all__ = [
     "Reading",
     "Recomputed",
     "RecordedCall",
-    "ReplayOfAnyLength",
     "StepMasks",
     "TensorForm",
     "attends_by_products",
@@ -79,7 +78,6 @@ __all__ = [
     "loops_tell",
     "normalize_sample",
     "number_tensor",
-    "of_any_length",
     "one_capture_at_a_time",
     "packed_layers",
     "record_call",

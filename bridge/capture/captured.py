@@ -14,7 +14,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
 from bridge.capture.counters import Counter
-from bridge.capture.loops.any_length import ReplayOfAnyLength
+from bridge.capture.loops.lengths import AnyLength
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.readings import Reading
 from bridge.capture.recomputed import Recomputed
@@ -79,7 +79,7 @@ class Captured:
     device: torch.device = HOST
     loops: bool = False
     recording: Any = None
-    any_length: ReplayOfAnyLength | None = None
+    any_length: AnyLength | None = None
 
     @property
     def problems(self) -> list[Unsupported]:

@@ -128,5 +128,3 @@ def _again(known: tuple[type | None, list[_Result]], given: Sequence[torch.Tenso
         with no_torch_dispatch():  # no mode need be asked for devices
             made = apply_function(_MadeOf, (lambda: tuple(made), *sources), {})
     return made[0] if kind is None else kind(made)
-
-

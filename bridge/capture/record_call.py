@@ -15,10 +15,10 @@ from bridge.base.torch_cuda import settle_attention_order
 from bridge.base.torch_internals import pytree
 from bridge.capture.captured import Captured
 from bridge.capture.dynamic_shapes import DynamicDim, refuse_numbers
-from bridge.capture.loops.lengths import comparable
+from bridge.capture.loops.lengths import LoopedCall, comparable
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.record_key import observed_key
-from bridge.capture.recorded import captured_of
+from bridge.capture.recorded import captured_of, captured_of_any_length
 from bridge.capture.steady_call import SteadyCall, steady_call
 from bridge.capture.thread_isolation import recording
 from bridge.state import generators_put_back
@@ -49,8 +49,20 @@ def record_call(
         return RecordedCall(module, args, kwargs, tuple(dims), steady_call(module, args, kwargs, dims))
 
 
-def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> Captured:
-    """The captured call ``module(*args, **kwargs)``, as :func:`record_call` and :meth:`RecordedCall.captured`."""
+def capture(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim] = (),
+    looped: LoopedCall | None = None,
+) -> Captured:
+    """The captured call ``module(*args, **kwargs)``, as :func:`record_call` and :meth:`RecordedCall.captured`.
+
+    ``looped``: its run, with loops of any length.
+    """
+    if looped is not None:
+        with working_for(device_of_call(module, args, kwargs)), recording():
+            return captured_of_any_length(module, args, kwargs, dims, looped)
     return record_call(module, args, kwargs, dims).captured()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from bridge.base.default_device import default_device_of_forward
-from bridge.base.devices import HOST, TYPES
+from bridge.base.devices import HOST, TYPES, working_for
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import pytree
@@ -76,6 +75,7 @@ def compile_entry(
     freeze: bool = False,
     graphs: RecordedGraphs | None = None,
     choices: Choices | None = None,
+    looped: LoopedCall | None = None,
 ) -> Entry | None:
     """Captures, lowers and compiles ``module(*args, **kwargs)`` in the current mode; the module is not changed.
 
@@ -86,6 +86,7 @@ def compile_entry(
         freeze: whether the module's tensors become constants, if no gradients are wanted.
         graphs: control of the programs' recorded graphs; ``None``: there are none.
         choices: to compile it with; ``None``: those that were tuned for the call, default ones where none were.
+        looped: the call with loops of any length, which ``dims`` tell.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
@@ -93,7 +94,7 @@ def compile_entry(
     backend.prepare([*module.parameters()])  # first: entering imports Dynamo, which takes as long as a build
     with _compiling(args, kwargs) as (args, kwargs, gradients), loops_tell(partial(_prepare_loops, module, backend)):
         frozen = freeze and not gradients
-        entry = _compile_entry(module, args, kwargs, partition, backend, numbers, dims, frozen, graphs, choices)
+        entry = _compile_entry(module, args, kwargs, partition, backend, numbers, dims, frozen, graphs, choices, looped)
     if entry is None:
         return None
     entry.partition, entry.backend, entry.dims = partition, backend, frozenset(dims)
@@ -146,6 +147,7 @@ def _compile_entry(
     freeze: bool,
     graphs: RecordedGraphs | None,
     choices: Choices | None,
+    looped: LoopedCall | None,
 ) -> Entry | None:
     started = time.perf_counter()
     before = PythonState(module)
@@ -156,7 +158,7 @@ def _compile_entry(
     try:
         if numbers is None:
             with nullcontext() if reads is None else reads.watched():
-                places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims)
+                places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims, looped=looped)
             if choices is None and not dims:
                 tuned = kept_tuned(lowered, backend, freeze)
                 choices = None if tuned is None else tuned.choices

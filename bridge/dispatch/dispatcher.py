@@ -27,7 +27,7 @@ from bridge.base.guard_failure import INTERPRETER, RUN
 from bridge.base.interrupts import interrupts_deferred, raise_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
-from bridge.capture import DynamicDim, is_capturing, is_traced_here, same_numbers, uninitialized
+from bridge.capture import DynamicDim, LoopedCall, is_capturing, is_traced_here, same_numbers, uninitialized
 from bridge.compile import Backend, RecordedGraphs
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
@@ -318,7 +318,7 @@ class Dispatcher:
         args: tuple,
         kwargs: dict[str, Any],
         dims: Sequence[DynamicDim] = (),
-        looped: Any = None,
+        looped: LoopedCall | None = None,
     ) -> Entry:
         """:meth:`add` of a call that no entry can be made to serve; ``looped``: the call with loops of any length, as
         ``dims`` say."""
@@ -335,7 +335,7 @@ class Dispatcher:
             if is_alike and not has_other_choices(served):
                 log.info("%r serves the call already", served)
                 return served
-        entry = compile_entry(module, args, kwargs, **options, dims=dims)
+        entry = compile_entry(module, args, kwargs, **options, dims=dims, looped=looped)
         replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
         for served in replaced:
             if self._is_alike(served, backend) and set(dims) <= served.dims and served.tuned == entry.tuned:

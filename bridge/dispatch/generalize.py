@@ -144,7 +144,7 @@ class Generalization:
         kwargs: dict[str, Any],
         dims: tuple[DynamicDim, ...],
         known: Entry,
-        looped: Any = None,
+        looped: LoopedCall | None = None,
     ) -> Entry | None:
         """A new entry for all sizes of these dimensions; ``None`` if they are refused."""
         name, entry = type(module).__name__, None
@@ -169,7 +169,7 @@ class Generalization:
         return entry
 
 
-def _proves(known: Entry, dim: DynamicDim, looped: Any, size: int, tensors: Sequence[torch.Tensor]) -> bool:
+def _proves(known: Entry, dim: DynamicDim, looped: LoopedCall, size: int, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a recording of this size says that an entry of any length serves it, with results as eager's."""
     captured, sizes = known.lowered.captured, known.guard.sizes
     replay = captured.any_length

@@ -25,7 +25,7 @@ from torch import nn
 
 from bridge.base.devices import working_for
 from bridge.base.log import channel
-from bridge.capture import DynamicDim, device_of_call, record_call
+from bridge.capture import DynamicDim, LoopedCall, capture, device_of_call, record_call
 from bridge.lowering.call_key import call_key_of
 from bridge.lowering.kept import call_on_disk, keep_lowering, kept_lowering
 from bridge.lowering.lowered import LoweredCall
@@ -57,6 +57,7 @@ def lower_once(
     grad: bool,
     partition: Any,
     dims: Sequence[DynamicDim] = (),
+    looped: LoopedCall | None = None,
 ) -> LoweredCall:
     """``module(*args, **kwargs)``, lowered, or the lowered call of an equal one.
 
@@ -67,11 +68,18 @@ def lower_once(
         partition: a strategy of :func:`partition.partition`. What was lowered with a strategy object that could
             change is not shared.
         dims: dimensions of arguments whose sizes vary.
+        looped: the call with loops of any length, which is not shared.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
     """
     started = time.perf_counter()
+    if looped is not None:
+        captured = capture(module, args, kwargs, dims, looped)
+        seconds = time.perf_counter() - started
+        lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
+        lowered.seconds = time.perf_counter() - started
+        return lowered
     call = record_call(module, args, kwargs, dims)
     with working_for(device_of_call(module, args, kwargs)):
         call_key = call_key_of(module, args, kwargs, grad, partition, dims)

@@ -250,7 +250,6 @@ def test_what_depends_on_where_a_number_points(function, words):
         add_tvm_dispatch(Indexing(function), (tensor_of(TALL), torch.tensor(0)))
 
 
-
 def test_a_number_is_no_constant():
     """Entries of equal calls share what was compiled: one at position 0 and one at a number that is 0 are not equal."""
     x = tensor_of(TALL)
