@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
-from bridge.base.devices import HOST
+from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
 from bridge.base.quirks import applies, quirk
 from bridge.base.torch_internals import aten, pytree
 
-__all__ = ["HANDLERS", "WHOLE_FUNCTIONS", "WholeFunction", "WholeFunctions", "define_whole"]
+__all__ = ["HANDLERS", "WHOLE_FUNCTIONS", "WholeFunction", "define_whole"]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 
@@ -55,13 +54,6 @@ WHOLE_FUNCTIONS: dict[Any, WholeFunction] = {}
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """Functions of torch's → what is called in their place while forward is traced."""
-
-
-class WholeFunctions(TorchFunctionMode):
-    """While forward is traced, or runs on fake tensors: these functions are our operators."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return HANDLERS.get(func, func)(*args, **(kwargs or {}))
 
 
 def define_whole(schema: str, computed: WholeFunction, like: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -382,3 +374,25 @@ def _as_strided_scatter(function, input, src, size, stride, storage_offset=None)
 
 for _function in (torch.as_strided_scatter, torch.Tensor.as_strided_scatter):
     HANDLERS[_function] = partial(_as_strided_scatter, _function)
+
+
+def _cast_for_cudnn(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the casts of autocast on a GPU spelled out: to float16, whatever else is cast to."""
+
+    def layers(*args: Any, **kwargs: Any) -> Any:
+        if ambient_autocast() is None or current_device() == HOST or isinstance(args[3], list | tuple):
+            return func(*args, **kwargs)
+        args = pytree.tree_map(_to_half, args)
+        with torch.autocast(current_device().type, enabled=False):
+            return func(*args, **kwargs)
+
+    return layers
+
+
+def _to_half(leaf: Any) -> Any:
+    is_cast = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
+    return leaf.to(torch.float16) if is_cast else leaf
+
+
+for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
+    HANDLERS[_function] = _cast_for_cudnn(_function)

@@ -63,7 +63,6 @@ def test_products_in_tf32(name):
 @pytest.mark.parametrize("width", [8, 5])
 def test_dropout_in_the_step(monkeypatch, dtype, width):
     """Eager's masks, wherever what is dropped lies: its address decides which element gets which number."""
-    monkeypatch.setattr("bridge.capture.loops.attempt.LEAST_OPERATORS", 1)
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
     module = check_module(lambda: Dropping(width), lambda: torch.randn(3, 9, width, requires_grad=True), dtype=dtype)
     (entry,) = stats(module).entries

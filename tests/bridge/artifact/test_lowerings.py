@@ -18,7 +18,6 @@ from bridge.artifact import current_store
 from bridge.aten import Imported
 from bridge.base.devices import working_for
 from bridge.capture import Captured, Draw, Observation, Operand, Output
-from bridge.capture.loops import attempt
 from bridge.compile import pipeline
 from bridge.lowering import LoweredCall, reuse
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
@@ -178,7 +177,6 @@ def asked(make=Asking):
 def test_what_is_known_by_another_way_is_found_in_a_pack(used_cache, monkeypatch, tmp_path, make):
     """By what it does in eager's branches, by one step of each loop, or by numbers that it reads, in a later process on
     another machine."""
-    monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
     found = in_children(1, partial(asked, make))
     assert cache.main(["pack", make.__name__, str(tmp_path / "file")]) == 0

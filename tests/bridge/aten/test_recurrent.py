@@ -64,7 +64,7 @@ def test_layers(name):
 def on_a_gpu(monkeypatch):
     """To recurrent layers; lowerings of the processor are not found, nor kept for it."""
     clear_lowered()
-    for module in ("aten.recurrent", "capture.passes.recurrent", "capture.recurrent_formulas"):
+    for module in ("aten.recurrent", "capture.passes.recurrent"):
         monkeypatch.setattr(f"bridge.{module}.HOST", torch.device("meta"))
     monkeypatch.setattr("bridge.aten.recurrent.cudnn_is_quicker", lambda *_: False)
     yield

@@ -15,14 +15,12 @@ from autodiff.ir import bindings
 from autodiff.scan import is_scan, scan_call, scan_of
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.capture import LOOP_MARKS
-from bridge.capture.loops import attempt
 from tests.sampling import sampled
 
 
 @pytest.fixture(autouse=True)
 def few_operators(monkeypatch):
     """Short loops are recorded, too."""
-    monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
 
 

@@ -10,9 +10,7 @@ import torch
 from autodiff.ir import bindings
 from autodiff.scan import is_scan, scan_of
 from bridge import add_tvm_dispatch, lower, stats
-from bridge.capture import LOOP_MARKS, loops_tell, pipeline, steady_call
-from bridge.capture.loops import attempt
-from bridge.capture.passes import kinds
+from bridge.capture import LOOP_MARKS, loops_tell, steady_call
 from bridge.lowering import reuse
 from partition import scans
 from tests.bridge.capture.looped_networks import (
@@ -21,7 +19,6 @@ from tests.bridge.capture.looped_networks import (
     LATER,
     MODULES,
     ON_THE_HOST,
-    Indices,
     Lstm,
     Numbers,
     OneOfTwo,
@@ -48,17 +45,17 @@ def test_numbers_and_gradients_are_eagers(name, steps):
     assert bool(marks_of(stats(module).entries[0].lowered)) == (steps > 2)
 
 
-def test_loops_are_told_before_they_are_traced(monkeypatch):
+def test_loops_are_told_before_the_run_on_fake_tensors(monkeypatch):
     """So that what they need is built meanwhile."""
     heard = []
-    for room, name in ((pipeline, "trace"), (steady_call, "fake_run_of")):
-        run = getattr(room, name)
-        told = lambda *given, run=run, **named: heard.append("traced") or run(*given, **named)  # noqa: E731
-        monkeypatch.setattr(room, name, told)
+    run = steady_call.fake_run_of
+    monkeypatch.setattr(
+        steady_call, "fake_run_of", lambda *given, **named: heard.append("fake") or run(*given, **named)
+    )
     x = torch.randn(2, 9, 3)
     with loops_tell(lambda: heard.append("loops")):
         lower(MODULES["lstm"](), x)
-        assert heard == ["loops", "traced"]
+        assert heard == ["loops", "fake"]
         lower(torch.nn.Linear(3, 3), x)
     assert heard.count("loops") == 1
 
@@ -109,15 +106,14 @@ def test_one_step_is_traced_whatever_the_length(name):
     assert sizes[0] == sizes[1] and len(bodies[0]) == len(bodies[1])
 
 
-def test_another_length_is_made_of_what_is_known(monkeypatch):
-    """No operator is decomposed anew, no step is differentiated or compiled."""
+def test_another_length_is_made_of_what_is_known():
+    """No step is differentiated or compiled."""
     module, entries, differentiated = Lstm(), [], []
     add_tvm_dispatch(module, on_miss="compile")
     for steps in (9, 14):
         module(torch.randn(2, steps, 3, requires_grad=True))[0].sum().backward()
         entries.append(stats(module).entries[-1])
         differentiated.append(scans._step_of_any_length.cache_info().misses)
-        monkeypatch.setattr(kinds, "_program", None)
     first, other = ([*entry.forward.bodies, *entry.backward.bodies] for entry in entries)
     assert len(first) == 2 and all(a is b for a, b in zip(first, other, strict=True))
     assert differentiated[0] == differentiated[1]
@@ -134,25 +130,7 @@ def test_equal_modules_share_what_was_lowered():
     assert lowered(Numbers(), 15) is not first
 
 
-@pytest.mark.cpu("a GPU's runs compute everything")
-def test_calls_of_a_kind_are_computed_once_unless_an_index_is_made_of_them():
-    def recorder_of(module, x):
-        run = attempt._RecordedRun(computes=False)
-        try:
-            run.of(module, (x,), {})
-        except attempt.NotRecordedError:
-            pass
-        return run._recorder, run.may_compute
-
-    recorders = [recorder_of(Lstm(norm=True), torch.randn(2, steps, 3))[0] for steps in (10, 20)]
-    computed = [len(each.calls.rows) - each.uncomputed.left_out for each in recorders]
-    views = sum(10 for _ in ("x[:, step]", "chunk"))
-    assert computed[1] - computed[0] == views
-    assert recorder_of(Indices(), torch.randn(2, 10, 3))[1]
-
-
 def test_a_call_of_few_operators_is_traced_as_it_is(monkeypatch):
-    monkeypatch.setattr(attempt, "LEAST_OPERATORS", 100)
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 100)
     short, long = (lower(Lstm(), torch.randn(2, steps, 3)) for steps in (6, 12))
     assert not marks_of(short) and marks_of(long)

@@ -72,7 +72,7 @@ def test_as_many_steps_as_you_like():
 def test_as_many_unrolled_steps_as_you_like(monkeypatch):
     """From where sums over the steps are cut on: 96 steps have as many kernels, too."""
     monkeypatch.setattr("bridge.lowering.pipeline.rolled", lambda body, *_: None)
-    monkeypatch.setattr("bridge.capture.loops.attempt.LEAST_OPERATORS", 10**9)
+    monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 10**9)
     short, long = (compiled(Unrolled(), 3, steps, 6) for steps in (24, 32))
     for few, many in zip(short, long, strict=True):
         assert len(many.kernels) == len(few.kernels) < len(few.steps) / 4

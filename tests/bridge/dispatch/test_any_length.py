@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, explain, stats
-from bridge.capture.loops import attempt
 from bridge.dispatch import compile_entry, generalize
 from tests.bridge.capture.looped_networks import FORMS, MODULES
 from tests.bridge.compare import Call, assert_same, run
@@ -25,7 +24,6 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _few_operators(monkeypatch):
     """Short loops are recorded, too."""
-    monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
 
 
