@@ -17,7 +17,7 @@ from bridge.capture.captured import Captured
 from bridge.capture.dynamic_shapes import DynamicDim, refuse_numbers
 from bridge.capture.loops.lengths import LoopedCall, comparable
 from bridge.capture.preconditions import check_call, device_of_call
-from bridge.capture.record_key import observed_key
+from bridge.capture.record_key import key_of_sizes, observed_key
 from bridge.capture.recorded import captured_of, captured_of_any_length
 from bridge.capture.steady_call import SteadyCall, steady_call
 from bridge.capture.thread_isolation import recording
@@ -83,12 +83,19 @@ class RecordedCall:
 
     @cached_property
     def key(self) -> tuple | None:
-        """Equal for calls that do the same; ``None`` where that cannot be told, or the call has more than its graph."""
-        real = self.steady.real
-        if self.dims or self.steady.counters or self.steady.problems or len(real.tensors) > len(real.real_tensors):
+        """Equal for calls that do the same; ``None`` where that cannot be told, or the call has more than its graph.
+
+        Where sizes vary, for all sizes that a call with these conditions serves; asked before :meth:`captured`.
+        """
+        real, fake = self.steady.real, self.steady.fake
+        if self.steady.counters or self.steady.problems or len(real.tensors) > len(real.real_tensors):
             return None
         reads = tuple(each.reading.key for each in real.record.reads)
-        return observed_key(real.record, real.results, real.observation, reads)
+        key = observed_key(real.record, real.results, real.final, real.observation, reads)
+        if key is None or fake.symbols is None:
+            return key
+        sizes = key_of_sizes(fake.record, fake.results, fake.out_spec, fake.symbols.draws, fake.mode.shape_env)
+        return None if sizes is None else (*key, sizes)
 
     @property
     def given(self) -> dict[str, Any]:

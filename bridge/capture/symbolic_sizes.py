@@ -23,7 +23,7 @@ from bridge.capture.observation import Draw, Observation, Operand, Output, Param
 from bridge.capture.sympy_extents import NotTranslatedError, equal_symbols, extent_of, holds
 from bridge.capture.tensor_form import TensorForm
 
-__all__ = ["SymbolicSizes", "at_sample"]
+__all__ = ["SymbolicSizes", "at_sample", "each_mapped"]
 
 _LEAST = 2
 _SPECIAL = 'dispatch it without dynamic_shapes for that dimension: on_miss="compile" makes an entry for each size'
@@ -103,7 +103,7 @@ class SymbolicSizes:
 
     def observation(self, observation: Observation) -> Observation:
         """What the fake run saw, with extents in draws and results."""
-        draws, outputs = (_mapped(each, self._plain) for each in (observation.draws, observation.outputs))
+        draws, outputs = (each_mapped(each, self._plain) for each in (observation.draws, observation.outputs))
         return replace(observation, draws=draws, outputs=outputs)
 
     def _plain(self, value: Any) -> Any:
@@ -190,7 +190,7 @@ class SymbolicSizes:
 
 def at_sample(observation: Observation) -> Observation:
     """An observation with numbers for its extents, the sample's."""
-    draws, outputs = (_mapped(each, sample_of) for each in (observation.draws, observation.outputs))
+    draws, outputs = (each_mapped(each, sample_of) for each in (observation.draws, observation.outputs))
     return replace(observation, draws=draws, outputs=outputs)
 
 
@@ -206,10 +206,10 @@ def _line(place: Any) -> str | None:
     return line_of((place.filename, place.lineno or 0)) if is_user_file(place.filename) else None
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def each_mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Draws, results and their parts with every number changed."""
     if isinstance(value, Draw | Operand | Output | Parameter):
-        return replace(value, **{each.name: _mapped(getattr(value, each.name), change) for each in fields(value)})
+        return replace(value, **{each.name: each_mapped(getattr(value, each.name), change) for each in fields(value)})
     if type(value) in (tuple, list):
-        return type(value)(_mapped(each, change) for each in value)
+        return type(value)(each_mapped(each, change) for each in value)
     return change(value)
