@@ -15,7 +15,7 @@ from autodiff.library import LEARNED
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import CallLibrary, Launch
 from bridge.library import FUNCTIONS, attention, attention_kernels
-from bridge.library.attention_kernels import FORMULA, KERNELS, Kernel
+from bridge.library.attention_kernels import FORMULA, KERNELS, SUMS, Kernel
 
 SCALE = 0.3
 
@@ -120,14 +120,20 @@ def on_the_host(monkeypatch):
         def compute(q, k, v, *rest, scale=None, **_):
             mask = rest[0] if rest and isinstance(rest[0], torch.Tensor) else None
             out, logsumexp = FORMULA.forward(q, k, v, mask, False, scale)
-            return out, logsumexp, *more
+            sums = SUMS[name](logsumexp).float()
+            return out, sums[..., :0] if name == "efficient" and not rest[1] else sums, *more(q)
 
         library.impl(f"_scaled_dot_product_{name}_attention", compute, "CPU")
 
-    seed, nothing = torch.zeros((), dtype=torch.int64), torch.empty(0)
-    put("flash", (None, None, 5, 5, torch.zeros(2, dtype=torch.uint64), seed.to(torch.uint64), nothing))
-    put("efficient", (seed, seed))
-    put("cudnn", (None, None, 5, 5, seed, seed, nothing))
+    def unsigned(*shape):
+        return torch.zeros(shape, dtype=torch.uint64)
+
+    def seeds():
+        return torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+
+    put("flash", lambda q: (None, None, 5, 5, unsigned(2), unsigned(), q.new_empty(0)))
+    put("efficient", lambda q: seeds())
+    put("cudnn", lambda q: (None, None, 5, 5, *seeds(), None))
     yield
     library._destroy()
 
