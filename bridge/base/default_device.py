@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -83,15 +83,27 @@ class _OfForward(_DeviceContext):
         return func(*args, **kwargs)
 
 
+_PASSES_ON = frozenset({"_watched", "_called", "called", "_in_form", "call"})
+"""Functions of a capture's function mode that call a function of forward's."""
+
+
 def _is_of_forward(frame: FrameType | None) -> bool:
     """Whether a function is the user's, or one of torch's that eager runs, too; other modes stand in between."""
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
+    while frame is not None and _passes_on(frame.f_code):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(_NOT_OF_FORWARD)
 
 
+def _passes_on(code: CodeType) -> bool:
+    """Whether a function calls what another one has called, in the place of that."""
+    if code.co_name == "__torch_function__":
+        return True
+    return code.co_name in _PASSES_ON and code.co_filename.startswith(_CAPTURE)
+
+
 _TORCH = os.path.dirname(torch.__file__)
 _PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_CAPTURE = os.path.join(_PACKAGES, "bridge", "capture", "")
 _TRACERS = (
     *("_decomp", "_dynamo", "_export", "_functorch", "_higher_order_ops", "_library", "_meta_registrations", "_ops"),
     *("_prims", "_refs", "_subclasses", "export", "fx"),

@@ -93,6 +93,9 @@ class DrawRecorder(TorchDispatchMode):
         if func in CUDA_ATTENTION:
             self._record_attention(func, *args[:3], attention_rate(func, args, kwargs), result[0])
             return
+        if func in _OF_CUDNN:
+            self.complain(*_DROPPED_BY_CUDNN)
+            return
         if func in SLOPE_DRAWS:
             self._record_slopes(func, *args[:4])
             return
@@ -155,6 +158,14 @@ class DrawRecorder(TorchDispatchMode):
         return Operand(tensor.dtype, tensor.stride(), offset - begin, -index)
 
 
+_OF_CUDNN = (aten._cudnn_rnn.default, aten._cudnn_init_dropout_state.default)
+_DROPPED_BY_CUDNN = (
+    "a recurrent layer with dropout between its layers",
+    "on a GPU its numbers are cuDNN's own, which nothing else computes alike",
+    "compute the layer in float32, outside of autocast, with dropout in a module of its own",
+)
+
+
 def _parameter(value: torch.Tensor) -> Parameter:
     return Parameter(tuple(value.shape), value.dtype, value.stride())
 
@@ -168,6 +179,10 @@ def _only_filled(func) -> bool:
 def _draws_nothing(func, args, kwargs) -> bool:
     if func is aten.native_dropout.default:  # train=None is true
         return args[2] is False or args[0].numel() == 0
+    if func is aten._cudnn_rnn.default:  # layers, dropout, training
+        return args[9] == 1 or not (args[11] and args[12])
+    if func is aten._cudnn_init_dropout_state.default:
+        return not (args[0] and args[1])
     if func in SLOPE_DRAWS:  # training is the fifth argument
         return not any(args[4:5])
     return is_attention(func) and not attention_rate(func, args, kwargs)

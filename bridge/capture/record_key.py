@@ -42,8 +42,9 @@ def observed_key(
     digest = record_key(record, (*results, *sorted(final.items())))
     if digest is None or None in outputs:
         return None
+    drawn = hashlib.sha256(repr(observation.draws).encode()).hexdigest()  # rows do not name the kernels that drew
     again = tuple(sorted(observation.checkpointed))  # what is refused of them is asked at the capture alone
-    return digest, outputs, observation.out_spec, (reads, observation.reads_validation), again
+    return digest, outputs, observation.out_spec, (reads, observation.reads_validation), again, drawn
 
 
 def record_key(record: Record, results: Any) -> str | None:

@@ -32,7 +32,6 @@ from bridge.capture.observation import Observation
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.passes.autocast import spell_out_casts, without_casts
 from bridge.capture.passes.link_functions import link_functions
-from bridge.capture.passes.recurrent import dropout_of_cudnn
 from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.recomputed import recomputed, uncounted
 from bridge.capture.recorded_draws import match_draws
@@ -73,7 +72,6 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     observation, record = real.observation, real.record
     observation.unsupported += problems
     observation.unsupported += _free(real)
-    observation.unsupported += dropout_of_cudnn(record.rows)
     if observation.unsupported:
         raise UnsupportedModule(name, _explained(observation))
     behind = len(real.order) - len(fake.arguments)

@@ -11,6 +11,7 @@ from torch import nn
 
 from bridge.base.devices import current_device
 from bridge.base.modes import autocast_setting, cuda_autocast_setting
+from bridge.base.torch_cuda import read_settings
 from bridge.base.torch_internals import pytree, storage_id
 from bridge.capture import DynamicDim
 from bridge.compile import backend_for
@@ -39,8 +40,9 @@ def call_key_of(
         return None
     classes = tuple((path, type(child)) for path, child in module.named_modules(remove_duplicate=False))
     modes = (grad, torch.get_default_dtype(), current_device(), autocast_setting(), cuda_autocast_setting())
+    settings = tuple(map(str, read_settings()))  # which kernels composite operators are made of
     measured = _measured() if any(issubclass(kind, nn.RNNBase) for _, kind in classes) else ()
-    return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy, tuple(dims), measured
+    return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy, tuple(dims), settings, measured
 
 
 def _measured() -> tuple:

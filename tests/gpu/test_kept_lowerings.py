@@ -8,9 +8,9 @@ from torch.utils import _pytree as pytree
 
 import bridge
 from bridge.artifact.complain import forget_complaints
+from bridge.capture import RecordedCall
 from bridge.compile import clear_cache, pipeline
 from bridge.compile.cuda import libraries
-from bridge.lowering import reuse
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import as_call
 from tests.device import DEVICE, generators, moved
@@ -69,7 +69,7 @@ def counted(monkeypatch):
     """What is captured, translated and built from now on."""
     done = []
     for owner, attribute, what in (
-        (reuse, "capture", "capture"),
+        (RecordedCall, "captured", "capture"),
         (pipeline, "_Graphs", "graphs"),
         (libraries, "build_library", "library"),
     ):
@@ -96,8 +96,8 @@ def test_a_lowering_that_is_read_computes_the_same_bits(name, precision, monkeyp
 
 def test_a_setting_is_part_of_the_key(monkeypatch):
     captured = []
-    capture = reuse.capture
-    monkeypatch.setattr(reuse, "capture", lambda *args: captured.append(1) or capture(*args))
+    capture = RecordedCall.captured
+    monkeypatch.setattr(RecordedCall, "captured", lambda call: captured.append(1) or capture(call))
     two_steps(CASES["MLP"], "float32")
     with float32_products("highest" if torch.get_float32_matmul_precision() == "high" else "high"):
         two_steps(CASES["MLP"], "float32")

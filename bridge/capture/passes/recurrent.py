@@ -9,20 +9,17 @@ kernel, the others plain operators for each step, which round as eager's do.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from bridge.base.devices import HOST, current_device
-from bridge.base.errors import Unsupported, line_of
 from bridge.base.torch_internals import FakeTensor, aten, schema
 from bridge.capture.passes.composites import expand
 from bridge.capture.passes.told import told
-from bridge.capture.rows import Row
 
-__all__ = ["LAYERED", "RECURRENT_LAYERS", "dropout_of_cudnn", "keep_layers_whole"]
+__all__ = ["LAYERED", "RECURRENT_LAYERS", "keep_layers_whole"]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 _library.define(
@@ -45,18 +42,6 @@ RECURRENT_LAYERS = torch.ops.tvm_dispatch.recurrent_layers.default
 
 LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 """What ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call."""
-
-
-def dropout_of_cudnn(rows: Iterable[Row]) -> list[Unsupported]:
-    """A refusal of each call on a GPU with dropout between its layers: cuDNN's kernel alone knows the mask."""
-    reason = "on a GPU its numbers are cuDNN's own, which nothing else computes alike"
-    hint = "compute the layer in float32, outside of autocast, with dropout in a module of its own"
-    return [
-        Unsupported("a recurrent layer with dropout between its layers", line_of(row.where), reason, hint)
-        for row in rows
-        if current_device() != HOST and row.op in LAYERED and len(row.args) == 9
-        if row.args[4] > 1 and row.args[5] and row.args[6]
-    ]
 
 
 def keep_layers_whole(graph: fx.Graph) -> None:

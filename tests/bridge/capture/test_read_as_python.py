@@ -21,6 +21,8 @@ MASK = torch.tensor([True, False, True, True, False])
 SAME_COUNT = torch.tensor([True, True, True, False, False])
 FEWER = torch.tensor([True, True, False, False, False])
 
+pytestmark = pytest.mark.cpu("numpy reads the memory of the host, and the text of a tensor names its device")
+
 
 class Layer(nn.Module):
     """A linear layer before a function of its result and a tensor, which may read numbers."""
