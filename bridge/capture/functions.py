@@ -53,6 +53,12 @@ _RUN_BACKWARD = ("backward", "grad")
 """Functions that run backwards of the user's own."""
 
 
+def _count(recorder: Recorder, name: str, x: torch.Tensor) -> int:
+    with torch.no_grad():
+        numbers = COUNTS[name](x)
+    return recorder.read(numbers, lambda: int(numbers), is_size=True, is_least=name == "bins")
+
+
 class Functions(TorchFunctionMode):
     """While forward runs: every torch function that it calls.
 
@@ -72,11 +78,17 @@ class Functions(TorchFunctionMode):
         self._before: list[tuple[torch.Tensor, str, Any]] = []
         self.bases: set[int] = set()
         self.arrays = SharedArrays()
+        #: A number of :data:`bridge.capture.counted_sizes.COUNTS`, which forward reads with that.
+        self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
-        recorder.judge = None if rules is None else self._judge
+
+    def __enter__(self) -> Functions:
+        self.recorder.judge = None if self._rules is None else self._judge
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self.recorder.judge = None  # no cycle: weak references to parameters would outlive the run
         with no_torch_function():  # parameters are the user's own
             for tensor, attribute, value in reversed(self._before):
                 setattr(tensor, attribute, value)
@@ -150,12 +162,6 @@ class Functions(TorchFunctionMode):
             yield
 
     # Numbers
-
-    def count(self, name: str, x: torch.Tensor) -> int:
-        """A number of :data:`bridge.capture.counted_sizes.COUNTS`, which forward reads with that."""
-        with torch.no_grad():
-            numbers = COUNTS[name](x)
-        return self.recorder.read(numbers, lambda: int(numbers), is_size=True, is_least=name == "bins")
 
     def numbers(self, x: torch.Tensor) -> Any:
         """All numbers of a tensor, which forward reads with that."""
