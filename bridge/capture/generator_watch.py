@@ -42,7 +42,7 @@ def generator_watch(rules: InPlaceRules) -> Iterator[None]:
             if called.__name__ in _RESEEDING:
                 note_change_of_generator()
                 rules.complain(f"torch.Generator.{called.__name__}", "changes a random generator inside forward")
-        elif isinstance(owner, random.Random) and called.__name__ in _PYTHONS_DRAWS and not _is_sympys(frame):
+        elif isinstance(owner, random.Random) and called.__name__ in _PYTHONS_DRAWS and not _is_of_no_numbers(frame):
             rules.foreign_draw("random", user_line(traceback.extract_stack()))
 
     before = sys.getprofile()
@@ -60,10 +60,11 @@ def generator_watch(rules: InPlaceRules) -> Iterator[None]:
             sys.setprofile(before)
 
 
-def _is_sympys(frame: FrameType | None) -> bool:
-    """Whether a draw is sympy's, of a generator of its own: it computes with symbolic sizes, in an order of chance."""
-    for _ in range(3):
-        if frame is not None and frame.f_globals.get("__name__", "").startswith("sympy."):
+def _is_of_no_numbers(frame: FrameType | None) -> bool:
+    """Whether a draw is of a library's own generator, and decides no numbers: the order in which sympy computes, or
+    the name of a temporary file."""
+    for _ in range(5):
+        if frame is not None and frame.f_globals.get("__name__", "").startswith(("sympy.", "tempfile")):
             return True
         frame = frame and frame.f_back
     return False

@@ -105,13 +105,13 @@ class _Copier:
                 continue
             if id(value) in own:
                 targets.append(id(value))
-            if isinstance(value, torch.Tensor):
+            if _is(value, torch.Tensor):
                 replaced = self.copies[id(value)] = self._replace(value)
                 if replaced is not value:
                     targets.append(id(value))
                 continue
             for part in _parts(value):
-                if not isinstance(part, _PLAIN):
+                if not _is(part, _PLAIN):
                     readers.setdefault(id(part), []).append(id(value))
                     if len(seen) < _MOST:
                         waiting.append(part)
@@ -137,36 +137,36 @@ class _Copier:
         return made
 
     def _copied(self, value: Any) -> Any:
-        if isinstance(value, nn.Module):
+        if _is(value, nn.Module):
             return self._object(value)
-        if isinstance(value, dict):
+        if _is(value, dict):
             made = self._note(value, copy.copy(value) if type(value) is not OrderedDict else OrderedDict(value))
             for key, each in list(value.items()):
                 dict.__setitem__(made, key, self.copy(each))
             return self._with_attributes(value, made)
-        if isinstance(value, list):
+        if _is(value, list):
             made = self._note(value, copy.copy(value))
             list.__setitem__(made, slice(None), [self.copy(each) for each in value])
             return self._with_attributes(value, made)
-        if isinstance(value, tuple):
+        if _is(value, tuple):
             return self._note(value, tuple.__new__(type(value), [self.copy(each) for each in value]))
-        if isinstance(value, set | frozenset):
+        if _is(value, (set, frozenset)):
             return self._note(value, type(value)(self.copy(each) for each in value))
-        if isinstance(value, deque):
+        if _is(value, deque):
             return self._note(value, deque((self.copy(each) for each in value), value.maxlen))
-        if isinstance(value, types.MethodType):
+        if _is(value, types.MethodType):
             return self._note(value, types.MethodType(self.copy(value.__func__), self.copy(value.__self__)))
-        if isinstance(value, types.FunctionType):
+        if _is(value, types.FunctionType):
             return self._function(value)
-        if isinstance(value, types.CellType):
+        if _is(value, types.CellType):
             made = self._note(value, types.CellType())
             made.cell_contents = self.copy(value.cell_contents)
             return made
-        if isinstance(value, partial):
+        if _is(value, partial):
             arguments = [self.copy(each) for each in value.args]
             words = {name: self.copy(each) for name, each in value.keywords.items()}
             return self._note(value, type(value)(self.copy(value.func), *arguments, **words))
-        if isinstance(value, weakref.ref):
+        if _is(value, weakref.ref):
             return self._note(value, weakref.ref(self.copy(value())))
         return self._object(value)
 
@@ -178,7 +178,7 @@ class _Copier:
         self._note(value, made)
         for name, each in _slots(value):
             object.__setattr__(made, name, self.copy(each))
-        if isinstance(value, nn.Module):
+        if _is(value, nn.Module):
             made.__dict__.update((name, self._attribute(each)) for name, each in value.__dict__.items())
             made.__dict__.pop(COMPILED_CALL, None)
             return made
@@ -187,10 +187,10 @@ class _Copier:
     def _attribute(self, value: Any) -> Any:
         """Of a module: its registries are its own, whatever they hold."""
         made = self.copy(value)
-        return copy.copy(made) if made is value and isinstance(value, dict | set) else made
+        return copy.copy(made) if made is value and _is(value, (dict, set)) else made
 
     def _with_attributes(self, value: Any, made: Any) -> Any:
-        own = getattr(value, "__dict__", None)
+        own = _own(value)
         if type(own) is dict:
             made.__dict__.update((name, self.copy(each)) for name, each in own.items())
         return made
@@ -207,39 +207,52 @@ class _Copier:
         return made
 
 
+def _is(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Whether an object is of a class, for which none of its code runs."""
+    return issubclass(type(value), kinds)
+
+
+def _own(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object itself."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
 def _parts(value: Any) -> Iterable[Any]:
     """What an object holds, as far as a copy of it would hold others."""
-    if isinstance(value, dict):
+    if _is(value, dict):
         yield from value.values()
         yield from _attributes(value)
-    elif isinstance(value, _CONTAINERS):
+    elif _is(value, _CONTAINERS):
         yield from value
         yield from _attributes(value)
-    elif isinstance(value, types.MethodType):
+    elif _is(value, types.MethodType):
         yield value.__func__
         yield value.__self__
-    elif isinstance(value, types.FunctionType):
+    elif _is(value, types.FunctionType):
         yield from value.__closure__ or ()
         yield value.__defaults__
         yield value.__kwdefaults__
         yield from value.__dict__.values()
-    elif isinstance(value, types.CellType):
+    elif _is(value, types.CellType):
         try:
             yield value.cell_contents
         except ValueError:  # empty
             return
-    elif isinstance(value, partial):
+    elif _is(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, weakref.ref):
+    elif _is(value, weakref.ref):
         if (referent := value()) is not None:
             yield referent
-    elif isinstance(value, nn.Module) or not type(value).__module__.startswith(_SHARED_MODULES):
+    elif _is(value, nn.Module) or not type(value).__module__.startswith(_SHARED_MODULES):
         yield from _attributes(value)
         yield from (each for _, each in _slots(value))
 
 
 def _attributes(value: Any) -> Iterable[Any]:
-    own = getattr(value, "__dict__", None)
+    own = _own(value)
     return list(own.values()) if type(own) is dict else ()
 
 
