@@ -30,8 +30,6 @@ def run_unfused(function: Any, *args: Any, fakes: bool, **kwargs: Any) -> Any:
     if not fakes and any(map(_holds_a_tensor, function.graph.nodes())):
         return _call_script(function, *args, **kwargs)
     fresh = _function_of_graph(function.name, function.graph)
-    if hasattr(function, "_torchdynamo_inline"):  # what torch.export traces in its place
-        fresh._torchdynamo_inline = function._torchdynamo_inline
     left = function.schema.arguments[len(args) :]  # a graph knows neither their names nor defaults
     given = {argument.name: argument.default_value for argument in left if argument.has_default_value()} | kwargs
     if given.keys() != {argument.name for argument in left}:

@@ -23,6 +23,8 @@ from bridge.capture.unwatched import unwatched
 
 __all__ = ["UNTOLD", "DrawRecorder"]
 
+_OWN_GENERATOR = "draw from torch's default generator, or outside of the module and pass the numbers in"
+
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -118,7 +120,7 @@ class DrawRecorder(TorchDispatchMode):
             return
         rest = args[1:] if _only_filled(func) else args
         if kwargs.get("generator") is not None:
-            self.complain(str(func), "a random draw from a generator of its own")
+            self.complain(str(func), "a random draw from a generator of its own", _OWN_GENERATOR)
             return
         if any(isinstance(value, torch.Tensor) for value in (*rest, *kwargs.values())):
             if func not in COMPUTED_DRAWS:

@@ -1,4 +1,4 @@
-"""Errors of torch's tracers in the user's terms: an exception → :class:`bridge.base.errors.Unsupported`."""
+"""Errors in the user's terms: an exception of a run on fake tensors → :class:`bridge.base.errors.Unsupported`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import replace
 
 from bridge.base.errors import TORCH_DIR, Unsupported, line_of, user_line
 from bridge.capture.packed import PackedUseError
-from bridge.capture.preconditions import CACHES, NO_CACHE
 from bridge.capture.readings import ReadsDifferError
 
-__all__ = ["explain_error", "is_unknown", "shape_by_numbers"]
+__all__ = ["explain_error", "shape_by_numbers"]
 
 _BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
 
@@ -52,7 +51,7 @@ _BRANCH = "use torch.where, or dispatch the submodules on either side of it"
 _SHAPE = "keep the shape (torch.where, masked_fill, a multiplication by the mask), or dispatch the submodules around it"
 _DISTRIBUTION = "pass validate_args=False to the distribution (what is drawn from it then has to be a supported draw)"
 
-#: What begins advice on torch.export, compiling, or how to report a bug of torch's: not the user's to follow.
+#: What begins advice on exporting, compiling, or how to report a bug of torch's: not the user's to follow.
 _ADVICE = re.compile(
     r"please|if you('re| are)|for (more|the|potential)|see |to fix|this typically|consider|hint|potential|you can"
     r"|TORCH_|torch\._|https?:",
@@ -80,20 +79,9 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
         return Unsupported(op, where, reason, hint)
     if kind in _BY_NUMBERS:
         return _by_numbers(kind, where, frames)
-    if unknown := re.match(r"Found <class '([\w.<>]+)'> in output, which is not a known type", first_line):
-        home, _, name = unknown[1].rpartition(".")
-        hint = NO_CACHE if home == CACHES else "return tensors, or a tuple, a list, a dict or a dataclass of them"
-        return Unsupported(
-            f"a result of type {name}", "the module's result", "not a type that torch.export knows", hint
-        )
     if ".numpy() is not supported" in first_line:
         reason = "what numpy computes is not in a graph; a compiled call would repeat the sample's numbers for ever"
         return Unsupported("Tensor.numpy", where, reason, "compute it with torch, or outside of forward")
-    is_custom = "CustomObjArgument" in first_line and "generator" in first_line.lower()
-    if is_custom or "torch._C.Generator" in first_line:  # torch 2.13, torch 2.11
-        reason = "draws from a generator of its own, which a traced graph does not hold"
-        hint = "draw from torch's default generator, or outside of the module and pass the numbers in"
-        return Unsupported("torch.Generator", where, reason, hint)
     if first_line.startswith("Cannot access data pointer of Tensor"):
         reason = "a tensor's address is asked for: to copy it in Python, or for a kernel that torch does not know of"
         hint = "make a kernel an operator (torch.library.custom_op, triton_op); copy outside of forward"
@@ -104,14 +92,8 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
         reason = "a view at a position that a tensor gives is written, or read after what it is a view of was written"
         return Unsupported("Tensor.__getitem__", where, reason, "clone what is read; write with x[t] = value")
     if kind == "UnsupportedOperatorException":
-        return Unsupported(str(error).splitlines()[0], where, "an operator that torch.export cannot trace")
-    return Unsupported("torch.export", where, f"{kind}: {_without_advice(first_line)}")
-
-
-def is_unknown(explained: Unsupported) -> bool:
-    """Whether another known cause says more: the explanation is torch's words alone, or what a transform stumbled over
-    inside of torch."""
-    return explained.op in ("torch.export", "torch.func", "Tensor.data_ptr")
+        return Unsupported(str(error).splitlines()[0], where, "an operator that has no shapes for fake tensors")
+    return Unsupported("a run on fake tensors", where, f"{kind}: {_without_advice(first_line)}")
 
 
 def shape_by_numbers(

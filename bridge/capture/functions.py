@@ -32,6 +32,7 @@ from bridge.base.torch_internals import (
     pytree,
     storage_id,
 )
+from bridge.base.torch_script import ScriptFunction, run_unfused
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.counted_sizes import COUNTS, FORMS
 from bridge.capture.inplace_rules import InPlaceRules
@@ -146,6 +147,19 @@ class Functions(TorchFunctionMode):
         """Forward does what no graph holds; of the run on real numbers."""
         if self._rules is not None:
             self._rules.complain(op, reason, hint)
+
+    @contextmanager
+    def scripts(self) -> Iterator[None]:
+        """While active, TorchScript functions run operator by operator in this thread, whatever they have fused."""
+        original, thread, fakes = ScriptFunction.__call__, threading.get_ident(), self._rules is None
+
+        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                return run_unfused(function, *args, fakes=fakes, **kwargs)
+            return original(function, *args, **kwargs)
+
+        with replaced(ScriptFunction, __call__=call):
+            yield
 
     @contextmanager
     def of_fakes(self) -> Iterator[None]:

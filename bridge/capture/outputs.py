@@ -12,13 +12,31 @@ import torch
 
 from bridge.base.complex_views import is_parts_view, offset_in
 from bridge.base.errors import Unsupported
+from bridge.base.objects import is_plain
 from bridge.base.torch_autograd import GENERATED, FunctionNode
 from bridge.base.torch_internals import is_dense, storage_id
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.observation import Observation, Output
 from bridge.capture.own_functions import Applied
+from bridge.capture.preconditions import CACHES, NO_CACHE
 
-__all__ = ["describe_outputs", "geometry_of", "judge_replaced", "version_of"]
+__all__ = ["describe_outputs", "geometry_of", "judge_replaced", "unknown_results", "version_of"]
+
+_CONTENTS = "return tensors, or a tuple, a list, a dict or a dataclass of them"
+
+
+def unknown_results(leaves: Sequence[Any]) -> list[Unsupported]:
+    """Leaves of a result that a later call cannot make anew, and that may be others or changed by then."""
+    where, reason = "the module's result", "not a type that a compiled call can make anew"
+    others = [leaf for leaf in leaves if not (is_plain(leaf) or isinstance(leaf, torch.Tensor))]
+    found = [Unsupported(f"a result of type {each.__name__}", where, reason, _hint(each)) for each in map(type, others)]
+    layouts = [leaf.layout for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided]
+    reason, hint = "a compiled call makes dense tensors", "return it dense: .to_dense()"
+    return found + [Unsupported(f"a result of layout {layout}", where, reason, hint) for layout in layouts]
+
+
+def _hint(kind: type) -> str:
+    return NO_CACHE if kind.__module__ == CACHES else _CONTENTS
 
 
 def describe_outputs(

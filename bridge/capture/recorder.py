@@ -270,6 +270,8 @@ class Recorder(PreDispatchMode):
     def _number(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What an operator tells Python of the numbers in a tensor."""
         name, self.asked = self.asked or READS[func], None
+        if not isinstance(args[0], torch.Tensor):  # a constant of a TorchScript graph
+            return args[0]
         if name not in _OF_TWO and args[0].numel() != 1:
             return func(*args, **kwargs)  # eager's error
         with torch.no_grad(), self:

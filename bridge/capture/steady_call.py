@@ -22,6 +22,7 @@ from torch import nn
 from bridge.base.errors import CacheNotFilled, Unsupported, UnsupportedModule, from_user_code, refused_by_eager
 from bridge.base.log import channel
 from bridge.capture.counters import Counted, Counter
+from bridge.capture.differences import differences
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.explain_error import explain_error
 from bridge.capture.inplace_rules import OTHER_NAME
@@ -29,7 +30,7 @@ from bridge.capture.loops.listener import loops_found
 from bridge.capture.loops.rolled import draws_of, folded_of, writes
 from bridge.capture.packed import PackedUseError
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
-from bridge.capture.two_runs import FakeRecord, RealRun, differences, fake_run_of, real_run_of
+from bridge.capture.two_runs import FakeRecord, RealRun, fake_run_of, real_run_of
 from bridge.capture.unrolled import unrolled_rows
 from bridge.state import PythonState
 
@@ -156,8 +157,9 @@ def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence
         raise UnsupportedModule(name, [explain_error(error)], cause=error) from None
     problems = list(differences(real, fake))
     if fake.record.told:
-        cause = next(iter(fake.record.told.values()))
-        raise UnsupportedModule(type(real.twin).__name__, problems, cause=cause)
+        name, cause = type(real.twin).__name__, next(iter(fake.record.told.values()))
+        log.debug("%s cannot be run on fake tensors", name, exc_info=cause)
+        raise UnsupportedModule(name, problems, cause=cause)
     return SteadyCall(real, fake, (), problems)
 
 

@@ -59,6 +59,10 @@ class Twin:
         self._copier = _Copier(root, replace, set(map(id, root.modules())))
         self.module = self._copier.copy(root)
 
+    def has_copied(self, value: Any) -> bool:
+        """Whether an object is a copy that the twin has in the place of another one."""
+        return any(made is value for made in self._copier.copies.values())
+
     def original(self, value: Any) -> Any:
         """A value that the twin holds, with the originals of all that was copied in it."""
         kept, copies = self._copier.kept, self._copier.copies

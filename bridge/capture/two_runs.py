@@ -16,48 +16,39 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from bridge.base.errors import Unsupported, line_of
-from bridge.base.log import channel
+from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import (
-    FakeTensor,
     FakeTensorMode,
-    OpOverload,
-    aten,
     python_kernels,
     pytree,
-    schema,
     storage_id,
 )
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.dynamic_shapes import DynamicDim
-from bridge.capture.explain_error import explain_error
 from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import generator_watch
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.loops.row_form import Folded
 from bridge.capture.observation import Observation
-from bridge.capture.outputs import describe_outputs, geometry_of, judge_replaced, version_of
+from bridge.capture.outputs import describe_outputs, geometry_of, judge_replaced, unknown_results, version_of
 from bridge.capture.overlap import overlaps
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.recorder import Recorder
-from bridge.capture.rows import Form, Record, Row, Value, at_hints, mapped, memory_of, renamed, values_in
+from bridge.capture.rows import Record, Value, memory_of, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
+from bridge.capture.twin import Twin
 from bridge.capture.validation_reads import ValidationReads
 from bridge.state import ModuleTensor, module_tensors, own_attributes
 
-log = channel("dispatch")
-
-_SLICE = aten.slice.Tensor
-
-__all__ = ["FakeRecord", "RealRun", "SavedTensorsNeededError", "differences", "fake_run_of", "real_run_of"]
+__all__ = ["FakeRecord", "RealRun", "SavedTensorsNeededError", "fake_run_of", "real_run_of"]
 
 
 @dataclass
@@ -221,7 +212,7 @@ def real_run_of(
         functions_called = Functions(recorder, rules)
         told = observation.draws, rules.complain, inputs, lambda: isolated.advance, True, recorder.note_cast
         draws = DrawRecorder(*told)
-        for each in (functions_called, draws, python_kernels(), recorder):
+        for each in (functions_called.scripts(), functions_called, draws, python_kernels(), recorder):
             stack.enter_context(each)
         result = prepared(*own_args, **own_kwargs)
         functions_called.finish(result)
@@ -247,6 +238,8 @@ def real_run_of(
     result = packed(result)
     observation.objects = objects_of(result)
     result_leaves, observation.out_spec = pytree.tree_flatten(result)
+    if unknown := unknown_results(result_leaves):
+        raise UnsupportedModule("", [*observation.unsupported, *unknown])
     results = [recorder.value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in result_leaves]
     read = {number for row in recorder.record.rows for number in values_in((row.args, row.kwargs))}
     read.update(values_in([*results, *final.values()]))
@@ -348,7 +341,7 @@ class _Protected:
 
 @dataclass
 class FakeRecord:
-    """A run on fake tensors: its record, and the mode."""
+    """A run on fake tensors: its record, the mode; the objects in its result, and what the twin has copied."""
 
     record: Record
     mode: FakeTensorMode
@@ -358,6 +351,8 @@ class FakeRecord:
     out_spec: Any = None
     leaves: Sequence[Any] = ()
     symbols: Symbols | None = None
+    objects: Sequence[Any] = ()
+    copies: Twin | None = None
 
 
 def fake_run_of(
@@ -412,96 +407,13 @@ def fake_run_of(
         for tensor, _ in real.record.free.values():  # the very tensor in both runs
             recorder.expect(tensor, fake(tensor))
         with ExitStack() as stack:
-            stack.enter_context(functions_called.of_fakes())
-            for each in (functions_called, *modes):
+            for each in (functions_called.of_fakes(), functions_called.scripts(), functions_called, *modes):
                 stack.enter_context(each)
             result = prepared(*fake_args, **fake_kwargs)
-        leaves, out_spec = pytree.tree_flatten(packed(result))
+        made = packed(result)
+        leaves, out_spec = pytree.tree_flatten(made)
         results = [recorder.value_of(each) if isinstance(each, torch.Tensor) else each for each in leaves]
-        return FakeRecord(recorder.record, mode, results, arguments, twin, out_spec, given, symbols)
+        run = recorder.record, mode, results, arguments, twin, out_spec, given, symbols
+        return FakeRecord(*run, objects_of(made), prepared.twin)
     finally:
         clear_fake_memo(mode)
-
-
-def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
-    """What the two runs did differently; the first row that is not the same. What fake tensors could not compute."""
-    ours, theirs = real.record, fake.record
-    for index, error in theirs.told.items():
-        where = ours.rows[index].where
-        yield explain_error(error, None if where is None else line_of(where))
-        return
-    rows = [row for row in theirs.rows if row.op is not _SLICE or row.results.number not in theirs.same]
-    for index, (a, b) in enumerate(zip(ours.rows, rows, strict=False)):
-        if _compared(ours, a) != _compared(theirs, b, of_whole=a.op is aten.alias.default):
-            where = "forward" if a.where is None else line_of(a.where)
-            there = "gives it other operands" if a.op is b.op else f"calls {b.op}"
-            log.debug("row %d: %s\n%s", index, _compared(ours, a), _compared(theirs, b))
-            reason = f"forward goes another way on fake tensors than on real ones: there it {there}"
-            yield Unsupported(str(a.op), where, reason, "do not let it depend on numbers")
-            return
-    if len(ours.rows) != len(rows):
-        reason = f"forward makes {len(rows)} calls on fake tensors and {len(ours.rows)} on real ones"
-        yield Unsupported("forward", "forward", reason, "do not let it depend on numbers")
-    elif real.results != at_hints(renamed(fake.results, theirs)):
-        yield Unsupported("forward", "forward", "forward returns something else on fake tensors than on real ones")
-    elif fake.symbols is None and (row := _aliased_otherwise(ours, theirs)) is not None:
-        where = "forward" if row.where is None else line_of(row.where)
-        reason = "copies in eager what it views on fake tensors, or the reverse, and one of the two is written"
-        yield Unsupported(str(row.op), where, reason, "clone before the write")
-    elif fake.symbols is None and not _same_literals(ours, theirs):
-        reason = "a tensor is made of numbers in Python that are others each time that forward runs"
-        yield Unsupported("a tensor of numbers", "forward", reason, "pass the numbers to forward, or keep them")
-
-
-def _aliased_otherwise(ours: Record, theirs: Record) -> Row | None:
-    """The first row that made a view in one run and a copy in the other, of memory that is written; ``None``: there is
-    none. Fake tensors may have other strides than real ones: ``reshape`` copies or views by them."""
-    differing = {n for n, (a, b) in enumerate(zip(ours.memory, theirs.memory, strict=False)) if a != b}
-    if not differing:
-        return None
-    written = _written(ours) | _written(theirs)
-    touched = {n for n in differing if ours.memory[n] in written or theirs.memory[n] in written}
-    return next((row for row in ours.rows if not touched.isdisjoint(values_in(row.results))), None)
-
-
-def _written(record: Record) -> set[int]:
-    """The memory that rows write."""
-    found: set[int] = set()
-    for row in record.rows:
-        if isinstance(row.op, OpOverload) and schema(row.op).is_mutable:
-            for place, argument in enumerate(schema(row.op).arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    given = row.args[place] if place < len(row.args) else row.kwargs.get(argument.name)
-                    found.update(record.memory[number] for number in values_in(given))
-    return found
-
-
-def _same_literals(ours: Record, theirs: Record) -> bool:
-    """Whether two runs wrote the same numbers into the tensors that they made, bit by bit."""
-    pairs = ((literal, theirs.literals.get(number)) for number, literal in ours.literals.items())
-    return all(other is not None and _bits(literal) == _bits(other) for literal, other in pairs)
-
-
-def _bits(tensor: torch.Tensor) -> bytes:
-    known = getattr(tensor, "constant", None) if isinstance(tensor, FakeTensor) else tensor
-    return b"" if known is None else bytes(known.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
-
-
-def _compared(record: Record, row: Row, *, of_whole: bool = False) -> tuple:
-    """What is compared of a row, at the sample's sizes.
-
-    ``of_whole``: a part that is the whole there is an alias, as torch's indexing has it for static sizes.
-    """
-
-    def plain(tree: Any) -> Any:
-        known = mapped(renamed(at_hints(tree), record), Value, lambda v: (v.number, *record.forms[v.number][:4:3]))
-        return repr(known)
-
-    op, args, kwargs = row.op, row.args, row.kwargs
-    if of_whole and op is _SLICE and _form(record, args[0]).shape == _form(record, row.results).shape:
-        op, args, kwargs = aten.alias.default, args[:1], {}
-    return op, plain((args, kwargs)), plain(row.results), row.grad, row.autocast
-
-
-def _form(record: Record, value: Value) -> Form:
-    return record.forms[renamed(value, record).number]

@@ -376,6 +376,24 @@ for _function in (torch.as_strided_scatter, torch.Tensor.as_strided_scatter):
     HANDLERS[_function] = partial(_as_strided_scatter, _function)
 
 
+@quirk(
+    "torch.max_pool1d",
+    reason="where autograd does not follow it on a CPU, a kernel of its own makes a contiguous result; under a mode "
+    "torch takes the other way, whose result has the argument's order of axes",
+    test="tests/bridge/aten/test_conv.py",
+)
+def _max_pool1d(function, input, *args, **kwargs):
+    made = function(input, *args, **kwargs)
+    if not isinstance(made, torch.Tensor):  # positions, too: one kernel in every case
+        return made
+    is_followed = input.requires_grad and torch.is_grad_enabled()
+    return made if is_followed or input.device != HOST else made.contiguous()
+
+
+for _function in (torch.max_pool1d, F.max_pool1d):
+    HANDLERS[_function] = partial(_max_pool1d, _function)
+
+
 def _cast_for_cudnn(func: Callable[..., Any]) -> Callable[..., Any]:
     """The function with the casts of autocast on a GPU spelled out: to float16, whatever else is cast to."""
 

@@ -71,7 +71,6 @@ REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "an object's argument": (lambda m, x, y, o: y, (Answer(X),), "pass what forward takes from it"),
     "a function of one's own": (lambda m, x, y: Doubled.apply(y), (), "autograd.Function Doubled"),
     "an operator": (lambda m, x, y: y.to_sparse().to_dense(), (), "_to_sparse.default: makes a tensor of layout"),
-    "vmap": (lambda m, x, y: torch.vmap(m.linear)(x), (), "a transform .vmap, grad, jacrev"),
     "a function's derivative": (
         lambda m, x, y: torch.func.grad(lambda t: t.sin().sum())(x * y[:, :4]) + x,
         (),

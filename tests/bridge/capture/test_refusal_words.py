@@ -1,7 +1,6 @@
-"""Words of a refusal: short, without torch.export's chain above them; eager's own error where eager refuses too."""
+"""Words of a refusal: short, without torch's exceptions above them; eager's own error where eager refuses too."""
 
 import json
-import logging
 import os
 import re
 import subprocess
@@ -68,7 +67,7 @@ def test_an_error_of_eagers_is_all_there_is(seen, name):
 
 
 def test_the_log_has_the_chain_on_request(seen):
-    assert "[bridge.dispatch] Block cannot be captured" in seen["logged"]["output"]
+    assert "[bridge.dispatch] Block cannot be run on fake tensors" in seen["logged"]["output"]
     assert "DynamicOutputShapeException" in seen["logged"]["output"]
 
 
@@ -124,7 +123,10 @@ def test_a_generator_of_ones_own_is_named():
             return x + torch.randn(4, generator=own)
 
     own = torch.Generator()
-    with pytest.raises(UnsupportedModule, match=r"torch\.Generator: draws from a generator of its own"):
+    with pytest.raises(
+        UnsupportedModule,
+        match=r"randn\.generator: a random draw from a generator of its own[\s\S]*randn\(4, ",
+    ):
         add_tvm_dispatch(Draws(), torch.ones(2, 4))
 
 
@@ -205,7 +207,7 @@ def test_eagers_error_is_the_one_that_is_raised(module, args, words):
 
 
 class Remembers(nn.Module):
-    """Leaves a fake tensor on itself when it is traced, on which eager would stumble."""
+    """Changes its state at every call, and then does what cannot be captured."""
 
     def __init__(self):
         super().__init__()
@@ -218,9 +220,9 @@ class Remembers(nn.Module):
         return by_numbers(self.state)
 
 
-def test_eager_is_tried_in_the_state_before_the_capture():
+def test_state_is_put_back_where_a_call_is_refused():
     module = Remembers()
-    with pytest.raises(UnsupportedModule, match="data-dependent"):
+    with pytest.raises(UnsupportedModule, match=r"self\.state: Python state that forward changes at every call"):
         add_tvm_dispatch(module, torch.randn(5, 4))
     assert module.state is None and module.calls == [0]
 
@@ -228,34 +230,13 @@ def test_eager_is_tried_in_the_state_before_the_capture():
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_a_sparse_result_is_a_refusal_not_an_error_of_eagers(make):
-    with pytest.raises(UnsupportedModule, match="Sparse"):
+    with pytest.raises(UnsupportedModule, match=r"a result of layout torch\.sparse_(coo|csr)"):
         add_tvm_dispatch(Calls(make), torch.randn(3, 4))
 
 
 def test_a_length_that_numbers_decide_can_be_given():
     with pytest.raises(UnsupportedModule, match="output_size="):
         add_tvm_dispatch(Calls(lambda y: y.repeat_interleave((y[:, 0] > 0).long(), dim=0)), torch.randn(3, 4))
-
-
-def test_warnings_of_torchs_log_stay_where_they_are_outside_of_a_capture():
-    records = []
-    logger = logging.getLogger("torch.export")
-    handler = logging.Handler()
-    handler.emit = records.append
-    logger.addHandler(handler)
-
-    def forward(y):
-        logger.warning("while it is captured")
-        return y.tanh()
-
-    try:
-        add_tvm_dispatch(Calls(forward), torch.randn(80_000, 4))  # too large to be timed, which is no capture
-        assert not records
-        logger.warning("later")
-    finally:
-        logger.removeHandler(handler)
-    assert [record.getMessage() for record in records] == ["later"] and not handler.filters
-    assert "print" not in vars(sys.modules["torch.export._trace"])
 
 
 def test_a_call_that_eager_refuses_is_no_entry_under_on_miss_compile():

@@ -1,4 +1,4 @@
-"""TorchScript functions in forward: traced, and run on fake tensors without the kernels that TorchScript has fused."""
+"""TorchScript functions in forward: recorded operator by operator, without the kernels that TorchScript has fused."""
 
 from functools import partial
 
@@ -20,10 +20,15 @@ def scaled(x, times: int = 3, slope: float = 2.0):
 LOADED = torch.jit.CompilationUnit("def shifted(x, by: float = 1.0):\n    return (x + by).tanh() * 2\n")
 
 
+def with_constants(x):
+    return (x * 2.5 - 3).tanh() + torch.arange(4.0, dtype=torch.float64) * x.new_tensor([1.0, 2.0, 3.0, 0.5])
+
+
 MADE = {
     "scripted": partial(Applied, scaled, slope=1.5),
     "loaded": partial(Applied, LOADED.shifted, by=0.5),
     "traced": lambda: Applied(torch.jit.trace(lambda x: (x * 2).tanh(), torch.randn(3, 4, dtype=torch.float64))),
+    "with constants": lambda: Applied(torch.jit.trace(with_constants, torch.randn(3, 4, dtype=torch.float64))),
 }
 
 
@@ -40,7 +45,7 @@ def fused():
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_a_function_that_was_fused_before_is_traced(make, fused):
+def test_a_function_that_was_fused_before_is_recorded(make, fused):
     module = make().double()
     eager, x = make().double(), torch.randn(3, 4, dtype=torch.float64)
     eager.load_state_dict(module.state_dict())

@@ -438,11 +438,20 @@ class ReadsListed(nn.Module):
         return x * self.tables[0] + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 
 
-@pytest.mark.parametrize("kind", [Unregistered, ReadsListed])
-def test_free_tensors_are_refused(kind):
-    """Export makes constants of them: later changes would go unseen, and gradients nowhere."""
+def test_free_tensors_that_no_guard_sees_are_refused():
+    """Gradients of a layer in a list would go nowhere."""
     with pytest.raises(UnsupportedModule, match="free tensor"):
-        add_tvm_dispatch(kind(), rows())
+        add_tvm_dispatch(Unregistered(), rows())
+
+
+def test_a_listed_tensor_is_read_anew_and_another_one_is_a_miss():
+    module, x = add_tvm_dispatch(ReadsListed(), rows()), rows()
+    module.tables[0].mul_(2)
+    torch.testing.assert_close(module(x), module.forward(x))
+    assert stats(module).hits == 1
+    module.tables[0] = torch.full((6,), 5.0)
+    torch.testing.assert_close(module(x), module.forward(x))
+    assert stats(module).hits == 1 and stats(module).misses
 
 
 def test_quick_is_never_more_than_match():

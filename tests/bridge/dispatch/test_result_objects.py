@@ -179,10 +179,17 @@ def twice(loss, hidden, m):
     return made, made
 
 
+def alternating(loss, hidden, m, flags=iter([True, 1] * 50)):  # noqa: B008 - it is to be the same in each call
+    return hidden, next(flags)
+
+
 REFUSED = {
+    "another type of number": (alternating, "returns something else each time"),
+    "a set of its own": (lambda loss, hidden, m: (loss, {1}), "a result of type set"),
+    "one that holds a tensor": (lambda loss, hidden, m: (loss, m.holds), "is not made by the call"),
     "one that was there before": (lambda loss, hidden, m: (loss, KEPT), "is not made by the call"),
     "one of the module's": (lambda loss, hidden, m: Output(loss, m.kept), "is not made by the call"),
-    "the time": (stamped, "on the sample eager returns"),
+    "the time": (stamped, "returns something else each time"),
     "a cycle": (of_itself, "a result of type Answer"),
     "in two places": (twice, "a result of type Answer"),
     "a function in it": (lambda loss, hidden, m: Answer(loss, lambda: 3), "a result of type Answer"),
@@ -194,6 +201,7 @@ REFUSED = {
 def test_what_a_call_does_not_make_is_refused(answer, words):
     module = Block(answer)
     module.kept = Answer(1)
+    module.holds = Answer(module.linear.weight)
     with pytest.raises(UnsupportedModule, match=words):
         add_tvm_dispatch(module, torch.randn(3, 4))
     with pytest.raises(ValueError, match="not dispatched"):

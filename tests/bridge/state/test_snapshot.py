@@ -1,6 +1,7 @@
 """A compiled call runs no Python: what forward changes outside of tensors is refused by name, and is as it was."""
 
 import collections
+import copy
 import random
 import threading
 import types
@@ -162,13 +163,20 @@ class Accumulates(nn.Module):
         return nn.functional.batch_norm(y, self.mean, self.variance, training=True)
 
 
-def test_tensors_that_are_not_registered_are_put_back():
-    module = Accumulates()
-    with pytest.raises(UnsupportedModule):
-        add_tvm_dispatch(module, torch.randn(3, 6))
+def test_tensors_that_are_not_registered_are_put_back_and_then_written_as_by_eager():
+    module, x = Accumulates(), torch.randn(3, 6)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, x)
     for tensor in (module.sum, *module.seen, module.mean, TOTAL):
         assert not tensor.any()
     assert bool((module.variance == 1).all())
+    written = []
+    for each in (module, eager):
+        each(x), each(x + 1)
+        written.append([tensor.clone() for tensor in (each.sum, *each.seen, each.mean, each.variance, TOTAL)])
+        TOTAL.zero_()
+    assert stats(module).hits == 2
+    torch.testing.assert_close(*written)
 
 
 def test_examine_lists_it():
