@@ -36,7 +36,7 @@ from bridge.capture.own_context import backward_running
 from bridge.capture.passes.recurrent import LAYERED
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.readings import Reading, ReadsDifferError, frozen, numbers_of
-from bridge.capture.rows import Form, Read, Record, Row, Value, form_of, mapped, memory_of
+from bridge.capture.rows import Form, Read, Record, Row, Value, form_of, mapped, memory_of, values_in
 
 if TYPE_CHECKING:
     from bridge.capture.symbolic_run import Symbols
@@ -247,7 +247,8 @@ class Recorder(PreDispatchMode):
             if innermost_transform() is not None:
                 return func(*args, **kwargs)
             with no_python_kernels():
-                return self._fakes.call(func, args, kwargs, (torch.is_grad_enabled(), _autocast()))
+                result = self._fakes.call(func, args, kwargs, (torch.is_grad_enabled(), _autocast()))
+            return result if known is None else _own_results(func, args, result, known)
         except Exception as error:
             if known is None:
                 raise
@@ -421,6 +422,19 @@ def _autocast() -> tuple[torch.dtype | None, bool]:
     if not torch.is_autocast_enabled(kind):
         return None, True
     return torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+def _own_results(func: Any, args: tuple, result: Any, known: Row) -> Any:
+    """The results of an operator on fake tensors, with copies for operands that torch's formula returns where the
+    operator makes tensors of its own; ``known``: the row of the operator itself."""
+    given = set(map(id, _tensors_in(args)))
+    if not any(id(each) in given for each in _tensors_in(result)):
+        return result
+    if any(each.alias_info for each in schema(func).returns):
+        return result
+    if not set(values_in(known.results)).isdisjoint(values_in(known.args)):
+        return result
+    return mapped(result, torch.Tensor, lambda each: each.clone() if id(each) in given else each)
 
 
 def _place(tensor: torch.Tensor) -> tuple:

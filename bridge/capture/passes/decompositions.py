@@ -16,6 +16,7 @@ from bridge.base.torch_internals import (
     decomposition_of,
     is_preservable,
     preserve_composite,
+    schema,
 )
 from bridge.capture.loops.operators import MARKS
 from bridge.capture.passes.cells import CELLS
@@ -49,9 +50,10 @@ def composite_formulas() -> Table:
 
 @functools.cache
 def whole_operators() -> frozenset:
-    """Operators that are left whole."""
+    """Operators that are left whole; those that write are made functional first."""
     whole = {op for op, formula in tables()[0].items() if formula is preserve_composite}
-    return frozenset({op for op in (*whole, *PRESERVED, *MARKS) if isinstance(op, OpOverload)})
+    every = [op for op in (*whole, *PRESERVED, *MARKS) if isinstance(op, OpOverload)]
+    return frozenset(op for op in every if op in MARKS or not schema(op).is_mutable)
 
 
 @functools.cache

@@ -77,10 +77,7 @@ def losses(model):
 
 
 def test_losses_of_truncated_back_propagation_are_eagers(monkeypatch):
-    monkeypatch.setattr(
-        "bridge.capture.loops.attempt.LEAST_OPERATORS", 1
-    )  # loops of so few operators are recorded, too
-    monkeypatch.setattr("bridge.capture.loops.uncomputed.LEAST_ELEMENTS", 1)
+    monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)  # loops of so few operators are rolled up, too
     torch.manual_seed(0)
     eager = LanguageModel().double().to(DEVICE)
     dispatched = copy.deepcopy(eager)
