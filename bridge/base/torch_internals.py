@@ -129,6 +129,11 @@ def implements_composite(op: Any) -> bool:
     return isinstance(op, OpOverload) and has_kernel(op.name(), _COMPOSITE)
 
 
+def has_own_kernel(op: Any, device: torch.device) -> bool:
+    """Whether a device has a kernel of an overload's own, which goes before what it is composed of."""
+    return isinstance(op, OpOverload) and has_kernel(op.name(), device.type.upper())
+
+
 @contextmanager
 def replaced_formula(op: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """While active, tracing takes ``make(formula)`` for a composite overload's own Python formula."""

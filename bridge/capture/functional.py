@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from bridge.base.devices import current_device
 from bridge.base.torch_internals import (
     FunctionalTensor,
     OpOverload,
     aten,
     autograd_key,
+    has_own_kernel,
     implements_composite,
     python_kernels,
     pytree,
@@ -123,8 +125,13 @@ class _Functional(FunctionalTensorMode):
 
 
 def _is_whole(func: Any) -> bool:
-    """Whether an operator is left whole: it makes a tensor in memory of its own."""
-    return func in whole_operators()
+    """Whether an operator is left whole, which makes a tensor in memory of its own: as told, or since eager has a
+    kernel for it on the device, which goes before what it is composed of."""
+    if func in whole_operators():
+        return True
+    if func.namespace != "aten" or func in formulas():
+        return False
+    return implements_composite(func) and has_own_kernel(func, current_device())
 
 
 class _Emitter(BelowFunctionalMode):

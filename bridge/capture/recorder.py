@@ -62,7 +62,8 @@ _QUESTIONS += ("aten::sym_storage_offset", "aten::is_contiguous", "aten::_versio
 """Operators that ask for metadata: no rows."""
 _OUTSIDE = PreparedTwin.__call__.__code__
 """The code of what calls forward."""
-_OWN = (os.path.dirname(os.path.dirname(__file__)), os.path.join(TORCH_DIR, "overrides.py"))
+_OWN = (os.path.dirname(os.path.dirname(__file__)),)
+_OWN += tuple(os.path.join(TORCH_DIR, name) for name in ("overrides.py", "_ops.py", "_library"))
 """Where code between a line that reads and the recorder is from."""
 
 
