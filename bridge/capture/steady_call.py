@@ -95,7 +95,8 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Se
             raise _changing(first, again)
         if not _same_function(first, real):
             name = type(module).__name__
-            problems = [Unsupported(each, f"{name}.forward", _FIRST_CALL, _CALL_BEFORE) for each in changed]
+            kept = [each for what in changed for each in _entries(module, real.twin, what)]
+            problems = [Unsupported(each, f"{name}.forward", _FIRST_CALL, _CALL_BEFORE) for each in kept]
             raise CacheNotFilled(name, problems)
         _settle(module, first, [each for each in changed if each not in again])
         return found
@@ -235,6 +236,16 @@ def _settle(module: nn.Module, real: RealRun, changed: Sequence[str]) -> None:
             own[path].__dict__[name] = real.prepared.twin.original(twin.__dict__[name])
         else:
             own[path].__dict__.pop(name, None)
+
+
+def _entries(module: nn.Module, twin: nn.Module, what: str) -> list[str]:
+    """What has changed, as the user calls it: of a registry (``self._buffers``), what forward has put into it."""
+    path, name = _place(what)
+    own, run = (dict(each.named_modules()).get(path) for each in (module, twin))
+    if name not in ("_buffers", "_parameters", "_modules") or own is None or run is None:
+        return [what]
+    new = [each for each in getattr(run, name) if each not in getattr(own, name)]
+    return [what.removesuffix(name) + each for each in new] or [what]
 
 
 def _place(what: str) -> tuple[str, str]:
