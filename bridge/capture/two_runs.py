@@ -6,6 +6,7 @@ left, and sees no numbers but those that the first one read: equal rows mean tha
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,9 +17,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from bridge.base.errors import Unsupported, UnsupportedModule, line_of
+from bridge.base.errors import Unsupported, UnsupportedModule, line_of, user_line
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
+from bridge.base.threads import stack_of
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import (
     FakeTensorMode,
@@ -32,7 +34,7 @@ from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import generator_watch
-from bridge.capture.inplace_rules import InPlaceRules
+from bridge.capture.inplace_rules import CHANGES_ARGUMENT, InPlaceRules
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.loops.row_form import Folded
 from bridge.capture.observation import Observation
@@ -198,7 +200,9 @@ def real_run_of(
     observation = Observation(unsupported=rules.unsupported)
     functions = OwnFunctions(type(module).__name__)
     geometry, versions = [geometry_of(each) for each in inputs], [version_of(each) for each in inputs]
-    protected = _Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()])
+    given = zip(_tensors((args, kwargs)), arguments, strict=True)
+    inner = [own for each, own in given if each.requires_grad and not each.is_leaf]
+    protected = _Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()], inner)
     with ExitStack() as stack:
         stack.callback(protected.restore)
         stack.callback(prepared.finish)
@@ -310,15 +314,21 @@ def _finals(twin, named, registries, inputs, recorder, observation, rules) -> di
     return found
 
 
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 class _Protected:
     """Memory that a run may write and that is not its own: put back afterwards.
 
     Args:
         parameters: the memory of parameters.
         others: further tensors.
+        inner: arguments that are leaves in the run, and are none in the caller's graph: eager may write them.
     """
 
-    def __init__(self, parameters: set[int], others: Sequence[torch.Tensor]):
+    def __init__(self, parameters: set[int], others: Sequence[torch.Tensor], inner: Sequence[torch.Tensor]):
+        self._inner = {storage_id(each) for each in inner}
         self._memory = parameters | {storage_id(each) for each in others}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
@@ -328,8 +338,12 @@ class _Protected:
             self._memory.add(memory)
 
     def note(self, tensor: torch.Tensor) -> None:
-        """A tensor is about to be written."""
+        """A tensor is about to be written. :class:`UnsupportedModule` for what only eager could write here."""
         memory = memory_of(tensor)
+        if memory in self._inner and tensor.requires_grad and torch.is_grad_enabled():
+            where = user_line(stack_of(threading.get_ident())) or "forward"
+            hint = "work on a clone: x = x.clone() before it"
+            raise UnsupportedModule("", [Unsupported("an argument", where, CHANGES_ARGUMENT, hint)])
         if memory in self._memory and memory not in self._before:
             storage = tensor.untyped_storage()
             self._before[memory] = storage, storage.clone()

@@ -30,6 +30,10 @@ from bridge.lowering import LoweredCall
 __all__ = ["native_module", "save_native"]
 
 
+_EVALUATION = "add an entry under module.eval()"
+_NO_NUMBERS = "let forward read no numbers (transformers: attn_implementation='eager', whose masks are not looked at)"
+
+
 def save_native(module: nn.Module, entries: Sequence[Entry], path: Path) -> dict[str, Any]:
     """Writes the library of the newest entry that has a native form; which one it is, its inputs and results.
 
@@ -46,8 +50,10 @@ def save_native(module: nn.Module, entries: Sequence[Entry], path: Path) -> dict
             continue
         imported = entry.lowered.imported
         if captured.draws or captured.mutated or imported.checks or captured.recomputed:
-            what = "random draws" if captured.draws else "new values of buffers" if captured.mutated else "checks"
-            problems.append(Unsupported(what, where, "has no native form", "add an entry under module.eval()"))
+            what, hint = "checks", _NO_NUMBERS
+            if captured.draws or captured.mutated:
+                what, hint = "random draws" if captured.draws else "new values of buffers", _EVALUATION
+            problems.append(Unsupported(what, where, "has no native form", hint))
             continue
         try:
             function = without_library_calls(entry.lowered["forward"].function)
