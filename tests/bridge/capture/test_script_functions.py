@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from bridge import add_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.base.torch_script import ScriptFunction, run_unfused
 from tests.bridge.models import Applied
 
@@ -21,7 +21,7 @@ LOADED = torch.jit.CompilationUnit("def shifted(x, by: float = 1.0):\n    return
 
 
 def with_constants(x):
-    return (x * 2.5 - 3).tanh() + torch.arange(4.0, dtype=torch.float64) * x.new_tensor([1.0, 2.0, 3.0, 0.5])
+    return (x * 2.5 - 3).tanh() / 3 + x.pow(2).clamp(min=0.5)
 
 
 MADE = {
@@ -74,3 +74,12 @@ def test_arguments_are_those_of_the_function(args, kwargs):
 def test_wrong_ones_are_torchs_error(args, kwargs):
     with pytest.raises((RuntimeError, TypeError)):
         run_unfused(scaled, *args, fakes=True, **kwargs)
+
+
+def test_tensors_in_a_graph_that_a_call_has_folded_are_refused(fused):
+    x = torch.randn(3, 4)
+    module = Applied(torch.jit.trace(lambda x: x * 2 + torch.arange(4.0), x))
+    for _ in range(4):
+        module(x)
+    with pytest.raises(UnsupportedModule, match=r"there it calls aten.arange.default[\s\S]*models\.py"):
+        add_tvm_dispatch(module, x)
