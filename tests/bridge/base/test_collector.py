@@ -91,8 +91,8 @@ def test_adding_a_module_walks_through_no_old_objects(monkeypatch):
         seen.append(gc.get_freeze_count())
         return original(*args, **kwargs)
 
-    original = reuse.capture
-    monkeypatch.setattr(reuse, "capture", noted)
+    original = reuse.record_call
+    monkeypatch.setattr(reuse, "record_call", noted)
     gc.collect()  # as above
     with collection_paused():
         add_tvm_dispatch(nn.Linear(3, 2), torch.randn(4, 3))
