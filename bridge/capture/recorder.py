@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import current_device
 from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, is_user_file, line_of
+from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_fakes import outside_graph
 from bridge.base.torch_internals import (
     MODULE_CALL,
@@ -191,6 +192,8 @@ class Recorder(PreDispatchMode):
                     return called_below(func, tensors, args, kwargs)
         if func in READS:
             return self._number(func, args, kwargs)
+        if self._answers is not None and func is aten.contiguous.default and self._is_contiguous(*args, **kwargs):
+            return args[0]  # no operator is called for real tensors that are
         place, before = self._place_of_call(), len(self._draws)
         grad, autocast = torch.is_grad_enabled(), _autocast()
         if func in _FRESH:
@@ -231,6 +234,17 @@ class Recorder(PreDispatchMode):
         """The row of the run on real tensors that the next one should be."""
         rows, place = self._answers.rows, len(self.record.rows) - len(self.record.same)
         return rows[place] if place < len(rows) else None
+
+    def _is_contiguous(self, tensor: torch.Tensor, **memory_format: Any) -> bool:
+        """Whether what a fake tensor is in the run on real ones is contiguous, and no row says that it was made so."""
+        number, known = self.number_of(tensor), self._answer()
+        number = self.record.same.get(number, number)
+        is_made = known is not None and known.op is aten.contiguous.default and known.args[0] == Value(number)
+        if number is None or number >= len(self._answers.forms) or is_made:
+            return False
+        form = self._answers.forms[number]
+        with no_torch_dispatch():
+            return torch.empty_strided(form.shape, form.stride, device="meta").is_contiguous(**memory_format)
 
     def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], operands: tuple, where: Any) -> Any:
         """What an operator gives on fake tensors; as the run on real ones knows it where these cannot tell."""
