@@ -212,11 +212,18 @@ def test_regions(around, inside):
     assert_close_enough(*results)
 
 
-def test_a_grad_mode_inside_a_region_is_refused():
-    """torch.export drops it from the graph, and with it the fact that autograd stops there."""
-    for around in (False, True):
-        with autocast(enabled=around), pytest.raises(UnsupportedModule, match="no_grad inside autocast"):
-            add_tvm_dispatch(Region(True, no_grad=True), rows())
+@pytest.mark.parametrize("around", [False, True])
+def test_a_grad_mode_inside_a_region(around):
+    torch.manual_seed(0)
+    eager, x = Region(True, no_grad=True), rows()
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    exact.inside = False
+    with autocast(enabled=around):
+        add_tvm_dispatch(ours, x)
+    contexts = autocast(enabled=around), autocast(enabled=around), autocast(enabled=False)
+    results = [step(m, each, c) for m, each, c in zip((ours, eager, exact), (x, x, x.double()), contexts, strict=True)]
+    assert stats(ours).hits == 1, stats(ours)
+    assert_close_enough(*results)
 
 
 @pytest.mark.composes('`torch.autocast("cpu")`, regions inside forward')
