@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
+from bridge import add_tvm_dispatch, lower, stats
 from tests.bridge.compare import check_module
 from tests.bridge.models import MLP, bert_layer
 from tests.device import AUTOCAST, DEVICE
