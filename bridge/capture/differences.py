@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, line_of
 from bridge.base.log import channel
 from bridge.base.torch_internals import FakeTensor, OpOverload, aten, schema
@@ -112,7 +113,7 @@ def _same_literals(ours: Record, theirs: Record) -> bool:
 
 def _bits(tensor: torch.Tensor) -> bytes:
     known = getattr(tensor, "constant", None) if isinstance(tensor, FakeTensor) else tensor
-    return b"" if known is None else bytes(known.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
+    return b"" if known is None else bytes(known.detach().to(HOST).contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
 def _compared(record: Record, row: Row, *, of_whole: bool = False) -> tuple:

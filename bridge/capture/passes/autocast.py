@@ -25,9 +25,10 @@ from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.modes import autocast_to
-from bridge.base.torch_fakes import stand_in
+from bridge.base.torch_fakes import fake_mode
 from bridge.base.torch_internals import (
     FakeTensor,
+    FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
     aten,
@@ -38,7 +39,7 @@ from bridge.base.torch_internals import (
 from bridge.capture.passes.call_kinds import kind_key
 from bridge.capture.passes.composites import expand, is_composite
 from bridge.capture.passes.told import AUTOCAST, ROW, STOPPED, told
-from bridge.capture.rows import Row
+from bridge.capture.rows import Row, at_hints
 
 __all__ = ["Place", "autocast_of_row", "cast_all", "spell_out_casts", "without_casts"]
 
@@ -157,10 +158,15 @@ class _Done:
 
 
 class _KnownCasts:
-    """:func:`_done_to`, asked once of calls that are alike: autocast looks at operators and element types."""
+    """:func:`_done_to`, asked once of calls that are alike: autocast looks at operators and element types.
+
+    It is asked at the sample's sizes: for symbolic ones Python kernels take the place of some operators that autocast
+    casts.
+    """
 
     def __init__(self) -> None:
         self._places: dict[tuple, list[tuple[int, torch.dtype]]] = {}
+        self._mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True)
 
     def of(self, node: fx.Node, setting: torch.dtype, problems: list[Unsupported]) -> _Done | None:
         sources = node.all_input_nodes
@@ -169,7 +175,7 @@ class _KnownCasts:
         if key is not None and key in self._places:
             return _Done({sources[place]: dtype for place, dtype in self._places[key]})
         count = len(problems)
-        done = _done_to(node, _tensors(node), setting, problems)
+        done = _done_to(node, _tensors(node, self._mode), setting, problems)
         if key is not None and done is not None and done.form is None and len(problems) == count:
             self._places[key] = [(sources.index(source), dtype) for source, dtype in done.casts.items()]
         return done
@@ -180,12 +186,15 @@ def _may_expand(node: fx.Node, values: dict[fx.Node, FakeTensor], setting: torch
     return is_composite(node) and _dtypes(_run(_form_of(node), values, setting)[0]) == _dtypes(node.meta.get("val"))
 
 
-def _tensors(node: fx.Node) -> dict[fx.Node, FakeTensor]:
-    """Fake tensors like those among an operator's arguments; none if autocast has nothing to cast."""
+def _tensors(node: fx.Node, mode: FakeTensorMode | None = None) -> dict[fx.Node, FakeTensor]:
+    """Fake tensors like those among an operator's arguments; none if autocast has nothing to cast.
+
+    ``mode``: what they are made in, at the sample's sizes; ``None``: that of the arguments.
+    """
     sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), FakeTensor)]
     if not any(source.meta["val"].is_floating_point() for source in sources):
         return {}
-    return {source: _stand_in(source.meta["val"]) for source in sources}
+    return {source: _stand_in(source.meta["val"], mode=mode) for source in sources}
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -300,8 +309,13 @@ class _Recorder(TorchDispatchMode):
 
 def _run(form: _Form, values: dict[fx.Node, FakeTensor], setting: torch.dtype | None) -> tuple[Any, list[_Call]]:
     """Runs one operator on fake tensors; casts made by autocast show among the calls."""
-    args, kwargs = fx.map_arg((form.args, form.kwargs), lambda source: values.get(source, source.meta.get("val")))
     mode = next(iter(values.values())).fake_mode
+
+    def given(source: fx.Node) -> Any:
+        value = values.get(source, source.meta.get("val"))
+        return value if mode.shape_env else at_hints(value)
+
+    args, kwargs = fx.map_arg((form.args, form.kwargs), given)
     recorder = _Recorder()
     autocast = autocast_to(setting, cache_enabled=False)
     with mode, python_kernels() if mode.shape_env else nullcontext(), recorder, torch.no_grad(), autocast:
@@ -309,10 +323,13 @@ def _run(form: _Form, values: dict[fx.Node, FakeTensor], setting: torch.dtype | 
     return result, recorder.calls
 
 
-def _stand_in(value: FakeTensor, dtype: torch.dtype | None = None) -> FakeTensor:
+def _stand_in(value: FakeTensor, dtype: torch.dtype | None = None, mode: FakeTensorMode | None = None) -> FakeTensor:
     """A tensor of this layout; cast to another element type, in the layout that the cast gives it."""
-    with value.fake_mode, torch.no_grad():
-        like = stand_in(value, value.fake_mode)
+    with mode or value.fake_mode, torch.no_grad():
+        shape, stride = tuple(value.shape), value.stride()
+        if mode is not None:
+            shape, stride = at_hints((shape, stride))
+        like = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
         return like if dtype is None else like.to(dtype)
 
 
