@@ -12,7 +12,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -176,15 +176,15 @@ class _Copier:
 
     def _object(self, value: Any) -> Any:
         try:
-            made = object.__new__(type(value))
+            made = object.__new__(_without_finalizer(type(value)))
         except TypeError:  # a class that is made otherwise: it stays what it is
             return self._note(value, value)
         self._note(value, made)
         for name, each in _slots(value):
             object.__setattr__(made, name, self.copy(each))
         if _is(value, nn.Module):
-            made.__dict__.update((name, self._attribute(each)) for name, each in value.__dict__.items())
-            made.__dict__.pop(COMPILED_CALL, None)
+            given = value.__dict__.items()
+            made.__dict__.update((name, self._attribute(each)) for name, each in given if name != COMPILED_CALL)
             return made
         return self._with_attributes(value, made)
 
@@ -209,6 +209,15 @@ class _Copier:
         made.__annotations__ = value.__annotations__
         made.__dict__.update((name, self.copy(each)) for name, each in value.__dict__.items())
         return made
+
+
+@cache
+def _without_finalizer(kind: type) -> type:
+    """A class without ``__del__``: that of a copy would give back what the original owns."""
+    if not hasattr(kind, "__del__"):
+        return kind
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind)(kind.__name__, (kind,), {**names, "__slots__": (), "__del__": lambda self: None})
 
 
 def _is(value: Any, kinds: type | tuple[type, ...]) -> bool:
@@ -250,7 +259,10 @@ def _parts(value: Any) -> Iterable[Any]:
     elif _is(value, weakref.ref):
         if (referent := value()) is not None:
             yield referent
-    elif _is(value, nn.Module) or not type(value).__module__.startswith(_SHARED_MODULES):
+    elif _is(value, nn.Module):
+        yield from (each for name, each in value.__dict__.items() if name != COMPILED_CALL)
+        yield from (each for _, each in _slots(value))
+    elif not type(value).__module__.startswith(_SHARED_MODULES):
         yield from _attributes(value)
         yield from (each for _, each in _slots(value))
 
