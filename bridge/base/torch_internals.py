@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
-
-from bridge.base.replaced import replaced
 
 RUN_WITH = "2.11 to 2.15"
 """Versions of torch whose internals this file was held against."""
@@ -75,7 +73,6 @@ HigherOrderOperator: type = find("torch._ops.HigherOrderOperator")
 has_kernel: Callable[[str, str], bool] = find("torch._C._dispatch_has_kernel_for_dispatch_key")
 """An operator's name and a dispatch key's → whether it has a kernel of its own there."""
 _COMPOSITE = "CompositeImplicitAutograd"
-_COMPOSITE_KEY = find(f"torch._C.DispatchKey.{_COMPOSITE}")
 
 schema: Callable[[Any], Any] = attrgetter("_schema")
 """An operator's overload → its schema: name, arguments, returns, aliasing."""
@@ -134,20 +131,6 @@ def has_own_kernel(op: Any, device: torch.device) -> bool:
     return isinstance(op, OpOverload) and has_kernel(op.name(), device.type.upper())
 
 
-@contextmanager
-def replaced_formula(op: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While active, tracing takes ``make(formula)`` for a composite overload's own Python formula."""
-    table, key = op.py_kernels, _COMPOSITE_KEY
-    formula = table[key]
-    table[key] = make(formula)
-    op._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        table[key] = formula
-        op._dispatch_cache.clear()
-
-
 OPERATOR_MODULES = find("torch._ops").__name__, find("torch._library").__name__ + ".", "torch.library"
 """Beginnings of the names of the modules whose classes operators are of."""
 
@@ -194,21 +177,13 @@ current_graph_task_id: Callable[[], int] = find("torch._C._current_graph_task_id
 """Number of the backward that the calling thread is in, -1 outside of one."""
 enter_autocast = find("torch.amp.autocast_mode._enter_autocast")
 exit_autocast = find("torch.amp.autocast_mode._exit_autocast")
-is_tracked_by_functorch: Callable[[torch.Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor")
 innermost_transform: Callable[[], Any] = find("torch._C._functorch.peek_interpreter_stack")
 _forward_ad = find("torch.autograd.forward_ad")
-mkldnn_switch: tuple[ModuleType, str] = (find("torch._C"), "_get_mkldnn_enabled")
-"""Owner and name of the function that says whether oneDNN is on."""
 find("torch._C._get_mkldnn_enabled")
 
 
 forward_ad_level: Callable[[], int] = functools.partial(getattr, _forward_ad, "_current_level")
 """How deep in forward-mode differentiation this thread is, -1 outside of it."""
-
-
-def compiling_flags(value: Any) -> AbstractContextManager[None]:
-    """While active, ``torch.compiler.is_compiling()`` and ``is_exporting()`` answer ``value``."""
-    return replaced(torch.compiler, _is_compiling_flag=value, _is_exporting_flag=value)
 
 
 _saved_tensors_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks")
@@ -249,24 +224,6 @@ _PARAMETRIZE = find("torch.nn.utils.parametrize")
 find("torch.nn.utils.parametrize._cache_enabled")
 parametrization_caches: Callable[[], int] = functools.partial(getattr, _PARAMETRIZE, "_cache_enabled")
 """In how many ``parametrize.cached()`` contexts this process is: parametrizations run once there, whoever asks."""
-
-
-_BUFFER_HOOKS: dict[int, Any] = find("torch.nn.modules.module._global_buffer_registration_hooks")
-
-
-@contextmanager
-def tracers_hooks_removed() -> Iterator[None]:
-    """Afterwards, no hook on the registration of buffers is left that torch registered inside.
-
-    Up to torch 2.11, a trace that fails leaves one behind, which takes every later buffer for a fake tensor.
-    """
-    before = set(_BUFFER_HOOKS)
-    try:
-        yield
-    finally:
-        for key, hook in list(_BUFFER_HOOKS.items()):
-            if key not in before and hook.__module__.startswith("torch."):
-                del _BUFFER_HOOKS[key]
 
 
 # autograd.Function
@@ -311,13 +268,7 @@ def _function_classes() -> Iterable[type]:
 
 # torch.export and torch.fx
 
-fx_proxy: ModuleType = find("torch.fx.proxy")
-"""Where nodes are made: it takes stack traces by the name ``CapturedTraceback``, if this torch has it."""
-FullTraceback: type | None = find("torch.fx.proxy.CapturedTraceback", None)
 symbolic_trace: ModuleType = find("torch.fx._symbolic_trace")
-SymbolicPatcher: type = find("torch.fx._symbolic_trace._Patcher")
-"""Replaces methods of ``nn.Module`` while torch.fx traces; it is looked up in ``symbolic_trace`` under its own name."""
-decompose_exported_program = find("torch.export.exported_program._decompose_exported_program")
 core_decompositions: Callable[[], dict] = find("torch._decomp._core_aten_decompositions_post_autograd")
 """() → the decompositions to core ATen: overload → formula."""
 decomposition_of: Callable[[Any], Callable[..., Any]] = find("torch._export.utils._get_decomp_for_cia")
@@ -334,13 +285,7 @@ def is_preservable(op: Any) -> bool:
 
 autograd_key = find("torch._C.DispatchKey.Autograd")
 
-ASSERT = "_assert"
-"""torch's own ``assert``, which torch.export takes out of forward's hands since 2.15."""
-FOR_SLICES = "torch._export.non_strict_utils"
-"""The module in which torch.export reads the limits of a slice that are tensors, in forward's place."""
 _TRACERS = "_decomp _export _functorch _higher_order_ops _ops _prims _refs _subclasses _tensor_str export fx utils._"
-TRACER_MODULES = tuple(f"torch.{name}" for name in _TRACERS.split())
-"""Where the functions of torch's tracers, and of its printing, are from."""
 
 # Inductor and AOTAutograd: imported at first use
 

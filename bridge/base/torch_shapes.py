@@ -7,7 +7,7 @@ expressions are sympy's, of torch's own classes among others; who reads them goe
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from traceback import FrameSummary
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from bridge.base.torch_fakes import fake_mode
 from bridge.base.torch_internals import PROBES, MissingInternalError, find
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "expression",
     "fake_results_not_kept",
     "fixed",
-    "fresh_sizes",
     "hint",
     "is_decided",
     "range_of",
@@ -54,17 +52,6 @@ def hint(value: Any) -> Any:
 def fixed(value: Any) -> Any:
     """A number as it is; of a symbolic one the expression, which hashes and compares without a guard."""
     return value.node.expr if isinstance(value, SYMBOLIC) else value
-
-
-def fresh_sizes(tensors: Mapping[Any, tuple[torch.Tensor, Collection[int]]]) -> dict[Any, torch.Tensor]:
-    """Fake tensors like these, of one new environment, with a symbol of its own for the size of each given dimension.
-
-    The symbols of two calls of this, with equal keys, are equal.
-    """
-    mode = fake_mode(shape_env=size_environment(), allow_non_fake_inputs=True)
-    return {
-        key: symbolic_fake(mode, tensor.detach(), varying, f"input_{key}") for key, (tensor, varying) in tensors.items()
-    }
 
 
 def size_environment() -> ShapeEnv:

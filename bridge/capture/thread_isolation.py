@@ -43,10 +43,6 @@ def recording() -> Iterator[None]:
     raise_deferred()
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 @contextmanager
 def _generators_put_back() -> Iterator[None]:
     """Undoes what a seed set by the traced code does to the default generators, those of GPUs included.

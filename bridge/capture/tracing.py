@@ -23,7 +23,6 @@ __all__ = [
     "is_traced_here",
     "marked_capturing",
     "note_change_of_generator",
-    "note_question_of_forward",
     "one_capture_at_a_time",
     "takes_eagers_branches",
     "times_asked",
@@ -71,12 +70,6 @@ class _Here(int):
 
 
 HERE = _Here(1)
-
-
-def note_question_of_forward() -> None:
-    """To be called where torch asks for forward, from C++: a TorchScript function is its Python source to a tracer."""
-    if is_capturing() and not takes_eagers_branches():
-        _thread.asked_by_forward = times_forward_asked() + 1
 
 
 @contextmanager

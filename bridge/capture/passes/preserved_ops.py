@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bridge.base.torch_internals import aten
 
-__all__ = ["COMPUTED_DRAWS", "CUDA_ATTENTION", "PRESERVED", "PRESERVED_ABOVE_AUTOGRAD", "UPSAMPLES", "WHOLE"]
+__all__ = ["COMPUTED_DRAWS", "CUDA_ATTENTION", "PRESERVED", "UPSAMPLES", "WHOLE"]
 
 
 #: Computed by torch's own kernel, with torch's own derivative: see :mod:`bridge.aten.whole`. They are deterministic,
@@ -226,11 +226,4 @@ PRESERVED = (
     aten.threshold.default,
     aten.var.correction,
     aten.var_mean.correction,
-)
-
-#: Those that torch takes apart before the table of decompositions is asked.
-PRESERVED_ABOVE_AUTOGRAD = (
-    aten.multi_margin_loss.default,
-    aten.multilabel_margin_loss_forward.default,
-    aten.softshrink.default,
 )

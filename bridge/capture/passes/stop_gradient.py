@@ -27,7 +27,7 @@ from bridge.capture.passes.straight_through import write_straight_through
 from bridge.capture.passes.told import STOPPED
 from bridge.capture.passes.written_views import write_through_views
 
-__all__ = ["STOP_GRADIENT", "detach_reads", "detached", "origin_of", "prepare", "prepare_unstopped", "where_is"]
+__all__ = ["STOP_GRADIENT", "detach_reads", "detached", "prepare", "prepare_unstopped", "where_is"]
 
 
 _library = torch.library.Library("tvm_dispatch", "DEF")
@@ -138,11 +138,6 @@ def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
             reason = "memory that is written in place is seen by autograd and, detached, under another name"
             problems.append(Unsupported("detach", where, reason, "clone first"))
     return problems
-
-
-def origin_of(node: fx.Node) -> str:
-    """The name of the training-IR node that ``node`` came from."""
-    return (node.meta.get("custom") or {}).get("origin", node.name)
 
 
 def where_is(node: fx.Node) -> str | None:

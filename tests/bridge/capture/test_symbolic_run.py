@@ -13,11 +13,6 @@ from tests.bridge.symbolic import assert_as_eager, differentiated
 AUTO = Dim.AUTO
 
 
-@pytest.fixture(autouse=True)
-def recorded(monkeypatch):
-    monkeypatch.setenv("BRIDGE_CAPTURE", "recorded")
-
-
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
