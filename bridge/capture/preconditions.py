@@ -69,7 +69,7 @@ def device_of_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> to
 
 
 def _refuse_scripted(module: nn.Module, name: str) -> None:
-    reason, hint = "compiled by TorchScript, whose code torch.export does not see", "dispatch the module it was made of"
+    reason, hint = "compiled by TorchScript, whose code is not seen", "dispatch the module it was made of"
     found = [
         Unsupported(f"torch.jit module '{path}'" if path else "torch.jit module", f"{name}.{path}", reason, hint)
         for path, child in module.named_modules()

@@ -277,7 +277,7 @@ def _explains(
 
 
 def _refuse(node: fx.Node, reason: str, problems: list[Unsupported]) -> None:
-    where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
+    where = user_line(node.meta.get("stack_trace")) or "a line that is not known"
     problem = Unsupported(str(node.target), where, reason, "disable autocast around it")
     if problem not in problems:
         problems.append(problem)

@@ -134,7 +134,7 @@ def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
             stopped.used_after(one, node, writes=True) and stopped.used_after(other, node, writes=False)
             for one, other in sides
         ):
-            where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
+            where = user_line(node.meta.get("stack_trace")) or "a line that is not known"
             reason = "memory that is written in place is seen by autograd and, detached, under another name"
             problems.append(Unsupported("detach", where, reason, "clone first"))
     return problems

@@ -49,7 +49,7 @@ def write_through_views(graph: fx.Graph) -> list[Unsupported]:
     for view, write in found.items():
         steps = _steps(view)
         if steps is None:
-            where = user_line(write.meta.get("stack_trace")) or "a line that torch.export did not keep"
+            where = user_line(write.meta.get("stack_trace")) or "a line that is not known"
             is_window = view.target is aten.unfold.default
             what = "windows that overlap or leave a rest" if is_window else "a tensor that is expanded"
             reason = f"writes in place through a view of {what}"
