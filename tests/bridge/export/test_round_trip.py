@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from bridge import add_tvm_dispatch, load_compiled, save_compiled, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, load_compiled, save_compiled, stats
 from bridge.compile import CallLibrary, Loop
 from tests.bridge.export.in_cpp import COMPILER, printed_by_the_example
 from tests.bridge.export.trained_elsewhere import batch_of, trained
@@ -134,6 +135,11 @@ def test_the_forward_in_cpp(kind, tmp_path):
     del batch["labels"]
     if kind == "bert":
         batch["attention_mask"][0, 4:] = 0
+        with torch.no_grad(), pytest.raises(UnsupportedModule, match="checks: has no native form"):
+            looks_at_its_mask = add_tvm_dispatch(copy.deepcopy(module), batch)
+            save_compiled(looks_at_its_mask, tmp_path / "refused", native=True)
+        seen = batch["attention_mask"].bool()[:, None, None]  # a mask of this form is not looked at
+        batch["attention_mask"] = torch.zeros(seen.shape).masked_fill(~seen, -1e4).repeat(1, 1, seen.shape[-1], 1)
     with torch.no_grad():
         add_tvm_dispatch(module, batch)
         wanted = module(**batch).logits
