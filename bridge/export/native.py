@@ -31,7 +31,9 @@ __all__ = ["native_module", "save_native"]
 
 
 _EVALUATION = "add an entry under module.eval()"
-_NO_NUMBERS = "let forward read no numbers (transformers looks at attention masks of two dimensions, not at those of four)"
+_NO_NUMBERS = (
+    "let forward read no numbers (transformers looks at attention masks of two dimensions, not at those of four)"
+)
 
 
 def save_native(module: nn.Module, entries: Sequence[Entry], path: Path) -> dict[str, Any]:

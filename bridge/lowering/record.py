@@ -82,7 +82,7 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
 
 
 def _draw(draw: Draw) -> list[Any]:
-    """How it lies in memory on real tensors; the rest is the fake run's."""
+    """How it lies in memory on real tensors; the rest is of the runs of the call at hand."""
     if any(isinstance(arg, Parameter) for arg in draw.args):
         raise NotRecordedError("a draw with computed parameters")
     if draw.steps is not None and draw.steps.dropouts:
@@ -181,7 +181,7 @@ class KeptLowering(LoweredCall):
 
     Args:
         parts: of the artifact.
-        given: arguments of :class:`Captured` that are those of the call at hand, the fake run's observation among them.
+        given: arguments of :class:`Captured` that are those of the call at hand, as the observation of its runs.
     """
 
     def __init__(self, parts: Mapping[str, bytes], given: Mapping[str, Any]):

@@ -12,7 +12,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 import bridge
 from bridge.artifact.complain import forget_complaints
+from bridge.capture import RecordedCall
 from bridge.compile import clear_cache, clear_choices, pipeline
 from bridge.compile.cpu import build, products
 from bridge.compile.cpu.threads import CONNECT
@@ -45,6 +47,23 @@ def digest(tensors) -> str:
     return hashlib.sha256(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
+@contextmanager
+def captures() -> Iterator[list[int]]:
+    """While active, calls that are captured are counted: one that is found by what its runs did is none."""
+    captured: list[int] = []
+    capture = RecordedCall.captured
+
+    def count(call):
+        captured.append(1)
+        return capture(call)
+
+    RecordedCall.captured = count
+    try:
+        yield captured
+    finally:
+        RecordedCall.captured = capture
+
+
 def counted(rows: int = 48) -> dict[str, Any]:
     """Two steps of the block: what LLVM was given for them, and all bits that they left."""
     given: list[str] = []
@@ -62,16 +81,10 @@ def counted(rows: int = 48) -> dict[str, Any]:
         return translate(function, *rest)
 
     pipeline.translate = count_translations
-    capture, captured = reuse.capture, []
-
-    def count_captures(*args):
-        captured.append(1)
-        return capture(*args)
-
-    reuse.capture = count_captures
     torch.manual_seed(0)
     module, x = Block(), torch.randn(rows, 64, requires_grad=True)
-    bridge.add_tvm_dispatch(module, x)
+    with captures() as captured:
+        bridge.add_tvm_dispatch(module, x)
     found = []
     for _ in range(2):
         inputs = x.detach().clone().requires_grad_()
@@ -79,7 +92,7 @@ def counted(rows: int = 48) -> dict[str, Any]:
         result.square().sum().backward()
         found += [result, inputs.grad]
     found += [parameter.grad for parameter in module.parameters()] + list(module.buffers())
-    build._compiled, pipeline.translate, reuse.capture = compiled, translate, capture
+    build._compiled, pipeline.translate = compiled, translate
     told = {"built": given, "translated": len(translated), "captured": len(captured), "hits": bridge.stats(module).hits}
     return {**told, "bits": digest(found), "rng": digest([torch.rand(3)])}
 

@@ -1,4 +1,4 @@
-"""Lowerings on disk: used where a fake run of the module saw the same operators and its code is the same."""
+"""Lowerings on disk: used where the runs of the module have the same record and its code is the same."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from bridge.aten import Imported
 from bridge.base.devices import working_for
 from bridge.capture import Captured, Draw, Observation, Operand, Output
 from bridge.compile import pipeline
-from bridge.lowering import LoweredCall, reuse
+from bridge.lowering import LoweredCall
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
 from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
 from bridge.lowering.sources import code_digest
-from tests.bridge.artifact.count_builds import digest, in_children
+from tests.bridge.artifact.count_builds import captures, digest, in_children
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
@@ -47,17 +47,10 @@ PATTERNS = (("loss",), ("hidden",), ("loss", "hidden"))
 
 def ran(p=0.25, grad=True, patterns=PATTERNS):
     """What was captured, the bits of a training step for each pattern of grad_outs, and what explain says."""
-    capture, captured = reuse.capture, []
-
-    def count(*args):
-        captured.append(1)
-        return capture(*args)
-
-    reuse.capture = count
     torch.manual_seed(0)
     module, x = Outputs(p), torch.randn(10, 12)
     found = []
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), captures() as captured:
         bridge.add_tvm_dispatch(module, x)
         for wanted in patterns if grad else ():
             result = module(x)
@@ -65,7 +58,6 @@ def ran(p=0.25, grad=True, patterns=PATTERNS):
             sum(result[name].sum() for name in wanted).backward()
             found += [*(each for each in result.values() if isinstance(each, torch.Tensor)), *module.buffers()]
         found += [module(x)["hidden"], *(each.grad for each in module.parameters() if grad)]
-    reuse.capture = capture
     entry = bridge.stats(module).entries[0]
     text = str(bridge.explain(module, full=True))
     timed = (" s)", "second", " ms", "seconds", " s,")
@@ -152,29 +144,27 @@ class AskingAndReading(Asking):
 
 def asked(make=Asking):
     """How often it was captured, and whether a step is eager's, masks included."""
-    capture, captured = reuse.capture, []
-    reuse.capture = lambda *args: captured.append(1) or capture(*args)
     torch.manual_seed(0)
     module, x = make(), torch.randn(10, 12, dtype=torch.float64)
     found = []
     for dispatched in (False, True):
         if dispatched:
-            bridge.add_tvm_dispatch(module, x)
+            with captures() as captured:
+                bridge.add_tvm_dispatch(module, x)
         torch.manual_seed(1)
         module.zero_grad()
         result = module(x)
         result.square().sum().backward()
         found.append([result.detach(), torch.rand(2), *(each.grad.clone() for each in module.parameters())])
-    reuse.capture = capture
     same = all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(*found, strict=True))
     (entry,) = bridge.stats(module).entries
     call = entry.lowered.captured
-    told = {"loops": call.loops, "as eager": call.as_eager, "readings": len(call.readings)}
+    told = {"loops": call.loops, "readings": len(call.readings)}
     return {"captured": len(captured), "same": same, "hits": bridge.stats(module).hits, **told}
 
 
 @pytest.mark.parametrize("make", sampled([Asking, Looping, Reading, AskingAndReading], [AskingAndReading]))
-def test_what_is_known_by_another_way_is_found_in_a_pack(used_cache, monkeypatch, tmp_path, make):
+def test_what_the_runs_did_is_found_in_a_pack(used_cache, monkeypatch, tmp_path, make):
     """By what it does in eager's branches, by one step of each loop, or by numbers that it reads, in a later process on
     another machine."""
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
@@ -183,7 +173,7 @@ def test_what_is_known_by_another_way_is_found_in_a_pack(used_cache, monkeypatch
     monkeypatch.setenv("BRIDGE_CACHE_DIR", str(tmp_path / "other"))
     assert cache.main(["unpack", str(tmp_path / "file")]) == 0
     found += in_children(1, partial(asked, make))
-    how = {"loops": make is Looping, "as eager": make in (Asking, AskingAndReading)}
+    how = {"loops": make is Looping}
     how["readings"] = {Reading: 3, AskingAndReading: 1}.get(make, 0)
     assert found == [{"captured": captured, "same": True, "hits": 1, **how} for captured in (1, 0)]
 
@@ -201,11 +191,9 @@ class Branches(nn.Module):
 
 def branched(weight, first, second):
     """How often it was captured for ``first``; hits, and reasons of misses, of two calls and one of other weights."""
-    capture, captured = reuse.capture, []
-    reuse.capture = lambda *args: captured.append(1) or capture(*args)
     module = Branches(weight)
-    bridge.add_tvm_dispatch(module, torch.full((3,), first))
-    reuse.capture = capture
+    with captures() as captured:
+        bridge.add_tvm_dispatch(module, torch.full((3,), first))
     plain = Branches(weight)
     for number in (first, second):
         x = torch.full((3,), number)
@@ -301,18 +289,18 @@ def test_what_has_no_name_in_another_process_is_no_key():
 
 
 def test_records_know_every_field():
-    """A field that is new here has to be written down, or to be the fake run's."""
+    """A field that is new here has to be written down, or to be of the runs of the call at hand."""
     known = {
         Captured: "module_name graph placeholders module_tensors arguments argument_leaves argument_is_tensor in_spec "
-        "results mutated observation fake_observation draw_of literals counters readings read recomputed extents "
-        "argument_shapes argument_strides lines device as_eager loops recording any_length",
+        "results mutated observation draw_of literals counters readings read recomputed extents "
+        "argument_shapes argument_strides lines device loops recording any_length",
         Imported: "function output_of num_outputs dropout_draws input_draws leaves_state checks",
         LoweredCall: "captured imported wanted differentiable stages partitioned seconds sample content",
         Draw: "op shape stride dtype args kwargs device operand advance steps",
         Operand: "dtype stride offset of",
         Output: "value is_tensor alias_of is_same_object shape stride offset dtype is_conjugate requires_grad reaches",
-        Observation: "outputs out_spec draws unsupported calls trace results differentiates reads_validation asks "
-        "attends_otherwise objects counted checkpointed replaced",
+        Observation: "outputs out_spec draws unsupported differentiates reads_validation objects counted "
+        "checkpointed replaced",
     }
     assert {kind: " ".join(each.name for each in fields(kind)) for kind in known} == known
 
