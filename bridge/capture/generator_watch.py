@@ -64,7 +64,8 @@ def _is_of_no_numbers(frame: FrameType | None) -> bool:
     """Whether a draw is of a library's own generator, and decides no numbers: the order in which sympy computes, or
     the name of a temporary file."""
     for _ in range(5):
-        if frame is not None and frame.f_globals.get("__name__", "").startswith(("sympy.", "tempfile")):
+        name = "" if frame is None else frame.f_globals.get("__name__", "")
+        if name == "tempfile" or name.startswith("sympy."):
             return True
         frame = frame and frame.f_back
     return False

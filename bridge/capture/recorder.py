@@ -255,7 +255,8 @@ class Recorder(PreDispatchMode):
                 if type(value) is Value and self.record.same.get(value.number, value.number) == known.results.number:
                     return given  # an operator that does nothing returns what it was given
         if self._symbols is not None:
-            return self._symbols.result(func, args, kwargs, known, where)
+            result = self._symbols.result(func, args, kwargs, known, where)
+            return result if known is None else _own_results(func, args, result, known)
         if known is not None and func in LAYERED:  # step by step, they take long
             return mapped(known.results, Value, lambda value: _like(self._answers.forms[value.number]))
         try:

@@ -1,5 +1,6 @@
 """The protocol of a capture: how often it runs forward, and how often it takes and puts back the module's state."""
 
+import tempfile
 from collections import Counter
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 from bridge import UnsupportedModule
 from bridge.capture import capture, dynamic_dims
+from bridge.capture.twin import Twin
 from bridge.state import PythonState
 from tests.bridge.models import bert_layer
 from tests.corpus.forwards import counted
@@ -110,6 +112,27 @@ def test_the_module_is_untouched_while_it_is_captured():
     assert not any(seen), "forward runs on the module itself"
     for name, tensor in module.state_dict(keep_vars=True).items():
         assert tensor is before[name] and torch.equal(tensor, values[name]) and tensor.grad is None
+
+
+class Loud:
+    def __getattribute__(self, name):
+        raise RuntimeError(f"asked for {name}")
+
+
+def test_a_twin_is_made_without_running_code_of_the_objects_that_it_shares():
+    module = Plain()
+    module.held = [Loud()]
+    twin = Twin(module, torch.clone).module
+    assert twin is not module and twin.held[0] is module.held[0]
+
+
+def test_the_name_of_a_temporary_file_is_no_draw():
+    class Names(Plain):
+        def forward(self, x):
+            tempfile.NamedTemporaryFile().close()
+            return super().forward(x)
+
+    assert len(capture(Names(), (X,), {}).draws) == 1, "the dropout's alone"
 
 
 def test_a_bert_layer_runs_twice():

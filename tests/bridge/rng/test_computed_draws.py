@@ -25,11 +25,20 @@ def mixed(x):
     return F.dropout(kept + torch.randn_like(x), 0.3) + x.gather(1, chosen).sum()
 
 
+def viewed(x):
+    """A view that was made before the draw has its numbers."""
+    drawn = torch.empty_like(x)
+    row = drawn[1]
+    drawn.bernoulli_(x.detach().sigmoid())
+    return row * x
+
+
 DRAWS = {
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()) * x,
     "bernoulli, transposed": lambda x: torch.bernoulli(x.t().sigmoid()) * x.t(),
     "bernoulli, expanded": lambda x: torch.bernoulli(x[:1].sigmoid().expand(5, 32)) * x,
     "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(x.detach().sigmoid()) * x,
+    "bernoulli_, viewed": viewed,
     "multinomial, one": lambda x: x.gather(1, torch.multinomial(x.softmax(-1), 1)),
     "multinomial, several": lambda x: x.gather(1, torch.multinomial(x.softmax(-1), 3)),
     "multinomial, replaced": lambda x: x.gather(1, torch.multinomial(x.softmax(-1), 7, True)),
