@@ -124,8 +124,8 @@ def _arguments_of_sample(args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Ten
 def strides_of_eager(symbolic: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:
     """An observation with extents, with eager's strides of what is drawn and returned.
 
-    An eager run knows strides for the sample only. Where the fake run's are others, eager's are taken if they are those
-    of a dense tensor, whose axes keep their order.
+    An eager run knows strides for the sample only. Where those of the run on fake tensors are others, eager's are taken
+    if they are those of a dense tensor, whose axes keep their order.
     """
     problems = _hiding_sizes(symbolic, real)
     ours = [replace(each, stride=()) for each in at_sample(symbolic).draws]

@@ -1,6 +1,6 @@
 """Symbolic sizes of a capture: torch's symbols, ranges and guards → the extents of one scope.
 
-What torch.export, decompositions and the fake run conclude about sizes (two are equal, one is divisible, one is below
+What the run on symbolic sizes and decompositions conclude about sizes (two are equal, one is divisible, one is below
 a bound that forward compares it with) is written down in one environment of torch's. Two dimensions that are equal
 share a symbol there, and one that has to be the sample's is a number. :meth:`SymbolicSizes.take_over` asks the scope
 of extents the same questions, so that what torch has concluded holds wherever the scope's guards do.
@@ -102,7 +102,7 @@ class SymbolicSizes:
         return value
 
     def observation(self, observation: Observation) -> Observation:
-        """What the fake run saw, with extents in draws and results."""
+        """An observation of the run, with extents in draws and results."""
         draws, outputs = (each_mapped(each, self._plain) for each in (observation.draws, observation.outputs))
         return replace(observation, draws=draws, outputs=outputs)
 

@@ -1,7 +1,7 @@
 """Sources: a module → a digest of the code that its forward can reach, file by file, and of its plain attributes.
 
-The operators that a fake run saw say what the traced branch of forward does. What eager does instead where forward asks
-whether it is traced was compared when the call was captured: that stays true as long as this code does.
+The record of a call's runs says what forward does. What a capture finds out beyond that (how often it runs until it is
+steady, what no row tells) stays true as long as this code does.
 """
 
 from __future__ import annotations
