@@ -13,12 +13,15 @@ from typing import Any
 import torch
 
 from bridge.base.devices import HOST
-from bridge.base.torch_internals import aten
+from bridge.base.torch_internals import aten, python_kernels
 from bridge.capture.passes.preserved_ops import UPSAMPLES
 from bridge.capture.passes.recurrent import LAYERED
 from bridge.capture.rows import Form
 
 __all__ = ["FORMULAS", "POOLINGS", "has_symbols"]
+
+_READS_SIZES = torch.__version__ < "2.13"
+"""Whether the C++ of products reads sizes as numbers."""
 
 
 def has_symbols(tensor: torch.Tensor) -> bool:
@@ -69,6 +72,29 @@ def _upsampled(func: Any, forms: Sequence[Form], x: torch.Tensor, *args: Any) ->
     return func(x.to(forms[0].dtype), *args) if x.dtype != forms[0].dtype else NotImplemented
 
 
+def _attention(
+    forms: Sequence[Form], query, key, value, mask=None, rate=0.0, is_causal=False, *, scale=None, enable_gqa=False
+) -> torch.Tensor:
+    """Attention that drops out on a CPU: the formula that eager takes there, by products in Python."""
+    rate = float(rate)
+    if not rate or query.device != HOST or not any(map(has_symbols, (query, key, value))):
+        return NotImplemented
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    scores = _product(query * (query.shape[-1] ** -0.5 if scale is None else scale), key.mT)
+    if is_causal:
+        mask = torch.ones_like(scores, dtype=torch.bool).tril()
+    if mask is not None:
+        is_bool = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, float("-inf")) if is_bool else scores + mask
+    return _product(torch.dropout(scores.softmax(-1), rate, True).to(value.dtype), value)
+
+
+def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with python_kernels():
+        return torch.matmul(x, y)
+
+
 def _number(value: Any) -> Any:
     """Of a number, or a list of one or none."""
     return next(iter(value), None) if isinstance(value, list | tuple) else value
@@ -80,5 +106,6 @@ POOLINGS: dict[Any, Callable[..., Any]] = {aten.max_pool1d.default: _max_pool1d}
 FORMULAS: dict[Any, Callable[..., Any]] = {
     **{op: partial(lambda pooled, forms, *args: pooled(*args), pooled) for op, pooled in POOLINGS.items()},
     **dict.fromkeys(LAYERED, _layers),
+    **({aten.scaled_dot_product_attention.default: _attention} if _READS_SIZES else {}),
     **{packet.vec: partial(_upsampled, packet.vec) for packet in UPSAMPLES},
 }
