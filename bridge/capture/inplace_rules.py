@@ -16,7 +16,7 @@ import torch
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.threads import is_alone, stack_of
-from bridge.base.torch_internals import applied_function, pytree, storage_id
+from bridge.base.torch_internals import applied_function, storage_id
 from bridge.capture.checkpoints import CheckpointedReads
 from bridge.capture.overlap import overlaps_itself
 
@@ -119,13 +119,3 @@ class InPlaceRules:
             return
         if any(source.requires_grad and storage_id(source) == storage_id(result) for source in sources):
             self._detached.add(storage_id(result))
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [leaf for item in value for leaf in _leaves(item)]
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _leaves(item)]
-    return pytree.tree_leaves(value)
