@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find
+from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel
 
 __all__ = [
     "BelowFunctionalMode",
@@ -114,7 +114,6 @@ _after = find("torch._C._dispatch_keyset_full_after")(_PRE_DISPATCH)
 _included = find("torch._C._dispatch_tls_local_include_set")
 _excluded = find("torch._C._dispatch_tls_local_exclude_set")
 _keys_of = find("torch._C._dispatch_keys")
-_has_kernel = find("torch._C._dispatch_has_kernel_for_dispatch_key")
 _passes_on = find("torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough")
 _PYTHON_DISPATCHER = find("torch._C.DispatchKey.PythonDispatcher")
 
@@ -130,7 +129,7 @@ def called_below(op: Any, tensors: Sequence[Any], args: tuple, kwargs: dict[str,
     keys = ((keys - _excluded()) & _after).remove(_PYTHON_DISPATCHER)
     while True:
         key = keys.highestPriorityTypeId()
-        if _has_kernel(op.name(), key.name):
+        if has_kernel(op.name(), key.name):
             stops = not _passes_on(op.name(), key)
         else:  # the kernel for all operators, which passes on
             stops = key.name != "FuncTorchVmapMode" and not key.name.startswith("Autocast")

@@ -12,9 +12,9 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, line_of
 from bridge.base.log import channel
-from bridge.base.torch_internals import FakeTensor, OpOverload, aten, schema
+from bridge.base.torch_internals import FakeTensor, aten
 from bridge.capture.explain_error import explain_error
-from bridge.capture.rows import Form, Record, Row, Value, at_hints, mapped, renamed, values_in
+from bridge.capture.rows import Form, Record, Row, Value, at_hints, mapped, renamed, values_in, written_operands
 from bridge.capture.two_runs import FakeRecord, RealRun
 
 __all__ = ["differences"]
@@ -95,14 +95,8 @@ def _aliased_otherwise(ours: Record, theirs: Record) -> Row | None:
 
 def _written(record: Record) -> set[int]:
     """The memory that rows write."""
-    found: set[int] = set()
-    for row in record.rows:
-        if isinstance(row.op, OpOverload) and schema(row.op).is_mutable:
-            for place, argument in enumerate(schema(row.op).arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    given = row.args[place] if place < len(row.args) else row.kwargs.get(argument.name)
-                    found.update(record.memory[number] for number in values_in(given))
-    return found
+    written = (written_operands(row.op, row.args, row.kwargs) for row in record.rows)
+    return {record.memory[number] for operands in written for number in values_in(operands)}
 
 
 def _same_literals(ours: Record, theirs: Record) -> bool:

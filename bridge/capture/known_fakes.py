@@ -8,17 +8,17 @@ another fake tensor is made without a run, a tenth of the time, and autograd see
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from bridge.base.torch_autograd import apply_function, no_torch_dispatch
 from bridge.base.torch_fakes import new_fake
 from bridge.base.torch_internals import FakeTensor, OpOverload, schema, storage_id
+from bridge.capture.rows import CONSTANTS, Layout
 
 __all__ = ["KnownFakes"]
 
-_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -26,19 +26,11 @@ class _Unknown(Exception):
     """An operand that cannot be compared."""
 
 
-class _Result(NamedTuple):
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-
 class KnownFakes:
     """The kinds of calls that a run on fake tensors has met."""
 
     def __init__(self) -> None:
-        self._results: dict[tuple, tuple[type | None, list[_Result]] | None] = {}
+        self._results: dict[tuple, tuple[type | None, list[Layout]] | None] = {}
         self._functional: dict[Any, bool] = {}
 
     def call(self, func: Any, args: tuple, kwargs: dict[str, Any], modes: tuple) -> Any:
@@ -96,12 +88,12 @@ def _key(tree: Any, given: list[torch.Tensor]) -> Any:
         return tuple([(name, _key(each, given)) for name, each in tree.items()])
     if kind is float:
         return kind, repr(tree)
-    if kind in _CONSTANTS:
+    if kind in CONSTANTS:
         return kind, tree
     raise _Unknown
 
 
-def _learned(given: Sequence[torch.Tensor], result: Any) -> tuple[type | None, list[_Result]] | None:
+def _learned(given: Sequence[torch.Tensor], result: Any) -> tuple[type | None, list[Layout]] | None:
     """How results like these are made; ``None`` if they share memory, or are no plain tensors."""
     kind = type(result) if type(result) in (tuple, list) else None
     results = [result] if kind is None else list(result)
@@ -115,11 +107,11 @@ def _learned(given: Sequence[torch.Tensor], result: Any) -> tuple[type | None, l
     follows = {(each.requires_grad, each.is_leaf) for each in results}
     if len(follows) > 1 or (True, True) in follows:
         return None
-    made = [_Result(tuple(r.shape), r.stride(), r.dtype, r.fake_device, r.requires_grad) for r in results]
+    made = [Layout(tuple(r.shape), r.stride(), r.dtype, r.fake_device, r.requires_grad) for r in results]
     return kind, made
 
 
-def _again(known: tuple[type | None, list[_Result]], given: Sequence[torch.Tensor]) -> Any:
+def _again(known: tuple[type | None, list[Layout]], given: Sequence[torch.Tensor]) -> Any:
     kind, forms = known
     mode = given[0].fake_mode
     made = [new_fake(mode, *each[:4]) for each in forms]

@@ -37,7 +37,7 @@ from bridge.capture.own_context import backward_running
 from bridge.capture.passes.recurrent import LAYERED
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.readings import Reading, ReadsDifferError, frozen, numbers_of
-from bridge.capture.rows import Form, Read, Record, Row, Value, form_of, mapped, memory_of, values_in
+from bridge.capture.rows import Form, Read, Record, Row, Value, form_of, mapped, memory_of, values_in, written_operands
 
 if TYPE_CHECKING:
     from bridge.capture.symbolic_run import Symbols
@@ -422,15 +422,8 @@ def _tensors_in(tree: Any) -> Iterable[torch.Tensor]:
 
 def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operator writes, as its schema says."""
-    declared = schema(func).arguments
-    found = [each for place in _WRITES.get(func, ()) for each in _tensors_in(args[place])]
-    if not schema(func).is_mutable:
-        return found
-    for index, argument in enumerate(declared):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += _tensors_in(given)
-    return found
+    also = [args[place] for place in _WRITES.get(func, ())]
+    return list(_tensors_in([*also, *written_operands(func, args, kwargs)]))
 
 
 def _autocast() -> tuple[torch.dtype | None, bool]:

@@ -6,17 +6,20 @@ place of each tensor among its operands and results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from bridge.base.torch_internals import FakeTensor, storage_id
+from bridge.base.torch_internals import FakeTensor, OpOverload, schema, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, hint
 
-__all__ = ["Form", "Read", "Record", "Row", "Value"]
-__all__ += ["at_hints", "form_of", "mapped", "memory_of", "renamed", "values_in"]
+__all__ = ["CONSTANTS", "Form", "Layout", "Read", "Record", "Row", "Value"]
+__all__ += ["at_hints", "form_of", "mapped", "memory_of", "renamed", "values_in", "written_operands"]
+
+CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Types of operands that are compared by value."""
 
 
 class Value(NamedTuple):
@@ -44,6 +47,21 @@ class Form(NamedTuple):
     requires_grad: bool
     is_conj: bool = False
     is_neg: bool = False
+
+
+class Layout(NamedTuple):
+    """The layout of a value and the device it lies on, and whether autograd follows it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @property
+    def layout(self) -> tuple:
+        """All but whether autograd follows it, which may begin with a loop's first step."""
+        return self[:4]
 
 
 @dataclass(frozen=True)
@@ -155,6 +173,17 @@ def values_in(tree: Any) -> Iterator[int]:
     elif isinstance(tree, dict):
         for each in tree.values():
             yield from values_in(each)
+
+
+def written_operands(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The operands that an operator writes, as its schema says."""
+    if not isinstance(op, OpOverload) or not schema(op).is_mutable:
+        return []
+    return [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(schema(op).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from bridge.base.devices import working_for
 from bridge.base.log import channel
-from bridge.capture import DynamicDim, LoopedCall, capture, device_of_call, record_call
+from bridge.capture import Captured, DynamicDim, LoopedCall, capture, device_of_call, record_call
 from bridge.lowering.call_key import call_key_of
 from bridge.lowering.kept import call_on_disk, keep_lowering, kept_lowering
 from bridge.lowering.lowered import LoweredCall
@@ -75,11 +75,7 @@ def lower_once(
     """
     started = time.perf_counter()
     if looped is not None:
-        captured = capture(module, args, kwargs, dims, looped)
-        seconds = time.perf_counter() - started
-        lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
-        lowered.seconds = time.perf_counter() - started
-        return lowered
+        return _lowered(capture(module, args, kwargs, dims, looped), grad, partition, started)
     call = record_call(module, args, kwargs, dims)
     with working_for(device_of_call(module, args, kwargs)):
         call_key = call_key_of(module, args, kwargs, grad, partition, dims)
@@ -97,14 +93,20 @@ def lower_once(
         if on_disk is not None:
             begin_reading(module)
         captured = call.captured()
-        seconds = time.perf_counter() - started
-        lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
-        lowered.seconds = time.perf_counter() - started
+        lowered = _lowered(captured, grad, partition, started)
         if key is not None:
             _remember(call_key, key, lowered)
             if on_disk is not None and not captured.problems:
                 keep_lowering(on_disk, key, module, lowered)
         return lowered
+
+
+def _lowered(captured: Captured, grad: bool, partition: Any, started: float) -> LoweredCall:
+    """A captured call, lowered; ``started``: when its capture began."""
+    seconds = time.perf_counter() - started
+    lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
+    lowered.seconds = time.perf_counter() - started
+    return lowered
 
 
 def _remember(call_key: tuple, key: tuple, lowered: LoweredCall) -> None:

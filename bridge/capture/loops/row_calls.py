@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bridge.base.torch_internals import OpOverload, aten, schema
+from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.observation import Draw
-from bridge.capture.rows import Record, Row, Value, values_in
+from bridge.capture.rows import CONSTANTS, Layout, Record, Row, Value, values_in, written_operands
 
 __all__ = [
     "COMPARING",
@@ -27,7 +27,6 @@ __all__ = [
     "Call",
     "Calls",
     "Kind",
-    "Layout",
     "Made",
     "NotRolledError",
     "Part",
@@ -83,23 +82,6 @@ _NEVER = (
     aten.instance_norm,
 )
 """What no step may have: it reads or writes more than its operands say, or memory beyond them."""
-
-_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-class Layout(NamedTuple):
-    """The layout of a value and the device it lies on, and whether autograd follows it."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @property
-    def layout(self) -> tuple:
-        """All but whether autograd follows it, which may begin with a loop's first step."""
-        return self[:4]
 
 
 class Made(NamedTuple):
@@ -388,14 +370,7 @@ class _Reader:
 
 def _written(row: Row) -> list[int]:
     """The record's values that a row writes, as the operator's schema says."""
-    if not isinstance(row.op, OpOverload) or not schema(row.op).is_mutable:
-        return []
-    found: list[int] = []
-    for index, argument in enumerate(schema(row.op).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = row.args[index] if index < len(row.args) else row.kwargs.get(argument.name)
-            found += values_in(given)
-    return found
+    return list(values_in(written_operands(row.op, row.args, row.kwargs)))
 
 
 def _is_barred(row: Row) -> bool:
@@ -433,7 +408,7 @@ def _constants(tree: Any) -> tuple[Any, Any]:
         return tree, tree
     if kind is float:
         return tree, (float, repr(tree))
-    if kind in _CONSTANTS:
+    if kind in CONSTANTS:
         return tree, (kind, tree)
     raise NotRolledError(f"an argument of type {kind.__name__}")
 

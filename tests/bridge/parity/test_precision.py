@@ -195,35 +195,30 @@ class Region(nn.Module):
         return y * 2 + z
 
 
+def check_region(around, inside, **options):
+    torch.manual_seed(0)
+    eager, x = Region(inside, **options), rows()
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    exact.inside = False
+    with autocast(enabled=around):
+        add_tvm_dispatch(ours, x)
+    contexts = autocast(enabled=around), autocast(enabled=around), autocast(enabled=False)
+    results = [step(m, each, c) for m, each, c in zip((ours, eager, exact), (x, x, x.double()), contexts, strict=True)]
+    assert stats(ours).hits == 1, stats(ours)
+    assert_close_enough(*results)
+
+
 @pytest.mark.composes('`torch.autocast("cpu")`, regions inside forward')
 @pytest.mark.parametrize(
     ("inside", "around"), sampled(itertools.product((False, True), repeat=2), [(True, False), (False, True)])
 )
 def test_regions(around, inside):
-    torch.manual_seed(0)
-    eager, x = Region(inside), rows()
-    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
-    exact.inside = False
-    with autocast(enabled=around):
-        add_tvm_dispatch(ours, x)
-    contexts = autocast(enabled=around), autocast(enabled=around), autocast(enabled=False)
-    results = [step(m, each, c) for m, each, c in zip((ours, eager, exact), (x, x, x.double()), contexts, strict=True)]
-    assert stats(ours).hits == 1, stats(ours)
-    assert_close_enough(*results)
+    check_region(around, inside)
 
 
 @pytest.mark.parametrize("around", [False, True])
 def test_a_grad_mode_inside_a_region(around):
-    torch.manual_seed(0)
-    eager, x = Region(True, no_grad=True), rows()
-    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
-    exact.inside = False
-    with autocast(enabled=around):
-        add_tvm_dispatch(ours, x)
-    contexts = autocast(enabled=around), autocast(enabled=around), autocast(enabled=False)
-    results = [step(m, each, c) for m, each, c in zip((ours, eager, exact), (x, x, x.double()), contexts, strict=True)]
-    assert stats(ours).hits == 1, stats(ours)
-    assert_close_enough(*results)
+    check_region(around, True, no_grad=True)
 
 
 @pytest.mark.composes('`torch.autocast("cpu")`, regions inside forward')
