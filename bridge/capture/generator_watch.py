@@ -15,6 +15,7 @@ import torch
 from bridge.base.errors import user_line
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.tracing import note_change_of_generator
+from bridge.guards import Reads
 from bridge.state import moved_generators
 
 __all__ = ["generator_watch"]
@@ -25,16 +26,18 @@ _RESEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_of
 
 
 @contextmanager
-def generator_watch(rules: InPlaceRules) -> Iterator[None]:
+def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
     """Complains when forward seeds a generator or sets its state, or draws from one that is not torch's.
 
     Replayed draws would not follow it.
 
     Nothing of this passes torch's dispatcher, so this listens to the interpreter's calls of C functions: those of
     the user's Python code, not those that a function of torch's makes on tensors (see :mod:`bridge.capture.unwatched`).
+    ``reads`` hears the same.
     """
 
     def listen(frame: FrameType, event: str, called: Any) -> None:
+        reads.hear(frame, event, called)
         if event != "c_call":
             return
         owner = getattr(called, "__self__", None)
@@ -58,6 +61,7 @@ def generator_watch(rules: InPlaceRules) -> Iterator[None]:
             before.enable()
         else:
             sys.setprofile(before)
+        reads.finish()
 
 
 def _is_of_no_numbers(frame: FrameType | None) -> bool:

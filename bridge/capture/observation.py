@@ -162,6 +162,7 @@ class Observation:
             that: autograd takes them for unchanged, and so does a backward that has saved them.
         checkpointed: indices of the inputs that checkpoints read which the backward runs again, each with the line.
         replaced: names of the parameters and buffers that forward sets to another tensor.
+        reads: what forward read of the state outside of the call (:class:`bridge.guards.Reads`).
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -174,3 +175,4 @@ class Observation:
     counted: frozenset[int] = frozenset()
     checkpointed: dict[int, str] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
+    reads: Any = field(default=None, compare=False, repr=False)

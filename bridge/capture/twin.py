@@ -63,6 +63,12 @@ class Twin:
         """Whether an object is a copy that the twin has in the place of another one."""
         return any(made is value for made in self._copier.copies.values())
 
+    @property
+    def originals(self) -> dict[int, Any]:
+        """By the id of each copy, what it is a copy of."""
+        kept = self._copier.kept
+        return {id(made): kept[key] for key, made in self._copier.copies.items() if key in kept and made is not kept[key]}
+
     def original(self, value: Any) -> Any:
         """A value that the twin holds, with the originals of all that was copied in it."""
         kept, copies = self._copier.kept, self._copier.copies

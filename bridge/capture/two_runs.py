@@ -48,6 +48,7 @@ from bridge.capture.rows import Record, Value, memory_of, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.twin import Twin
 from bridge.capture.validation_reads import ValidationReads
+from bridge.guards import Reads
 from bridge.state import ModuleTensor, module_tensors, own_attributes
 
 __all__ = ["FakeRecord", "RealRun", "SavedTensorsNeededError", "fake_run_of", "real_run_of"]
@@ -210,7 +211,9 @@ def real_run_of(
         validation = stack.enter_context(ValidationReads())
         isolated = stack.enter_context(IsolatedRNG())
         stack.enter_context(functions.traced())
-        stack.enter_context(generator_watch(rules))
+        observation.reads = Reads(prepared.twin.originals, [(each, path) for path, each in twin.named_modules()])
+        observation.reads.know(inputs)
+        stack.enter_context(generator_watch(rules, observation.reads))
         saved = stack.enter_context(_saved_here() if saves else _nothing_saved())
         recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
         functions_called = Functions(recorder, rules)

@@ -11,7 +11,7 @@ from bridge.state.reachable import Contents, Reached
 from bridge.state.snapshot import PythonState
 from bridge.state.tensors import ModuleTensor, module_tensors, once_per_owner, tensor_problem
 from bridge.state.values import constant_key, same
-from bridge.state.write_counts import dict_versions, same_versions
+from bridge.state.write_counts import dict_behind, dict_versions, same_versions
 
 __all__ = [
     "AttributeReads",
@@ -24,6 +24,7 @@ __all__ = [
     "constant_key",
     "derived_attribute",
     "derived_attributes",
+    "dict_behind",
     "dict_versions",
     "functions_of",
     "generators_put_back",

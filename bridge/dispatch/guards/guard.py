@@ -71,7 +71,8 @@ class Guard:
         requires_grad = any(tensor.requires_grad for tensor in (*captured.module_tensors, *arguments))
         saves = torch.is_grad_enabled() and requires_grad
         self._tree = ModuleGuard(
-            module, captured.module_tensors, saves=saves, numbers=attributes, counters=captured.counters, reads=reads
+            module, captured.module_tensors, saves=saves, numbers=attributes, counters=captured.counters, reads=reads,
+            recorded=captured.observation.reads
         )
         self.sets_attributes = bool(captured.counters or self._tree.derived)
         exact = exact_modes or self._tree.reads_grad_mode

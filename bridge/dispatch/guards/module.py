@@ -27,6 +27,7 @@ from bridge.dispatch.guards.module_conditions import (
 )
 from bridge.dispatch.guards.numbers import AnyNumber
 from bridge.dispatch.guards.tensors import TensorGuard
+from bridge.guards import ReadGuard, Reads
 from bridge.state import (
     AttributeReads,
     CodeGuard,
@@ -83,6 +84,7 @@ class ModuleGuard:
         numbers: Mapping[tuple[str, str], type] = MappingProxyType({}),
         counters: Sequence[Counter] = (),
         reads: AttributeReads | None = None,
+        recorded: Reads | None = None,
     ):
         named = list(root.named_modules(remove_duplicate=False))
         paths: dict[nn.Module, str] = {}
@@ -110,6 +112,7 @@ class ModuleGuard:
         self._code = CodeGuard(kinds, reached.functions, registered=reached.registered)
         index = {path: modules.index(module) for path, module in named}
         kinds = {(index[path], name): AnyNumber(kind) for (path, name), kind in numbers.items()}
+        self._read_guard = None if recorded is None else ReadGuard(recorded, modules)
         self._number_places = list(kinds)
         self._counters = [(index[each.path], each.name, each.step) for each in counters]
         kinds.update(((i, name), AnyNumber(int, counts=True)) for i, name, _ in self._counters)
@@ -153,6 +156,8 @@ class ModuleGuard:
         """
         modules = [root, *self._modules]
         if list(map(type, modules)) != self._types or not self._code.unchanged():
+            return None
+        if self._read_guard is not None and not self._read_guard.unchanged():
             return None
         dicts = list(map(_DICT, modules))
         known = self._unwritten
@@ -201,6 +206,8 @@ class ModuleGuard:
         """The tensors of a tree for which all conditions hold, ``but`` one that is not asked."""
         self._raise(self._conditions.types.failure(tree))
         self._code.match()
+        if self._read_guard is not None:
+            self._read_guard.match()
         for condition in self._conditions.before_tensors:
             if condition is not but:
                 self._raise(condition.failure(tree))

@@ -1,0 +1,487 @@
+"""Data flow of a code object: bytecode → the values that it reads of what was there before, and how each is used.
+
+An abstract interpretation: instead of values, the stack and the locals hold sets of *sources*, and a source says how a
+value is found from outside of the function: ``("global", "cfg")``, ``("attr", source, "scale")``. Locals are one set for
+the whole function, whatever the order of its lines; a branch that does not run counts as well. Both err on one side:
+more is read than really was.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+__all__ = ["UNKNOWN", "Call", "Flow", "Source", "flow_of"]
+
+Source = tuple
+"""``(kind, ...)``, see :func:`bridge.guards.recording.Reads.values_of` for each."""
+UNKNOWN: Source = ("unknown",)
+_NOWHERE = frozenset((UNKNOWN,))
+_NOTHING: frozenset = frozenset()
+_NULL = frozenset((("null",),))
+_MOST_SOURCES, _MOST_DEEP = 12, 9
+
+_PURE_STACK = {"POP_TOP", "NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "KW_NAMES", "COPY_FREE_VARS", "MAKE_CELL"}
+_DEREFS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"}
+_NAMES = {"LOAD_NAME", "LOAD_GLOBAL"}
+_BUILDS = {"BUILD_TUPLE", "BUILD_LIST", "BUILD_SET"}
+_JOINS = {"LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE", "LIST_APPEND", "SET_ADD"}
+_ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"}
+_ENDS |= {"JUMP_BACKWARD_NO_INTERRUPT", "INTERPRETER_EXIT"}
+_OLD_BINARY = {"POWER", "MULTIPLY", "MATRIX_MULTIPLY", "FLOOR_DIVIDE", "TRUE_DIVIDE", "MODULO", "ADD", "SUBTRACT"}
+_OLD_BINARY |= {"LSHIFT", "RSHIFT", "AND", "XOR", "OR"}
+_OLD_OPERATOR = {"MULTIPLY": "mul", "MATRIX_MULTIPLY": "matmul", "FLOOR_DIVIDE": "floordiv", "TRUE_DIVIDE": "truediv"}
+_OLD_OPERATOR |= {"POWER": "pow", "MODULO": "mod", "SUBTRACT": "sub"}
+_SYMBOLS = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul"}
+_SYMBOLS |= {"&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift"}
+_COMPARES = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One place that calls.
+
+    Attributes:
+        function: sources of what is called.
+        args, kwargs: of each argument; ``None``: they are not known one by one (``f(*args)``).
+    """
+
+    function: frozenset
+    args: tuple[frozenset, ...] | None
+    kwargs: tuple[tuple[str, frozenset], ...] = ()
+
+    @property
+    def arguments(self) -> frozenset:
+        return frozenset().union(*(self.args or ()), *(each for _, each in self.kwargs))
+
+
+@dataclass
+class Flow:
+    """What a code object reads.
+
+    Attributes:
+        reads: sources that are looked up: names, attributes, items.
+        wholes: sources whose contents are looked at: iterated, compared, tested, handed to an operator.
+        calls: by the offset of the instruction.
+        writes: sources of the objects that get an attribute, an item or a name, and what is written: ``("attr", name)``,
+            ``("item", sources)``, ``("global", name)``, ``("cell", name)``.
+        operators: special methods that operators in it look up.
+        loose: names of attributes that are read of values from nowhere known.
+    """
+
+    reads: dict[Source, None] = field(default_factory=dict)
+    wholes: dict[Source, None] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict)
+    writes: dict[tuple, None] = field(default_factory=dict)
+    operators: set[str] = field(default_factory=set)
+    loose: set[str] = field(default_factory=set)
+
+
+@lru_cache(maxsize=4096)
+def flow_of(code: CodeType) -> Flow:
+    """The data flow of a code object."""
+    return _Interpreter(code).run()
+
+
+def _deep(source: Source) -> int:
+    return 1 + max((_deep(each) for each in source if type(each) is tuple), default=0)
+
+
+def _joined(*sets: frozenset) -> frozenset:
+    found = frozenset().union(*sets)
+    return found if len(found) <= _MOST_SOURCES else frozenset([*list(found)[:_MOST_SOURCES], UNKNOWN])
+
+
+class _Interpreter:
+    def __init__(self, code: CodeType):
+        self.code = code
+        self.instructions = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+        self.at = {each.offset: index for index, each in enumerate(self.instructions)}
+        arguments = code.co_argcount + code.co_kwonlyargcount
+        arguments += bool(code.co_flags & 4) + bool(code.co_flags & 8)
+        self.locals = {name: frozenset((("arg", name),)) for name in code.co_varnames[:arguments]}
+        self.states: dict[int, tuple[frozenset, ...]] = {}
+        self.keywords: tuple[str, ...] = ()
+        self.flow = Flow()
+        self.changed = False
+
+    def run(self) -> Flow:
+        for _ in range(6):
+            self.flow, self.states, self.changed = Flow(), {}, False
+            waiting = [0]
+            self.states[0] = ()
+            for target, depth in _handlers(self.code, self.instructions):
+                if target in self.at:
+                    self.states[self.at[target]] = (_NOTHING,) * depth
+                    waiting.append(self.at[target])
+            rounds = 0
+            while waiting and rounds < 40 * len(self.instructions) + 100:
+                rounds += 1
+                index = waiting.pop()
+                for follower, stack in self._step(index, list(self.states[index])):
+                    if follower < len(self.instructions) and self._merge(follower, stack):
+                        waiting.append(follower)
+            if not self.changed:
+                break
+        return self.flow
+
+    def _merge(self, index: int, stack: list[frozenset]) -> bool:
+        known = self.states.get(index)
+        if known is None:
+            self.states[index] = tuple(stack)
+            return True
+        height = min(len(known), len(stack))
+        made = tuple(map(_joined, known[len(known) - height :], stack[len(stack) - height :]))
+        if made == known:
+            return False
+        self.states[index] = made
+        return True
+
+    def _store(self, name: str, value: frozenset) -> None:
+        known = self.locals.get(name, _NOTHING)
+        if not value <= known:
+            made = _joined(known, value)
+            if made != known:
+                self.locals[name] = made
+                self.changed = True
+
+    def _local(self, name: str) -> frozenset:
+        return self.locals.get(name, _NOTHING)
+
+    def _of(self, kind: str, value: frozenset, *more: Any) -> frozenset:
+        """The sources ``(kind, source, *more)`` of each, which are read."""
+        found = set()
+        for source in value:
+            made = (kind, source, *more)
+            if source == UNKNOWN or source[0] == "null" or _deep(made) > _MOST_DEEP:
+                if kind == "attr" and source[0] != "null":
+                    self.flow.loose.add(more[0])
+                found.add(UNKNOWN)
+            else:
+                self.flow.reads[made] = None
+                found.add(made)
+        return frozenset(found)
+
+    def _whole(self, value: frozenset) -> None:
+        for source in value:
+            if source[0] not in ("null", "const", "unknown"):
+                self.flow.wholes[source] = None
+
+    def _read(self, *source: Any) -> frozenset:
+        self.flow.reads[source] = None
+        return frozenset((source,))
+
+    def _step(self, index: int, stack: list[frozenset]) -> Iterator[tuple[int, list[frozenset]]]:
+        each = self.instructions[index]
+        name, argument = each.opname, each.argval
+        jump = each.argval if each.opcode in _JUMPS else None
+        target = None if jump is None else self.at.get(jump)
+        height = len(stack)
+
+        def pop() -> frozenset:
+            return stack.pop() if stack else _NOWHERE
+
+        before = list(stack)
+        self._do(each, name, argument, stack, pop)
+        if target is not None:
+            other = stack
+            if name == "FOR_ITER":
+                other = before[:-1] if sys.version_info < (3, 12) else [*before, _NOTHING]
+            elif name in ("JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP"):
+                other = before
+            elif name in ("SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"):
+                other = [*before[: height - (name != "SETUP_FINALLY")], *[_NOTHING] * 6]
+            yield target, list(other)
+        if name not in _ENDS:
+            yield index + 1, stack
+
+    def _do(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> None:
+        flow, raw = self.flow, each.arg or 0
+        if name in ("NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "COPY_FREE_VARS", "MAKE_CELL", "NOT_TAKEN"):
+            return
+        if name in ("POP_TOP", "POP_EXCEPT", "POP_ITER", "END_FOR") and (name != "POP_EXCEPT" or _NEW):
+            pop()
+        elif name == "KW_NAMES":
+            self.keywords = argument if isinstance(argument, tuple) else self.code.co_consts[raw]
+        elif name in ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"):
+            plain = isinstance(argument, str | int | float | bytes | bool | type(None))
+            constants = isinstance(argument, tuple) and all(isinstance(n, str | int | float | None.__class__) for n in argument)
+            stack.append(frozenset((("const", argument),)) if plain or constants else _NOTHING)
+        elif name.startswith(("LOAD_FAST", "STORE_FAST")):
+            names = argument if isinstance(argument, tuple) else (argument,)
+            if name == "STORE_FAST_LOAD_FAST":
+                self._store(names[0], pop())
+                stack.append(self._local(names[1]))
+            elif name == "STORE_FAST_STORE_FAST":
+                self._store(names[0], pop())
+                self._store(names[1], pop())
+            elif name.startswith("STORE"):
+                self._store(names[0], pop())
+            else:
+                stack.extend(map(self._local, names))
+        elif name in _DEREFS or name == "LOAD_FROM_DICT_OR_DEREF":
+            if name == "LOAD_FROM_DICT_OR_DEREF":
+                pop()
+            own = self.locals.get(argument) if argument not in self.code.co_freevars else None
+            cell = self._read("cell", argument) if argument in self.code.co_freevars else _NOTHING
+            stack.append(_joined(cell, own or _NOTHING))
+        elif name == "STORE_DEREF":
+            if argument in self.code.co_freevars:
+                flow.writes["cell", argument] = None
+                pop()
+            else:
+                self._store(argument, pop())
+        elif name in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"):
+            if name == "LOAD_FROM_DICT_OR_GLOBALS":
+                pop()
+            null = name == "LOAD_GLOBAL" and _FLAGGED and raw & 1
+            if null and not _NULL_BEHIND:
+                stack.append(_NULL)
+            stack.append(_joined(self._read("global", argument), self._local(argument) if name == "LOAD_NAME" else _NOTHING))
+            if null and _NULL_BEHIND:
+                stack.append(_NULL)
+        elif name == "STORE_NAME":
+            self._store(argument, pop())
+            flow.writes["global", argument] = None
+        elif name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            flow.writes["global", argument] = None
+            if name == "STORE_GLOBAL":
+                pop()
+        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+            owner = pop()
+            found = _joined(self._of("attr", owner, argument), frozenset((("result", each.offset),)))
+            if name == "LOAD_METHOD" or (_NEW_ATTR and raw & 1):
+                stack += [_NULL, found] if not _NULL_BEHIND else [found, _NULL]
+            else:
+                stack.append(found)
+        elif name in ("LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "LOAD_ZERO_SUPER_ATTR", "LOAD_ZERO_SUPER_METHOD"):
+            pop(), pop(), pop()
+            flow.loose.add(argument)
+            if name == "LOAD_SUPER_ATTR" and not raw & 1:
+                stack.append(_NOWHERE)
+            else:
+                stack += [_NULL, _NOWHERE] if not _NULL_BEHIND else [_NOWHERE, _NULL]
+        elif name in ("STORE_ATTR", "DELETE_ATTR"):
+            owner = pop()
+            if name == "STORE_ATTR":
+                pop()
+            for source in owner:
+                flow.writes["attr", source, argument] = None
+        elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and argument_is_subscript(each)):
+            key, owner = pop(), pop()
+            stack.append(self._item(owner, key, each.offset))
+        elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+            key, owner = pop(), pop()
+            if name == "STORE_SUBSCR":
+                pop()
+            for source in owner:
+                flow.writes["item", source, key] = None
+        elif name == "BINARY_SLICE":
+            pop(), pop()
+            owner = pop()
+            self._whole(owner)
+            stack.append(_joined(self._each(owner), frozenset((("result", each.offset),))))
+        elif name == "STORE_SLICE":
+            pop(), pop()
+            for source in pop():
+                flow.writes["item", source, _NOWHERE] = None
+            pop()
+        elif name == "BINARY_OP" or name.startswith(("BINARY_", "INPLACE_")):
+            right, left = pop(), pop()
+            self._whole(_joined(left, right))
+            self._operator(each, name)
+            parts = [self._parts(value) for value in (left, right) if str(each.argrepr).startswith(("+", "|"))]
+            stack.append(_joined(*parts, frozenset((("result", each.offset),))))
+        elif name == "COMPARE_OP":
+            right, left = pop(), pop()
+            self._whole(_joined(left, right))
+            symbol = next((symbol for symbol in sorted(_COMPARES, key=len, reverse=True) if symbol in str(each.argrepr)), None)
+            if symbol:
+                flow.operators.add(f"__{_COMPARES[symbol]}__")
+            stack.append(_NOTHING)
+        elif name == "IS_OP":
+            pop(), pop()
+            stack.append(_NOTHING)
+        elif name == "CONTAINS_OP":
+            container, key = pop(), pop()
+            for source in container:
+                for which in key:
+                    if which[0] == "const" and source[0] not in ("null", "unknown"):
+                        flow.reads["in", source, which] = None
+                    else:
+                        self._whole(frozenset((source,)))
+            stack.append(_NOTHING)
+        elif name.startswith("UNARY_") or name in ("TO_BOOL", "GET_LEN"):
+            value = stack[-1] if name == "GET_LEN" and stack else pop()
+            self._whole(value)
+            if name.startswith("UNARY_") and name != "UNARY_NOT":
+                flow.operators.add({"UNARY_NEGATIVE": "__neg__", "UNARY_POSITIVE": "__pos__"}.get(name, "__invert__"))
+            stack.append(value if name == "TO_BOOL" else _NOTHING)
+        elif name in ("GET_ITER", "GET_YIELD_FROM_ITER"):
+            value = pop()
+            self._whole(value)
+            stack.append(value)
+        elif name == "FOR_ITER":
+            stack.append(self._each(stack[-1] if stack else _NOWHERE))
+        elif name in ("UNPACK_SEQUENCE", "UNPACK_EX"):
+            value = pop()
+            self._whole(value)
+            parts = raw if name == "UNPACK_SEQUENCE" else (raw & 255) + (raw >> 8) + 1
+            known = [self._item(value, frozenset((("const", place),)), None) for place in range(parts)]
+            several = name == "UNPACK_EX"
+            stack += [self._each(value) if several else part for part in reversed(known)]
+        elif name in _BUILDS:
+            parts = [pop() for _ in range(raw)]
+            stack.append(_joined(frozenset((("made",),)), *(frozenset(("held", p) for p in part if p[0] != "const") for part in parts)) if parts else _NOTHING)
+        elif name in ("BUILD_MAP", "BUILD_CONST_KEY_MAP"):
+            parts = [pop() for _ in range(2 * raw if name == "BUILD_MAP" else raw + 1)]
+            stack.append(_joined(*(frozenset(("held", p) for p in part if p[0] != "const") for part in parts)) if parts else _NOTHING)
+        elif name in _JOINS:
+            value = pop()
+            extends = name not in ("LIST_APPEND", "SET_ADD")
+            if extends:
+                self._whole(value)
+            held = value if extends else frozenset(("held", p) for p in value if p[0] != "const")
+            if len(stack) >= raw > 0:
+                stack[-raw] = _joined(stack[-raw], held)
+        elif name == "MAP_ADD":
+            value, _ = pop(), pop()
+            if len(stack) >= raw > 0:
+                stack[-raw] = _joined(stack[-raw], frozenset(("held", p) for p in value if p[0] != "const"))
+        elif name == "LIST_TO_TUPLE":
+            pass
+        elif name == "COPY":
+            stack.append(stack[-raw] if len(stack) >= raw else _NOWHERE)
+        elif name == "SWAP":
+            if len(stack) >= raw:
+                stack[-1], stack[-raw] = stack[-raw], stack[-1]
+        elif name == "PUSH_NULL":
+            stack.append(_NULL)
+        elif name in ("CALL", "CALL_KW", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_KW"):
+            self._call(each, name, raw, stack, pop)
+        elif name == "CALL_FUNCTION_EX":
+            keywords = pop() if raw & 1 or _NULL_BEHIND else _NOTHING
+            args, function = pop(), pop()
+            if _NULL_BEHIND and function == _NULL:
+                function = pop()
+            elif sys.version_info >= (3, 11):
+                pop()
+            self._whole(_joined(args, keywords))
+            flow.calls[each.offset] = Call(function, None)
+            spread = _joined(self._each(args), self._each(keywords))
+            for source in spread:
+                flow.wholes.setdefault(("passed", source, each.offset), None)
+            stack.append(frozenset((("result", each.offset),)))
+        elif name in ("BEFORE_WITH", "SETUP_WITH", "BEFORE_ASYNC_WITH"):
+            manager = pop()
+            self._of("attr", manager, "__enter__")
+            self._of("attr", manager, "__exit__")
+            stack += [_NOTHING, _joined(frozenset((("result", each.offset),)), manager)]
+        elif name == "IMPORT_NAME":
+            names, level = pop(), pop()
+            levels = [source[1] for source in level if source[0] == "const"]
+            stack.append(self._read("import", argument, levels[0] if levels else 0, ("const", None) not in names))
+        elif name == "IMPORT_FROM":
+            stack.append(self._of("attr", stack[-1] if stack else _NOWHERE, argument))
+        elif name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "CONVERT_VALUE", "FORMAT_WITH_SPEC"):
+            if (name == "FORMAT_VALUE" and raw & 4) or name == "FORMAT_WITH_SPEC":
+                pop()
+            self._whole(pop())
+            stack.append(_NOTHING)
+        elif name == "POP_JUMP_IF_NONE" or name == "POP_JUMP_IF_NOT_NONE" or name.endswith("_IF_NONE"):
+            pop()
+        elif name.startswith(("POP_JUMP", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP")):
+            self._whole(pop())
+        else:
+            self._other(each, stack, pop)
+
+    def _item(self, owner: frozenset, key: frozenset, offset: int | None) -> frozenset:
+        found = set() if offset is None else {("result", offset)}
+        for source in owner:
+            if source[0] in ("null", "unknown"):
+                found.add(UNKNOWN)
+                continue
+            for which in key or (UNKNOWN,):
+                known = which[0] in ("const", "arg", "global", "attr", "cell", "item")
+                made = ("item", source, which) if known else ("each", source)
+                if _deep(made) > _MOST_DEEP:
+                    found.add(UNKNOWN)
+                else:
+                    self.flow.reads[made] = None
+                    found.add(made)
+        return _joined(frozenset(found))
+
+    def _each(self, value: frozenset) -> frozenset:
+        return self._of("each", frozenset(source for source in value if source[0] not in ("const", "made")))
+
+    def _parts(self, value: frozenset) -> frozenset:
+        """What the result of an operator may hold of an operand: the entries of a list that another is added to."""
+        return frozenset(("held", ("each", source)) for source in value if source[0] in ("attr", "global", "cell", "item"))
+
+    def _operator(self, each: Any, name: str) -> None:
+        if name == "BINARY_OP":
+            symbol = str(each.argrepr)
+            operator = _SYMBOLS.get(symbol.rstrip("=") if symbol not in _SYMBOLS else symbol)
+            inplace = symbol.endswith("=")
+        else:
+            word = name.partition("_")[2]
+            operator, inplace = _OLD_OPERATOR.get(word, word.lower()), name.startswith("INPLACE")
+        if operator:
+            self.flow.operators |= {f"__{operator}__", f"__r{operator}__"} | ({f"__i{operator}__"} if inplace else set())
+
+    def _call(self, each: Any, name: str, count: int, stack: list[frozenset], pop: Any) -> None:
+        keywords: tuple[str, ...] = ()
+        if name in ("CALL_KW", "CALL_FUNCTION_KW"):
+            names = pop()
+            keywords = next((source[1] for source in names if source[0] == "const"), ())
+        elif name == "CALL":
+            keywords, self.keywords = self.keywords, ()
+        args = [pop() for _ in range(count)][::-1]
+        one = pop()
+        other = _NULL if name in ("CALL_FUNCTION", "CALL_FUNCTION_KW") else pop()
+        # either NULL and a function, or a method and its object; both orders occur
+        function = _joined(one, other) - _NULL
+        positional = args[: len(args) - len(keywords)]
+        made = Call(function, tuple(positional), tuple(zip(keywords, args[len(positional) :], strict=True)))
+        self.flow.calls[each.offset] = made
+        for value in args:
+            for source in value:
+                if source[0] not in ("null", "const", "unknown", "made"):
+                    self.flow.wholes.setdefault(("passed", source, each.offset), None)
+        stack.append(frozenset((("result", each.offset), ("called", each.offset))))
+
+    def _other(self, each: Any, stack: list[frozenset], pop: Any) -> None:
+        """An instruction without a rule: what it takes is looked at, what it gives comes from nowhere known."""
+        try:
+            effect = dis.stack_effect(each.opcode, each.arg, jump=False)
+        except ValueError:
+            effect = 0
+        for _ in range(max(0, -effect)):
+            self._whole(pop())
+        if effect == 0 and stack and each.opname.startswith(("ROT_", "MATCH_", "SET_FUNCTION_ATTRIBUTE")):
+            return
+        stack.extend([_NOTHING] * max(0, effect))
+
+
+def argument_is_subscript(each: Any) -> bool:
+    """Whether a binary operator is ``a[b]``, as it is from Python 3.14 on."""
+    return str(each.argrepr) == "[]"
+
+
+def _handlers(code: CodeType, instructions: list[Any]) -> Iterator[tuple[int, int]]:
+    """The beginnings of exception handlers and the height of the stack there."""
+    entries = getattr(dis.Bytecode(code), "exception_entries", ()) if sys.version_info >= (3, 11) else ()
+    for entry in entries:
+        yield entry.target, entry.depth + bool(entry.lasti) + 1
+
+
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_NEW = sys.version_info >= (3, 11)
+_FLAGGED = sys.version_info >= (3, 11)
+_NEW_ATTR = sys.version_info >= (3, 12)
+_NULL_BEHIND = sys.version_info >= (3, 13)

@@ -1,0 +1,138 @@
+"""Types table: a type → its state, how it is watched, and which of its methods change it.
+
+State is watched in one of three ways: *contents* (a function gives a snapshot that can be compared), *asked* (a function
+in C tells it, and is called again), or as an *effect* (to read it is to change it: iterators, generators of random
+numbers, queues), which a compiled call cannot have.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["ASKED", "CONTAINERS", "PLAIN", "answer_of", "contents_of", "effect_of"]
+
+PLAIN = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
+    + (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type(NotImplemented))
+)
+"""Types of values that never change and hold nothing."""
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+
+_MUTATORS = {
+    list: "append extend insert pop remove clear sort reverse __setitem__ __delitem__ __iadd__ __imul__",
+    dict: "update setdefault pop popitem clear __setitem__ __delitem__ __ior__ move_to_end",
+    set: "add discard remove pop clear update difference_update intersection_update symmetric_difference_update",
+    deque: "append appendleft extend extendleft insert pop popleft remove rotate clear reverse",
+    bytearray: "append extend insert pop remove clear reverse",
+}
+_MUTATES = {kind: frozenset(names.split()) for kind, names in _MUTATORS.items()}
+
+
+def effect_of(owner: Any, name: str) -> bool:
+    """Whether a method of an object changes it, so that a compiled call would have to do so as well."""
+    for kind, names in _MUTATES.items():
+        if isinstance(owner, kind):
+            return name in names
+    return name == "__next__" and hasattr(type(owner), "__next__")
+
+
+def _array(value: Any) -> Any:
+    numbers = value.tolist() if value.dtype.hasobject else value.tobytes()
+    return [str(value.dtype), value.shape, numbers]
+
+
+def _partial(value: functools.partial) -> list[Any]:
+    return [value.func, *value.args, *value.keywords.items()]
+
+
+def _by_class(kind: type) -> Callable[[Any], Any] | None:
+    module, name = kind.__module__, kind.__name__
+    if module == "numpy" and name in ("ndarray", "memmap", "recarray"):
+        return _array
+    if module == "numpy.ma" or (module.startswith("numpy") and name == "MaskedArray"):
+        return lambda value: [_array(value.data), _array(value.mask)]
+    known = {
+        ("builtins", "bytearray"): bytes,
+        ("builtins", "memoryview"): bytes,
+        ("array", "array"): lambda value: [value.typecode, value.tobytes()],
+        ("mmap", "mmap"): lambda value: value[:],
+        ("_io", "StringIO"): lambda value: [value.getvalue(), value.tell()],
+        ("_io", "BytesIO"): lambda value: [value.getvalue(), value.tell()],
+        ("_random", "Random"): lambda value: value.getstate(),
+        ("random", "Random"): lambda value: value.getstate(),
+        ("decimal", "Context"): repr,
+        ("_thread", "lock"): lambda value: value.locked(),
+        ("_thread", "RLock"): repr,
+        ("functools", "partial"): _partial,
+    }
+    return known.get((module, name))
+
+
+def contents_of(value: Any) -> Callable[[Any], Any] | None:
+    """The function that gives a comparable snapshot of what an object holds; ``None``: the table has none for its type."""
+    kind = type(value)
+    if issubclass(kind, OrderedDict | dict):
+        return lambda held: list(dict.items(held)) if not isinstance(held, OrderedDict) else list(OrderedDict.items(held))
+    if issubclass(kind, types.MappingProxyType):
+        return lambda held: list(held.items())
+    if kind.__name__ in ("dict_keys", "dict_values", "dict_items", "odict_keys", "odict_values", "odict_items"):
+        return list
+    for each in (list, deque, set, frozenset):
+        if issubclass(kind, each):
+            return functools.partial(_as_stored, each)
+    if kind is tuple:
+        return None
+    for base in kind.__mro__:
+        if (found := _by_class(base)) is not None:
+            return found
+    if "_ctypes" in sys.modules and isinstance(value, (sys.modules["_ctypes"]._SimpleCData, sys.modules["_ctypes"].Array)):
+        return bytes
+    return None
+
+
+def _as_stored(kind: type, held: Any) -> Any:
+    return set(kind.__iter__(held)) if kind in (set, frozenset) else list(kind.__iter__(held))
+
+
+_ASKED = """
+posix getcwd|posix getcwdb|posix stat|posix lstat|posix access|posix listdir|posix getpid|posix getppid|posix umask
+nt getcwd|nt stat|_signal getsignal|signal getsignal|_locale localeconv|_locale setlocale|locale localeconv
+decimal getcontext|_decimal getcontext|gc isenabled|gc get_threshold|gc get_count|sys getrecursionlimit
+sys getswitchinterval|sys gettrace|sys getdefaultencoding|_thread get_ident|_thread get_native_id
+ContextVar get|_contextvars copy_context|lock locked|type __subclasses__|numpy geterr|numpy.core.umath geterrobj
+numpy._core._multiarray_umath _get_extobj_dict|Generator initial_seed|torch._C get_num_threads|torch get_num_threads
+torch._C get_num_interop_threads|torch get_num_interop_threads|torch._C _get_deterministic_algorithms
+torch._C _get_deterministic_algorithms_warn_only|torch._C _get_float32_matmul_precision|torch._C get_default_dtype
+torch get_default_dtype|torch._C _get_cudnn_enabled|torch._C _get_cudnn_benchmark|torch._C _get_cudnn_deterministic
+torch._C _get_mkldnn_enabled|torch._C _get_flash_sdp_enabled|torch._C _get_math_sdp_enabled|torch is_anomaly_enabled
+torch._C _get_mem_efficient_sdp_enabled|torch._C _get_cudnn_sdp_enabled|torch._C _get_cublas_allow_tf32
+torch._C is_anomaly_enabled|torch._C is_anomaly_check_nan_enabled|torch is_anomaly_check_nan_enabled
+torch._C _get_cudnn_allow_tf32|torch._C _cuda_getDeviceCount|torch._C _get_default_device
+"""
+ASKED: frozenset[tuple[str, str]] = frozenset(
+    tuple(each.split()) for line in _ASKED.split("\n") for each in line.split("|") if each
+)
+"""Functions in C that tell hidden state, by module or type, and name: cheap and free of effects."""
+
+
+def answer_of(asked: Any) -> Any:
+    """What a function that tells hidden state says now, in a form that can be compared."""
+    try:
+        found = asked.function(*asked.args, **asked.kwargs)
+    except Exception as error:  # noqa: BLE001 - as forward would meet it
+        return type(error).__name__, str(error)
+    kind = type(found)
+    if kind.__name__ == "stat_result":
+        return found.st_mode, found.st_ino, found.st_size, found.st_mtime_ns
+    if kind.__module__ == "decimal":
+        return repr(found)
+    if kind.__name__ == "Context":
+        return [each for pair in sorted(found.items(), key=lambda pair: pair[0].name) for each in pair]
+    return found
