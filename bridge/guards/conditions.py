@@ -20,7 +20,7 @@ from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.guards.kinds import answer_of, contents_of
-from bridge.guards.recording import ABSENT, Asked, Reads
+from bridge.guards.recording import ABSENT, Asked, Reads, slot_of
 from bridge.state import dict_behind, dict_versions, same
 
 __all__ = ["ReadGuard"]
@@ -83,7 +83,11 @@ class ReadGuard:
             look = _Look(noted.owner, names, values, tuple(noted.names.values()))
             dicts = dict_behind(noted.owner) if type(noted.owner) is dict else None
             looks.append(([dicts], look)) if dicts is not None else unversioned.append(look)
-        self._kinds, self._classes = [], []
+        for module, names in reads.modules.values():
+            if id(module) not in tree:
+                looks += [([each.space], each) for each in _of_module(module, names)]
+        self._exact = [(held, name, held.get(name, ABSENT), words) for (_, name), (held, words) in reads.exact.items()]
+        self._classes = []
         for noted in reads.classes.values():
             kind, names = noted.owner, tuple(noted.names)
             look = _ClassLook(kind, names, tuple(map(_raw, repeat(kind), names)), tuple(noted.names.values()))
@@ -104,7 +108,7 @@ class ReadGuard:
         self._typed, self._type_words = [value for value, _ in owned], [words for _, words in owned]
         self._types = list(map(type, self._typed))
         self._functions(reads)
-        self._slots = [(value, name, _slot(value, name), words) for (_, name), (value, words) in reads.slots.items()]
+        self._slots = [(value, name, slot_of(value, name), words) for (_, name), (value, words) in reads.slots.items()]
         self._contents = []
         for value, words in reads.contents.values():
             if id(value) not in tree and (read := contents_of(value)) is not None:
@@ -132,9 +136,11 @@ class ReadGuard:
             return False
         if not (all(map(is_, map(_DEFAULTS, self._run), self._defaults)) and all(map(is_, map(_KEYWORDS, self._run), self._keywords))):
             return False
+        if not all([held.get(name, ABSENT) is then for held, name, then, _ in self._exact]):
+            return False
         if not all([_cell(cell) is then for cell, then, _ in self._cells]):
             return False
-        if not all([same(_slot(value, name), then) for value, name, then, _ in self._slots]):
+        if not all([same(slot_of(value, name), then) for value, name, then, _ in self._slots]):
             return False
         if not all([look.unchanged() for look in self._unversioned]):
             return False
@@ -174,8 +180,11 @@ class ReadGuard:
         for cell, then, words in self._cells:
             if not self._alike(_cell(cell), then):
                 yield words
+        for held, name, then, words in self._exact:
+            if held.get(name, ABSENT) is not then:
+                yield words
         for value, name, then, words in self._slots:
-            if not self._alike(_slot(value, name), then):
+            if not self._alike(slot_of(value, name), then):
                 yield f"attribute '{words}'"
         for look in (*self._looks, *self._unversioned):
             yield from look.differences(self._alike)
@@ -206,6 +215,16 @@ class ReadGuard:
         return list(ours) == list(theirs) and all(self._alike(ours[name], theirs[name], deep - 1) for name in ours)
 
 
+def _of_module(module: nn.Module, names: Collection[str]) -> Iterator[_Look]:
+    """What was read of a module that is not in the tree."""
+    own = module.__dict__
+    for space in (own, *(own[each] for each in ("_parameters", "_buffers", "_modules"))):
+        found = tuple(sorted(name for name in (own if "*" in names and space is own else names) if name in space or space is own))
+        if found and type(space) is dict:
+            words = tuple(f"attribute '{name}' of a {type(module).__name__}" for name in found)
+            yield _Look(space, found, tuple(map(space.get, found, repeat(ABSENT))), words)
+
+
 def _raw(kind: type, name: str) -> Any:
     for base in kind.__mro__:
         held = base.__dict__
@@ -218,14 +237,6 @@ def _cell(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return ABSENT
-
-
-def _slot(value: Any, name: str) -> Any:
-    raw = _raw(type(value), name)
-    try:
-        return raw.__get__(value)
-    except AttributeError:
         return ABSENT
 
 

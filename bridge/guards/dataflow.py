@@ -72,6 +72,7 @@ class Flow:
             ``("item", sources)``, ``("global", name)``, ``("cell", name)``.
         operators: special methods that operators in it look up.
         loose: names of attributes that are read of values from nowhere known.
+        identities: sources that are compared by ``is``.
     """
 
     reads: dict[Source, None] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Flow:
     writes: dict[tuple, None] = field(default_factory=dict)
     operators: set[str] = field(default_factory=set)
     loose: set[str] = field(default_factory=set)
+    identities: dict[Source, None] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=4096)
@@ -305,7 +307,8 @@ class _Interpreter:
                 flow.operators.add(f"__{_COMPARES[symbol]}__")
             stack.append(_NOTHING)
         elif name == "IS_OP":
-            pop(), pop()
+            for source in _joined(pop(), pop()):
+                flow.identities[source] = None
             stack.append(_NOTHING)
         elif name == "CONTAINS_OP":
             container, key = pop(), pop()

@@ -106,7 +106,7 @@ posix getcwd|posix getcwdb|posix stat|posix lstat|posix access|posix listdir|pos
 nt getcwd|nt stat|_signal getsignal|signal getsignal|_locale localeconv|_locale setlocale|locale localeconv
 decimal getcontext|_decimal getcontext|gc isenabled|gc get_threshold|gc get_count|sys getrecursionlimit
 sys getswitchinterval|sys gettrace|sys getdefaultencoding|_thread get_ident|_thread get_native_id
-ContextVar get|_contextvars copy_context|lock locked|type __subclasses__|numpy geterr|numpy.core.umath geterrobj
+ContextVar get|_lru_cache_wrapper cache_info|_contextvars copy_context|lock locked|type __subclasses__|numpy geterr|numpy.core.umath geterrobj
 numpy._core._multiarray_umath _get_extobj_dict|Generator initial_seed|torch._C get_num_threads|torch get_num_threads
 torch._C get_num_interop_threads|torch get_num_interop_threads|torch._C _get_deterministic_algorithms
 torch._C _get_deterministic_algorithms_warn_only|torch._C _get_float32_matmul_precision|torch._C get_default_dtype
@@ -133,6 +133,8 @@ def answer_of(asked: Any) -> Any:
         return found.st_mode, found.st_ino, found.st_size, found.st_mtime_ns
     if kind.__module__ == "decimal":
         return repr(found)
+    if kind.__name__ == "ModuleSpec":
+        return found.name, found.origin
     if kind.__name__ == "Context":
         return [each for pair in sorted(found.items(), key=lambda pair: pair[0].name) for each in pair]
     return found

@@ -9,8 +9,10 @@ something was read, not its value: that is what it is when the guard is made.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -27,7 +29,7 @@ from bridge.base.errors import TORCH_DIR
 from bridge.guards.dataflow import Flow, Source, flow_of
 from bridge.guards.kinds import ASKED, CONTAINERS, PLAIN, contents_of, effect_of
 
-__all__ = ["ABSENT", "Asked", "Reads"]
+__all__ = ["ABSENT", "Asked", "Reads", "slot_of"]
 
 ABSENT = object()
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -35,14 +37,19 @@ _TORCHS = ("_ops.py", "overrides.py", "_library", "_subclasses", "fx", "_prims",
 _TORCHS += ("_meta_registrations.py", "_higher_order_ops", "_functorch", "_dispatch", "_jit_internal.py", "_logging")
 _TORCHS += ("utils/_python_dispatch.py", "utils/_pytree.py", "utils/_contextlib.py", "utils/_config_module.py")
 _TORCHS += ("utils/_device.py", "utils/_cxx_pytree.py", "_compile.py", "_dynamo", "_inductor", "_C", "utils/_stats.py")
-_TORCHS += ("autograd", "jit", "_export", "export", "_weights_only_unpickler.py", "storage.py", "types.py", "random.py")
+_TORCHS += ("autograd", "jit", "_export", "export", "_weights_only_unpickler.py", "storage.py", "types.py")
 _TORCHS += ("nn/modules/module.py", "_linalg_utils.py", "_classes.py", "_vmap_internals.py", "hub.py", "package", "utils/_typing_utils.py")
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PYTHONS = ("logging", "warnings.py", "importlib", "re", "sre_", "inspect.py", "linecache.py", "traceback.py", "tokenize")
-_PYTHONS += ("typing.py", "abc.py", "_collections_abc.py", "_weakrefset.py", "copyreg.py", "functools.py", "dis.py", "ast.py")
-_UNREAD = (*(os.path.join(TORCH_DIR, each) for each in _TORCHS), *(_LIBRARY + each for each in _PYTHONS), _OWN, "<frozen")
+_PYTHONS += ("typing.py", "abc.py", "_collections_abc.py", "copyreg.py", "functools.py", "dis.py", "ast.py")
+_UNREAD = (*(os.path.join(TORCH_DIR, each) for each in _TORCHS), *(_LIBRARY + each for each in _PYTHONS), _OWN, "<frozen importlib", "<frozen zipimport", "<frozen abc", "<frozen _collections_abc")
+_ASKED_PYTHON = frozenset(
+    [(_LIBRARY + os.path.join("logging", "__init__.py"), name) for name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers")]
+    + [(_LIBRARY + os.path.join("importlib", "util.py"), "find_spec"), ("<frozen importlib.util>", "find_spec")]
+)
 _RUN_FORWARD = ("unwatched.py", "prepared_twin.py")
 """Files of this package that call what forward calls."""
+_LOCAL = threading.local
 _HEAP_TYPE = 1 << 9
 _OPTIMIZED = 0x2
 
@@ -52,6 +59,14 @@ class Instance:
     """In the place of a value that is not kept: a tensor, say, that the call computes."""
 
     kind: type
+
+
+@dataclass(frozen=True)
+class _FrameOf:
+    """In the place of a frame object: what can be read through it."""
+
+    globals: Any
+    back: Any
 
 
 @dataclass
@@ -80,13 +95,14 @@ class Names:
 class _Frame:
     """A function that runs."""
 
-    __slots__ = ("args", "builtins", "called", "cells", "flow", "globals", "memo", "new", "python", "results", "where")
+    __slots__ = ("args", "builtins", "called", "cells", "flow", "globals", "memo", "new", "plain", "python", "results", "where")
 
     def __init__(self, frame: FrameType, flow: Flow, args: dict[str, Any], cells: dict[str, Any]):
         self.flow, self.args, self.cells = flow, args, cells
         self.globals, self.builtins = frame.f_globals, frame.f_builtins
         self.results: dict[int, list[Any]] = {}
         self.called: dict[int, list[Any]] = {}
+        self.plain: dict[int, list[Any]] = {}
         self.python: set[int] = set()
         self.memo: dict[Source, list[Any]] = {}
         self.new = False
@@ -110,6 +126,7 @@ class Reads:
         slots: objects and names of attributes that lie in no dictionary, with words.
         modules: by id of an ``nn.Module``, names of its attributes that were looked up.
         effects: what forward was about to do to something outside.
+        exact: names whose values are compared by identity, by id of the namespace.
     """
 
     def __init__(self, originals: Mapping[int, Any], known: Iterable[tuple[Any, str]] = ()):
@@ -126,6 +143,7 @@ class Reads:
         self.modules: dict[int, tuple[nn.Module, set[str]]] = {}
         self.operators: set[str] = set()
         self.effects: list[tuple[str, str]] = []
+        self.exact: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.codes: dict[CodeType, Flow | None] = {}
         self.loose: set[str] = set()
         self._frames: dict[FrameType, _Frame] = {}
@@ -168,6 +186,12 @@ class Reads:
         except KeyError:
             flow = self.codes[code] = _flow(code, frame)
         if flow is None:
+            if event == "return":
+                back = frame.f_back
+                if back in self._frames and arg is not None and not code.co_filename.startswith(_OWN):
+                    self._returned(self._frames[back], back.f_lasti, arg)
+            elif event == "call" and (code.co_filename, code.co_name) in _ASKED_PYTHON and frame.f_back in self._frames:
+                self._ask_python(frame, code)
             return
         if event == "call":
             self._begin(frame, code, flow)
@@ -215,8 +239,31 @@ class Reads:
             self._look(made)
         back = frame.f_back
         outer = self._frames.get(back) if back is not None else None
-        if outer is not None and value is not None and type(value) not in PLAIN:
-            self._result(outer.results, back.f_lasti, value, outer)
+        if outer is not None and value is not None:
+            self._returned(outer, back.f_lasti, value)
+
+    def _returned(self, outer: _Frame, place: int, value: Any) -> None:
+        """A function in Python has returned."""
+        if isinstance(value, logging.Logger):
+            self._know(value, ("logger", value.name))
+        if type(value) in (str, bytes, int):
+            known = outer.plain.setdefault(place, [])
+            if value not in known and len(known) < 64:
+                known.append(value)
+                outer.new = True
+        elif type(value) not in PLAIN:
+            self._result(outer.results, place, value, outer)
+
+    def _ask_python(self, frame: FrameType, code: CodeType) -> None:
+        """A function of Python's own library that is asked again, whatever it reads."""
+        count = code.co_argcount
+        given = [frame.f_locals[name] for name in code.co_varnames[:count]]
+        function = frame.f_globals.get(code.co_name)
+        if function is None and given:
+            self._know(given[0], ("logger", getattr(given[0], "name", "")))
+            function, given = getattr(given[0], code.co_name, None), given[1:]
+        if callable(function) and all(type(each) in PLAIN for each in given):
+            self._ask_for(function, tuple(given), {}, f"{code.co_name}({', '.join(map(repr, given))})")
 
     def _result(self, results: dict[int, list[Any]], place: int, value: Any, outer: _Frame) -> None:
         kept, known = self._kept(value), results.setdefault(place, [])
@@ -236,6 +283,8 @@ class Reads:
             module = function.__module__ if isinstance(function.__module__, str) else ""
             if module == "builtins":
                 self._builtin(known, place, name, call)
+            elif (module, name) == ("sys", "_getframe"):
+                self._result(known.called, place, _frame_of(frame), known)
             elif (module, name) in ASKED:
                 self._ask(known, place, function, call, f"{module}.{name}()")
             known.called.setdefault(place, [])
@@ -249,7 +298,7 @@ class Reads:
         effect = effect_of(owner, name)
         if effect and known.flow is not None:
             self.effects.append((f"{self._said(owner)}.{name}()", _line(frame)))
-        if (kind.__name__, name) in ASKED:
+        if (kind.__name__, name) in ASKED or (issubclass(kind, type) and ("type", name) in ASKED):
             self._ask(known, place, function, call, f"{self._said(owner)}.{name}()")
         elif contents_of(owner) is not None:
             if kind is dict and name == "get" and call is not None and call.args:
@@ -288,16 +337,64 @@ class Reads:
                 for each in self._values(known, source):
                     if self._is_known(each) and effect_of(each, "__next__"):
                         self.effects.append((f"next({self._said(each)})", _where(known.where)))
+        elif name in ("isinstance", "issubclass") and call is not None and call.args and len(call.args) == 2:
+            kinds = [each for value in self._constants(known, call.args[1]) for each in _classes(value)]
+            for source in call.args[0]:
+                for value in self._values(known, source):
+                    one = value.kind if isinstance(value, Instance) else value if name == "issubclass" else type(value)
+                    if isinstance(one, type):
+                        self._relation(one, kinds)
         elif name == "id" and call is not None and call.args:
-            return
+            for source in call.args[0]:
+                self._identity(known, source)
+        elif name == "callable" and call is not None and call.args:
+            for source in call.args[0]:
+                for value in self._values(known, source):
+                    self._attribute(value, "__call__")
+        elif name == "len" and call is not None and call.args:
+            for source in call.args[0]:
+                for value in self._values(known, source):
+                    self._whole(value)
+
+    def _relation(self, one: type, kinds: Iterable[type]) -> None:
+        """It is asked whether a class is one of these."""
+        if one.__flags__ & _HEAP_TYPE:
+            self._class_name(one, "__class__")
+        for kind in kinds:
+            if type(kind) is not type and _raw(type(kind), "__subclasscheck__") is not _raw(type, "__subclasscheck__"):
+                if not issubclass(one, torch.Tensor) and not kind.__module__.startswith("torch"):
+                    self._ask_for(issubclass, (one, kind), {}, f"issubclass({one.__name__}, {kind.__name__})")
+
+    def _identity(self, frame: _Frame, source: Source) -> None:
+        """A value is compared by identity: where it lies, nothing that is merely equal may lie."""
+        if source[0] == "attr":
+            for owner in self._values(frame, source[1]):
+                held = None if isinstance(owner, Instance) else _dict_of(self._original(owner))
+                if held is not None and self._is_known(owner) and source[2] in held and type(held[source[2]]) not in PLAIN:
+                    self.exact[id(held), source[2]] = held, f"attribute '{source[2]}'"
+                elif isinstance(owner, nn.Module):
+                    for registry in ("_parameters", "_buffers", "_modules"):
+                        names = self._original(owner).__dict__.get(registry, {})
+                        if source[2] in names and self._is_known(owner):
+                            self.exact[id(names), source[2]] = names, f"attribute '{source[2]}'"
+        elif source[0] == "global" and source[1] in frame.globals and type(frame.globals[source[1]]) not in PLAIN:
+            self.exact[id(frame.globals), source[1]] = frame.globals, f"global '{source[1]}'"
 
     # Values
 
     def _look(self, frame: _Frame) -> None:
         """Follows what the function reads, as far as it is known."""
-        frame.new = False
+        for _ in range(4):
+            frame.new = False
+            self._look_once(frame)
+            if not frame.new:
+                break
+
+    def _look_once(self, frame: _Frame) -> None:
         frame.memo.clear()
         flow = frame.flow
+        for source in flow.identities:
+            self._identity(frame, source)
         for source in flow.reads:
             self._values(frame, source)
         for source in flow.wholes:
@@ -323,7 +420,10 @@ class Reads:
             self._ask_for(value, (), {}, f"{self._said(value)}()")
             if (found := value()) is not None:
                 self._know(found, self._words.get(id(value), ("", "")))
-                frame.results.setdefault(place, []).append(found)
+                self._result(frame.results, place, found, frame)
+        elif type(value) is types.MethodWrapperType:
+            self._know(value.__self__, self._words.get(id(value), ("", "")))
+            self._whole(value.__self__)
         elif type(value) is functools._lru_cache_wrapper:
             self._function(value.__wrapped__, self._words.get(id(value), ("", "")))
             args = [self._constants(frame, each) for each in call.args or ()]
@@ -369,6 +469,8 @@ class Reads:
                         except (KeyError, IndexError, TypeError):
                             continue
             return found
+        if kind == "result":
+            return [*frame.plain.get(source[1], ()), *frame.results.get(source[1], ())]
         return list(self._values(frame, source)) if kind != "unknown" else []
 
     def _values(self, frame: _Frame, source: Source) -> list[Any]:
@@ -414,8 +516,12 @@ class Reads:
                 self._whole(owner)
                 found += self._inside(owner, 1)
                 continue
-            for key in self._constants(frame, (source[2],)):
+            keys = self._constants(frame, (source[2],))
+            for key in keys:
                 found += self._item(owner, key)
+            if not keys:
+                self._whole(owner)
+                found += self._inside(owner, 1)
         return found
 
     def _global(self, frame: _Frame, name: str) -> list[Any]:
@@ -463,7 +569,12 @@ class Reads:
         elif isinstance(value, types.MethodType):
             self._know(value.__func__, words)
             self._know(value.__self__, words)
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            if not isinstance(value.__self__, ModuleType | type(None)):
+                self._know(value.__self__, words)
         elif isinstance(value, functools.partial):
+            for each in (value.func, *value.args, *value.keywords.values()):
+                self._know(each, words)
             self._whole(value)
 
     def _function(self, function: Any, words: tuple[str, str]) -> None:
@@ -484,6 +595,18 @@ class Reads:
 
     def _attribute(self, owner: Any, name: str) -> list[Any]:
         """The values of an attribute."""
+        if isinstance(owner, _FrameOf):
+            found = {"f_globals": owner.globals, "f_back": owner.back}.get(name)
+            if name == "f_globals":
+                self._know(found, ("global", found.get("__name__", "")))
+            return [] if found is None else [found]
+        if name == "__class__" and not isinstance(owner, Instance):
+            self._know(type(owner), ("class", type(owner).__name__))
+            if self._is_known(owner):
+                self.types.setdefault(id(owner), (self._original(owner), self._words.get(id(owner), ("", ""))[1]))
+            return [type(owner)]
+        if name == "__dict__" and not isinstance(owner, Instance | ModuleType):
+            self._all(owner)
         if isinstance(owner, Instance):
             if owner.kind.__flags__ & _HEAP_TYPE:
                 self._class_name(owner.kind, name)
@@ -505,9 +628,12 @@ class Reads:
         if raw is not ABSENT and hasattr(type(raw), "__set__"):  # a property, a slot: it comes before the dictionary
             if known and isinstance(raw, types.MemberDescriptorType):
                 return self._slot(owner, name, raw, told)
-            if known and isinstance(raw, types.GetSetDescriptorType) and not isinstance(owner, torch.Tensor):
-                self._slots_note(owner, name, told)
+            computed = isinstance(raw, property) or isinstance(_raw(type(raw), "__get__"), FunctionType)
+            if known and not computed and not isinstance(owner, torch.Tensor) and name not in ("__dict__", "__class__"):
+                return self._slot(owner, name, raw, told)
             return []
+        if known and isinstance(owner, _LOCAL):
+            return self._slot(owner, name, raw, told)
         if known:
             self.types.setdefault(id(owner), (self._original(owner), words[1]))
         if held is not None:
@@ -538,16 +664,12 @@ class Reads:
         return self._bound(owner, value)
 
     def _slot(self, owner: Any, name: str, raw: Any, told: str) -> list[Any]:
-        self._slots_note(owner, name, told)
-        try:
-            value = raw.__get__(owner)
-        except AttributeError:
+        self.slots.setdefault((id(owner), name), (self._original(owner), told))
+        value = slot_of(owner, name)
+        if value is ABSENT:
             return []
         self._know(value, ("attribute", told))
         return self._interesting(value)
-
-    def _slots_note(self, owner: Any, name: str, told: str) -> None:
-        self.slots.setdefault((id(owner), name), (self._original(owner), told))
 
     def _class_name(self, kind: type, name: str) -> Any:
         noted = self.classes.get(id(kind))
@@ -633,16 +755,25 @@ class Reads:
     def _ask(self, known: _Frame, place: int, function: Any, call: Any, words: str) -> None:
         """Notes a call of a function that tells hidden state, if its arguments are known."""
         args, kwargs = [], {}
-        if call is not None and call.args is not None:
+        if call is None or call.args is None:
+            return
+        if call.args or call.kwargs:
             given = [self._constants(known, each) for each in call.args]
             named = {name: self._constants(known, each) for name, each in call.kwargs}
             if all(len(each) == 1 for each in (*given, *named.values())):
                 args, kwargs = [each[0] for each in given], {name: each[0] for name, each in named.items()}
             else:
                 return
-        self._ask_for(function, tuple(args), kwargs, words)
+        key = self._ask_for(function, tuple(args), kwargs, words)
+        try:
+            found = function(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - as forward is about to meet it
+            return
+        if type(found) not in PLAIN and self.asked[key].function is function:
+            self._know(found, ("", words))
+            self._result(known.called, place, found, known)
 
-    def _ask_for(self, function: Any, args: tuple, kwargs: dict[str, Any], words: str) -> None:
+    def _ask_for(self, function: Any, args: tuple, kwargs: dict[str, Any], words: str) -> tuple:
         owner = getattr(function, "__self__", None)
         key = id(owner) if owner is not None else id(function), getattr(function, "__name__", ""), repr(args), repr(kwargs)
         if key not in self.asked:
@@ -668,6 +799,27 @@ def _flow(code: CodeType, frame: FrameType) -> Flow | None:
     if not code.co_flags & _OPTIMIZED and code.co_name == "<module>" and not code.co_filename.startswith("<"):
         return None
     return flow_of(code)
+
+
+def slot_of(value: Any, name: str) -> Any:
+    """The value of an attribute that lies in no dictionary; ``ABSENT``: there is none."""
+    try:
+        if isinstance(value, _LOCAL):
+            return _LOCAL.__getattribute__(value, name)
+        raw = _raw(type(value), name)
+        return ABSENT if raw is ABSENT else raw.__get__(value)
+    except AttributeError:
+        return ABSENT
+
+
+def _classes(value: Any) -> list[type]:
+    if isinstance(value, tuple):
+        return [each for part in value for each in _classes(part)]
+    return [value] if isinstance(value, type) else []
+
+
+def _frame_of(frame: FrameType | None, deep: int = 4) -> _FrameOf | None:
+    return None if frame is None or not deep else _FrameOf(frame.f_globals, _frame_of(frame.f_back, deep - 1))
 
 
 def _raw(kind: type, name: str) -> Any:
