@@ -66,8 +66,15 @@ class Twin:
     @property
     def originals(self) -> dict[int, Any]:
         """By the id of each copy, what it is a copy of."""
-        kept = self._copier.kept
-        return {id(made): kept[key] for key, made in self._copier.copies.items() if key in kept and made is not kept[key]}
+        kept, found = self._copier.kept, {}
+        for key, made in self._copier.copies.items():
+            if (original := kept.get(key, made)) is made:
+                continue
+            found[id(made)] = original
+            if _is(made, nn.Module):  # its registries
+                pairs = ((own, original.__dict__.get(name)) for name, own in made.__dict__.items())
+                found.update((id(own), each) for own, each in pairs if own is not each and _is(own, _CONTAINERS))
+        return found
 
     def original(self, value: Any) -> Any:
         """A value that the twin holds, with the originals of all that was copied in it."""

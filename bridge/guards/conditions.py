@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.kinds import answer_of, contents_of
 from bridge.guards.recording import ABSENT, Asked, Reads, slot_of
 from bridge.state import dict_behind, dict_versions, same
 
 __all__ = ["ReadGuard"]
 
+_REGISTRIES = ("_parameters", "_buffers", "_modules", *MODULE_HOOKS)
 _CODE, _DEFAULTS, _KEYWORDS, _BASES = map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__", "__mro__"))
 
 
@@ -73,6 +75,7 @@ class ReadGuard:
 
     def __init__(self, reads: Reads, registered: Collection[nn.Module] = ()):
         tree = {id(each) for each in registered} | {id(each.__dict__) for each in registered}
+        tree |= {id(each.__dict__.get(name)) for each in registered for name in _REGISTRIES} - {id(None)}
         looks: list[tuple[list[dict], _Look | _ClassLook]] = []
         unversioned: list[_Look | _ClassLook] = []
         for noted in reads.names.values():

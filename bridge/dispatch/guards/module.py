@@ -206,8 +206,6 @@ class ModuleGuard:
         """The tensors of a tree for which all conditions hold, ``but`` one that is not asked."""
         self._raise(self._conditions.types.failure(tree))
         self._code.match()
-        if self._read_guard is not None:
-            self._read_guard.match()
         for condition in self._conditions.before_tensors:
             if condition is not but:
                 self._raise(condition.failure(tree))
@@ -215,6 +213,8 @@ class ModuleGuard:
         self._raise(self._tensors.failure(tensors))
         for condition in self._conditions.after_tensors:
             self._raise(condition.failure(tree))
+        if self._read_guard is not None:
+            self._read_guard.match()
         return tensors
 
     def tensors(self, root: nn.Module) -> list[torch.Tensor]:
