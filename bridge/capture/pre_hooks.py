@@ -1,8 +1,8 @@
 """Pre-hooks of a dispatched module: a sample → what forward is called with, in the state that the hooks leave.
 
 A module's own hooks run around the compiled call, so an attribute that one of them sets (a normalized weight, a mask)
-is there when forward begins, and forward gets the argument that one of them returns. Adding a sample runs them once, and
-undoes that when it ends.
+is there when forward begins, and forward gets the argument that one of them returns. Adding a sample runs them once,
+and undoes that when it ends.
 """
 
 from __future__ import annotations
