@@ -87,7 +87,7 @@ def join_pads(body: Body, since: int = 0) -> None:
             found = _between_zeros(binding.value, body)
         elif binding.op == "relax.add" and pieces:
             left, right = (body.binding(arg) for arg in binding.value.args)
-            if left in pieces and right in pieces:
+            if left in pieces and right in pieces and _alike(left.var, right.var):
                 body.counts.visits += 1
                 found = pieces[left].joined(pieces[right], own(left), own(right))
         if found is not None:
@@ -105,6 +105,11 @@ def join_pads(body: Body, since: int = 0) -> None:
         scope.bindings.append(binding)
     body.finish(scope.bindings, {})
     body.prune()
+
+
+def _alike(a: Var, b: Var) -> bool:
+    """Whether neither is broadcast where the two are added."""
+    return len(shape(a)) == len(shape(b)) and all(map(same, shape(a), shape(b)))
 
 
 def _padding(call: Call) -> _Pieces | None:

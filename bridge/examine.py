@@ -14,7 +14,7 @@ from torch import nn
 from bridge.base.default_device import default_device_of_forward
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
-from bridge.capture import capture, dynamic_dims, normalize_sample
+from bridge.capture import after_pre_hooks, capture, dynamic_dims, normalize_sample
 from bridge.lowering import lower_captured
 from bridge.state import PythonState
 from bridge.ways import Way, compare_ways, quickest
@@ -103,22 +103,23 @@ def examine(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
-    dims = dynamic_dims(module, args, kwargs, dynamic_shapes)
-    name = type(module).__name__
-    before = PythonState(module)
-    operations: Counter[str] = Counter()
-    try:
-        captured = capture(module, args, kwargs, dims)
-        operations.update(
-            str(node.target)
-            for node in captured.graph.nodes
-            if node.op == "call_function" and node.target is not operator.getitem
-        )
-        lower_captured(captured, grad=torch.is_grad_enabled())
-    except UnsupportedModule as error:
-        refused = error.ops
-    else:
-        return Coverage(name, operations, ())
-    finally:
-        before.restore()
-    return Coverage(name, operations, refused, compare_ways(module, args, kwargs) if compare else ())
+    with after_pre_hooks(module, args, kwargs) as (args, kwargs):
+        dims = dynamic_dims(module, args, kwargs, dynamic_shapes)
+        name = type(module).__name__
+        before = PythonState(module)
+        operations: Counter[str] = Counter()
+        try:
+            captured = capture(module, args, kwargs, dims)
+            operations.update(
+                str(node.target)
+                for node in captured.graph.nodes
+                if node.op == "call_function" and node.target is not operator.getitem
+            )
+            lower_captured(captured, grad=torch.is_grad_enabled())
+        except UnsupportedModule as error:
+            refused = error.ops
+        else:
+            return Coverage(name, operations, ())
+        finally:
+            before.restore()
+        return Coverage(name, operations, refused, compare_ways(module, args, kwargs) if compare else ())

@@ -32,7 +32,7 @@ from bridge.base.default_device import default_device_of_forward
 from bridge.base.devices import working_for
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.modes import ambient_autocast
-from bridge.capture import capture, dynamic_dims, normalize_sample
+from bridge.capture import after_pre_hooks, capture, dynamic_dims, normalize_sample
 from bridge.lowering import DEFAULT_PARTITION, LoweredCall, Sample, lower_captured
 from bridge.state import PythonState
 from partition import Strategy
@@ -113,17 +113,18 @@ def lower(
         ['captured', 'imported', 'masked']
     """
     args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
-    before = PythonState(module)
-    started = time.perf_counter()
-    try:
-        captured = capture(module, args, kwargs, dynamic_dims(module, args, kwargs, dynamic_shapes))
-        seconds = time.perf_counter() - started
-        grad = torch.is_grad_enabled()
-        call = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
-        training = {path: child.training for path, child in module.named_modules()}
-        with working_for(captured.device):
-            autocast = ambient_autocast()
-        sample = Sample(module, args, kwargs, partition, training, autocast, relower=lower)
-        return Lowered.of(call, sample, time.perf_counter() - started)
-    finally:
-        before.restore()
+    with after_pre_hooks(module, args, kwargs) as (args, kwargs):
+        before = PythonState(module)
+        started = time.perf_counter()
+        try:
+            captured = capture(module, args, kwargs, dynamic_dims(module, args, kwargs, dynamic_shapes))
+            seconds = time.perf_counter() - started
+            grad = torch.is_grad_enabled()
+            call = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
+            training = {path: child.training for path, child in module.named_modules()}
+            with working_for(captured.device):
+                autocast = ambient_autocast()
+            sample = Sample(module, args, kwargs, partition, training, autocast, relower=lower)
+            return Lowered.of(call, sample, time.perf_counter() - started)
+        finally:
+            before.restore()

@@ -5,11 +5,11 @@ Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel
+from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel, no_torch_function
 
 __all__ = [
     "BelowFunctionalMode",
@@ -24,6 +24,7 @@ __all__ = [
     "is_only_mapped",
     "is_written",
     "no_python_kernels",
+    "unrecorded",
 ]
 
 _Proxy: type = find("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode")
@@ -34,6 +35,16 @@ no_python_kernels: Callable[[], AbstractContextManager] = find("torch._dispatch.
 """While active, this thread's operators take no Python kernels."""
 has_wrapper: Callable[[Any], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor")
 """Whether a tensor is one of a ``torch.func`` transform's."""
+
+
+_without_keys, _KeySet = find("torch._C._ExcludeDispatchKeyGuard"), find("torch._C.DispatchKeySet")
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """While active, neither modes at the pre-dispatch key nor torch-function modes see what this thread calls."""
+    with no_torch_function(), _without_keys(_KeySet(_PRE_DISPATCH)):
+        yield
 
 
 class PreDispatchMode(_Proxy):

@@ -18,6 +18,7 @@ from bridge.capture.passes.packed_layers import PACKED_LAYERS, packed_layers
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
+from bridge.capture.pre_hooks import after_pre_hooks
 from bridge.capture.preconditions import check_call, device_of_call, uninitialized
 from bridge.capture.readings import Reading, same_numbers
 from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
@@ -65,6 +66,7 @@ __all__ = [
     "RecordedCall",
     "StepMasks",
     "TensorForm",
+    "after_pre_hooks",
     "attends_by_products",
     "capture",
     "check_call",

@@ -9,6 +9,7 @@ import torch
 from bridge.base.devices import HOST, current_device
 from bridge.base.generators import default_generator
 from bridge.base.torch_internals import FakeTensor, TorchDispatchMode, aten, current_graph_task_id, schema, storage_id
+from bridge.base.torch_recording import unrecorded
 from bridge.capture.checkpoints import DRAWS_ANEW, draws_anew
 from bridge.capture.isolated_rng import with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
@@ -71,7 +72,8 @@ class DrawRecorder(TorchDispatchMode):
         if func is aten._to_copy.default:
             self._on_cast(args[0])
         before = None if func.namespace in _TORCHS or not self._real else self._states()
-        result = func(*args, **(kwargs or {}))
+        with unrecorded():
+            result = func(*args, **(kwargs or {}))
         if before is not None and not all(map(torch.equal, before, self._states())):
             self.complain(str(func), UNTOLD)
         if current_graph_task_id() != -1:

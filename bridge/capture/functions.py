@@ -97,7 +97,6 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         raise_deferred()
         kwargs = kwargs or {}
-        self.recorder.serial += 1
         if isinstance(func, HigherOrderOperator):
             reason = "a higher-order operator, whose function torch traces by itself"
             hint = "write loops in Python: their equal steps are compiled as one"

@@ -26,7 +26,6 @@ from bridge.base.torch_internals import (
     MODULE_CALL,
     FakeTensor,
     aten,
-    current_graph_task_id,
     innermost_transform,
     no_torch_function,
     schema,
@@ -83,7 +82,6 @@ class Recorder(PreDispatchMode):
     Attributes:
         record: what was recorded so far.
         judge: is told, inside of ``vmap``, of each operator on plain tensors: these, what it wrote and what it gave.
-        serial: counts the calls of torch's functions, as a mode that sees them tells it.
         asked: what the function that is called reads, of :data:`bridge.capture.readings.numbers_of`, where that is not
             what the operator reads that it calls.
         paused: whether operators that are called are none of forward's.
@@ -105,7 +103,6 @@ class Recorder(PreDispatchMode):
         self._symbols, self._drops = symbols, drops
         self._known: dict[int, tuple[weakref.ref, int]] = {}
         self._made: dict[tuple, tuple[StorageWeakRef, int]] = {}
-        self.serial, self._last_serial = 0, -1
         self.asked: str | None = None
         self.paused = False
         self.judge: Callable[[Any, list, list, list], None] | None = None
@@ -200,8 +197,6 @@ class Recorder(PreDispatchMode):
             return self._literal(func, args, kwargs)
         if self._expected:
             args, kwargs = mapped((args, kwargs), torch.Tensor, self._as_fake)
-        if func is aten.detach.default and current_graph_task_id() != -1 and self.number_of(args[0]) is None:
-            return func(*args)  # autograd takes a result that it has saved: known by its place
         operands = mapped((args, kwargs), torch.Tensor, self.value_of)
         symbols = self._symbols
         if symbols is not None and symbols.is_whole_slice(func, operands, args, self.record, self._answer()):
@@ -214,10 +209,6 @@ class Recorder(PreDispatchMode):
                 result = func(*args, **kwargs)
         else:
             result = self._told(func, args, kwargs, operands, place[0])
-        if func is aten.detach.default and self.serial == self._last_serial and self._is_last(operands[0][0]):
-            self._note(result, operands[0][0].number)  # what Python gets of a factory's result is a shallow copy
-            return result
-        self._last_serial = self.serial
         results = self._results(result)
         draws = before, len(self._draws)
         if draws[0] != draws[1] and (inside := backward_running()) is not None:
@@ -359,10 +350,6 @@ class Recorder(PreDispatchMode):
             return Value(found[1])
 
         return mapped(result, torch.Tensor, value)
-
-    def _is_last(self, value: Value) -> bool:
-        """Whether the last row made a value."""
-        return bool(self.record.rows) and self.record.rows[-1].results == value
 
     def _place_of_call(self) -> tuple[tuple[str, int] | None, str]:
         """The user's line, and the path of the innermost module that runs."""

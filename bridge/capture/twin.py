@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from bridge.base.torch_internals import COMPILED_CALL
+from bridge.state import kept, kind_of_container
 
 __all__ = ["Twin"]
 
@@ -157,18 +158,18 @@ class _Copier:
         if _is(value, nn.Module):
             return self._object(value)
         if _is(value, dict):
-            made = self._note(value, copy.copy(value) if type(value) is not OrderedDict else OrderedDict(value))
-            for key, each in list(value.items()):
+            made = self._note(value, _shallow(value))
+            for key, each in [*dict.items(value)]:
                 dict.__setitem__(made, key, self.copy(each))
             return self._with_attributes(value, made)
         if _is(value, list):
-            made = self._note(value, copy.copy(value))
-            list.__setitem__(made, slice(None), [self.copy(each) for each in value])
+            made = self._note(value, _shallow(value))
+            list.__setitem__(made, slice(None), [self.copy(each) for each in kept(value)])
             return self._with_attributes(value, made)
         if _is(value, tuple):
-            return self._note(value, tuple.__new__(type(value), [self.copy(each) for each in value]))
+            return self._note(value, tuple.__new__(type(value), [self.copy(each) for each in kept(value)]))
         if _is(value, (set, frozenset)):
-            return self._note(value, type(value)(self.copy(each) for each in value))
+            return self._note(value, type(value)(self.copy(each) for each in kept(value)))
         if _is(value, deque):
             return self._note(value, deque((self.copy(each) for each in value), value.maxlen))
         if _is(value, types.MethodType):
@@ -204,7 +205,7 @@ class _Copier:
     def _attribute(self, value: Any) -> Any:
         """Of a module: its registries are its own, whatever they hold."""
         made = self.copy(value)
-        return copy.copy(made) if made is value and _is(value, (dict, set)) else made
+        return _shallow(made) if made is value and _is(value, (dict, set)) else made
 
     def _with_attributes(self, value: Any, made: Any) -> Any:
         own = _own(value)
@@ -248,11 +249,8 @@ def _own(value: Any) -> dict[str, Any] | None:
 
 def _parts(value: Any) -> Iterable[Any]:
     """What an object holds, as far as a copy of it would hold others."""
-    if _is(value, dict):
-        yield from value.values()
-        yield from _attributes(value)
-    elif _is(value, _CONTAINERS):
-        yield from value
+    if _is(value, _CONTAINERS):
+        yield from kept(value)
         yield from _attributes(value)
     elif _is(value, types.MethodType):
         yield value.__func__
@@ -278,6 +276,23 @@ def _parts(value: Any) -> Iterable[Any]:
     elif not type(value).__module__.startswith(_SHARED_MODULES):
         yield from _attributes(value)
         yield from (each for _, each in _slots(value))
+
+
+def _shallow(value: Any) -> Any:
+    """A shallow copy of a dict, a list or a set; of what is stored, where a class of its own is in the way."""
+    if type(value) is OrderedDict:
+        return OrderedDict(value)
+    try:
+        return copy.copy(value)
+    except Exception:  # noqa: BLE001 - whatever the user's class raises
+        kind = kind_of_container(value)
+        made = kind.__new__(type(value))
+        if not issubclass(kind, dict):
+            getattr(kind, "extend" if kind is list else "update")(made, kept(value))
+            return made
+        for key, each in [*kind.items(value)]:
+            kind.__setitem__(made, key, each)
+        return made
 
 
 def _attributes(value: Any) -> Iterable[Any]:

@@ -185,9 +185,18 @@ def real_run_of(
     buffers = {id(each) for spec, each in zip(tensors, real_tensors, strict=True) if spec.kind == "buffer"}
     copied = _copies()
     copies = {id(each): copied(each) for each in real_tensors if id(each) in buffers}
-    prepared = PreparedTwin(module, lambda tensor: copies.get(id(tensor), tensor), state_of)
+    computed: dict[int, torch.Tensor] = {}
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        """What the twin has: a tensor that was computed with a gradient is an input, a leaf over the same memory."""
+        if id(tensor) not in copies and not tensor.is_leaf:
+            leaf = copies[id(tensor)] = tensor.detach().requires_grad_()
+            computed[id(leaf)] = tensor
+        return copies.get(id(tensor), tensor)
+
+    prepared = PreparedTwin(module, own, state_of)
     twin = prepared.module
-    owned = [copies.get(id(each), each) for each in real_tensors]
+    owned = list(map(own, real_tensors))
     own_args, own_kwargs = own_leaves(args, kwargs, real_tensors)
     leaves, in_spec = pytree.tree_flatten((own_args, own_kwargs))
     arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -202,7 +211,8 @@ def real_run_of(
     functions = OwnFunctions(type(module).__name__)
     geometry, versions = [geometry_of(each) for each in inputs], [version_of(each) for each in inputs]
     given = zip(_tensors((args, kwargs)), arguments, strict=True)
-    inner = [own for each, own in given if each.requires_grad and not each.is_leaf]
+    inner = [leaf for each, leaf in given if each.requires_grad and not each.is_leaf]
+    inner += map(own, computed.values())
     protected = _Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()], inner)
     with ExitStack() as stack:
         stack.callback(protected.restore)
@@ -258,7 +268,8 @@ def real_run_of(
     tensors += [_spec("attribute", paths[place - behind], inputs[place]) for place in used]
     for number in free:
         tensor, row = recorder.record.free[number]
-        tensors.append(_spec("free", _reader(recorder.record, row), tensor, weakref.ref(tensor)))
+        held = weakref.ref(computed.get(id(tensor), tensor))
+        tensors.append(_spec("free", _reader(recorder.record, row), tensor, held))
     described = [*owned, *(inputs[n] for n in used), *(recorder.record.free[n][0] for n in free), *arguments]
     _in_order(observation, {place: index for index, place in enumerate(order)})
     describe_outputs(result_leaves, described, observation, rules, applied)
@@ -267,7 +278,7 @@ def real_run_of(
     observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])
     given = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     made = recorder.record, twin, tensors, order, real_tensors, list(attributes), inputs, results
-    pairs = [(copies[id(each)], each) for each in real_tensors if id(each) in copies]
+    pairs = [(copies[id(each)], each) for each in real_tensors if id(each) in buffers]
     return RealRun(
         *made, observation, functions, given, in_spec, final, prepared, prepared.before, recorder.number_of, pairs
     )

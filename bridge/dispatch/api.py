@@ -18,7 +18,7 @@ from torch import nn
 from bridge.base.errors import UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.torch_internals import COMPILED_CALL
-from bridge.capture import dynamic_dims, normalize_sample
+from bridge.capture import after_pre_hooks, dynamic_dims, normalize_sample
 from bridge.compile import MODES, backend_for
 from bridge.dispatch.options import DispatchOptions, dispatcher_of, install, uninstall
 from bridge.dispatch.part_stats import PartStats
@@ -147,7 +147,6 @@ def add_tvm_dispatch(
         raise TypeError("whole=False: wanted a sample_input and no dynamic_shapes (on_miss='compile' finds them)")
     if learns and dynamic_shapes is not None:
         raise TypeError("dynamic_shapes: wanted a sample_input that they are shapes of")
-    dims = dynamic_dims(module, args, kwargs, dynamic_shapes)
     if module.__dict__.get(COMPILED_CALL) is not None and dispatcher_of(module) is None:
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
     backend = None if target is None else backend_for(target)
@@ -156,7 +155,10 @@ def add_tvm_dispatch(
     if learns:
         options.give(dispatcher)
         dispatcher.learns = True
-    else:
+        install(module, dispatcher)
+        return module
+    with after_pre_hooks(module, args, kwargs) as (args, kwargs):
+        dims = dynamic_dims(module, args, kwargs, dynamic_shapes)
         try:
             with options.on(dispatcher), torch.no_grad() if freeze else nullcontext():
                 dispatcher.add(module, args, kwargs, dims)

@@ -104,7 +104,8 @@ def _save(
     names = (
         [primals[index] for index in saved] + [values[index] for index in outputs] + [*values[lowered.num_results :]]
     )
-    owned = len(lowered.captured.module_tensors) if guard is not None else 0  # of a guard, parameters are leaves
+    owned = lowered.captured.module_tensors if guard is not None else ()  # of a guard, parameters are leaves
+    leaves = {index for index, each in enumerate(owned) if each.kind == "parameter"}
     return steps.Save(
         saved,
         tuple(place for place, index in enumerate(saved) if index in changed),
@@ -114,5 +115,5 @@ def _save(
         tuple(beside),
         tuple(primals[index] for index in beside),
         tuple(place for place, index in enumerate(beside) if index in changed),
-        tuple(place for place, index in enumerate(beside) if index in lowered.wanted and index >= owned),
+        tuple(place for place, index in enumerate(beside) if index in lowered.wanted and index not in leaves),
     )

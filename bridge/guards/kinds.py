@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ASKED", "CONTAINERS", "PLAIN", "answer_of", "contents_of", "effect_of"]
+__all__ = ["ASKED", "CONTAINERS", "PLAIN", "answer_of", "contents_of", "effect_of", "put_back"]
 
 PLAIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
@@ -48,6 +48,17 @@ def _array(value: Any) -> Any:
     return [str(value.dtype), value.shape, numbers]
 
 
+def _state_of(generator: Any) -> Any:
+    """The state of a generator of NumPy's, in plain numbers."""
+    return _plain(generator.state)
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _plain(each) for name, each in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
 def _partial(value: functools.partial) -> list[Any]:
     return [value.func, *value.args, *value.keywords.items()]
 
@@ -65,6 +76,8 @@ def _by_class(kind: type) -> Callable[[Any], Any] | None:
         ("mmap", "mmap"): lambda value: value[:],
         ("_io", "StringIO"): lambda value: [value.getvalue(), value.tell()],
         ("_io", "BytesIO"): lambda value: [value.getvalue(), value.tell()],
+        ("numpy.random._generator", "Generator"): lambda value: _state_of(value.bit_generator),
+        ("numpy.random.mtrand", "RandomState"): lambda value: _state_of(value._bit_generator),
         ("_random", "Random"): lambda value: value.getstate(),
         ("random", "Random"): lambda value: value.getstate(),
         ("decimal", "Context"): repr,
@@ -97,6 +110,32 @@ def contents_of(value: Any) -> Callable[[Any], Any] | None:
     return None
 
 
+def put_back(value: Any, contents: Any) -> None:
+    """Makes an object hold what :func:`contents_of` gave; never empties it first: another thread may be looking."""
+    if isinstance(value, dict):
+        then = dict(contents)
+        for key in dict.keys(value) - then.keys():
+            dict.pop(value, key, None)
+        dict.update(value, then)
+    elif isinstance(value, list):
+        list.__setitem__(value, slice(None), contents)
+    elif isinstance(value, set):
+        set.intersection_update(value, contents)
+        set.update(value, contents)
+    elif isinstance(value, deque):
+        value.clear()
+        value.extend(contents)
+    elif isinstance(value, bytearray):
+        value[:] = contents
+    elif hasattr(value, "setstate"):
+        value.setstate(contents)
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = contents
+    elif type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+        _, _, numbers = contents
+        value[...] = numbers if value.dtype.hasobject else type(value)(value.shape, value.dtype, bytearray(numbers))
+
+
 def _as_stored(kind: type, held: Any) -> Any:
     return set(kind.__iter__(held)) if kind in (set, frozenset) else list(kind.__iter__(held))
 
@@ -122,10 +161,10 @@ ASKED: frozenset[tuple[str, str]] = frozenset(
 """Functions in C that tell hidden state, by module or type, and name: cheap and free of effects."""
 
 
-def answer_of(asked: Any) -> Any:
+def answer_of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a function that tells hidden state says now, in a form that can be compared."""
     try:
-        found = asked.function(*asked.args, **asked.kwargs)
+        found = function(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - as forward would meet it
         return type(error).__name__, str(error)
     kind = type(found)

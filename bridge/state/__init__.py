@@ -10,7 +10,7 @@ from bridge.state.names import functions_of, with_helpers
 from bridge.state.reachable import Contents, Reached
 from bridge.state.snapshot import PythonState
 from bridge.state.tensors import ModuleTensor, module_tensors, once_per_owner, tensor_problem
-from bridge.state.values import constant_key, same
+from bridge.state.values import constant_key, kept, kind_of_container, same
 from bridge.state.write_counts import dict_behind, dict_versions, same_versions
 
 __all__ = [
@@ -29,6 +29,8 @@ __all__ = [
     "functions_of",
     "generators_put_back",
     "hooks_of",
+    "kept",
+    "kind_of_container",
     "module_tensors",
     "moved_generators",
     "once_per_owner",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,7 +24,7 @@ from torch import nn
 from bridge.base.torch_internals import OPERATOR_MODULES
 from bridge.state.attribute_reads import AttributeReads
 from bridge.state.module import own_attributes
-from bridge.state.values import PLAIN, same
+from bridge.state.values import PLAIN, kept, kind_of_container, same
 
 __all__ = ["Contents", "Fields", "Reached", "is_installed"]
 
@@ -50,7 +50,7 @@ class Contents:
         self.place = place
         self._view = view
         self._read: Callable[[], Any] = _iteration(view)
-        self._keys = list(view) if isinstance(view, dict) else None
+        self._keys = [*dict.keys(view)] if isinstance(view, dict) else None
         self._values = list(self._read())
 
     @property
@@ -70,24 +70,26 @@ class Contents:
 
     def unchanged(self) -> bool:
         """Whether the object still holds the same objects, or plain values that are equal."""
-        view = self._view
-        if len(view) != len(self._values) or (self._keys is not None and list(view) != self._keys):
+        view, now = self._view, [*self._read()]
+        if len(now) != len(self._values) or (self._keys is not None and [*dict.keys(view)] != self._keys):
             return False
         if isinstance(view, set):
-            return view == set(self._values)
-        return all(map(is_, self._read(), self._values)) or all(map(same, self._read(), self._values))
+            return set.__eq__(view, set(self._values))
+        return all(map(is_, now, self._values)) or all(map(same, now, self._values))
 
     def restore(self) -> None:
         """Puts back what was there; never empties it first, since another thread may be looking."""
         view, values = self._view, self._values
         if self.unchanged():
             return
+        kind = kind_of_container(view)
         if isinstance(view, dict):
-            for key in view.keys() - set(self._keys):
-                del view[key]
-            view.update(zip(self._keys, values, strict=True))
+            for key in {*dict.keys(view)} - {*self._keys}:
+                kind.__delitem__(view, key)
+            for key, value in zip(self._keys, values, strict=True):
+                kind.__setitem__(view, key, value)
         elif isinstance(view, list):
-            view[:] = values
+            list.__setitem__(view, slice(None), values)
         elif isinstance(view, set):
             view &= set(values)
             view |= set(values)
@@ -128,10 +130,10 @@ def _contents(place: Any, view: Any) -> Contents:
 
 def _iteration(view: Any) -> Callable[[], Any]:
     """What goes through the values of a container as it is stored, whatever a subclass makes of it."""
-    if isinstance(view, dict):
-        return partial((OrderedDict if isinstance(view, OrderedDict) else dict).values, view)
-    kind = next((kind for kind in (list, set, deque) if isinstance(view, kind)), None)
-    return partial(kind.__iter__, view) if kind else view.__iter__
+    kind = kind_of_container(view)
+    if kind is None:
+        return view.__iter__
+    return partial(kind.values if issubclass(kind, dict) else kind.__iter__, view)
 
 
 class Fields:
@@ -218,10 +220,10 @@ class Reached:
             return [Fields(_array, value, partial(_write_array, value))], []
         views, parts = [], []
         if isinstance(value, tuple | list | set | deque):
-            parts = list(value)
+            parts = kept(value)
             views = [] if isinstance(value, tuple) else [value]
         elif isinstance(value, dict):
-            parts, views = list(_iteration(value)()), [value]
+            parts, views = kept(value), [value]
         elif not objects or isinstance(value, _NOT_CONFIGURATION):
             return [], []
         fields = getattr(value, "__dict__", None)

@@ -18,6 +18,7 @@ from bridge.state.attribute_reads import AttributeReads
 from bridge.state.code import CodeGuard
 from bridge.state.module import Snapshot, hooks_of, own_attributes
 from bridge.state.reachable import Contents, Reached
+from bridge.state.values import kept
 
 __all__ = ["PythonState"]
 
@@ -70,7 +71,7 @@ class PythonState(Snapshot):
 def _in_tuples(value: Any) -> Iterator[Any]:
     """A value, or what a tuple holds, however deep."""
     if isinstance(value, tuple):
-        for each in value:
+        for each in kept(value):
             yield from _in_tuples(each)
     else:
         yield value

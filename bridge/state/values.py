@@ -10,13 +10,25 @@ from typing import Any
 
 import torch
 
-__all__ = ["CONTAINERS", "PLAIN", "constant_key", "same", "same_inside", "snapshot"]
+__all__ = ["CONTAINERS", "PLAIN", "constant_key", "kept", "kind_of_container", "same", "same_inside", "snapshot"]
 
 _CONSTANTS = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 PLAIN = (*_CONSTANTS, float, complex, bytes, tuple, frozenset)
 """Types of immutable values, which are compared by value."""
 CONTAINERS = (list, dict, OrderedDict, set)
 """Types of containers whose contents a snapshot has; a module's registries of hooks are ordered ones."""
+
+
+def kind_of_container(value: Any) -> type | None:
+    """The container of Python's that a value is, whose methods see what is stored; a class of its own may refuse."""
+    kinds = (OrderedDict, dict, list, tuple, set, frozenset, deque)
+    return next((kind for kind in kinds if issubclass(type(value), kind)), None)
+
+
+def kept(container: Any) -> list[Any]:
+    """What a container stores, whatever ``len()``, ``iter()`` or ``values()`` of a class of its own say."""
+    kind = kind_of_container(container)
+    return [*kind.values(container)] if issubclass(kind, dict) else [*kind.__iter__(container)]
 
 
 def same(now: Any, then: Any) -> bool:
@@ -29,6 +41,7 @@ def same(now: Any, then: Any) -> bool:
     if type(now) is not type(then):
         return False
     if type(now) is list or isinstance(now, tuple):
+        now, then = kept(now), kept(then)
         return len(now) == len(then) and all(map(same, now, then))
     if not isinstance(now, PLAIN):
         return False
@@ -43,12 +56,13 @@ def same_inside(now: Any, then: Any) -> bool:
         return True
     if type(now) is not type(then):
         return False
-    if isinstance(now, list | tuple | deque):
+    if isinstance(now, list | tuple | deque | dict):
+        if isinstance(now, dict) and [*dict.keys(now)] != [*dict.keys(then)]:
+            return False
+        now, then = kept(now), kept(then)
         return len(now) == len(then) and all(map(same_inside, now, then))
-    if isinstance(now, dict):
-        return list(now) == list(then) and all(same_inside(now[name], then[name]) for name in now)
     if isinstance(now, set):
-        return now == then
+        return set.__eq__(now, then)
     return same(now, then)
 
 

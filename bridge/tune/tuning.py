@@ -18,7 +18,7 @@ from torch import nn
 from bridge.artifact import current_store, key_of
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
-from bridge.capture import normalize_sample
+from bridge.capture import after_pre_hooks, normalize_sample
 from bridge.compile import Backend, Choices, backend_for
 from bridge.dispatch import Entry, Tuned, backend_of_call, keep_tuned, require_capturable, tuned_of, tuning_key
 from bridge.lowering import DEFAULT_PARTITION
@@ -132,7 +132,7 @@ def tune(
     args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
     resolve_strategy(partition)
     wanted = None if target is None else backend_for(target)
-    with torch.no_grad() if freeze else nullcontext():
+    with after_pre_hooks(module, args, kwargs) as (args, kwargs), torch.no_grad() if freeze else nullcontext():
         backend = backend_of_call(wanted, module, args, kwargs)
         return tune_call(module, args, kwargs, partition=partition, backend=backend, freeze=freeze, means=means)
 

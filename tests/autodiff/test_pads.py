@@ -76,3 +76,12 @@ def test_the_gradient_of_a_chunked_tensor_is_one_concatenation():
     product.backward(grad)
     _, gradient = evaluate(joint, x, grad)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_broadcast_in_the_sum_stays_a_sum():
+    for first, second, axis in (((1, 2), (3, 2), 1), ((2, 1), (2, 3), 0), ((2, 2), (2, 2), 1)):
+        a, b = torch.randn(first), torch.randn(second)
+        func = function(lambda s, x, y, k=axis: op.add(_pad(s, x, k, 0, 2), _pad(s, y, k, 2, 0)), a, b)
+        assert (join_pads(func) is func) == (first != second)
+        (wanted,), (got,) = evaluate(func, a, b), evaluate(join_pads(func), a, b)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)

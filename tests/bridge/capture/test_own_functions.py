@@ -206,9 +206,9 @@ def test_a_backward_that_is_replaced_is_guarded(monkeypatch):
     assert stats(module).hits == 1
 
 
-def test_sizes_that_vary():
-    module = Block(USES["saved tensors"]).double()
-    reference = Block(USES["saved tensors"]).double()
+@pytest.mark.parametrize("use", sampled(USES, lambda use: use in ("saved tensors", "several outputs")))
+def test_sizes_that_vary(use):
+    module, reference = (Block(USES[use]).double() for _ in range(2))
     reference.load_state_dict(module.state_dict())
     add_tvm_dispatch(module, rows(), dynamic_shapes={"x": {0: torch.export.Dim.DYNAMIC}})
     for size in (3, 2, 7):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from bridge import add_tvm_dispatch, stats
 from bridge.state.reachable import Reached
 
 
@@ -111,3 +112,38 @@ def test_a_registered_module_is_left_to_its_own_guard():
     found = Reached(registered=frozenset([layer]))
     found.add("value", layer)
     assert not found.contents
+
+
+def _raises(*args, **kwargs):
+    raise NotImplementedError
+
+
+def _refusing(kind):
+    methods = ("__len__", "keys", "values", "items", "count", "index", "__contains__", "__iter__", "__copy__")
+    names = [name for name in methods if hasattr(kind, name) or name == "__copy__"]
+    return type(f"Refusing{kind.__name__}", (kind,), dict.fromkeys(names, _raises))
+
+
+GIVEN = {tuple: (2.0, 1.0), list: [2.0, 1.0], dict: {0: 2.0, 1: 1.0}, OrderedDict: {0: 2.0}, set: {2.0}, deque: [2.0]}
+
+
+@pytest.mark.parametrize("kind", GIVEN, ids=lambda kind: kind.__name__)
+def test_a_class_whose_len_and_items_raise_is_seen_as_it_is_stored(kind):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.held = _refusing(kind)(GIVEN[kind])
+
+        def forward(self, x):
+            return self.linear(x) * (self.held[0] if kind in (tuple, list, dict, OrderedDict) else 2.0)
+
+    module, x = Net(), torch.randn(3, 4)
+    wanted = module(x)
+    add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x), wanted)
+    assert stats(module).hits == 1
+    if kind in (list, dict, OrderedDict):
+        module.held[0] = 3.0
+        torch.testing.assert_close(module(x), wanted * 1.5)
+        assert "attribute 'held'" in str(dict(stats(module).misses))

@@ -1,0 +1,115 @@
+"""Pre-hooks of a dispatched module: a sample → what forward is called with, in the state that the hooks leave.
+
+A module's own hooks run around the compiled call, so an attribute that one of them sets (a normalized weight, a mask)
+is there when forward begins, and forward gets the argument that one of them returns. Adding a sample runs them once,
+and undoes that when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.torch_internals import TorchDispatchMode, has_storage, storage_id
+from bridge.capture.isolated_rng import IsolatedRNG
+from bridge.capture.preconditions import check_call
+from bridge.capture.rows import written_operands
+from bridge.state import PythonState, derived_attribute, generators_put_back
+
+__all__ = ["after_pre_hooks"]
+
+_ABSENT = object()
+Attributes = list[tuple[dict[str, Any], str, Any, Any]]
+"""Of each attribute that was set: the dictionary, its name, its value, and what was there before."""
+
+
+@contextmanager
+def after_pre_hooks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """Gives the arguments of forward; attributes that the module's own forward pre-hooks set are set meanwhile."""
+    hooks = {key: hook for key, hook in module._forward_pre_hooks.items() if derived_attribute(hook) is None}
+    if not hooks:
+        yield args, kwargs
+        return
+    check_call(module, args, kwargs)  # a shard's hook would gather it
+    before = PythonState(module)
+    with attributes_put_back(module) as changed:
+        try:
+            with numbers_put_back(), IsolatedRNG(), generators_put_back():
+                for key, hook in hooks.items():
+                    args, kwargs = _hooked(module, key in module._forward_pre_hooks_with_kwargs, hook, args, kwargs)
+            found = changed()
+        finally:
+            before.restore()
+        for attributes, name, value, _ in found:
+            _set(attributes, name, value)
+        yield args, kwargs
+
+
+def _hooked(module: nn.Module, keywords: bool, hook: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    result = hook(module, args, kwargs) if keywords else hook(module, args)
+    if result is None:
+        return args, kwargs
+    if keywords:
+        return result
+    return (result if isinstance(result, tuple) else (result,)), kwargs
+
+
+@contextmanager
+def attributes_put_back(module: nn.Module) -> Iterator[Any]:
+    """Undoes what is done to attributes of modules, parameters and buffers; gives what tells which those are."""
+    owners = [*module.modules(), *module.parameters(), *module.buffers()]
+    known = [(each.__dict__, dict(each.__dict__)) for each in owners]
+    told: dict[tuple[int, str], tuple] = {}
+
+    def changed() -> Attributes:
+        for attributes, before in known:
+            for name in {*attributes, *before}:
+                now, then = attributes.get(name, _ABSENT), before.get(name, _ABSENT)
+                if now is not then:
+                    told[id(attributes), name] = attributes, name, now, then
+        return list(told.values())
+
+    try:
+        yield changed
+    finally:
+        for attributes, name, _, then in told.values():
+            _set(attributes, name, then)
+
+
+def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = value
+
+
+@contextmanager
+def numbers_put_back() -> Iterator[None]:
+    """Undoes what operators write while active, but for memory that they make themselves."""
+    writes = _Writes()
+    try:
+        with writes:
+            yield
+    finally:
+        for storage, numbers in writes.before.values():
+            storage.copy_(numbers)
+
+
+class _Writes(TorchDispatchMode):
+    """The memory that operators write, as it was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for tensor in written_operands(func, args, kwargs):
+            if isinstance(tensor, torch.Tensor) and has_storage(tensor) and storage_id(tensor) not in self.before:
+                storage = tensor.untyped_storage()
+                self.before[storage_id(tensor)] = storage, storage.clone()
+        return func(*args, **kwargs)

@@ -1,0 +1,165 @@
+"""Tensors among a module's attributes that were computed with a gradient: inputs of the call, which get theirs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bridge import add_tvm_dispatch, examine, lower, stats
+from tests.bridge.beside import beside, double
+
+SHAPES = {"vector": (4,), "scalar": (), "matrix": (3, 4)}
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x):
+        return self.linear(x) * self.w
+
+
+def of_raw(shape=(4,), function=lambda raw: raw * 2):
+    def make():
+        return nn.Sequential(Scaled(), nn.Tanh()), SimpleNamespace(raw=double(1, *shape, requires_grad=True))
+
+    def computed(module, own):
+        module[0].w = function(own.raw)
+
+    return make, computed
+
+
+def step_of(computed, backward):
+    def step(module, own, i):
+        computed(module, own)
+        y = module(double(10 + i, 3, 4))
+        backward(y, own)
+        grad, own.raw.grad = own.raw.grad, None
+        return y, grad
+
+    return step
+
+
+def plain(y, own):
+    y.square().sum().backward()
+
+
+def twice(y, own):
+    (slope,) = torch.autograd.grad(y.square().sum(), own.raw, create_graph=True)
+    slope.square().sum().backward()
+
+
+@pytest.mark.parametrize("backward", [plain, twice])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_computed_attribute_gets_its_gradient(shape, backward):
+    make, computed = of_raw(shape)
+    beside(make, step_of(computed, backward), lambda m, own: computed(m, own) or (double(9, 3, 4),))
+
+
+@pytest.mark.parametrize("function", [lambda raw: raw.sin(), lambda raw: raw.t() * 1, lambda raw: raw[:, :4]])
+def test_it_may_be_any_function_of_the_users(function):
+    make, computed = of_raw((4, 6) if function(torch.ones(4, 6)).shape == (4, 4) else (4, 4), function)
+
+    def step(module, own, i):
+        computed(module, own)
+        y = module(double(10 + i, 4, 4))
+        y.sum().backward()
+        grad, own.raw.grad = own.raw.grad, None
+        return y, grad
+
+    beside(make, step, lambda m, own: computed(m, own) or (double(9, 4, 4),))
+
+
+def test_a_weight_that_another_network_makes():
+    def make():
+        return nn.Linear(4, 4).double(), nn.Linear(2, 16).double()
+
+    def computed(module, maker, i):
+        del module._parameters["weight"]
+        module.weight = maker(double(i, 2)).view(4, 4)
+
+    def step(module, maker, i):
+        module.weight = maker(double(i, 2)).view(4, 4)
+        y = module(double(10 + i, 3, 4))
+        y.square().sum().backward()
+        grads = [each.grad for each in maker.parameters()]
+        maker.zero_grad()
+        return y, grads
+
+    def made():
+        module, maker = make()
+        computed(module, maker, 0)
+        return module, maker
+
+    beside(made, step, lambda m, own: (double(9, 3, 4),))
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.v, self.g = nn.Parameter(double(1, 4, 4)), nn.Parameter(double(2, 4, 1))
+        self.calls = torch.zeros(())
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def sets_weight(module, args):
+    module.weight = module.g * module.v / module.v.norm(dim=1, keepdim=True)
+
+
+def doubles(module, args):
+    return (args[0] * 2,)
+
+
+def counts(module, args):
+    module.v.uses = getattr(module.v, "uses", 0) + 1
+    module.calls.add_(1)
+    torch.rand(3)
+
+
+@pytest.mark.parametrize("hooks", [[sets_weight], [doubles, sets_weight], [counts, sets_weight]])
+def test_the_modules_own_pre_hooks_run_on_the_sample(hooks):
+    def make():
+        module = Normed()
+        for hook in hooks:
+            module.register_forward_pre_hook(hook)
+        return module, None
+
+    def step(module, _, i):
+        y = module(double(10 + i, 3, 4))
+        y.square().sum().backward()
+        return y, module.calls, getattr(module.v, "uses", 0)
+
+    beside(make, step, lambda m, own: (double(9, 3, 4),))
+
+
+@pytest.mark.parametrize("act", [add_tvm_dispatch, examine, lower])
+def test_they_leave_nothing(act):
+    module = Normed()
+    for hook in (counts, sets_weight, doubles):
+        module.register_forward_pre_hook(hook)
+    torch.manual_seed(0)
+    x, state = double(9, 3, 4), torch.get_rng_state()
+    act(module, x)
+    assert not hasattr(module, "weight")
+    assert not hasattr(module.v, "uses")
+    assert module.calls == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x, double(9, 3, 4))
+
+
+def test_a_leaf_among_the_attributes_gets_its_gradient():
+    module = Scaled()
+    module.w = double(3, 4, requires_grad=True)
+    x = double(9, 3, 4)
+    (wanted,) = torch.autograd.grad(module(x).sum(), module.w)
+    add_tvm_dispatch(module, x)
+    module(x).sum().backward()
+    torch.testing.assert_close(module.w.grad, wanted, rtol=1e-10, atol=0)
+    assert stats(module).hits == 1
