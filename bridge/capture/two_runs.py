@@ -221,8 +221,9 @@ def real_run_of(
         validation = stack.enter_context(ValidationReads())
         isolated = stack.enter_context(IsolatedRNG())
         stack.enter_context(functions.traced())
-        observation.reads = Reads(prepared.twin.originals, [(each, path) for path, each in twin.named_modules()])
-        observation.reads.know(inputs)
+        observation.reads = Reads(prepared.twin.originals, twin.named_modules())
+        for each in inputs:
+            observation.reads.know(each)
         stack.enter_context(generator_watch(rules, observation.reads))
         saved = stack.enter_context(_saved_here() if saves else _nothing_saved())
         recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ASKED", "CONTAINERS", "PLAIN", "answer_of", "contents_of", "effect_of", "put_back"]
+__all__ = ["ASKED", "CONTAINERS", "PLAIN", "answer_of", "contents_of", "effect_of", "is_iterator", "put_back"]
 
 PLAIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
@@ -25,22 +25,42 @@ PLAIN = frozenset(
 """Types of values that never change and hold nothing."""
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
-_MUTATORS = {
-    list: "append extend insert pop remove clear sort reverse __setitem__ __delitem__ __iadd__ __imul__",
-    dict: "update setdefault pop popitem clear __setitem__ __delitem__ __ior__ move_to_end",
-    set: "add discard remove pop clear update difference_update intersection_update symmetric_difference_update",
-    deque: "append appendleft extend extendleft insert pop popleft remove rotate clear reverse",
-    bytearray: "append extend insert pop remove clear reverse",
+_FILES = "writes to or reads from a file or a data base that lies outside of the call; a compiled call does not"
+_QUEUES = "puts something into a queue or takes something out of it; a compiled call does not"
+_OUTSIDE = "do it outside of forward"
+_EFFECTS: dict[tuple[str, str], tuple[str, str]] = {
+    ("sqlite3", "execute executemany executescript commit rollback fetchone fetchall fetchmany"): (_FILES, _OUTSIDE),
+    ("_io", "write writelines read readline readlines readinto seek truncate"): (_FILES, _OUTSIDE),
+    ("_queue", "put get put_nowait get_nowait"): (_QUEUES, _OUTSIDE),
+    ("_socket", "send sendall sendto recv recv_into recvfrom"): (_FILES, _OUTSIDE),
+    ("_multiprocessing", "send recv send_bytes recv_bytes"): (_QUEUES, _OUTSIDE),
 }
-_MUTATES = {kind: frozenset(names.split()) for kind, names in _MUTATORS.items()}
+_BY_MODULE = {module: (frozenset(names.split()), told) for (module, names), told in _EFFECTS.items()}
+_IN_MEMORY = ("StringIO", "BytesIO")
 
 
-def effect_of(owner: Any, name: str) -> bool:
-    """Whether a method of an object changes it, so that a compiled call would have to do so as well."""
-    for kind, names in _MUTATES.items():
-        if isinstance(owner, kind):
-            return name in names
-    return name == "__next__" and hasattr(type(owner), "__next__")
+def effect_of(owner: Any, name: str) -> tuple[str, str] | None:
+    """Why a compiled call cannot do what a method of an object does, and what to do instead; ``None`` if it can.
+
+    Containers are none of these: what they hold is compared and put back.
+    """
+    kind = type(owner)
+    for base in kind.__mro__:
+        found = _BY_MODULE.get(base.__module__)
+        if found is not None and name in found[0] and kind.__name__ not in _IN_MEMORY:
+            return None if owner in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__) else found[1]
+    return None
+
+
+_ITERATORS = ("itertools", "builtins", "collections", "_collections", "_csv", "_io")
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether to look at an object is to change it: an iterator, a generator, an open file."""
+    kind = type(value)
+    if not hasattr(kind, "__next__"):
+        return False
+    return kind.__module__ in _ITERATORS
 
 
 def _array(value: Any) -> Any:

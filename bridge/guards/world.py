@@ -1,0 +1,364 @@
+"""World outside of a call: objects that were there before → the places in them that forward read, each noted once.
+
+An object is known when a place that is known leads to it; what the call makes for itself is not. Nothing here runs code
+of the objects: classes and dictionaries are looked at as they are stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_iterator
+from bridge.guards.watched import (
+    ABSENT,
+    Answer,
+    Cell,
+    Class,
+    ClassName,
+    Code,
+    Contents,
+    Name,
+    Place,
+    Slot,
+    class_entry,
+    slot_of,
+)
+
+__all__ = ["FrameOf", "Instance", "World", "is_changeable"]
+
+_HEAP_TYPE = 1 << 9
+_NOWHERE = Place("", "")
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """In the place of a value that is not kept: a tensor, say, that the call computes."""
+
+    kind: type
+
+
+@dataclass(frozen=True)
+class FrameOf:
+    """In the place of a frame object: what can be read through it."""
+
+    globals: Any
+    back: Any
+
+
+def is_changeable(kind: type) -> bool:
+    """Whether Python code may set attributes of a class."""
+    return bool(kind.__flags__ & _HEAP_TYPE)
+
+
+class World:
+    """What a run reads of the state outside of it.
+
+    Args:
+        originals: of objects that are copies for the run, by id: what they are copies of.
+        modules: the modules that run, with their paths.
+
+    Attributes:
+        items: the places that were read, each once.
+        first: what they held when they were first read, by the same keys.
+        modules: by id of an ``nn.Module``, the module and the names of its attributes that were looked up; ``"*"``: all.
+        bases: classes whose bases decided something.
+        refused: what forward was about to do to something outside that cannot be put back.
+    """
+
+    def __init__(self, originals: Mapping[int, Any], modules: Iterable[tuple[str, nn.Module]] = ()):
+        self._originals = originals
+        self._known: dict[int, Any] = {}
+        self._places: dict[int, Place] = {}
+        self.items: dict[tuple, Any] = {}
+        self.first: dict[tuple, Any] = {}
+        self.modules: dict[int, tuple[nn.Module, set[str]]] = {}
+        self.bases: dict[type, None] = {}
+        self.refused: UnsupportedModule | None = None
+        for path, module in modules:
+            self._known[id(module)] = module
+            self._places[id(module)] = Place("", path, f" of submodule '{path}'" if path else " of the module", "self")
+
+    def know(self, value: Any, place: Place = _NOWHERE) -> None:
+        """This object was there before the call."""
+        if type(value) in PLAIN or id(value) in self._known:
+            return
+        self._known[id(value)] = value
+        self._places[id(value)] = place
+        if isinstance(value, FunctionType):
+            self.function(value, place)
+        elif isinstance(value, types.MethodType):
+            self.know(value.__func__, place)
+            self.know(value.__self__, place)
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            if not isinstance(value.__self__, ModuleType | type(None)):
+                self.know(value.__self__, place)
+        elif isinstance(value, functools.partial):
+            for each in (value.func, *value.args, *value.keywords.values()):
+                self.know(each, place)
+            self.whole(value)
+
+    def knows(self, value: Any) -> bool:
+        return id(value) in self._known
+
+    def place(self, value: Any) -> Place:
+        return self._places.get(id(value), _NOWHERE)
+
+    def original(self, value: Any) -> Any:
+        return self._originals.get(id(value), value)
+
+    def _note(self, key: tuple, item: Any) -> Any:
+        """The item of that key, and what it holds in the run."""
+        if key not in self.items:
+            self.items[key] = item
+            self.first[key] = item.read(run=True)
+        return self.items[key]
+
+    def refuse(self, what: str, where: str, reason: str, hint: str) -> None:
+        """Ends the run before it does what cannot be undone."""
+        if self.refused is None:
+            self.refused = UnsupportedModule("", [Unsupported(what, where, reason, hint)])
+        raise self.refused
+
+    # Places
+
+    def name(self, space: dict[Any, Any], name: Any, place: Place, running: dict[Any, Any] | None = None) -> Any:
+        """A name that was looked up in a namespace; its value, ``ABSENT`` if there is none."""
+        held = space if running is None else running
+        value = held.get(name, ABSENT)
+        try:
+            self._note(("name", id(space), name), Name(space, name, place, None if running is space else running))
+        except TypeError:  # no hashable key
+            return value
+        if value is not ABSENT:
+            self.know(value, place)
+        return value
+
+    def function(self, function: Any, place: Place) -> None:
+        """A function in Python that may run."""
+        if not isinstance(function, FunctionType) or ("code", id(function)) in self.items:
+            return
+        self._note(("code", id(function)), Code(function, Place("", f"code of {function.__qualname__}")))
+        held = Place("", f"default arguments of {function.__qualname__}")
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.know(value, held)
+            self.whole(value)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            around = Place("variable", name, f" around {function.__qualname__}")
+            value = self._note(("cell", id(cell)), Cell(cell, around)).read()
+            self.know(value, around)
+
+    def class_name(self, kind: type, name: str) -> Any:
+        """A name that was looked up in a class and its bases."""
+        value = class_entry(kind, name)
+        place = Place("attribute", name, f" of class {kind.__name__}")
+        self.bases.setdefault(kind)
+        if ("class", id(kind), name) not in self.items:
+            self._note(("class", id(kind), name), ClassName(kind, name, place))
+            inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            for each in (value, inner.fget if isinstance(inner, property) else inner):
+                if each is not ABSENT and each is not None:
+                    self.know(each, place)
+        return value
+
+    def attribute(self, owner: Any, name: str) -> list[Any]:
+        """The values that an attribute may have."""
+        if isinstance(owner, FrameOf):
+            found = {"f_globals": owner.globals, "f_back": owner.back}.get(name)
+            if name == "f_globals":
+                self.know(found, Place("global", found.get("__name__", "")))
+            return [] if found is None else [found]
+        if isinstance(owner, Instance):
+            if is_changeable(owner.kind):
+                self.class_name(owner.kind, name)
+            return []
+        kind, place = type(owner), self.place(owner)
+        if name == "__class__":
+            self.know(kind, Place("class", kind.__name__))
+            self._class(owner)
+            return [kind]
+        if name == "__dict__" and not issubclass(kind, ModuleType):
+            self.all(owner)
+        if issubclass(kind, ModuleType):
+            return _interesting(self.name(owner.__dict__, name, Place("global", f"{owner.__name__}.{name}")))
+        if issubclass(kind, type):
+            if kind is not type:
+                self.class_name(kind, name)
+            return _interesting(self.class_name(owner, name))
+        raw = self.class_name(kind, name) if is_changeable(kind) else class_entry(kind, name)
+        if issubclass(kind, nn.Module):
+            return self._of_module(owner, name, raw)
+        known = self.knows(owner)
+        if raw is not ABSENT and hasattr(type(raw), "__set__"):  # it comes before the dictionary
+            computed = isinstance(raw, property) or isinstance(class_entry(type(raw), "__get__"), FunctionType)
+            if known and not computed and not isinstance(owner, torch.Tensor) and name not in ("__dict__", "__class__"):
+                return self._slot(owner, name, place)
+            return []
+        if known and isinstance(owner, threading.local):
+            return self._slot(owner, name, place)
+        if not known:
+            held = dict_of(owner)
+            return _interesting(held[name]) if held is not None and name in held else _bound(raw)
+        self._class(owner)
+        held, own = dict_of(owner), dict_of(self.original(owner))
+        if held is not None and own is not None:
+            value = self.name(own, name, place.then(f".{name}"), None if held is own else held)
+            if value is not ABSENT:
+                return _interesting(value)
+        return _bound(raw)
+
+    def _class(self, owner: Any) -> None:
+        if self.knows(owner) and is_changeable(type(owner)):
+            own = self.original(owner)
+            self._note(("type", id(own)), Class(own, Place("", f"class of {self.place(owner) or type(own).__name__}")))
+
+    def _of_module(self, owner: nn.Module, name: str, raw: Any) -> list[Any]:
+        own = self.original(owner)
+        self.modules.setdefault(id(own), (own, set()))[1].add(name)
+        held = owner.__dict__
+        value = held.get(name, ABSENT)
+        if value is ABSENT:
+            value = next((held[each][name] for each in _REGISTRIES if name in held.get(each, ())), raw)
+        if value is not raw and type(value) not in PLAIN:
+            of = self.place(owner)
+            path = f"self.{of.text}.{name}" if of.text else f"self.{name}"
+            self.know(value, Place("attribute", name, of.of, path if of.root == "self" else ""))
+        return _bound(value)
+
+    def _slot(self, owner: Any, name: str, place: Place) -> list[Any]:
+        own, told = self.original(owner), place.then(f".{name}")
+        self._note(("slot", id(own), name), Slot(own, name, told))
+        value = slot_of(owner, name)
+        if value is not ABSENT:
+            self.know(value, told)
+        return _interesting(value)
+
+    def entry(self, owner: Any, key: Any) -> list[Any]:
+        """An entry of a container by its key."""
+        if isinstance(owner, Instance):
+            return []
+        if not self.knows(owner):
+            return self.inside(owner, 1)
+        if isinstance(owner, dict) and isinstance(key, str | int | bytes | tuple):
+            self._class(owner)
+            own = self.original(owner)
+            return _interesting(self.name(own, key, self.place(owner).then(f"[{key!r}]"), None if own is owner else owner))
+        self.whole(owner)
+        return self.inside(owner, 1)
+
+    def inside(self, owner: Any, deep: int) -> list[Any]:
+        """What a container holds."""
+        if isinstance(owner, types.MappingProxyType):
+            values: Iterable[Any] = owner.values()
+        elif isinstance(owner, dict):
+            values = dict.values(owner)
+        elif isinstance(owner, CONTAINERS):
+            values = next(kind for kind in (list, tuple, set, frozenset, deque) if isinstance(owner, kind)).__iter__(owner)
+        else:
+            return []
+        known, place, found = self.knows(owner), self.place(owner), []
+        for value in list(values):
+            if type(value) in PLAIN:
+                continue
+            if known:
+                self.know(value, place)
+            found.append(value)
+            if deep > 1:
+                found += self.inside(value, deep - 1)
+        return found
+
+    def whole(self, value: Any, where: str = "forward") -> None:
+        """The contents of an object are looked at."""
+        if isinstance(value, Instance | FrameOf) or not self.knows(value):
+            return
+        if isinstance(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
+            return
+        own = self.original(value)
+        if ("contents", id(own)) in self.items:
+            return
+        if is_iterator(value):
+            reason = "takes the next value of an iterator that lies outside of the call; a compiled call takes none"
+            self.refuse(str(self.place(value)) or type(value).__name__, where, reason, "pass the value to forward")
+        if isinstance(value, tuple):
+            for each in self.inside(value, 1):
+                self.whole(each, where)
+        elif contents_of(own) is not None:
+            self._note(("contents", id(own)), Contents(own, self.place(value), None if own is value else value))
+            for each in self.inside(value, 1):
+                if isinstance(each, CONTAINERS):
+                    self.whole(each, where)
+
+    def all(self, owner: Any) -> None:
+        """All attributes of an object."""
+        if isinstance(owner, Instance | FrameOf) or not self.knows(owner):
+            return
+        held = dict_of(self.original(owner))
+        if isinstance(owner, nn.Module):
+            self.modules.setdefault(id(self.original(owner)), (self.original(owner), set()))[1].add("*")
+        elif held is not None and not isinstance(owner, ModuleType | type):
+            for name in list(held):
+                self.attribute(owner, name)
+            self._note(("contents", id(held)), Contents(held, self.place(owner)))
+
+    def ask(self, function: Any, args: tuple, kwargs: dict[str, Any], words: str) -> None:
+        """A function in C that tells hidden state, which is asked again."""
+        owner = getattr(function, "__self__", None)
+        of = id(function) if owner is None else id(owner)
+        key = "asked", of, getattr(function, "__name__", ""), repr(args), repr(kwargs)
+        if key not in self.items:
+            self.items[key] = Answer(function, args, kwargs, Place("", f"what {words} gives"))
+
+    def exactly(self, space: dict[Any, Any], name: str, place: Place) -> None:
+        """A value that is compared by identity: nothing that is merely equal may take its place."""
+        self._note(("name", id(space), name), Name(space, name, place)).exact = True
+
+    # What the run changed
+
+    def changes(self) -> list[str]:
+        """Places that do not hold what they held when they were first read."""
+        found = []
+        for key, then in self.first.items():
+            item = self.items[key]
+            now = item.read(run=True)
+            if now is not then and not item.same(now, then):
+                found.append(item.place.changed)
+        return list(dict.fromkeys(found))
+
+    def state(self) -> dict[tuple, Any]:
+        """What all places hold now."""
+        return {key: self.items[key].read() for key in self.first}
+
+    def restore(self, state: dict[tuple, Any] | None = None) -> None:
+        """Puts back what places held: first, or in that state."""
+        for key, then in (self.first if state is None else state).items():
+            item = self.items[key]
+            now = item.read()
+            if now is not then and not item.same(now, then):
+                item.write(then)
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return held if isinstance(held, dict) else None
+
+
+def _interesting(value: Any) -> list[Any]:
+    return [] if value is ABSENT or type(value) in PLAIN else [value]
+
+
+def _bound(raw: Any) -> list[Any]:
+    return _interesting(raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw)
