@@ -15,8 +15,8 @@ from bridge.base.default_device import default_device_of_forward
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
 from bridge.capture import after_pre_hooks, capture, dynamic_dims, normalize_sample
+from bridge.guards import undo
 from bridge.lowering import lower_captured
-from bridge.state import PythonState
 from bridge.ways import Way, compare_ways, quickest
 
 __all__ = ["Coverage", "examine"]
@@ -103,10 +103,9 @@ def examine(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
-    with after_pre_hooks(module, args, kwargs) as (args, kwargs):
+    with after_pre_hooks(module, args, kwargs) as (args, kwargs), undo(module) as before:
         dims = dynamic_dims(module, args, kwargs, dynamic_shapes)
         name = type(module).__name__
-        before = PythonState(module)
         operations: Counter[str] = Counter()
         try:
             captured = capture(module, args, kwargs, dims)

@@ -33,8 +33,8 @@ from bridge.base.devices import working_for
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.modes import ambient_autocast
 from bridge.capture import after_pre_hooks, capture, dynamic_dims, normalize_sample
+from bridge.guards import undo
 from bridge.lowering import DEFAULT_PARTITION, LoweredCall, Sample, lower_captured
-from bridge.state import PythonState
 from partition import Strategy
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ def lower(
         ['captured', 'imported', 'masked']
     """
     args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
-    with after_pre_hooks(module, args, kwargs) as (args, kwargs):
-        before = PythonState(module)
+    with after_pre_hooks(module, args, kwargs) as (args, kwargs), undo(module) as before:
         started = time.perf_counter()
         try:
             captured = capture(module, args, kwargs, dynamic_dims(module, args, kwargs, dynamic_shapes))

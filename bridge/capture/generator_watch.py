@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch
 from bridge.base.errors import user_line
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.tracing import note_change_of_generator
-from bridge.guards import Reads
+from bridge.guards import Reads, profiled
 from bridge.state import moved_generators
 
 __all__ = ["generator_watch"]
@@ -48,20 +47,13 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
         elif isinstance(owner, random.Random) and called.__name__ in _PYTHONS_DRAWS and not _is_of_no_numbers(frame):
             rules.foreign_draw("random", user_line(traceback.extract_stack()))
 
-    before = sys.getprofile()
-    sys.setprofile(listen)
-    try:
-        with moved_generators() as moved:
-            yield
-        for name in moved:
-            rules.foreign_draw(name)
-    finally:
-        sys.setprofile(None)
-        if hasattr(before, "enable"):  # cProfile's profiler is no function that could be set again
-            before.enable()
-        else:
-            sys.setprofile(before)
-        reads.finish()
+    with profiled(listen), moved_generators() as moved:
+        yield
+    for name in moved:
+        rules.foreign_draw(name)
+    reads.finish()
+    if reads.refused is not None:  # forward has caught it
+        raise reads.refused
 
 
 def _is_of_no_numbers(frame: FrameType | None) -> bool:

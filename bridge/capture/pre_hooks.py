@@ -18,7 +18,8 @@ from bridge.base.torch_internals import TorchDispatchMode, has_storage, storage_
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.preconditions import check_call
 from bridge.capture.rows import written_operands
-from bridge.state import PythonState, derived_attribute, generators_put_back
+from bridge.guards import Reads, recorded_reads, undo
+from bridge.state import derived_attribute, generators_put_back
 
 __all__ = ["after_pre_hooks"]
 
@@ -35,10 +36,11 @@ def after_pre_hooks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> I
         yield args, kwargs
         return
     check_call(module, args, kwargs)  # a shard's hook would gather it
-    before = PythonState(module)
     with attributes_put_back(module) as changed:
+        with undo(module) as before:
+            reads = recorded_reads(Reads({}, module.named_modules()))
         try:
-            with numbers_put_back(), IsolatedRNG(), generators_put_back():
+            with numbers_put_back(), IsolatedRNG(), generators_put_back(), reads.recorded():
                 for key, hook in hooks.items():
                     args, kwargs = _hooked(module, key in module._forward_pre_hooks_with_kwargs, hook, args, kwargs)
             found = changed()

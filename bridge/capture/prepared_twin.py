@@ -19,6 +19,7 @@ from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.capture.derived_attributes import DerivedAttributes
 from bridge.capture.passes.cumulative import averages_cumulatively, cumulative_forward
 from bridge.capture.twin import Twin
+from bridge.state import Snapshot
 
 __all__ = ["PreparedTwin"]
 
@@ -32,10 +33,10 @@ class PreparedTwin:
     Args:
         module: the module, or an earlier twin in the state that a run has left.
         replace: a tensor of the module's → what the twin has in its place.
-        state_of: called with the twin before anything runs; what it returns is ``before``.
 
     Attributes:
         module: the twin.
+        before: its Python state before anything runs.
         twin: what it has in the place of what.
     """
 
@@ -43,13 +44,12 @@ class PreparedTwin:
         self,
         module: nn.Module,
         replace: Callable[[torch.Tensor], torch.Tensor],
-        state_of: Callable[[nn.Module], Any] = lambda twin: None,
     ):
         self.twin = Twin(module, replace)
         self.module = self.twin.module
         for kind in MODULE_HOOKS:
             self.module.__dict__[kind] = type(self.module.__dict__[kind])()
-        self.before = state_of(self.module)
+        self.before = Snapshot(self.module)
         self._layers: list[tuple[nn.Module, dict[str, Any]]] = []
         for layer in self.module.modules():
             if "forward" not in layer.__dict__ and averages_cumulatively(layer):

@@ -165,11 +165,10 @@ def _explained(observation: Observation) -> list[Unsupported]:
 
 def _free(real: RealRun) -> list[Unsupported]:
     """Free tensors for which no guard would see that another one takes their place."""
-    guarded = set(map(id, real.before.tensors())) if real.record.free else set()
     found = []
     for tensor, index in real.record.free.values():
         problem = tensor_problem(tensor)
-        if problem is None and id(tensor) in guarded:
+        if problem is None and real.observation.reads.knows(tensor):
             continue
         where = real.record.rows[index].where if index < len(real.record.rows) else None
         found.append(

@@ -32,7 +32,7 @@ from bridge.capture.packed import PackedUseError
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
 from bridge.capture.two_runs import FakeRecord, RealRun, fake_run_of, real_run_of
 from bridge.capture.unrolled import unrolled_rows
-from bridge.state import PythonState
+from bridge.guards import Undo, undo
 
 __all__ = ["SteadyCall", "steady_call"]
 
@@ -69,53 +69,53 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Se
         UnsupportedModule: state that a compiled call cannot have.
         Exception: eager's own, where the sample is one that PyTorch itself refuses.
     """
-    states: list[PythonState] = []
+    with undo(module) as before:
+        try:
+            return _steady(before, module, args, kwargs, dims)
+        except BaseException:
+            before.restore()
+            raise
 
-    def state_of(twin: nn.Module) -> PythonState:
-        states.append(PythonState(twin))
-        return states[-1]
 
-    try:
-        real = _in_eager(module, args, kwargs, state_of)
-        first, changed = real, _changed(real)
-        _find_loops(real, dims)
-        if not changed:
-            return _compared(real, args, kwargs, dims)
-        if _may_be_counters(real, changed) and (found := _counted(real, args, kwargs, changed, dims)) is not None:
-            states[0].restore()
-            return found
-        real.reset()
-        real = _in_eager(real.twin, args, kwargs, state_of)
-        _find_loops(real, dims)
-        again = _changed(real)
-        if again and not _may_be_counters(real, again):
-            raise _changing(first, again)
-        found = _counted(real, args, kwargs, again, dims) if again else _compared(real, args, kwargs, dims)
-        if found is None:
-            raise _changing(first, again)
-        if not _same_function(first, real):
-            name = type(module).__name__
-            kept = [each for what in changed for each in _entries(module, real.twin, what)]
-            problems = [Unsupported(each, f"{name}.forward", _FIRST_CALL, _CALL_BEFORE) for each in kept]
-            raise CacheNotFilled(name, problems)
-        _settle(module, first, [each for each in changed if each not in again])
+def _steady(
+    before: Undo, module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]
+) -> SteadyCall:
+    real = first = _in_eager(module, args, kwargs)
+    changed = real.changed()
+    _find_loops(real, dims)
+    if not changed:
+        return _compared(real, args, kwargs, dims)
+    if _may_be_counters(real, changed) and (found := _counted(real, args, kwargs, changed, dims)) is not None:
+        before.restore()
         return found
-    except BaseException:
-        if states:
-            states[0].restore()
-        raise
+    real.reset()
+    real = _in_eager(real.twin, args, kwargs)
+    _find_loops(real, dims)
+    again = real.changed()
+    if again and not _may_be_counters(real, again):
+        raise _changing(first, again)
+    found = _counted(real, args, kwargs, again, dims) if again else _compared(real, args, kwargs, dims)
+    if found is None:
+        raise _changing(first, again)
+    if not _same_function(first, real):
+        name = type(module).__name__
+        kept = [each for what in changed for each in _entries(module, real.twin, what)]
+        problems = [Unsupported(each, f"{name}.forward", _FIRST_CALL, _CALL_BEFORE) for each in kept]
+        raise CacheNotFilled(name, problems)
+    _settle(module, first, [each for each in changed if each not in again])
+    return found
 
 
-def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], state_of: Any, *, saves: bool = False) -> RealRun:
+def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, saves: bool = False) -> RealRun:
     try:
-        return real_run_of(module, args, kwargs, state_of, saves=saves)
+        return real_run_of(module, args, kwargs, saves=saves)
     except UnsupportedModule as error:
         raise _named(error, module) from error.cause
     except PackedUseError as error:
         raise UnsupportedModule(type(module).__name__, [explain_error(error)], cause=error) from None
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         if not saves:  # it may be that nothing was saved that it fails for
-            return _in_eager(module, args, kwargs, state_of, saves=True)
+            return _in_eager(module, args, kwargs, saves=True)
         raise refused_by_eager(from_user_code(error)) from error.__cause__
 
 
@@ -140,16 +140,11 @@ def _find_loops(real: RealRun, dims: Sequence[DynamicDim]) -> None:
             problems[:] = [each for each in problems if each.reason != OTHER_NAME]
 
 
-def _changed(real: RealRun) -> list[str]:
-    real.before.restore_caches()
-    return real.before.changes()
-
-
 def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> SteadyCall:
     if real.observation.unsupported:
         raise UnsupportedModule(type(real.twin).__name__, real.observation.unsupported)
     try:
-        fake = fake_run_of(real, args, kwargs, dims=dims)
+        fake = _on_fakes(real, args, kwargs, dims=dims)
     except UnsupportedModule as error:
         raise _named(error, real.twin) from error.cause
     except Exception as error:
@@ -162,6 +157,12 @@ def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence
         log.debug("%s cannot be run on fake tensors", name, exc_info=cause)
         raise UnsupportedModule(name, problems, cause=cause)
     return SteadyCall(real, fake, (), problems)
+
+
+def _on_fakes(real: RealRun, *given: Any, **named: Any) -> FakeRecord:
+    """The run on fake tensors; what lies outside of the call is left as the run on real numbers left it."""
+    with real.observation.reads.unchanged():
+        return fake_run_of(real, *given, **named)
 
 
 def _changing(real: RealRun, changed: Sequence[str]) -> UnsupportedModule:
@@ -274,7 +275,7 @@ def _counted(
 
     In the run on fake tensors a stand-in that can only be added to takes the place of each: any other use of it raises.
     """
-    if real.before.mentions("type"):  # a stand-in is of another one
+    if real.observation.reads.mentions("type"):  # a stand-in is of another one
         return None
     places = [_place(what) for what in changed]
     twins: list[nn.Module] = []
@@ -285,7 +286,7 @@ def _counted(
             twin.get_submodule(path).__dict__[name] = Counted(0, index)
 
     try:
-        fake = fake_run_of(real, args, kwargs, change, dims)
+        fake = _on_fakes(real, args, kwargs, change, dims)
     except Exception as error:
         log.debug("%s is no counter", changed, exc_info=error)
         return None

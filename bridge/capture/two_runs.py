@@ -48,7 +48,7 @@ from bridge.capture.rows import Record, Value, memory_of, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.twin import Twin
 from bridge.capture.validation_reads import ValidationReads
-from bridge.guards import Reads
+from bridge.guards import Reads, recorded_reads
 from bridge.state import ModuleTensor, module_tensors, own_attributes
 
 __all__ = ["FakeRecord", "RealRun", "SavedTensorsNeededError", "fake_run_of", "real_run_of"]
@@ -90,6 +90,12 @@ class RealRun:
     number_of: Callable[[torch.Tensor], int | None] = lambda tensor: None
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     loops: Folded | None = None
+
+    def changed(self) -> list[str]:
+        """What it has changed of the module's Python state, and of what lies outside: ``"self.log"``, ``"global 'N'"``."""
+        self.before.restore_caches()
+        attributes = [f"self.{name}" for name in self.before.changes()]
+        return list(dict.fromkeys((*attributes, *self.observation.reads.changes())))
 
     @property
     def made(self) -> list[Any]:
@@ -167,14 +173,12 @@ def real_run_of(
     module: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
-    state_of: Callable[[nn.Module], Any] = lambda twin: None,
     *,
     saves: bool = False,
 ) -> RealRun:
     """Runs ``module(*args, **kwargs)`` on real numbers; neither its tensors nor the generators change.
 
     Args:
-        state_of: called with the twin before it runs; what it returns is :attr:`RealRun.before`.
         saves: whether autograd saves tensors, as it has to where forward runs a backward. Else its graphs have their
             nodes alone, and the run takes no more memory than one without grad mode.
 
@@ -194,7 +198,7 @@ def real_run_of(
             computed[id(leaf)] = tensor
         return copies.get(id(tensor), tensor)
 
-    prepared = PreparedTwin(module, own, state_of)
+    prepared = PreparedTwin(module, own)
     twin = prepared.module
     owned = list(map(own, real_tensors))
     own_args, own_kwargs = own_leaves(args, kwargs, real_tensors)
@@ -221,7 +225,7 @@ def real_run_of(
         validation = stack.enter_context(ValidationReads())
         isolated = stack.enter_context(IsolatedRNG())
         stack.enter_context(functions.traced())
-        observation.reads = Reads(prepared.twin.originals, twin.named_modules())
+        observation.reads = recorded_reads(Reads(prepared.twin.originals, twin.named_modules()))
         for each in inputs:
             observation.reads.know(each)
         stack.enter_context(generator_watch(rules, observation.reads))

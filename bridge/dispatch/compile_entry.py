@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,9 +32,9 @@ from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import Guard, active_modes, uncounted_statistics
 from bridge.dispatch.number_inputs import as_called, lower_with_numbers
 from bridge.dispatch.tuned import kept_tuned, strategy_of
+from bridge.guards import undo
 from bridge.lowering import lower_once
 from bridge.rng import begin_check
-from bridge.state import PythonState
 
 __all__ = ["backend_of_call", "compile_entry", "recorded_call", "require_capturable"]
 
@@ -150,44 +150,42 @@ def _compile_entry(
     looped: LoopedCall | None,
 ) -> Entry | None:
     started = time.perf_counter()
-    before = PythonState(module)
-    reads = before.attribute_reads() if numbers is None and not dims else None
     how, tuned = {"grad": torch.is_grad_enabled(), "partition": partition}, None
     if backend.device.type == "cuda" and any(map(_drops, module.modules())):
         begin_check(backend.device)
-    try:
-        if numbers is None:
-            with nullcontext() if reads is None else reads.watched():
+    with undo(module) as before:
+        try:
+            if numbers is None:
                 places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims, looped=looped)
-            if choices is None and not dims:
-                tuned = kept_tuned(lowered, backend, freeze)
-                choices = None if tuned is None else tuned.choices
-            if choices is not None and choices.partition is not None:
-                lowered = lower_once(module, args, kwargs, **{**how, "partition": strategy_of(choices, partition)})
-            captured = lowered.captured
-        else:
-            known, changed = numbers
-            found = lower_with_numbers(
-                module, args, kwargs, changed, known.lowered, known.guard.numbers, **how, dims=dims
-            )
-            if found is None or found[0].captured.readings:  # a number that Python reads decides by its value
-                before.restore()
-                return None
-            lowered, places = found
-            captured = as_called(lowered.captured, args, kwargs, len(places))
-        arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        constant = uncounted_statistics(module, captured) if freeze else None
-        guard = Guard(module, captured, arguments, places, constant, reads=reads)
-        frozen, made_for = guard.frozen, backend if choices is None else backend.choosing(choices)
-        programs = None if frozen is None else FrozenPrograms(lowered, made_for, frozen.tensors, graphs)
-        entry = Entry(guard, lowered, made_for, programs, graphs)
-        entry.tuned = tuned
-        raise_deferred()
-        entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
-        return entry
-    except BaseException:
-        before.restore()
-        raise
+                if choices is None and not dims:
+                    tuned = kept_tuned(lowered, backend, freeze)
+                    choices = None if tuned is None else tuned.choices
+                if choices is not None and choices.partition is not None:
+                    lowered = lower_once(module, args, kwargs, **{**how, "partition": strategy_of(choices, partition)})
+                captured = lowered.captured
+            else:
+                known, changed = numbers
+                found = lower_with_numbers(
+                    module, args, kwargs, changed, known.lowered, known.guard.numbers, **how, dims=dims
+                )
+                if found is None or found[0].captured.readings:  # a number that Python reads decides by its value
+                    before.restore()
+                    return None
+                lowered, places = found
+                captured = as_called(lowered.captured, args, kwargs, len(places))
+            arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            constant = uncounted_statistics(module, captured) if freeze else None
+            guard = Guard(module, captured, arguments, places, constant)
+            frozen, made_for = guard.frozen, backend if choices is None else backend.choosing(choices)
+            programs = None if frozen is None else FrozenPrograms(lowered, made_for, frozen.tensors, graphs)
+            entry = Entry(guard, lowered, made_for, programs, graphs)
+            entry.tuned = tuned
+            raise_deferred()
+            entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
+            return entry
+        except BaseException:
+            before.restore()
+            raise
 
 
 def _prepare_loops(module: nn.Module, backend: Backend) -> None:

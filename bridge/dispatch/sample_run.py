@@ -26,7 +26,8 @@ from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, pytree
 from bridge.capture import Copies, IsolatedRNG, copied_call, device_of_call, is_capturing
 from bridge.dispatch.hooks import call_with_hooks
-from bridge.state import PythonState, generators_put_back
+from bridge.guards import Reads, recorded_reads, undo
+from bridge.state import generators_put_back
 
 __all__ = ["InnerCall", "inner_calls", "shares_of"]
 
@@ -168,12 +169,13 @@ def _is_gpus(module: nn.Module, args: tuple) -> bool:
 @contextmanager
 def _eager(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
     """Python state and Python's generators are put back after it."""
-    before = PythonState(module)
-    try:
-        with working_for(device_of_call(module, args, kwargs)), generators_put_back():
-            yield
-    finally:
-        before.restore()
+    with undo(module) as before:
+        try:
+            reads = recorded_reads(Reads({}, module.named_modules()))
+            with working_for(device_of_call(module, args, kwargs)), generators_put_back(), reads.recorded():
+                yield
+        finally:
+            before.restore()
 
 
 @contextmanager

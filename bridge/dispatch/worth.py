@@ -22,7 +22,7 @@ from bridge.base.guard_failure import GuardFailure
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, has_global_hooks, has_saved_tensors_hooks, pytree
 from bridge.dispatch.entry import Entry
-from bridge.state import PythonState, generators_put_back
+from bridge.state import Snapshot, generators_put_back
 
 __all__ = ["TOO_SMALL", "Worth", "measure_worth"]
 
@@ -82,7 +82,7 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
     if any(tensor.grad_fn is not None or tensor._backward_hooks for tensor in wanted):
         return None
     generators = [default_generator(device) for device in {draw.device for draw in captured.draws}]
-    before, states = PythonState(module), [generator.get_state() for generator in generators]
+    before, states = Snapshot(module), [generator.get_state() for generator in generators]
     try:
         with generators_put_back():
             steps = [

@@ -26,7 +26,17 @@ _NOTHING: frozenset = frozenset()
 _NULL = frozenset((("null",),))
 _MOST_SOURCES, _MOST_DEEP = 12, 9
 
-_PURE_STACK = {"POP_TOP", "NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "KW_NAMES", "COPY_FREE_VARS", "MAKE_CELL"}
+_PURE_STACK = {
+    "POP_TOP",
+    "NOP",
+    "RESUME",
+    "CACHE",
+    "EXTENDED_ARG",
+    "PRECALL",
+    "KW_NAMES",
+    "COPY_FREE_VARS",
+    "MAKE_CELL",
+}
 _DEREFS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"}
 _NAMES = {"LOAD_NAME", "LOAD_GLOBAL"}
 _BUILDS = {"BUILD_TUPLE", "BUILD_LIST", "BUILD_SET"}
@@ -37,7 +47,16 @@ _OLD_BINARY = {"POWER", "MULTIPLY", "MATRIX_MULTIPLY", "FLOOR_DIVIDE", "TRUE_DIV
 _OLD_BINARY |= {"LSHIFT", "RSHIFT", "AND", "XOR", "OR"}
 _OLD_OPERATOR = {"MULTIPLY": "mul", "MATRIX_MULTIPLY": "matmul", "FLOOR_DIVIDE": "floordiv", "TRUE_DIVIDE": "truediv"}
 _OLD_OPERATOR |= {"POWER": "pow", "MODULO": "mod", "SUBTRACT": "sub"}
-_SYMBOLS = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul"}
+_SYMBOLS = {
+    "+": "add",
+    "-": "sub",
+    "*": "mul",
+    "/": "truediv",
+    "//": "floordiv",
+    "%": "mod",
+    "**": "pow",
+    "@": "matmul",
+}
 _SYMBOLS |= {"&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift"}
 _COMPARES = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
 
@@ -212,7 +231,9 @@ class _Interpreter:
             self.keywords = argument if isinstance(argument, tuple) else self.code.co_consts[raw]
         elif name in ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"):
             plain = isinstance(argument, str | int | float | bytes | bool | type(None))
-            constants = isinstance(argument, tuple) and all(isinstance(n, str | int | float | None.__class__) for n in argument)
+            constants = isinstance(argument, tuple) and all(
+                isinstance(n, str | int | float | None.__class__) for n in argument
+            )
             stack.append(frozenset((("const", argument),)) if plain or constants else _NOTHING)
         elif name.startswith(("LOAD_FAST", "STORE_FAST")):
             names = argument if isinstance(argument, tuple) else (argument,)
@@ -244,7 +265,9 @@ class _Interpreter:
             null = name == "LOAD_GLOBAL" and _FLAGGED and raw & 1
             if null and not _NULL_BEHIND:
                 stack.append(_NULL)
-            stack.append(_joined(self._read("global", argument), self._local(argument) if name == "LOAD_NAME" else _NOTHING))
+            stack.append(
+                _joined(self._read("global", argument), self._local(argument) if name == "LOAD_NAME" else _NOTHING)
+            )
             if null and _NULL_BEHIND:
                 stack.append(_NULL)
         elif name == "STORE_NAME":
@@ -302,7 +325,9 @@ class _Interpreter:
         elif name == "COMPARE_OP":
             right, left = pop(), pop()
             self._whole(_joined(left, right))
-            symbol = next((symbol for symbol in sorted(_COMPARES, key=len, reverse=True) if symbol in str(each.argrepr)), None)
+            symbol = next(
+                (symbol for symbol in sorted(_COMPARES, key=len, reverse=True) if symbol in str(each.argrepr)), None
+            )
             if symbol:
                 flow.operators.add(f"__{_COMPARES[symbol]}__")
             stack.append(_NOTHING)
@@ -340,10 +365,21 @@ class _Interpreter:
             stack += [self._each(value) if several else part for part in reversed(known)]
         elif name in _BUILDS:
             parts = [pop() for _ in range(raw)]
-            stack.append(_joined(frozenset((("made",),)), *(frozenset(("held", p) for p in part if p[0] != "const") for part in parts)) if parts else _NOTHING)
+            stack.append(
+                _joined(
+                    frozenset((("made",),)),
+                    *(frozenset(("held", p) for p in part if p[0] != "const") for part in parts),
+                )
+                if parts
+                else _NOTHING
+            )
         elif name in ("BUILD_MAP", "BUILD_CONST_KEY_MAP"):
             parts = [pop() for _ in range(2 * raw if name == "BUILD_MAP" else raw + 1)]
-            stack.append(_joined(*(frozenset(("held", p) for p in part if p[0] != "const") for part in parts)) if parts else _NOTHING)
+            stack.append(
+                _joined(*(frozenset(("held", p) for p in part if p[0] != "const") for part in parts))
+                if parts
+                else _NOTHING
+            )
         elif name in _JOINS:
             value = pop()
             extends = name not in ("LIST_APPEND", "SET_ADD")
@@ -424,7 +460,9 @@ class _Interpreter:
 
     def _parts(self, value: frozenset) -> frozenset:
         """What the result of an operator may hold of an operand: the entries of a list that another is added to."""
-        return frozenset(("held", ("each", source)) for source in value if source[0] in ("attr", "global", "cell", "item"))
+        return frozenset(
+            ("held", ("each", source)) for source in value if source[0] in ("attr", "global", "cell", "item")
+        )
 
     def _operator(self, each: Any, name: str) -> None:
         if name == "BINARY_OP":
@@ -435,7 +473,9 @@ class _Interpreter:
             word = name.partition("_")[2]
             operator, inplace = _OLD_OPERATOR.get(word, word.lower()), name.startswith("INPLACE")
         if operator:
-            self.flow.operators |= {f"__{operator}__", f"__r{operator}__"} | ({f"__i{operator}__"} if inplace else set())
+            self.flow.operators |= {f"__{operator}__", f"__r{operator}__"} | (
+                {f"__i{operator}__"} if inplace else set()
+            )
 
     def _call(self, each: Any, name: str, count: int, stack: list[frozenset], pop: Any) -> None:
         keywords: tuple[str, ...] = ()

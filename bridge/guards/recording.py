@@ -14,7 +14,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -28,7 +28,7 @@ from bridge.guards.kinds import ASKED, PLAIN, contents_of, effect_of
 from bridge.guards.watched import ABSENT, Place, class_entry
 from bridge.guards.world import FrameOf, Instance, World, dict_of, is_changeable
 
-__all__ = ["Reads"]
+__all__ = ["Reads", "profiled"]
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCHS = ("_ops.py", "overrides.py", "_library", "_subclasses", "fx", "_prims", "_prims_common", "_refs", "_decomp")
@@ -36,13 +36,42 @@ _TORCHS += ("_meta_registrations.py", "_higher_order_ops", "_functorch", "_dispa
 _TORCHS += ("utils/_python_dispatch.py", "utils/_pytree.py", "utils/_contextlib.py", "utils/_config_module.py")
 _TORCHS += ("utils/_device.py", "utils/_cxx_pytree.py", "_compile.py", "_dynamo", "_inductor", "_C", "utils/_stats.py")
 _TORCHS += ("autograd", "jit", "_export", "export", "_weights_only_unpickler.py", "storage.py", "types.py")
-_TORCHS += ("nn/modules/module.py", "_linalg_utils.py", "_classes.py", "_vmap_internals.py", "hub.py", "package", "utils/_typing_utils.py")
+_TORCHS += (
+    "nn/modules/module.py",
+    "_linalg_utils.py",
+    "_classes.py",
+    "_vmap_internals.py",
+    "hub.py",
+    "package",
+    "utils/_typing_utils.py",
+)
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
-_PYTHONS = ("logging", "warnings.py", "importlib", "re", "sre_", "inspect.py", "linecache.py", "traceback.py", "tokenize")
+_PYTHONS = (
+    "logging",
+    "warnings.py",
+    "importlib",
+    "re",
+    "sre_",
+    "inspect.py",
+    "linecache.py",
+    "traceback.py",
+    "tokenize",
+)
 _PYTHONS += ("typing.py", "abc.py", "_collections_abc.py", "copyreg.py", "functools.py", "dis.py", "ast.py")
-_UNREAD = (*(os.path.join(TORCH_DIR, each) for each in _TORCHS), *(_LIBRARY + each for each in _PYTHONS), _OWN, "<frozen importlib", "<frozen zipimport", "<frozen abc", "<frozen _collections_abc")
+_UNREAD = (
+    *(os.path.join(TORCH_DIR, each) for each in _TORCHS),
+    *(_LIBRARY + each for each in _PYTHONS),
+    _OWN,
+    "<frozen importlib",
+    "<frozen zipimport",
+    "<frozen abc",
+    "<frozen _collections_abc",
+)
 _ASKED_PYTHON = frozenset(
-    [(_LIBRARY + os.path.join("logging", "__init__.py"), name) for name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers")]
+    [
+        (_LIBRARY + os.path.join("logging", "__init__.py"), name)
+        for name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers")
+    ]
     + [(_LIBRARY + os.path.join("importlib", "util.py"), "find_spec"), ("<frozen importlib.util>", "find_spec")]
 )
 _RUN_FORWARD = ("unwatched.py", "prepared_twin.py")
@@ -62,7 +91,20 @@ class _Frame:
         new: whether there are results that were not followed yet.
     """
 
-    __slots__ = ("args", "builtins", "called", "cells", "code", "flow", "globals", "memo", "new", "plain", "python", "results")
+    __slots__ = (
+        "args",
+        "builtins",
+        "called",
+        "cells",
+        "code",
+        "flow",
+        "globals",
+        "memo",
+        "new",
+        "plain",
+        "python",
+        "results",
+    )
 
     def __init__(self, frame: FrameType, flow: Flow, args: dict[str, Any], cells: dict[str, Any]):
         self.flow, self.args, self.cells, self.code = flow, args, cells, frame.f_code
@@ -97,13 +139,9 @@ class Reads(World):
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """While active, notes what code of this thread reads; a profiler of the user's pauses."""
-        before = sys.getprofile()
-        sys.setprofile(self.hear)
-        try:
+        with profiled(self.hear):
             yield
-        finally:
-            sys.setprofile(before)
-            self.finish()
+        self.finish()
 
     def finish(self) -> None:
         """The run is over."""
@@ -111,7 +149,11 @@ class Reads(World):
         self._ours.clear()
         for name in self._loose:  # attributes of values from nowhere known: of all objects that have one of that name
             for value in list(self._known.values()):
-                held = None if isinstance(value, ModuleType | type | torch.Tensor | nn.Module | FunctionType) else dict_of(value)
+                held = (
+                    None
+                    if isinstance(value, ModuleType | type | torch.Tensor | nn.Module | FunctionType)
+                    else dict_of(value)
+                )
                 if held is not None and name in held:
                     self.attribute(value, name)
         for name in sorted(self._operators):
@@ -320,7 +362,11 @@ class Reads(World):
             for owner in self._values(frame, source[1]):
                 own = None if isinstance(owner, Instance | FrameOf) or not self.knows(owner) else self.original(owner)
                 held = dict_of(own)
-                registries = [held[each] for each in ("_parameters", "_buffers", "_modules")] if isinstance(own, nn.Module) else []
+                registries = (
+                    [held[each] for each in ("_parameters", "_buffers", "_modules")]
+                    if isinstance(own, nn.Module)
+                    else []
+                )
                 for space in (held, *registries) if held is not None else ():
                     if name in space and type(space[name]) not in PLAIN:
                         self.exactly(space, name, Place("attribute", name, self.place(owner).of))
@@ -469,6 +515,21 @@ class Reads(World):
         full = full if several or level else full.partition(".")[0]
         value = self.name(sys.modules, full, Place("module", full))
         return [] if value is ABSENT or value is None else [value]
+
+
+@contextmanager
+def profiled(hear: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """While active, a function hears of this thread's events; a profiler of the user's pauses."""
+    before = sys.getprofile()
+    sys.setprofile(hear)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        if hasattr(before, "enable"):  # cProfile's profiler is no function that could be set again
+            before.enable()
+        else:
+            sys.setprofile(before)
 
 
 def _flow(code: CodeType) -> Flow | None:

@@ -10,7 +10,8 @@ import functools
 import threading
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -74,6 +75,7 @@ class World:
         first: what they held when they were first read, by the same keys.
         modules: by id of an ``nn.Module``, the module and the names of its attributes that were looked up; ``"*"``: all.
         bases: classes whose bases decided something.
+        caches: functions that keep their results (``functools.lru_cache``).
         refused: what forward was about to do to something outside that cannot be put back.
     """
 
@@ -85,6 +87,7 @@ class World:
         self.first: dict[tuple, Any] = {}
         self.modules: dict[int, tuple[nn.Module, set[str]]] = {}
         self.bases: dict[type, None] = {}
+        self.caches: list[Any] = []
         self.refused: UnsupportedModule | None = None
         for path, module in modules:
             self._known[id(module)] = module
@@ -98,6 +101,8 @@ class World:
         self._places[id(value)] = place
         if isinstance(value, FunctionType):
             self.function(value, place)
+        elif type(value) is functools._lru_cache_wrapper:
+            self.caches.append(value)
         elif isinstance(value, types.MethodType):
             self.know(value.__func__, place)
             self.know(value.__self__, place)
@@ -253,7 +258,9 @@ class World:
         if isinstance(owner, dict) and isinstance(key, str | int | bytes | tuple):
             self._class(owner)
             own = self.original(owner)
-            return _interesting(self.name(own, key, self.place(owner).then(f"[{key!r}]"), None if own is owner else owner))
+            return _interesting(
+                self.name(own, key, self.place(owner).then(f"[{key!r}]"), None if own is owner else owner)
+            )
         self.whole(owner)
         return self.inside(owner, 1)
 
@@ -264,7 +271,9 @@ class World:
         elif isinstance(owner, dict):
             values = dict.values(owner)
         elif isinstance(owner, CONTAINERS):
-            values = next(kind for kind in (list, tuple, set, frozenset, deque) if isinstance(owner, kind)).__iter__(owner)
+            values = next(kind for kind in (list, tuple, set, frozenset, deque) if isinstance(owner, kind)).__iter__(
+                owner
+            )
         else:
             return []
         known, place, found = self.knows(owner), self.place(owner), []
@@ -338,6 +347,18 @@ class World:
     def state(self) -> dict[tuple, Any]:
         """What all places hold now."""
         return {key: self.items[key].read() for key in self.first}
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """What runs inside leaves the places, and the caches of functions, as they are."""
+        state, caches = self.state(), [(each, each.cache_info().misses) for each in self.caches]
+        try:
+            yield
+        finally:
+            self.restore(state)
+            for cache, misses in caches:
+                if cache.cache_info().misses != misses:
+                    cache.cache_clear()
 
     def restore(self, state: dict[tuple, Any] | None = None) -> None:
         """Puts back what places held: first, or in that state."""

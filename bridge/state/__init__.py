@@ -5,7 +5,7 @@ from bridge.state.code import CodeGuard
 from bridge.state.derived import derived_attribute, derived_attributes, renew_derived
 from bridge.state.generators import generators_put_back, moved_generators
 from bridge.state.many_contents import ManyContents
-from bridge.state.module import hooks_of, own_attributes, written_class
+from bridge.state.module import Snapshot, hooks_of, own_attributes, written_class
 from bridge.state.names import functions_of, with_helpers
 from bridge.state.reachable import Contents, Reached
 from bridge.state.snapshot import PythonState
@@ -21,6 +21,7 @@ __all__ = [
     "ModuleTensor",
     "PythonState",
     "Reached",
+    "Snapshot",
     "constant_key",
     "derived_attribute",
     "derived_attributes",

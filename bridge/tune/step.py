@@ -17,7 +17,7 @@ from bridge.base.devices import HOST
 from bridge.base.generators import default_generator
 from bridge.base.torch_internals import pytree
 from bridge.dispatch import Entry
-from bridge.state import PythonState, generators_put_back
+from bridge.state import Snapshot, generators_put_back
 
 __all__ = ["Step", "unnoticed"]
 
@@ -78,7 +78,7 @@ def unnoticed(entry: Entry, module: nn.Module) -> Iterator[None]:
     """Generators and the module's Python state are put back behind what runs inside."""
     devices = {draw.device for draw in entry.lowered.captured.draws}
     generators = [default_generator(device) for device in devices]
-    before, states = PythonState(module), [generator.get_state() for generator in generators]
+    before, states = Snapshot(module), [generator.get_state() for generator in generators]
     try:
         with generators_put_back():
             yield

@@ -22,7 +22,8 @@ from bridge.capture.own_leaves import own_leaves
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.thread_isolation import recording
 from bridge.capture.two_runs import FakeRecord, real_run_of
-from bridge.state import PythonState, generators_put_back
+from bridge.guards import undo
+from bridge.state import generators_put_back
 
 log = channel("dispatch")
 
@@ -32,14 +33,15 @@ __all__ = ["looped_run", "run_of_any_length"]
 @generators_put_back()
 def looped_run(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LoopedCall | None:
     """One run of a call, if that is all that is to be known of it: it has loops, and sets no Python state."""
-    with recording():
+    with recording(), undo(module) as before:
         try:
-            real = real_run_of(module, args, kwargs, PythonState)
+            real = real_run_of(module, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever forward raises, it raises again where it is captured
             log.debug("%s is not recorded for its length: %s", type(module).__name__, error)
+            before.restore()
             return None
-        real.before.restore_caches()
-        if real.observation.unsupported or real.observation.objects or real.before.changes() or real.functions.uses:
+        if real.observation.unsupported or real.observation.objects or real.functions.uses or real.changed():
+            before.restore()
             return None
         real.loops = folded_of(real.record, real.made, real.observation.draws)
     return None if real.loops is None else LoopedCall(real)

@@ -26,7 +26,6 @@ from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read
 from bridge.dispatch.guards.module import ModuleGuard
 from bridge.dispatch.guards.settings import SettingsGuard
 from bridge.dispatch.guards.tensors import TensorGuard
-from bridge.state import AttributeReads
 
 __all__ = ["Guard"]
 
@@ -43,7 +42,6 @@ class Guard:
         frozen: where the compiled code has the module's tensors as constants, the places of those that eager writes
             uncounted (:func:`bridge.dispatch.guards.frozen.uncounted_statistics`); ``None``: it has none.
         exact_modes: whether the grad mode has to be the very one, whatever the code says.
-        reads: what the call reads of the objects that the module holds; ``None``: all of it.
 
     Attributes:
         frozen: the condition that these have not changed; ``None`` where every call reads them.
@@ -61,7 +59,6 @@ class Guard:
         numbers: Sequence[NumberPlace] = (),
         frozen: Collection[int] | None = None,
         exact_modes: bool = False,
-        reads: AttributeReads | None = None,
     ):
         self.numbers = tuple(numbers)
         self._device = captured.device
@@ -71,8 +68,12 @@ class Guard:
         requires_grad = any(tensor.requires_grad for tensor in (*captured.module_tensors, *arguments))
         saves = torch.is_grad_enabled() and requires_grad
         self._tree = ModuleGuard(
-            module, captured.module_tensors, saves=saves, numbers=attributes, counters=captured.counters, reads=reads,
-            recorded=captured.observation.reads
+            module,
+            captured.module_tensors,
+            saves=saves,
+            numbers=attributes,
+            counters=captured.counters,
+            reads=captured.observation.reads,
         )
         self.sets_attributes = bool(captured.counters or self._tree.derived)
         exact = exact_modes or self._tree.reads_grad_mode

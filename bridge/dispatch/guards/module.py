@@ -24,18 +24,15 @@ from bridge.dispatch.guards.module_conditions import (
     TreeConditions,
     owned_attributes,
     tree_reader,
+    was_read,
 )
 from bridge.dispatch.guards.numbers import AnyNumber
 from bridge.dispatch.guards.tensors import TensorGuard
 from bridge.guards import ReadGuard, Reads
 from bridge.state import (
-    AttributeReads,
-    CodeGuard,
     ModuleTensor,
-    Reached,
     derived_attributes,
     dict_versions,
-    hooks_of,
     renew_derived,
     same_versions,
 )
@@ -72,7 +69,7 @@ class ModuleGuard:
         saves: whether autograd saves tensors of the call.
         numbers: the kinds of the attributes that the compiled code takes as inputs, by path and name.
         counters: attributes that a call counts up.
-        reads: what the call reads of the objects that the modules hold; ``None``: all of it.
+        reads: what forward read.
     """
 
     def __init__(
@@ -83,8 +80,7 @@ class ModuleGuard:
         saves: bool,
         numbers: Mapping[tuple[str, str], type] = MappingProxyType({}),
         counters: Sequence[Counter] = (),
-        reads: AttributeReads | None = None,
-        recorded: Reads | None = None,
+        reads: Reads,
     ):
         named = list(root.named_modules(remove_duplicate=False))
         paths: dict[nn.Module, str] = {}
@@ -94,33 +90,27 @@ class ModuleGuard:
         self._modules = modules[1:]
         self._read = tree_reader(modules)
         tree = self._read(modules, list(map(_DICT, modules)))
-        attributes = owned_attributes(modules)
-        reached = Reached(registered=frozenset(modules), reads=reads)
-        for i, name, value in attributes:
-            if not isinstance(value, torch.Tensor):
-                reached.add((i, name), value)
-        for i, module in enumerate(modules[1:], start=1):
-            for kind, hook in hooks_of(module):
-                reached.add((i, kind), hook)
+        names = [reads.modules.get(id(module), (module, frozenset()))[1] for module in modules]
+        attributes = [
+            (i, name, value)
+            for i, name, value in owned_attributes(modules)
+            if isinstance(value, torch.Tensor) or was_read(names[i], name) or (paths[modules[i]], name) in numbers
+        ]
         self._derived = {
             f"{paths[each]}.{name}": (i, hook)
             for i, each in enumerate(modules)
             if i
             for name, hook in derived_attributes(each).items()
         }
-        kinds = dict.fromkeys((*map(type, modules), *reached.kinds))
-        self._code = CodeGuard(kinds, reached.functions, registered=reached.registered)
         index = {path: modules.index(module) for path, module in named}
         kinds = {(index[path], name): AnyNumber(kind) for (path, name), kind in numbers.items()}
-        self._read_guard = None if recorded is None else ReadGuard(recorded, modules)
+        self._outside = ReadGuard(reads, modules)
+        self._mentions = reads.mentions
         self._number_places = list(kinds)
         self._counters = [(index[each.path], each.name, each.step) for each in counters]
         kinds.update(((i, name), AnyNumber(int, counts=True)) for i, name, _ in self._counters)
-        self._conditions = TreeConditions(
-            tree, list(paths.values()), attributes, reached.contents, tensors, index, kinds
-        )
+        self._conditions = TreeConditions(tree, list(paths.values()), attributes, names, tensors, index, kinds)
         self._types = self._conditions.types.expected
-        self._uncounted = self._conditions.without_counts
         self._attribute_places = self._conditions.attribute_places
         self._references = self._conditions.references
         parameter, either = (nn.Parameter,), (torch.Tensor, nn.Parameter)
@@ -137,7 +127,7 @@ class ModuleGuard:
     @property
     def reads_grad_mode(self) -> bool:
         """Whether the code asks if gradients are enabled, and so may do different things."""
-        return self._code.mentions("is_grad_enabled", "is_inference_mode_enabled", "is_inference")
+        return self._mentions("is_grad_enabled", "is_inference_mode_enabled", "is_inference")
 
     @property
     def training(self) -> dict[str, bool]:
@@ -147,7 +137,7 @@ class ModuleGuard:
     @property
     def condition_names(self) -> tuple[str, ...]:
         """Names of the conditions, those on single properties of tensors apart."""
-        return ("code", *(condition.name for condition in self._conditions.in_order))
+        return (*(condition.name for condition in self._conditions.in_order), "reads")
 
     def quick(self, root: nn.Module, inference: bool = False) -> list[torch.Tensor] | None:
         """The module's tensors if everything is exactly as it was; ``None`` where :meth:`match` has to look closer.
@@ -155,9 +145,7 @@ class ModuleGuard:
         ``inference``: whether inference mode is on.
         """
         modules = [root, *self._modules]
-        if list(map(type, modules)) != self._types or not self._code.unchanged():
-            return None
-        if self._read_guard is not None and not self._read_guard.unchanged():
+        if list(map(type, modules)) != self._types or not self._outside.unchanged():
             return None
         dicts = list(map(_DICT, modules))
         known = self._unwritten
@@ -165,8 +153,6 @@ class ModuleGuard:
             known = self._unwritten = self._look(modules, dicts)
             if known is None:
                 return None
-        if self._uncounted and not self._uncounted.unchanged():
-            return None
         if known.hooked and not self._conditions.hooks.holds(self._read(modules, dicts)):
             return None
         tensors = [registry[name] for registry, name in known.tensors]
@@ -179,7 +165,7 @@ class ModuleGuard:
         """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do."""
         tree = self._read(modules, dicts)
         registries = [*tree.parameters, *tree.buffers, *tree.children]
-        written = [*filter(None, registries), *self._conditions.counted]
+        written = list(filter(None, registries))
         versions = dict_versions((*dicts, *written))  # before the look: what is written meanwhile is seen next time
         try:
             if not all(condition.holds(tree) for condition in self._conditions.watched):
@@ -205,7 +191,6 @@ class ModuleGuard:
     def _match(self, tree: Tree, but: Condition | None = None) -> list[torch.Tensor]:
         """The tensors of a tree for which all conditions hold, ``but`` one that is not asked."""
         self._raise(self._conditions.types.failure(tree))
-        self._code.match()
         for condition in self._conditions.before_tensors:
             if condition is not but:
                 self._raise(condition.failure(tree))
@@ -213,8 +198,7 @@ class ModuleGuard:
         self._raise(self._tensors.failure(tensors))
         for condition in self._conditions.after_tensors:
             self._raise(condition.failure(tree))
-        if self._read_guard is not None:
-            self._read_guard.match()
+        self._outside.match()
         return tensors
 
     def tensors(self, root: nn.Module) -> list[torch.Tensor]:
@@ -254,7 +238,7 @@ class ModuleGuard:
 
     def mentions(self, *names: str) -> bool:
         """Whether one of these names occurs in the code."""
-        return self._code.mentions(*names)
+        return self._mentions(*names)
 
     def _tree(self, root: nn.Module) -> Tree:
         modules = [root, *self._modules]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import eq, is_, itemgetter
 from types import MappingProxyType
@@ -15,9 +15,9 @@ from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
 from bridge.dispatch.guards.condition import Condition, differs
 from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number
-from bridge.state import Contents, ManyContents, ModuleTensor, own_attributes, same, written_class
+from bridge.state import ModuleTensor, own_attributes, same, written_class
 
-__all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader"]
+__all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader", "was_read"]
 
 _STATE = itemgetter("_parameters", "_buffers", "_modules", "training", *MODULE_HOOKS)
 _REGISTRY_OF = {"parameter": "_parameters", "buffer": "_buffers", "attribute": ""}
@@ -66,6 +66,11 @@ def tree_reader(modules: Sequence[nn.Module]) -> Callable[[Sequence[nn.Module], 
     return read
 
 
+def was_read(names: Collection[str], name: str) -> bool:
+    """Whether forward looked an attribute up; ``"*"`` among the names: all of them."""
+    return name == "forward" or name in names or "*" in names
+
+
 def owned_attributes(modules: Sequence[nn.Module]) -> list[tuple[int, str, Any]]:
     """The attributes that the user's code put on the modules: position of the module, name, value."""
     return [(i, name, value) for i, module in enumerate(modules) for name, value in own_attributes(module)]
@@ -78,7 +83,7 @@ class TreeConditions:
         tree: as it is now.
         paths: of the modules.
         attributes: as :func:`owned_attributes` gives them.
-        contents: of mutable attributes; ``place``: position of the module and name.
+        reads: of each module, the names of its attributes that forward looked up (:func:`was_read`).
         tensors: those that the compiled code reads.
         index: the position of the module at each path, several paths of one module included.
         numbers: the attributes of which any number will do, by position of the module and name.
@@ -88,8 +93,6 @@ class TreeConditions:
         before_tensors, after_tensors: in the order of the reasons, around the conditions on single tensors.
         watched: those that can only fail after a write to a dictionary.
         hooks: on inner modules.
-        uncounted: contents whose changes no count of writes tells; ``without_counts``: the same, for one look.
-        counted: the dictionaries behind the other contents.
         attribute_places: position and name of the tensors that are plain attributes.
         references: to the free tensors, which lie in no module; what leads to them has conditions of its own.
         paths: of the modules; ``training``: their flags.
@@ -100,7 +103,7 @@ class TreeConditions:
         tree: Tree,
         paths: Sequence[str],
         attributes: Sequence[tuple[int, str, Any]],
-        contents: Sequence[Contents],
+        reads: Sequence[Collection[str]],
         tensors: Sequence[ModuleTensor],
         index: Mapping[str, int],
         numbers: Mapping[tuple[int, str], AnyNumber] = MappingProxyType({}),
@@ -110,26 +113,21 @@ class TreeConditions:
         self._places, self._ties = _places(tensors, index)
         self.attribute_places = [(owner, name) for registry, owner, name in self._places if not registry]
         self.references = [name for registry, _, name in self._places if registry is _HELD]
-        self.counted = [each.counted for each in contents if each.counted is not None]
         self.types = self._types(tree)
-        uncounted = [each for each in contents if each.counted is None]
-        self.uncounted = self._contents("contents without counts", uncounted)
-        self.without_counts = ManyContents(uncounted)
         self.hooks = self._hooks(tree)
         self.training = self._training(tree)
         structure = [self._submodules(tree), self._order(tree), self.hooks, self.training]
         self._constants = [each for each in attributes if not isinstance(each[2], torch.Tensor)]
         self._constant = self._attributes(self._constants)
         held = [
-            self._attribute_names(tree),
+            self._attribute_names(tree, reads),
             self._constant,
             self._tensor_attributes([each for each in attributes if isinstance(each[2], torch.Tensor)]),
-            self._contents("contents", [each for each in contents if each.counted is not None]),
         ]
-        self.before_tensors = [*structure, *held, self.uncounted, self._absent(tree), self._nested(tensors)]
+        self.before_tensors = [*structure, *held, self._absent(tree), self._nested(tensors)]
         self.after_tensors = [self._tied(tensors), *self._sizes(tree)]
         self.in_order = [self.types, *self.before_tensors, *self.after_tensors]
-        self.watched = [each for each in self.in_order if each is not self.types and each is not self.uncounted]
+        self.watched = [each for each in self.in_order if each is not self.types]
 
     def find_tensors(self, tree: Tree) -> list[Any]:
         """What lies where the compiled code's tensors lay."""
@@ -209,8 +207,8 @@ class TreeConditions:
 
         return Condition("training flags", lambda tree: tree.training, tree.training, explain)
 
-    def _attribute_names(self, tree: Tree) -> Condition:
-        """The names of each module's own attributes.
+    def _attribute_names(self, tree: Tree, reads: Sequence[Collection[str]]) -> Condition:
+        """Which of the names that forward looks up are attributes of each module's own.
 
         The quick path counts them first: the other conditions read every attribute that there was, and one that is
         gone is a ``KeyError``. FSDP keeps things of its own beside them.
@@ -219,7 +217,11 @@ class TreeConditions:
         counts[0] += 1  # a call comes here through the root's dispatcher
 
         def read(tree: Tree) -> list[frozenset[str]]:
-            return [frozenset(name for name, _ in own_attributes(module)) for module in tree.modules]
+            pairs = zip(tree.modules, reads, strict=True)
+            return [
+                frozenset(name for name, _ in own_attributes(module) if was_read(names, name))
+                for module, names in pairs
+            ]
 
         def explain(i: int, then: frozenset[str], now: frozenset[str]) -> GuardFailure:
             name = "forward" if "forward" in now ^ then else min(now ^ then)
@@ -266,13 +268,6 @@ class TreeConditions:
             explain,
             same=lambda now, then: issubclass(now, torch.Tensor),
         )
-
-    def _contents(self, name: str, contents: Sequence[Contents]) -> Condition:
-        def explain(place: int, then: bool, now: bool) -> GuardFailure:
-            i, attribute = contents[place].place
-            return _attribute_failure(self.paths[i], attribute, "changed")
-
-        return Condition(name, lambda _: [each.unchanged() for each in contents], [True] * len(contents), explain)
 
     def _absent(self, tree: Tree) -> Condition:
         """Parameters and buffers that were ``None``."""
