@@ -61,7 +61,7 @@ class ReadGuard:
         ]
         for module, names in reads.modules.values():
             if id(module) not in tree:
-                items += _of_module(module, names)
+                items += _of_module(module, names, reads.place(module))
         self._bases = [(kind, kind.__mro__) for kind in reads.bases]
         self._classes, self._mros = [kind for kind, _ in self._bases], [bases for _, bases in self._bases]
         spaces: dict[int, list[Any]] = {}
@@ -123,19 +123,22 @@ class ReadGuard:
 
     def differences(self) -> Iterator[str]:
         """What is not what it was, in words."""
-        for kind, bases in self._bases:
-            if kind.__mro__ != bases:
-                yield f"bases of class {kind.__name__}"
+        found = False
         for item, then in self._all:
             now = item.read()
             if now is not then and not item.same(now, then):
                 code = isinstance(item, Code) and now[0] is then[0]
+                found = True
                 yield f"default arguments of {item.function.__qualname__}" if code else str(item.place)
         for names in self._names:
             for item, then in zip(names.items, names.values, strict=True):
                 now = item.read()
                 if now is not then and not item.same(now, then):
+                    found = True
                     yield str(item.place)
+        for kind, bases in () if found else self._bases:
+            if kind.__mro__ != bases:
+                yield f"bases of class {kind.__name__}"
 
 
 def _dicts_of(item: Name | ClassName) -> list[dict] | None:
@@ -147,10 +150,10 @@ def _dicts_of(item: Name | ClassName) -> list[dict] | None:
     return None if None in found else found
 
 
-def _of_module(module: nn.Module, names: Collection[str]) -> Iterator[Name]:
+def _of_module(module: nn.Module, names: Collection[str], place: Place) -> Iterator[Name]:
     """What was read of a module that is not in the tree."""
     own = module.__dict__
     for space in (own, *(own[each] for each in ("_parameters", "_buffers", "_modules"))):
         for name in sorted(set(own) if "*" in names and space is own else names):
             if name in space or space is own:
-                yield Name(space, name, Place("attribute", name, f" of a {type(module).__name__}"))
+                yield Name(space, name, place.then(f".{name}"))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType
@@ -92,6 +93,8 @@ class Flow:
         operators: special methods that operators in it look up.
         loose: names of attributes that are read of values from nowhere known.
         identities: sources that are compared by ``is``.
+        offsets: of its instructions.
+        by_results: whether an entry is looked up by a key that another function gives.
     """
 
     reads: dict[Source, None] = field(default_factory=dict)
@@ -101,6 +104,12 @@ class Flow:
     operators: set[str] = field(default_factory=set)
     loose: set[str] = field(default_factory=set)
     identities: dict[Source, None] = field(default_factory=dict)
+    by_results: bool = False
+    offsets: Sequence[int] = ()
+
+    def at(self, last: int) -> int:
+        """The offset of the instruction that a frame is at, which may point at a cache behind it."""
+        return self.offsets[bisect_right(self.offsets, last) - 1]
 
 
 @lru_cache(maxsize=4096)
@@ -149,6 +158,7 @@ class _Interpreter:
                         waiting.append(follower)
             if not self.changed:
                 break
+        self.flow.offsets = [each.offset for each in self.instructions]
         return self.flow
 
     def _merge(self, index: int, stack: list[frozenset]) -> bool:
@@ -446,11 +456,12 @@ class _Interpreter:
                 found.add(UNKNOWN)
                 continue
             for which in key or (UNKNOWN,):
-                known = which[0] in ("const", "arg", "global", "attr", "cell", "item")
+                known = which[0] in ("const", "arg", "global", "attr", "cell", "item", "result", "called")
                 made = ("item", source, which) if known else ("each", source)
                 if _deep(made) > _MOST_DEEP:
                     found.add(UNKNOWN)
                 else:
+                    self.flow.by_results |= which[0] == "result"
                     self.flow.reads[made] = None
                     found.add(made)
         return _joined(frozenset(found))

@@ -89,6 +89,7 @@ class _Frame:
         called: likewise what functions in C may have given it.
         python: offsets of calls of functions in Python.
         new: whether there are results that were not followed yet.
+        over: whether it has returned.
     """
 
     __slots__ = (
@@ -101,6 +102,7 @@ class _Frame:
         "globals",
         "memo",
         "new",
+        "over",
         "plain",
         "python",
         "results",
@@ -114,7 +116,7 @@ class _Frame:
         self.called: dict[int, list[Any]] = {}
         self.python: set[int] = set()
         self.memo: dict[Source, list[Any]] = {}
-        self.new = False
+        self.new = self.over = False
 
     @property
     def where(self) -> str:
@@ -158,6 +160,9 @@ class Reads(World):
                     self.attribute(value, name)
         for name in sorted(self._operators):
             self.class_name(torch.Tensor, name)
+        for kind in {type(module) for module, _ in self.modules.values()}:
+            for name in ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__"):
+                self.class_name(kind, name)
 
     def mentions(self, *names: str) -> bool:
         """Whether one of these names occurs in code that ran."""
@@ -176,7 +181,7 @@ class Reads(World):
             if event == "return":
                 outer = self._frames.get(frame.f_back)
                 if outer is not None and arg is not None and not code.co_filename.startswith(_OWN):
-                    self._returned(outer, frame.f_back.f_lasti, arg)
+                    self._returned(outer, outer.flow.at(frame.f_back.f_lasti), arg)
             elif event == "call" and (code.co_filename, code.co_name) in _ASKED_PYTHON and frame.f_back in self._frames:
                 self._ask_python(frame, code)
         elif event == "call":
@@ -190,7 +195,7 @@ class Reads(World):
         back = frame.f_back
         outer = self._frames.get(back)
         if outer is not None:
-            outer.python.add(back.f_lasti)
+            outer.python.add(outer.flow.at(back.f_lasti))
             if outer.new:
                 self._look(outer)
         elif self._is_ours(back, code):
@@ -201,7 +206,21 @@ class Reads(World):
         args = {name: self._kept(held[name]) for name in code.co_varnames[:count] if name in held}
         cells = {name: held[name] for name in code.co_freevars if name in held}
         made = self._frames[frame] = _Frame(frame, flow, args, cells)
+        self._running(made, next(iter(args.values()), None))
         self._look(made)
+
+    def _running(self, frame: _Frame, first: Any) -> None:
+        """Notes where the function that runs was found: as a method of its first argument, or as a global."""
+        code, name = frame.code, frame.code.co_name
+        kind = first.kind if isinstance(first, Instance) else type(first)
+        for each in (kind, first) if isinstance(first, type) else (kind,):
+            raw = class_entry(each, name) if is_changeable(each) else ABSENT
+            inner = getattr(raw, "fget", None) or getattr(raw, "__func__", raw)
+            if getattr(inner, "__code__", None) is code:
+                self.class_name(each, name)
+        found = frame.globals.get(name, ABSENT)
+        if isinstance(found, FunctionType) and found.__code__ is code:
+            self.name(frame.globals, name, Place("global", name))
 
     def _is_ours(self, back: FrameType | None, code: CodeType) -> bool:
         """Whether a function runs for this package, not for forward: one of Python's or torch's that it calls."""
@@ -219,11 +238,12 @@ class Reads(World):
     def _end(self, frame: FrameType, value: Any) -> None:
         self._ours.discard(frame)
         made = self._frames.pop(frame, None)
-        if made is not None and made.new:
+        if made is not None and (made.new or made.flow.by_results):
+            made.over = True
             self._look(made)
         outer = self._frames.get(frame.f_back)
         if outer is not None and value is not None:
-            self._returned(outer, frame.f_back.f_lasti, value)
+            self._returned(outer, outer.flow.at(frame.f_back.f_lasti), value)
 
     def _returned(self, outer: _Frame, place: int, value: Any) -> None:
         """A function in Python has returned."""
@@ -259,7 +279,7 @@ class Reads(World):
             self.ask(function, tuple(given), {}, f"{code.co_name}({', '.join(map(repr, given))})")
 
     def _c_call(self, frame: FrameType, known: _Frame, function: Any) -> None:
-        place = frame.f_lasti
+        place = known.flow.at(frame.f_lasti)
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         call = known.flow.calls.get(place)
         known.called.setdefault(place, [])
@@ -499,6 +519,11 @@ class Reads(World):
             keys = self._constants(frame, (source[2],))
             owners = self._values(frame, of)
             if not keys:
+                kind, place = source[2][0], source[2][1]
+                if kind == "called" and place not in frame.called:
+                    return []
+                if kind == "result" and not (frame.over and place in frame.python):
+                    return []
                 return [value for owner in owners for value in self._each(frame, owner)]
             return [value for owner in owners for key in keys for value in self.entry(owner, key)]
         return []

@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
     def then(self, more: str) -> Place:
         """The place of something inside; inside of an attribute of a module it is that attribute."""
-        return self if self.root.startswith("self.") else Place(self.kind or "attribute", self.text + more, self.of)
+        return self if self.root else Place(self.kind or "attribute", self.text + more, self.of)
 
     def __str__(self) -> str:
         return f"{self.kind} '{self.text}'{self.of}" if self.kind else self.text

@@ -7,6 +7,7 @@ of the objects: classes and dictionaries are looked at as they are stored.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import types
 from collections import deque
@@ -89,6 +90,7 @@ class World:
         self.bases: dict[type, None] = {}
         self.caches: list[Any] = []
         self.refused: UnsupportedModule | None = None
+        self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
         for path, module in modules:
             self._known[id(module)] = module
             self._places[id(module)] = Place("", path, f" of submodule '{path}'" if path else " of the module", "self")
@@ -98,7 +100,7 @@ class World:
         if type(value) in PLAIN or id(value) in self._known:
             return
         self._known[id(value)] = value
-        self._places[id(value)] = place
+        self._places.setdefault(id(value), place)
         if isinstance(value, FunctionType):
             self.function(value, place)
         elif type(value) is functools._lru_cache_wrapper:
@@ -169,6 +171,8 @@ class World:
         value = class_entry(kind, name)
         place = Place("attribute", name, f" of class {kind.__name__}")
         self.bases.setdefault(kind)
+        if type(value).__module__.startswith("bridge."):  # put there for the run
+            return ABSENT
         if ("class", id(kind), name) not in self.items:
             self._note(("class", id(kind), name), ClassName(kind, name, place))
             inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
@@ -221,7 +225,17 @@ class World:
             value = self.name(own, name, place.then(f".{name}"), None if held is own else held)
             if value is not ABSENT:
                 return _interesting(value)
-        return _bound(raw)
+        return _bound(raw) if raw is not ABSENT else self._computed(owner, kind, name)
+
+    def _computed(self, owner: Any, kind: type, name: str) -> list[Any]:
+        """An attribute that a function in C computes: ``__getattr__ = dict.__getitem__``; what Python computes is seen."""
+        computes = self.class_name(kind, "__getattr__") if is_changeable(kind) else ABSENT
+        if computes is ABSENT or isinstance(computes, FunctionType):
+            return []
+        if isinstance(owner, dict):
+            return self.entry(owner, name)
+        self.ask(getattr, (self.original(owner), name, None), {}, f"{self.place(owner)}.{name}")
+        return []
 
     def _class(self, owner: Any) -> None:
         if self.knows(owner) and is_changeable(type(owner)):

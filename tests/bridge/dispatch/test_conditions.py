@@ -50,7 +50,7 @@ class Everything(nn.Module):
         with torch.no_grad():
             self.mean.mul_(0.5)
         x = self.tied(self.plain(self.layers(x))) * self.scale * self.options["gain"] * self.sizes[1] * FACTOR
-        x = x * torch.distributions.Normal(0.0, 1.0).scale
+        x = x * torch.distributions.Normal(0.0, 1.0).scale * getattr(self, "later", 1.0)
         return (x * self.table + self.mean + shift) ** power
 
 
@@ -268,7 +268,7 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
         ARGUMENTS,
         "inference tensor args[0]",
     ),
-    "code": (on_module(lambda module: item(globals(), "FACTOR", 3.0)), MODULE, "global 'FACTOR' changed"),
+    "reads": (on_module(lambda module: item(globals(), "FACTOR", 3.0)), MODULE, "global 'FACTOR' changed"),
     "types": (
         on_module(
             lambda module: undone(
@@ -300,9 +300,9 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
         "training flag of submodule 'plain': compiled for True, called with False",
     ),
     "attribute names": (
-        on_module(lambda module: attribute(module.plain, "extra", 1.0)),
+        on_module(lambda module: attribute(module, "later", 1.0)),
         MODULE,
-        "attribute 'extra' was added to submodule 'plain'",
+        "attribute 'later' was added to the module",
     ),
     "attributes": (
         on_module(lambda module: attribute(module, "scale", 3.0)),
@@ -313,16 +313,6 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
         on_module(lambda module: attribute(module, "table", 2.0)),
         MODULE,
         "attribute 'table' of the module is no tensor any more",
-    ),
-    "contents": (
-        on_module(lambda module: item(module.options, "gain", 3.0)),
-        MODULE,
-        "attribute 'options' of the module changed",
-    ),
-    "contents without counts": (
-        on_module(lambda module: item(module.sizes, 1, 3.0)),
-        MODULE,
-        "attribute 'sizes' of the module changed",
     ),
     "absent tensors": (
         on_module(lambda module: item(module.plain._parameters, "bias", nn.Parameter(torch.ones(6)))),

@@ -93,30 +93,38 @@ class Reads(nn.Module):
 def attribute(owner, name, value):
     before = getattr(owner, name)
     setattr(owner, name, value)
-    yield
-    setattr(owner, name, before)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextmanager
 def item(owner, key, value):
     before = owner[key]
     owner[key] = value
-    yield
-    owner[key] = before
+    try:
+        yield
+    finally:
+        owner[key] = before
 
 
 @contextmanager
 def own_field(owner, name, value):
     setattr(owner, name, value)
-    yield
-    delattr(owner, name)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
 
 
 @contextmanager
 def environment(value):
     os.environ["TVM_DISPATCH_TEST_GAIN"] = value
-    yield
-    del os.environ["TVM_DISPATCH_TEST_GAIN"]
+    try:
+        yield
+    finally:
+        del os.environ["TVM_DISPATCH_TEST_GAIN"]
 
 
 def _cell(function, name):
@@ -144,10 +152,10 @@ CHANGES = {
     ),
     "module in a list": (lambda m: attribute(m.hidden[0], "p", 0.5), "attribute 'hidden' of the module"),
     "mode of a module in a list": (lambda m: attribute(m.hidden[0], "training", False), "attribute 'hidden' of"),
-    "global module": (lambda m: attribute(DROP, "p", 0.5), "global 'DROP' changed"),
+    "global module": (lambda m: attribute(DROP, "p", 0.5), "global 'DROP.p' changed"),
     "setting of another file": (lambda m: attribute(settings, "SCALE", 3.0), "global 'tests.bridge.settings.SCALE'"),
-    "table of another file": (lambda m: item(settings.TABLE, "gain", 3.0), "global 'tests.bridge.settings.TABLE'"),
-    "class of another file": (lambda m: attribute(settings.Hyper, "shift", 3.0), "global 'Hyper.shift' changed"),
+    "table of another file": (lambda m: item(settings.TABLE, "gain", 3.0), "global 'tests.bridge.settings.TABLE['gain']'"),
+    "class of another file": (lambda m: attribute(settings.Hyper, "shift", 3.0), "attribute 'shift' of class Hyper changed"),
     "object of another file": (lambda m: own_field(settings.fields, "power", 3.0), "global 'tests.bridge.settings.f"),
     "class of that object": (lambda m: attribute(settings.Fields, "power", 3.0), "attribute 'power' of class Fields"),
     "helper of a helper": (lambda m: attribute(settings, "scaled", lambda x: x), "global 'scaled' changed"),
@@ -224,7 +232,7 @@ def test_another_base_of_a_class_is_seen_and_named():
 
 
 def test_a_parent_kept_in_an_attribute_is_not_walked_through():
-    """A back-reference would make everything that a parent holds a condition; its own settings are."""
+    """A back-reference would make everything that a parent holds a condition; forward reads nothing of it."""
     parent = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     parent.scale = 2.0
     parent[0].above = [parent]
@@ -234,7 +242,7 @@ def test_a_parent_kept_in_an_attribute_is_not_walked_through():
     assert stats(parent[0]).hits == 1
     parent.scale = 3.0
     parent(torch.ones(4, 6))
-    assert list(stats(parent[0]).misses) == ["attribute 'above' of the module changed"]
+    assert stats(parent[0]).hits == 2
 
 
 class ReadsScale(nn.Module):
