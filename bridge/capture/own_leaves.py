@@ -15,7 +15,7 @@ import torch
 
 from bridge.base.torch_internals import has_storage, pytree, storage_id
 
-__all__ = ["own_leaves"]
+__all__ = ["own_leaves", "with_attributes"]
 
 
 def own_leaves(
@@ -31,9 +31,15 @@ def own_leaves(
         if has_storage(leaf):
             leaf = _copy(leaf) if leaf.numel() and (storage_id(leaf) in taken or place in written) else leaf
             taken.add(storage_id(leaf))
-        return leaf.requires_grad_(tensor.requires_grad)
+        return with_attributes(leaf.requires_grad_(tensor.requires_grad), tensor)
 
     return pytree.tree_map_only(torch.Tensor, own, (args, kwargs))
+
+
+def with_attributes(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the attributes that a user has set on another one."""
+    made.__dict__.update((name, value) for name, value in tensor.__dict__.items() if not hasattr(made, name))
+    return made
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,14 +41,14 @@ from bridge.capture.observation import Observation
 from bridge.capture.outputs import describe_outputs, geometry_of, judge_replaced, unknown_results, version_of
 from bridge.capture.overlap import overlaps
 from bridge.capture.own_functions import OwnFunctions
-from bridge.capture.own_leaves import own_leaves
+from bridge.capture.own_leaves import own_leaves, with_attributes
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.recorder import Recorder
 from bridge.capture.rows import Record, Value, memory_of, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.twin import Twin
 from bridge.capture.validation_reads import ValidationReads
-from bridge.guards import Reads, recorded_reads
+from bridge.guards import Reads, alike, asked_of, recorded_reads
 from bridge.state import ModuleTensor, module_tensors, own_attributes
 
 __all__ = ["FakeRecord", "RealRun", "SavedTensorsNeededError", "fake_run_of", "real_run_of"]
@@ -164,7 +164,7 @@ def _copies() -> Any:
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         made.set_(memory[storage_id(tensor)], tensor.storage_offset(), tensor.shape, tensor.stride())
         made = nn.Buffer(made, persistent=True) if type(tensor) is nn.Buffer else made
-        return made.requires_grad_(tensor.requires_grad)
+        return with_attributes(made.requires_grad_(tensor.requires_grad), tensor)
 
     return copied
 
@@ -226,8 +226,9 @@ def real_run_of(
         isolated = stack.enter_context(IsolatedRNG())
         stack.enter_context(functions.traced())
         observation.reads = recorded_reads(Reads(prepared.twin.originals, twin.named_modules()))
-        for each in inputs:
+        for place, each in enumerate(inputs):
             observation.reads.know(each)
+            observation.reads.inputs.setdefault(id(each), place)
         stack.enter_context(generator_watch(rules, observation.reads))
         saved = stack.enter_context(_saved_here() if saves else _nothing_saved())
         recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
@@ -276,6 +277,8 @@ def real_run_of(
         held = weakref.ref(computed.get(id(tensor), tensor))
         tensors.append(_spec("free", _reader(recorder.record, row), tensor, held))
     described = [*owned, *(inputs[n] for n in used), *(recorder.record.free[n][0] for n in free), *arguments]
+    given = zip(range(len(owned), behind), _tensors((args, kwargs)), arguments, strict=True)
+    rules.unsupported += _told_otherwise(observation.reads, list(given), str(type(module).__name__))
     _in_order(observation, {place: index for index, place in enumerate(order)})
     describe_outputs(result_leaves, described, observation, rules, applied)
     returned = [pair for pair in zip(result_leaves, observation.outputs, strict=True) if pair[1].is_tensor]
@@ -300,8 +303,23 @@ def _reader(record: Record, row: int) -> str:
     return "forward" if where is None else line_of(where)
 
 
+def _told_otherwise(reads: Reads, given: Sequence[tuple[int, Any, Any]], name: str) -> Iterator[Unsupported]:
+    """What forward asked of an argument, where the run's own tensor tells something else."""
+    hint = "do not let forward depend on it"
+    for place, argument, own in given:
+        for asked in [asked for of, asked in reads.tensors if of == place]:
+            if not alike(asked_of(argument, asked), asked_of(own, asked)):
+                reason = "what forward reads of an argument is another one while it is recorded"
+                yield Unsupported(f"{asked} of an argument", f"{name}.forward", reason, hint)
+    if reads.identities and len({id(argument) for _, argument, _ in given}) < len(given):
+        reason = "forward asks which tensors are the same object, and the sample has one twice"
+        yield Unsupported("is, id()", f"{name}.forward", reason, "pass a sample of different tensors")
+
+
 def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
     """Inputs that an observation speaks of, by their places in the run → by those in the compiled code's order."""
+    reads = observation.reads
+    reads.tensors = {(index_of[place], name): None for place, name in reads.tensors if place in index_of}
     observation.counted = frozenset(index_of[each] for each in observation.counted if each in index_of)
     observation.checkpointed = {
         index_of[each]: line for each, line in observation.checkpointed.items() if each in index_of
@@ -412,7 +430,7 @@ def fake_run_of(
         if id(tensor) not in fakes:
             kept.append(tensor)
             made = mode.from_tensor(tensor if tensor.is_leaf else tensor.detach())
-            fakes[id(tensor)] = made
+            fakes[id(tensor)] = with_attributes(made, tensor)
         return fakes[id(tensor)]
 
     try:
@@ -420,7 +438,7 @@ def fake_run_of(
         own_args, own_kwargs = own_leaves(args, kwargs, real.real_tensors)
         given, spec = pytree.tree_flatten((own_args, own_kwargs))
         given = [
-            symbolic_leaf(mode, each, index, dims) if isinstance(each, torch.Tensor) else each
+            with_attributes(symbolic_leaf(mode, each, index, dims), each) if isinstance(each, torch.Tensor) else each
             for index, each in enumerate(given)
         ]
         fake_args, fake_kwargs = pytree.tree_unflatten(given, spec)

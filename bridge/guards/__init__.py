@@ -2,6 +2,8 @@
 
 from bridge.guards.conditions import ReadGuard
 from bridge.guards.recording import Reads, profiled
+from bridge.guards.tensor_reads import TensorReads, asked_of
 from bridge.guards.undo import Undo, recorded_reads, undo
+from bridge.guards.watched import alike
 
-__all__ = ["ReadGuard", "Reads", "Undo", "profiled", "recorded_reads", "undo"]
+__all__ = ["ReadGuard", "Reads", "TensorReads", "Undo", "alike", "asked_of", "profiled", "recorded_reads", "undo"]

@@ -258,6 +258,7 @@ class Reads(World):
             self._result(outer.results, place, value, outer)
 
     def _result(self, results: dict[int, list[Any]], place: int, value: Any, outer: _Frame) -> None:
+        value = _frame_of(value) if isinstance(value, FrameType) else value
         kept, known = self._kept(value), results.setdefault(place, [])
         same = kept.__eq__ if type(kept) is Instance else lambda each: each is kept
         if len(known) < _MOST_RESULTS and not any(same(each) is True for each in known):
@@ -296,15 +297,19 @@ class Reads(World):
             elif (module, name) in ASKED:
                 self._ask(known, place, function, call, f"{module}.{name}()")
             return
+        self._method(known, place, owner, name, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    def _method(self, known: _Frame, place: int, owner: Any, name: str, call: Call | None, where: str) -> None:
+        """A method in C of an object is about to be called."""
         kind = type(owner)
         if is_changeable(kind):
             self.class_name(kind, name)
         if not self.knows(owner):
             return
         if reason := effect_of(owner, name):
-            self.refuse(f"{self.place(owner)}.{name}()", f"{frame.f_code.co_filename}:{frame.f_lineno}", *reason)
+            self.refuse(f"{self.place(owner)}.{name}()", where, *reason)
         if (kind.__name__, name) in ASKED or (issubclass(kind, type) and ("type", name) in ASKED):
-            self._ask(known, place, function, call, f"{self.place(owner)}.{name}()")
+            self._ask(known, place, getattr(owner, name), call, f"{self.place(owner)}.{name}()")
         elif contents_of(owner) is not None:
             keys = self._constants(known, call.args[0]) if kind is dict and name == "get" and call and call.args else []
             for key in keys:
@@ -341,6 +346,8 @@ class Reads(World):
                 one = value.kind if isinstance(value, Instance) else value if name == "issubclass" else type(value)
                 if isinstance(one, type):
                     self._relation(one, kinds)
+                if id(value) in self.inputs and torch.Tensor not in kinds:
+                    self.tensors.setdefault((self.inputs[id(value)], "__class__"))
         elif name == "id":
             for source in call.args[0]:
                 self._identity(known, source)
@@ -377,6 +384,7 @@ class Reads(World):
 
     def _identity(self, frame: _Frame, source: Source) -> None:
         """A value is compared by identity."""
+        self.identities |= any(id(value) in self.inputs for value in self._values(frame, source))
         if source[0] == "attr":
             name = source[2]
             for owner in self._values(frame, source[1]):
@@ -450,6 +458,16 @@ class Reads(World):
         elif type(value) is types.MethodWrapperType:
             self.know(value.__self__, self.place(value))
             self.whole(value.__self__, frame.where)
+        elif type(value) is types.WrapperDescriptorType and value.__name__ == "__getattribute__" and call.args:
+            names = self._constants(frame, call.args[1]) if len(call.args) > 1 else []
+            for owner in (each for one in call.args[0] for each in self._values(frame, one)):
+                for name in names:
+                    for each in self.attribute(owner, name):
+                        self._result(frame.results, place, each, frame)
+        elif source[0] == "attr" and type(value).__name__ == "cython_function_or_method":
+            for owner in self._values(frame, source[1]):
+                if not isinstance(owner, ModuleType | type | Instance | FrameOf):
+                    self._method(frame, place, owner, source[2], call, frame.where)
         elif type(value) is functools._lru_cache_wrapper:
             self.function(value.__wrapped__, self.place(value))
             args = [self._constants(frame, each) for each in call.args or ()]

@@ -10,6 +10,7 @@ import functools
 import os
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from torch import nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_iterator
+from bridge.guards.tensor_reads import is_asked
 from bridge.guards.watched import (
     ABSENT,
     Answer,
@@ -77,6 +79,9 @@ class World:
         modules: by id of an ``nn.Module``, the module and the names of its attributes that were looked up; ``"*"``: all.
         bases: classes whose bases decided something.
         caches: functions that keep their results (``functools.lru_cache``).
+        inputs: of the run, by id: their places.
+        tensors: what was asked of which of them (:mod:`bridge.guards.tensor_reads`).
+        identities: whether it was asked if some of them are the same object.
         refused: what forward was about to do to something outside that cannot be put back.
     """
 
@@ -89,6 +94,9 @@ class World:
         self.modules: dict[int, tuple[nn.Module, set[str]]] = {}
         self.bases: dict[type, None] = {}
         self.caches: list[Any] = []
+        self.inputs: dict[int, int] = {}
+        self.tensors: dict[tuple[int, str], None] = {}
+        self.identities = False
         self.refused: UnsupportedModule | None = None
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
         for path, module in modules:
@@ -161,6 +169,8 @@ class World:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.know(value, held)
             self.whole(value)
+        for name in function.__kwdefaults__ or {}:
+            self.name(function.__kwdefaults__, name, held)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             around = Place("variable", name, f" around {function.__qualname__}")
             value = self._note(("cell", id(cell)), Cell(cell, around)).read()
@@ -192,6 +202,8 @@ class World:
             if is_changeable(owner.kind):
                 self.class_name(owner.kind, name)
             return []
+        if type(owner) in weakref.ProxyTypes:
+            return self._behind_proxy(owner, name)
         kind, place = type(owner), self.place(owner)
         if name == "__class__":
             self.know(kind, Place("class", kind.__name__))
@@ -206,6 +218,14 @@ class World:
                 self.class_name(kind, name)
             return _interesting(self.class_name(owner, name))
         raw = self.class_name(kind, name) if is_changeable(kind) else class_entry(kind, name)
+        if issubclass(kind, torch.Tensor) and (place_of := self.inputs.get(id(owner))) is not None:
+            if not is_asked(name):
+                return _bound(raw)
+            self.tensors.setdefault((place_of, name))
+            value = owner.__dict__.get(name, ABSENT)
+            if value is not ABSENT:
+                self.know(value, Place("attribute", name, " of a tensor"))
+            return _interesting(value)
         if issubclass(kind, nn.Module):
             return self._of_module(owner, name, raw)
         known = self.knows(owner)
@@ -226,6 +246,16 @@ class World:
             if value is not ABSENT:
                 return _interesting(value)
         return _bound(raw) if raw is not ABSENT else self._computed(owner, kind, name)
+
+    def _behind_proxy(self, owner: Any, name: str) -> list[Any]:
+        try:
+            behind = owner.__dir__.__self__
+        except (ReferenceError, AttributeError):
+            return []
+        if self.knows(owner):
+            self.know(behind, self.place(owner))
+            self.ask(_is_alive, (owner,), {}, f"{self.place(owner)}")
+        return self.attribute(behind, name)
 
     def _computed(self, owner: Any, kind: type, name: str) -> list[Any]:
         """An attribute that a function in C computes: ``__getattr__ = dict.__getitem__``; what Python computes is seen."""
@@ -381,6 +411,13 @@ class World:
             now = item.read()
             if now is not then and not item.same(now, then):
                 item.write(then)
+
+
+def _is_alive(proxy: Any) -> bool:
+    try:
+        return proxy.__dir__ is not None
+    except ReferenceError:
+        return False
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from autodiff.extents import Dim
 from bridge.base.default_device import function_modes
-from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.base.guard_failure import ARGUMENTS, MODULE, GuardFailure
 from bridge.base.torch_cuda import read_settings
 from bridge.base.torch_internals import storage_id
 from bridge.capture import Captured, NumberPlace, number_tensor
@@ -26,6 +26,7 @@ from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read
 from bridge.dispatch.guards.module import ModuleGuard
 from bridge.dispatch.guards.settings import SettingsGuard
 from bridge.dispatch.guards.tensors import TensorGuard
+from bridge.guards import TensorReads
 
 __all__ = ["Guard"]
 
@@ -91,6 +92,11 @@ class Guard:
             self.frozen = FrozenTensors(self._tree.tensors(module), kinds, frozen)
         self._names += [place.name or self._arguments.paths[place.leaf] for place in numbers]
         self._names += [self._arguments.paths[i] for i in self._arguments.tensor_leaves]
+        owned, reads = self._tree.tensors(module), captured.observation.reads
+        shift = len(self.numbers)
+        asked = [(place + shift if place >= len(owned) else place, name) for place, name in reads.tensors]
+        given = [*owned, *(None for _ in numbers), *arguments]
+        self._asked = TensorReads(given, self._names, asked, reads.identities)
         read = {draw.operand.of for draw in captured.draws if draw.operand is not None} - {None}
         inputs = [*self._tree.tensors(module), *(None for _ in numbers), *arguments] if read else []
         self.addresses = {of: inputs[of].data_ptr() for of in sorted(read)}
@@ -112,6 +118,8 @@ class Guard:
             return None
         inputs = owned + (self._number_inputs(module, args, kwargs) if self.numbers else []) + tensors
         if self.aligned and self._alignment(inputs) is not None:
+            return None
+        if self._asked and self._asked.difference(inputs) is not None:
             return None
         return None if self._written and self._shared_memory(inputs) else inputs
 
@@ -135,6 +143,8 @@ class Guard:
         if self.frozen is not None and not changed and (failure := self.frozen.failure(inputs)) is not None:
             raise failure
         inputs += (self._number_inputs(module, args, kwargs) if self.numbers else []) + tensors
+        if self._asked and (what := self._asked.difference(inputs)) is not None:
+            raise GuardFailure(ARGUMENTS, what)
         for failure in (self._alignment(inputs), self._shared_memory(inputs)):
             if failure is not None:
                 raise failure

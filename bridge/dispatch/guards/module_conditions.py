@@ -15,7 +15,8 @@ from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
 from bridge.dispatch.guards.condition import Condition, differs
 from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number
-from bridge.state import ModuleTensor, own_attributes, same, written_class
+from bridge.guards import alike
+from bridge.state import ModuleTensor, own_attributes, written_class
 
 __all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader", "was_read"]
 
@@ -251,7 +252,7 @@ class TreeConditions:
             [self._numbers.get((i, name), value) for i, name, value in owned],
             explain,
             exact=same_or_any_number if self._numbers else is_,
-            same=same_or_any_number if self._numbers else same,
+            same=same_or_any_number if self._numbers else alike,
         )
 
     def _tensor_attributes(self, owned: Sequence[tuple[int, str, torch.Tensor]]) -> Condition:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge.capture import is_number
-from bridge.state import same
+from bridge.guards import alike
 
 __all__ = ["AnyNumber", "changed_number", "same_or_any_number"]
 
@@ -30,7 +30,7 @@ class AnyNumber:
 def same_or_any_number(now: Any, then: Any) -> bool:
     """Whether a value is the expected one, or a number where any is."""
     if type(then) is not AnyNumber:
-        return same(now, then)
+        return alike(now, then)
     return type(now) is int if then.counts else is_number(now, then.kind)
 
 

@@ -1,0 +1,71 @@
+"""What forward asks about the tensors that it is given: attributes that a user has set on them, autograd's, identities.
+
+Shapes, dtypes and strides have conditions for every tensor; these are asked of those tensors alone that forward asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bridge.guards.watched import ABSENT, alike
+
+__all__ = ["TensorReads", "asked_of", "is_asked"]
+
+_VALUES = ("is_leaf", "_version", "output_nr", "retains_grad", "storage_offset", "data_ptr", "is_shared", "is_pinned")
+_PRESENT = ("grad_fn", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def is_asked(name: str) -> bool:
+    """Whether an attribute or method of a tensor tells what no other condition is about."""
+    return name in _VALUES or name in _PRESENT or not hasattr(torch.Tensor, name)
+
+
+def asked_of(tensor: torch.Tensor, name: str) -> Any:
+    """What a tensor says: a value, whether there is one, or an attribute that somebody has set."""
+    if name == "__class__":
+        return type(tensor), getattr(tensor, "_is_param", False), getattr(tensor, "_is_buffer", False)
+    if name in _VALUES:
+        found = getattr(tensor, name)
+        return found() if callable(found) else found
+    if name in _PRESENT:
+        return getattr(tensor, name) is not None
+    return tensor.__dict__.get(name, ABSENT)
+
+
+class TensorReads:
+    """What forward asked of a list of tensors.
+
+    Args:
+        tensors: as they were given, with their names.
+        asked: place among them and name of what was asked.
+        identities: whether forward asked if some are the same object.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], names: Sequence[str], asked: Sequence[tuple[int, str]], identities: bool
+    ):
+        self._asked = [(place, name, asked_of(tensors[place], name)) for place, name in asked]
+        self._names = names
+        self._pattern = _pattern(tensors) if identities else None
+
+    def __bool__(self) -> bool:
+        return bool(self._asked) or self._pattern is not None
+
+    def difference(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """What is not as it was, in words; ``None`` if all is."""
+        for place, name, then in self._asked:
+            now = asked_of(tensors[place], name)
+            if now is not then and not alike(now, then):
+                return f"{name} of {self._names[place]} changed"
+        if self._pattern is not None and _pattern(tensors) != self._pattern:
+            return "which of the tensors are the same object changed"
+        return None
+
+
+def _pattern(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """For each tensor the first place of that very object."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
