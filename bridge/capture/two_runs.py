@@ -157,6 +157,7 @@ def _copies() -> Any:
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         made.set_(memory[storage_id(tensor)], tensor.storage_offset(), tensor.shape, tensor.stride())
         made = nn.Buffer(made, persistent=True) if type(tensor) is nn.Buffer else made
+        made.__dict__.update(tensor.__dict__)
         return made.requires_grad_(tensor.requires_grad)
 
     return copied

@@ -37,12 +37,18 @@ class PythonState(Snapshot):
             for kind, hook in hooks_of(module) if path else ():
                 reached.add(f"{path}.{kind}", hook)
         self._inside: list[Contents] = reached.contents
+        self._on_tensors = [
+            Contents(f"{path}.{name}" if path else name, vars(tensor))
+            for path, module in modules.items()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
         self._objects = reached.objects
         self._code = CodeGuard(dict.fromkeys((*map(type, modules.values()), *reached.kinds)), reached.functions)
 
     def changes(self) -> list[str]:
         """What was set, deleted or changed in place since: ``"self.log"``, ``"global 'COUNT'"``."""
-        inside = [contents.place for contents in self._inside if not contents.unchanged()]
+        inside = [each.place for each in (*self._inside, *self._on_tensors) if not each.unchanged()]
         attributes = [f"self.{name}" for name in sorted({*super().changes(), *inside})]
         return list(dict.fromkeys((*attributes, *self._code.differences())))
 
@@ -63,7 +69,7 @@ class PythonState(Snapshot):
     def restore(self) -> None:
         """Puts back attributes, contents of containers, fields of objects, globals, variables of enclosing scopes."""
         super().restore()
-        for contents in self._inside:
+        for contents in (*self._inside, *self._on_tensors):
             contents.restore()
         self._code.restore()
 
