@@ -73,6 +73,8 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Se
 
     def state_of(twin: nn.Module) -> PythonState:
         states.append(PythonState(twin))
+        if len(states) == 1:
+            states[0].begin_run()
         return states[-1]
 
     try:
@@ -104,6 +106,9 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Se
         if states:
             states[0].restore()
         raise
+    finally:
+        if states:
+            states[0].end_run()
 
 
 def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], state_of: Any, *, saves: bool = False) -> RealRun:
