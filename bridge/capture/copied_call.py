@@ -35,7 +35,7 @@ def copied_call(
         isolated: makes the context in which the generators do not change.
     """
     copies = Copies()
-    state = {name: copies.of(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    state = {name: _like(tensor, copies.of(tensor)) for name, tensor in _registered(module)}
     copied_args, copied_kwargs = pytree.tree_map_only(torch.Tensor, copies.of, (args, kwargs))
     values = [value for child in module.modules() for _, value in own_attributes(child)]
     before = TensorContents(value for value in values if isinstance(value, torch.Tensor))
@@ -44,6 +44,18 @@ def copied_call(
             yield lambda: torch.func.functional_call(module, state, copied_args, copied_kwargs), copies.made()
     finally:
         before.restore()
+
+
+def _registered(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _like(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """A copy as the module holds it: a parameter, with the attributes that hooks may count on."""
+    if isinstance(tensor, nn.Parameter) and made.is_leaf:
+        made = nn.Parameter(made, tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made
 
 
 class Copies:

@@ -23,7 +23,7 @@ from bridge.base.devices import HOST, current_device, working_for
 from bridge.base.generators import default_generator, of_gpus
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.threads import is_alone
-from bridge.base.torch_internals import COMPILED_CALL, pytree
+from bridge.base.torch_internals import COMPILED_CALL, innermost_transform, pytree
 from bridge.capture import Copies, IsolatedRNG, copied_call, device_of_call, is_capturing
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.guards import Reads, recorded_reads, undo
@@ -207,7 +207,7 @@ class _Watcher:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
-        if threading.get_ident() != self._thread or is_capturing():
+        if threading.get_ident() != self._thread or is_capturing() or innermost_transform() is not None:
             return (self._before or module._call_impl)(*args, **kwargs)
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             return call_with_hooks(module, self._enter, args, kwargs)

@@ -3,7 +3,7 @@
 from bridge.state.attribute_reads import AttributeReads
 from bridge.state.code import CodeGuard
 from bridge.state.derived import derived_attribute, derived_attributes, renew_derived
-from bridge.state.generators import generators_put_back, moved_generators
+from bridge.state.generators import another_iterator, generators_put_back, is_iterator, iterator_parts, moved_generators
 from bridge.state.many_contents import ManyContents
 from bridge.state.module import Snapshot, hooks_of, own_attributes, written_class
 from bridge.state.names import functions_of, with_helpers
@@ -22,6 +22,7 @@ __all__ = [
     "PythonState",
     "Reached",
     "Snapshot",
+    "another_iterator",
     "constant_key",
     "derived_attribute",
     "derived_attributes",
@@ -30,6 +31,8 @@ __all__ = [
     "functions_of",
     "generators_put_back",
     "hooks_of",
+    "is_iterator",
+    "iterator_parts",
     "kept",
     "kind_of_container",
     "module_tensors",

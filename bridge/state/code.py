@@ -25,6 +25,7 @@ from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.state.counted_names import CountedNames, dicts_of_class, dicts_of_namespace, steady_names
+from bridge.state.generators import another_iterator, is_iterator
 from bridge.state.many_contents import ManyContents
 from bridge.state.names import (
     NOT_FORWARD,
@@ -89,6 +90,7 @@ class CodeGuard:
         self._counted_names = CountedNames()
         self._reasons: list[str] = []
         self._places: list[tuple[Any, str]] = []
+        self._apart: list[tuple[Any, str, Any]] = []
         self._reached = reached
         for kind in kinds:
             self._note_class(kind)
@@ -183,6 +185,24 @@ class CodeGuard:
         """What the names had for values, and what those held."""
         return chain(self._values, *(contents.values for contents in self._contents))
 
+    def named_values(self) -> Iterator[tuple[str, Any]]:
+        """The same, with what leads to each."""
+        held = ((contents.place, value) for contents in self._contents for value in contents.values)
+        return chain(zip(self._reasons, self._values, strict=True), held)
+
+    def take_apart(self) -> None:
+        """Names of iterators lead to other ones in the same place, until :meth:`put_together`."""
+        for index, ((owner, name), value) in enumerate(zip(self._places, self._values, strict=True)):
+            if is_iterator(value):
+                self._apart.append((owner, name, value))
+                self._values[index] = another_iterator(value)
+                _set(owner, name, self._values[index])
+
+    def put_together(self) -> None:
+        """Names lead to the iterators that they led to."""
+        while self._apart:
+            _set(*self._apart.pop())
+
     def unchanged(self) -> bool:
         """Whether all of it is the very same."""
         try:
@@ -235,12 +255,16 @@ class CodeGuard:
         for (owner, name), value, then in zip(self._places, now, self._values, strict=False):
             if same(value, then) or hasattr(then, "__get__"):  # a method in a class is not what it is looked up as
                 continue
-            if isinstance(owner, dict):
-                owner[name] = then
-            else:
-                setattr(owner, name, then)
+            _set(owner, name, then)
         for contents in self._contents:
             contents.restore()
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
 
 
 def _is_users(value: Any) -> bool:

@@ -23,6 +23,7 @@ from torch import nn
 
 from bridge.base.torch_internals import OPERATOR_MODULES
 from bridge.state.attribute_reads import AttributeReads
+from bridge.state.generators import is_moved
 from bridge.state.module import own_attributes
 from bridge.state.values import PLAIN, kept, kind_of_container, same
 
@@ -172,6 +173,7 @@ class Reached:
         reads: what was read of objects; ``None``: all of them.
         objects: those with a dictionary of attributes.
         contents: each mutable object once.
+        moving: generators that are not torch's, and iterators, with what leads to each.
         functions, kinds: functions found (their closures and globals matter) and classes of the objects found.
     """
 
@@ -179,6 +181,7 @@ class Reached:
     reads: AttributeReads | None = None
     objects: list[Any] = field(default_factory=list)
     contents: list[Contents] = field(default_factory=list)
+    moving: list[tuple[Any, Any]] = field(default_factory=list)
     functions: list[FunctionType] = field(default_factory=list)
     kinds: dict[type, None] = field(default_factory=dict)
     _seen: dict[int, Any] = field(default_factory=dict)
@@ -191,6 +194,9 @@ class Reached:
         if id(value) in self._seen or isinstance(value, Enum) or (type(value) in PLAIN and type(value) is not tuple):
             return
         self._seen[id(value)] = value
+        if is_moved(value):
+            self.moving.append((place, value))
+            return
         views, parts = self._open(value, objects)
         self.contents += [_contents(place, view) for view in views]
         objects -= not isinstance(value, tuple | list | set | dict | deque)

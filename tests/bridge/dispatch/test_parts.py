@@ -1,6 +1,7 @@
 """Models with code that cannot be captured: the largest modules inside are dispatched; what stays eager is told."""
 
 import copy
+from collections.abc import MutableMapping
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, remove_tvm_dispatch, stats
 from bridge.dispatch import dispatcher, parts
+from tests.bridge.beside import beside, double
 
 pytestmark = pytest.mark.usefixtures("lowered_once")
 
@@ -241,3 +243,122 @@ def test_what_does_not_go_with_it():
     for options in ({}, {"sample_input": torch.ones(2, WIDTH), "dynamic_shapes": ({0: torch.export.Dim.DYNAMIC},)}):
         with pytest.raises(TypeError, match="whole=False"):
             add_tvm_dispatch(Block(), whole=False, **options)
+
+
+class Transformed(nn.Module):
+    def __init__(self, transform):
+        super().__init__()
+        self.first, self.transform = nn.Linear(4, 4), transform
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.transform(self.inner, self.first(x))
+
+
+def per_sample(inner, h):
+    def loss(parameters, row):
+        return torch.func.functional_call(inner, parameters, (row,)).square().sum()
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(dict(inner.named_parameters()), h)
+    return sum(each.flatten(1).sum(1, keepdim=True) for each in found.values())
+
+
+TRANSFORMS = {
+    "jvp": lambda f, h: torch.func.jvp(f, (h,), (torch.ones_like(h),))[1],
+    "vjp": lambda f, h: torch.func.vjp(f, h)[1](torch.ones_like(h))[0],
+    "grad": lambda f, h: torch.func.grad(lambda z: f(z).square().sum())(h),
+    "vmap": lambda f, h: torch.vmap(f)(h),
+    "jacrev": lambda f, h: torch.func.jacrev(f)(h[0]),
+    "hessian": lambda f, h: torch.func.hessian(lambda z: f(z).sum())(h[0]),
+    "per-sample gradients": per_sample,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_modules_called_under_a_transform_are_no_parts(transform):
+    def make():
+        return Transformed(transform).double(), None
+
+    def step(module, _, i):
+        y = module(double(i, 3, 4))
+        y.square().sum().backward()
+        return y
+
+    beside(make, step, lambda m, own: (double(9, 3, 4),), whole=False)
+
+
+class CountingHooks(nn.Module):
+    """Hooks that count on the parameters of the modules that they are for."""
+
+    def __init__(self, returns):
+        super().__init__()
+        self.layers, self.returns = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), returns
+        for layer in self.layers:
+            for each in layer.parameters():
+                each.uses = 0
+            layer.register_forward_hook(self.count)
+
+    def count(self, layer, args, out):
+        for each in layer.parameters():
+            assert isinstance(each, nn.Parameter)
+            each.uses += 1
+        return out if self.returns else None
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_hooks_may_count_on_parameters(returns):
+    def step(module, _, i):
+        y = module(double(i, 3, 4))
+        y.square().sum().backward()
+        return y, [each.uses for each in module.parameters()]
+
+    beside(lambda: (CountingHooks(returns).double(), None), step, lambda m, own: (double(9, 3, 4),), whole=False)
+    module = CountingHooks(returns).double()
+    with pytest.raises(UnsupportedModule, match="weight" if returns else "hook"):
+        add_tvm_dispatch(module, double(9, 3, 4))
+    assert [each.uses for each in module.parameters()] == [0, 0, 0, 0]
+
+
+class View(MutableMapping):
+    """A mapping in the place of a module's parameters, as tensordict has it."""
+
+    def __init__(self, held):
+        self.held = dict(held)
+
+    def __getitem__(self, name):
+        return self.held[name]
+
+    def __setitem__(self, name, value):
+        self.held[name] = value
+
+    def __delitem__(self, name):
+        del self.held[name]
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+    def copy(self):
+        return dict(self.held)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_parameters_in_a_mapping_of_ones_own(whole):
+    def make():
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        module[0].__dict__["_parameters"] = View(module[0]._parameters)
+        return module, None
+
+    def step(module, _, i):
+        y = module(double(i, 3, 4))
+        y.square().sum().backward()
+        if i == 1:
+            module[0]._parameters["weight"] = nn.Parameter(double(5, 4, 4))
+        return y
+
+    beside(make, step, lambda m, own: (double(9, 3, 4),), steps=4, whole=whole)

@@ -1,0 +1,99 @@
+"""Generators that are not torch's, and iterators: refused where forward moves them, and where they were in any case."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
+
+
+def counting():
+    for number in itertools.count():
+        yield float(number)
+
+
+def draw(held):
+    return held.random() if hasattr(held, "random") else held.standard_normal()
+
+
+def following(held):
+    found = next(held)
+    return found[0] if isinstance(found, tuple) else found
+
+
+MAKE = {
+    "random.Random": (lambda: random.Random(3), draw),
+    "default_rng": (lambda: np.random.default_rng(3), draw),
+    "RandomState": (lambda: np.random.RandomState(3), draw),
+    "count": (itertools.count, following),
+    "cycle": (lambda: itertools.cycle([1.0, 2.0, 5.0]), following),
+    "list": (lambda: iter([1.0, 2.0, 4.0, 8.0, 16.0, 32.0]), following),
+    "zip": (lambda: zip(itertools.count(), "abcdefgh", strict=False), following),
+    "generator function": (counting, following),
+}
+HELD: list = []
+IN_A_GLOBAL = None
+
+
+class Net(nn.Module):
+    def __init__(self, held, where, moves, used):
+        super().__init__()
+        self.linear, self.where, self.moves, self.used = nn.Linear(4, 4), where, moves, used
+        self.held = {"attribute": held, "list": [held]}.get(where)
+
+    def forward(self, x):
+        held = IN_A_GLOBAL if self.where == "global" else self.held[0] if self.where == "list" else self.held
+        number = self.moves(held) if self.moves is not None else 1.0
+        return self.linear(x) * (number if self.used else 2.0)
+
+
+def outcomes(make, where, moves, used, x, add):
+    """What three calls give, of a module whose adding is refused."""
+    global IN_A_GLOBAL
+    torch.manual_seed(0)
+    held = make()
+    IN_A_GLOBAL = held
+    module = Net(held, where, moves, used)
+    if add is not None:
+        add(module)
+    return [module(x) for _ in range(3)], module
+
+
+def refused(module, x, sample):
+    if not sample:
+        add_tvm_dispatch(module)
+        return
+    examine(module, x)
+    with pytest.raises(UnsupportedModule):
+        add_tvm_dispatch(module, x)
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("sample", [True, False])
+@pytest.mark.parametrize("where", ["attribute", "list", "global"])
+@pytest.mark.parametrize("kind", MAKE)
+def test_what_forward_moves_is_refused_and_not_moved(kind, where, sample, used):
+    make, moves = MAKE[kind]
+    x = torch.randn(3, 4)
+    wanted, _ = outcomes(make, where, moves, used, x, None)
+    got, module = outcomes(make, where, moves, used, x, lambda module: refused(module, x, sample))
+    assert all(map(torch.equal, got, wanted))
+    if not sample:
+        assert stats(module).hits == 0
+
+
+@pytest.mark.parametrize("where", ["attribute", "list", "global"])
+@pytest.mark.parametrize("kind", MAKE)
+def test_what_it_leaves_alone_is_no_concern(kind, where):
+    make, _ = MAKE[kind]
+    x = torch.randn(3, 4)
+    wanted, _ = outcomes(make, where, None, True, x, None)
+    got, module = outcomes(make, where, None, True, x, lambda module: add_tvm_dispatch(module, x))
+    assert stats(module).hits == 3
+    torch.testing.assert_close(got, wanted)
