@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from bridge.base.torch_internals import COMPILED_CALL
-from bridge.state import another_iterator, is_iterator, iterator_parts, kept, kind_of_container
+from bridge.state import kept, kind_of_container
 
 __all__ = ["Twin"]
 
@@ -121,7 +121,7 @@ class _Copier:
             if id(value) in given:
                 targets.append(id(value))
                 continue
-            if id(value) in own or is_iterator(value):
+            if id(value) in own:
                 targets.append(id(value))
             if _is(value, torch.Tensor):
                 replaced = self.copies[id(value)] = self._replace(value)
@@ -186,8 +186,6 @@ class _Copier:
             return self._note(value, type(value)(self.copy(value.func), *arguments, **words))
         if _is(value, weakref.ref):
             return self._note(value, weakref.ref(self.copy(value())))
-        if is_iterator(value):
-            return self._note(value, another_iterator(value, self.copy))
         return self._object(value)
 
     def _object(self, value: Any) -> Any:
@@ -251,9 +249,7 @@ def _own(value: Any) -> dict[str, Any] | None:
 
 def _parts(value: Any) -> Iterable[Any]:
     """What an object holds, as far as a copy of it would hold others."""
-    if is_iterator(value):
-        yield from iterator_parts(value)[1]
-    elif _is(value, _CONTAINERS):
+    if _is(value, _CONTAINERS):
         yield from kept(value)
         yield from _attributes(value)
     elif _is(value, types.MethodType):

@@ -93,6 +93,7 @@ class Flow:
         operators: special methods that operators in it look up.
         loose: names of attributes that are read of values from nowhere known.
         identities: sources that are compared by ``is``.
+        iterated: sources whose next values are taken, if they are iterators.
         offsets: of its instructions.
         by_results: whether an entry is looked up by a key that another function gives.
     """
@@ -104,6 +105,7 @@ class Flow:
     operators: set[str] = field(default_factory=set)
     loose: set[str] = field(default_factory=set)
     identities: dict[Source, None] = field(default_factory=dict)
+    iterated: dict[Source, None] = field(default_factory=dict)
     by_results: bool = False
     offsets: Sequence[int] = ()
 
@@ -202,6 +204,10 @@ class _Interpreter:
         for source in value:
             if source[0] not in ("null", "const", "unknown"):
                 self.flow.wholes[source] = None
+
+    def _iterated(self, value: frozenset) -> None:
+        self._whole(value)
+        self.flow.iterated.update((source, None) for source in value if source[0] not in ("null", "const", "unknown"))
 
     def _read(self, *source: Any) -> frozenset:
         self.flow.reads[source] = None
@@ -362,13 +368,13 @@ class _Interpreter:
             stack.append(value if name == "TO_BOOL" else _NOTHING)
         elif name in ("GET_ITER", "GET_YIELD_FROM_ITER"):
             value = pop()
-            self._whole(value)
+            self._iterated(value)
             stack.append(value)
         elif name == "FOR_ITER":
             stack.append(self._each(stack[-1] if stack else _NOWHERE))
         elif name in ("UNPACK_SEQUENCE", "UNPACK_EX"):
             value = pop()
-            self._whole(value)
+            self._iterated(value)
             parts = raw if name == "UNPACK_SEQUENCE" else (raw & 255) + (raw >> 8) + 1
             known = [self._item(value, frozenset((("const", place),)), None) for place in range(parts)]
             several = name == "UNPACK_EX"
@@ -394,7 +400,7 @@ class _Interpreter:
             value = pop()
             extends = name not in ("LIST_APPEND", "SET_ADD")
             if extends:
-                self._whole(value)
+                self._iterated(value)
             held = value if extends else frozenset(("held", p) for p in value if p[0] != "const")
             if len(stack) >= raw > 0:
                 stack[-raw] = _joined(stack[-raw], held)

@@ -153,8 +153,8 @@ def put_back(value: Any, contents: Any) -> None:
         value[:] = contents
     elif hasattr(value, "setstate"):
         value.setstate(contents)
-    elif hasattr(value, "bit_generator"):
-        value.bit_generator.state = contents
+    elif hasattr(value, "bit_generator") or hasattr(value, "_bit_generator"):
+        getattr(value, "bit_generator", getattr(value, "_bit_generator", None)).state = contents
     elif type(value).__module__ == "numpy" and hasattr(value, "dtype"):
         _, _, numbers = contents
         value[...] = numbers if value.dtype.hasobject else type(value)(value.shape, value.dtype, bytearray(numbers))

@@ -77,6 +77,9 @@ _ASKED_PYTHON = frozenset(
 _RUN_FORWARD = ("unwatched.py", "prepared_twin.py")
 """Files of this package that call what forward calls."""
 _OPTIMIZED = 0x2
+_TAKE = ("next", "sum", "max", "min", "any", "all", "sorted")
+_TAKING = (list, tuple, dict, set, frozenset, zip, enumerate, map, filter)
+"""Functions and classes that take values of iterators."""
 _MOST_RESULTS = 64
 
 
@@ -337,9 +340,9 @@ class Reads(World):
                 if held is not None and self.knows(owner):
                     self.know(held, self.place(owner))
                     self._result(known.called, place, held, known)
-        elif name == "next":
+        elif name in _TAKE:
             for each in owners:
-                self.whole(each, known.where)
+                self.moved(each, known.where)
         elif name in ("isinstance", "issubclass") and len(call.args) == 2:
             kinds = [each for value in self._constants(known, call.args[1]) for each in _classes(value)]
             for value in owners:
@@ -425,6 +428,9 @@ class Reads(World):
                 source = source[1]
             for value in self._values(frame, source):
                 self.whole(value, frame.where)
+        for source in flow.iterated:
+            for value in self._values(frame, source):
+                self.moved(value, frame.where)
         for write in flow.writes:
             self._write(frame, write)
         for place, call in flow.calls.items():
@@ -441,7 +447,11 @@ class Reads(World):
             self.name(frame.globals, write[1], Place("global", write[1]))
             return
         for owner in self._values(frame, write[1]) if write[0] in ("attr", "item") else ():
-            if write[0] == "attr":
+            if write[0] == "attr" and isinstance(owner, torch.Tensor) and self.knows(owner):
+                own = self.original(owner)
+                place = Place("attribute", write[2], f" of {self.place(own) or 'a tensor'}")
+                self.name(own.__dict__, write[2], place, None if own is owner else owner.__dict__)
+            elif write[0] == "attr":
                 self.attribute(owner, write[2])
             else:
                 self.whole(owner, frame.where)
@@ -455,6 +465,15 @@ class Reads(World):
             if (found := value()) is not None:
                 self.know(found, self.place(value))
                 self._result(frame.results, place, found, frame)
+        elif value is type and call.args is not None and len(call.args) == 1:
+            for owner in (each for one in call.args[0] for each in self._values(frame, one)):
+                kind = owner.kind if isinstance(owner, Instance) else type(owner)
+                self.know(kind, Place("class", kind.__name__))
+                self._result(frame.results, place, kind, frame)
+        elif isinstance(value, type) and value in _TAKING:
+            for given in call.arguments:
+                for each in self._values(frame, given):
+                    self.moved(each, frame.where)
         elif type(value) is types.MethodWrapperType:
             self.know(value.__self__, self.place(value))
             self.whole(value.__self__, frame.where)

@@ -340,9 +340,6 @@ class World:
         own = self.original(value)
         if ("contents", id(own)) in self.items:
             return
-        if is_iterator(value):
-            reason = "takes the next value of an iterator that lies outside of the call; a compiled call takes none"
-            self.refuse(str(self.place(value)) or type(value).__name__, where, reason, "pass the value to forward")
         if isinstance(value, tuple):
             for each in self.inside(value, 1):
                 self.whole(each, where)
@@ -351,6 +348,12 @@ class World:
             for each in self.inside(value, 1):
                 if isinstance(each, CONTAINERS):
                     self.whole(each, where)
+
+    def moved(self, value: Any, where: str) -> None:
+        """The next value of an iterator is about to be taken."""
+        if self.knows(value) and is_iterator(value):
+            reason = "takes the next value of an iterator that lies outside of the call; a compiled call takes none"
+            self.refuse(str(self.place(value)) or type(value).__name__, where, reason, "pass the value to forward")
 
     def all(self, owner: Any) -> None:
         """All attributes of an object."""
