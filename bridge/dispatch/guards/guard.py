@@ -26,7 +26,7 @@ from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read
 from bridge.dispatch.guards.module import ModuleGuard
 from bridge.dispatch.guards.settings import SettingsGuard
 from bridge.dispatch.guards.tensors import TensorGuard
-from bridge.guards import TensorReads
+from bridge.guards import Reads, TensorReads
 
 __all__ = ["Guard"]
 
@@ -42,6 +42,7 @@ class Guard:
             arguments: attributes, then arguments.
         frozen: where the compiled code has the module's tensors as constants, the places of those that eager writes
             uncounted (:func:`bridge.dispatch.guards.frozen.uncounted_statistics`); ``None``: it has none.
+        reads: what the call read; ``None``: what the captured one did, which may be that of an equal module.
         exact_modes: whether the grad mode has to be the very one, whatever the code says.
 
     Attributes:
@@ -60,8 +61,10 @@ class Guard:
         numbers: Sequence[NumberPlace] = (),
         frozen: Collection[int] | None = None,
         exact_modes: bool = False,
+        reads: Reads | None = None,
     ):
         self.numbers = tuple(numbers)
+        reads = reads or captured.observation.reads or Reads({})
         self._device = captured.device
         attributes = {(place.path, place.name): place.kind for place in numbers if place.leaf is None}
         leaves = {place.leaf: place.kind for place in numbers if place.leaf is not None}
@@ -74,7 +77,7 @@ class Guard:
             saves=saves,
             numbers=attributes,
             counters=captured.counters,
-            reads=captured.observation.reads,
+            reads=reads,
         )
         self.sets_attributes = bool(captured.counters or self._tree.derived)
         exact = exact_modes or self._tree.reads_grad_mode
@@ -92,7 +95,7 @@ class Guard:
             self.frozen = FrozenTensors(self._tree.tensors(module), kinds, frozen)
         self._names += [place.name or self._arguments.paths[place.leaf] for place in numbers]
         self._names += [self._arguments.paths[i] for i in self._arguments.tensor_leaves]
-        owned, reads = self._tree.tensors(module), captured.observation.reads
+        owned = self._tree.tensors(module)
         shift = len(self.numbers)
         asked = [(place + shift if place >= len(owned) else place, name) for place, name in reads.tensors]
         given = [*owned, *(None for _ in numbers), *arguments]
