@@ -36,7 +36,7 @@ class PreparedTwin:
 
     Attributes:
         module: the twin.
-        before: its Python state before anything runs.
+        before: its Python state before anything runs; ``None`` where that is not ``watched``.
         twin: what it has in the place of what.
     """
 
@@ -44,12 +44,14 @@ class PreparedTwin:
         self,
         module: nn.Module,
         replace: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        watched: bool = False,
     ):
         self.twin = Twin(module, replace)
         self.module = self.twin.module
         for kind in MODULE_HOOKS:
             self.module.__dict__[kind] = type(self.module.__dict__[kind])()
-        self.before = Snapshot(self.module)
+        self.before = Snapshot(self.module) if watched else None
         self._layers: list[tuple[nn.Module, dict[str, Any]]] = []
         for layer in self.module.modules():
             if "forward" not in layer.__dict__ and averages_cumulatively(layer):

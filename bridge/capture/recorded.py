@@ -165,10 +165,10 @@ def _explained(observation: Observation) -> list[Unsupported]:
 
 def _free(real: RealRun) -> list[Unsupported]:
     """Free tensors for which no guard would see that another one takes their place."""
-    found = []
+    found, reads = [], real.observation.reads
     for tensor, index in real.record.free.values():
         problem = tensor_problem(tensor)
-        if problem is None and real.observation.reads.knows(tensor):
+        if problem is None and reads.knows(tensor) and id(tensor) not in reads.hidden:
             continue
         where = real.record.rows[index].where if index < len(real.record.rows) else None
         found.append(

@@ -69,7 +69,7 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Se
         UnsupportedModule: state that a compiled call cannot have.
         Exception: eager's own, where the sample is one that PyTorch itself refuses.
     """
-    with undo(module) as before:
+    with undo() as before:
         try:
             return _steady(before, module, args, kwargs, dims)
         except BaseException:
@@ -89,7 +89,7 @@ def _steady(
         before.restore()
         return found
     real.reset()
-    real = _in_eager(real.twin, args, kwargs)
+    real = _in_eager(real.twin, args, kwargs, origin=real.observation.reads.originals)
     _find_loops(real, dims)
     again = real.changed()
     if again and not _may_be_counters(real, again):
@@ -106,16 +106,16 @@ def _steady(
     return found
 
 
-def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, saves: bool = False) -> RealRun:
+def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], **how: Any) -> RealRun:
     try:
-        return real_run_of(module, args, kwargs, saves=saves)
+        return real_run_of(module, args, kwargs, **how)
     except UnsupportedModule as error:
         raise _named(error, module) from error.cause
     except PackedUseError as error:
         raise UnsupportedModule(type(module).__name__, [explain_error(error)], cause=error) from None
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
-        if not saves:  # it may be that nothing was saved that it fails for
-            return _in_eager(module, args, kwargs, saves=True)
+        if "saves" not in how:  # it may be that nothing was saved that it fails for
+            return _in_eager(module, args, kwargs, **how, saves=True)
         raise refused_by_eager(from_user_code(error)) from error.__cause__
 
 

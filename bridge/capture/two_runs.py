@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,8 +49,8 @@ from bridge.capture.rows import Record, Value, memory_of, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.twin import Twin
 from bridge.capture.validation_reads import ValidationReads
-from bridge.guards import Reads, alike, asked_of, recorded_reads
-from bridge.state import ModuleTensor, module_tensors, own_attributes
+from bridge.guards import Place, Reads, alike, asked_of, recorded_reads
+from bridge.state import ModuleTensor, hooks_of, module_tensors, own_attributes
 
 __all__ = ["FakeRecord", "RealRun", "SavedTensorsNeededError", "fake_run_of", "real_run_of"]
 
@@ -175,12 +176,15 @@ def real_run_of(
     kwargs: dict[str, Any],
     *,
     saves: bool = False,
+    origin: Mapping[int, Any] = MappingProxyType({}),
 ) -> RealRun:
     """Runs ``module(*args, **kwargs)`` on real numbers; neither its tensors nor the generators change.
 
     Args:
         saves: whether autograd saves tensors, as it has to where forward runs a backward. Else its graphs have their
             nodes alone, and the run takes no more memory than one without grad mode.
+
+        origin: where the module is the twin of an earlier run: of its copies, by id, what they are copies of.
 
     Raises:
         SavedTensorsNeededError: without them forward may have gone another way.
@@ -198,7 +202,7 @@ def real_run_of(
             computed[id(leaf)] = tensor
         return copies.get(id(tensor), tensor)
 
-    prepared = PreparedTwin(module, own)
+    prepared = PreparedTwin(module, own, watched=True)
     twin = prepared.module
     owned = list(map(own, real_tensors))
     own_args, own_kwargs = own_leaves(args, kwargs, real_tensors)
@@ -225,7 +229,11 @@ def real_run_of(
         validation = stack.enter_context(ValidationReads())
         isolated = stack.enter_context(IsolatedRNG())
         stack.enter_context(functions.traced())
-        observation.reads = recorded_reads(Reads(prepared.twin.originals, twin.named_modules()))
+        originals = {made: origin.get(id(each), each) for made, each in prepared.twin.originals.items()}
+        observation.reads = recorded_reads(Reads(originals, twin.named_modules()))
+        for path, each in module.named_modules():
+            for _, hook in hooks_of(each):
+                observation.reads.know(hook, Place("", f"a hook on {f'submodule {path!r}' if path else 'the module'}"))
         for place, each in enumerate(inputs):
             observation.reads.know(each)
             observation.reads.inputs.setdefault(id(each), place)

@@ -175,7 +175,8 @@ def _compile_entry(
                 captured = as_called(lowered.captured, args, kwargs, len(places))
             arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             constant = uncounted_statistics(module, captured) if freeze else None
-            guard = Guard(module, captured, arguments, places, constant, reads=before.runs[-1] if before.runs else None)
+            reads = numbers[0].guard.reads if numbers else before.runs[-1] if before.runs else None
+            guard = Guard(module, captured, arguments, places, constant, reads=reads)
             frozen, made_for = guard.frozen, backend if choices is None else backend.choosing(choices)
             programs = None if frozen is None else FrozenPrograms(lowered, made_for, frozen.tensors, graphs)
             entry = Entry(guard, lowered, made_for, programs, graphs)

@@ -24,9 +24,9 @@ from torch import nn
 
 from bridge.base.errors import TORCH_DIR
 from bridge.guards.dataflow import Call, Flow, Source, flow_of
-from bridge.guards.kinds import ASKED, PLAIN, contents_of, effect_of
+from bridge.guards.kinds import ASKED, PLAIN, contents_of, effect_of, is_a
 from bridge.guards.watched import ABSENT, Place, class_entry
-from bridge.guards.world import FrameOf, Instance, World, dict_of, is_changeable
+from bridge.guards.world import FrameOf, Instance, World, dict_of, inner_function, is_changeable
 
 __all__ = ["Reads", "profiled"]
 
@@ -57,7 +57,7 @@ _PYTHONS = (
     "traceback.py",
     "tokenize",
 )
-_PYTHONS += ("typing.py", "abc.py", "_collections_abc.py", "copyreg.py", "functools.py", "dis.py", "ast.py")
+_PYTHONS += ("typing.py", "abc.py", "_collections_abc.py", "copyreg.py", "functools.py", "dis.py", "ast.py", "tempfile.py")
 _UNREAD = (
     *(os.path.join(TORCH_DIR, each) for each in _TORCHS),
     *(_LIBRARY + each for each in _PYTHONS),
@@ -74,7 +74,7 @@ _ASKED_PYTHON = frozenset(
     ]
     + [(_LIBRARY + os.path.join("importlib", "util.py"), "find_spec"), ("<frozen importlib.util>", "find_spec")]
 )
-_RUN_FORWARD = ("unwatched.py", "prepared_twin.py")
+_RUN_FORWARD = ("unwatched.py", "prepared_twin.py", "derived_attributes.py")
 """Files of this package that call what forward calls."""
 _OPTIMIZED = 0x2
 _TAKE = ("next", "sum", "max", "min", "any", "all", "sorted")
@@ -156,7 +156,7 @@ class Reads(World):
             for value in list(self._known.values()):
                 held = (
                     None
-                    if isinstance(value, ModuleType | type | torch.Tensor | nn.Module | FunctionType)
+                    if is_a(value, ModuleType | type | torch.Tensor | nn.Module | FunctionType)
                     else dict_of(value)
                 )
                 if held is not None and name in held:
@@ -168,8 +168,9 @@ class Reads(World):
                 self.class_name(kind, name)
 
     def mentions(self, *names: str) -> bool:
-        """Whether one of these names occurs in code that ran."""
-        return any(flow is not None and _mentions(code, names) for code, flow in self.codes.items())
+        """Whether one of these names occurs in code that ran and is not torch's or Python's."""
+        own = (code for code, flow in self.codes.items() if flow is not None)
+        return any(not code.co_filename.startswith((TORCH_DIR, _LIBRARY)) and _mentions(code, names) for code in own)
 
     # Events
 
@@ -179,7 +180,7 @@ class Reads(World):
         try:
             flow = self.codes[code]
         except KeyError:
-            flow = self.codes[code] = _flow(code)
+            flow = self.codes[code] = _flow(code, frame.f_globals)
         if flow is None:
             if event == "return":
                 outer = self._frames.get(frame.f_back)
@@ -215,14 +216,13 @@ class Reads(World):
     def _running(self, frame: _Frame, first: Any) -> None:
         """Notes where the function that runs was found: as a method of its first argument, or as a global."""
         code, name = frame.code, frame.code.co_name
-        kind = first.kind if isinstance(first, Instance) else type(first)
-        for each in (kind, first) if isinstance(first, type) else (kind,):
+        kind = first.kind if is_a(first, Instance) else type(first)
+        for each in (kind, first) if is_a(first, type) else (kind,):
             raw = class_entry(each, name) if is_changeable(each) else ABSENT
-            inner = getattr(raw, "fget", None) or getattr(raw, "__func__", raw)
-            if getattr(inner, "__code__", None) is code:
+            if getattr(inner_function(raw), "__code__", None) is code:
                 self.class_name(each, name)
         found = frame.globals.get(name, ABSENT)
-        if isinstance(found, FunctionType) and found.__code__ is code:
+        if is_a(found, FunctionType) and found.__code__ is code:
             self.name(frame.globals, name, Place("global", name))
 
     def _is_ours(self, back: FrameType | None, code: CodeType) -> bool:
@@ -250,7 +250,7 @@ class Reads(World):
 
     def _returned(self, outer: _Frame, place: int, value: Any) -> None:
         """A function in Python has returned."""
-        if isinstance(value, logging.Logger):
+        if is_a(value, logging.Logger):
             self.know(value, Place("logger", value.name))
         if type(value) in (str, bytes, int):
             known = outer.plain.setdefault(place, [])
@@ -261,7 +261,7 @@ class Reads(World):
             self._result(outer.results, place, value, outer)
 
     def _result(self, results: dict[int, list[Any]], place: int, value: Any, outer: _Frame) -> None:
-        value = _frame_of(value) if isinstance(value, FrameType) else value
+        value = _frame_of(value) if is_a(value, FrameType) else value
         kept, known = self._kept(value), results.setdefault(place, [])
         same = kept.__eq__ if type(kept) is Instance else lambda each: each is kept
         if len(known) < _MOST_RESULTS and not any(same(each) is True for each in known):
@@ -270,7 +270,7 @@ class Reads(World):
 
     def _kept(self, value: Any) -> Any:
         """A value, or its class alone, if it is a tensor of the call's own."""
-        return Instance(type(value)) if isinstance(value, torch.Tensor) and not self.knows(value) else value
+        return Instance(type(value)) if is_a(value, torch.Tensor) and not self.knows(value) else value
 
     def _ask_python(self, frame: FrameType, code: CodeType) -> None:
         """A function of Python's own library that is asked again, whatever it reads."""
@@ -287,8 +287,8 @@ class Reads(World):
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         call = known.flow.calls.get(place)
         known.called.setdefault(place, [])
-        if owner is None or isinstance(owner, ModuleType):
-            module = function.__module__ if isinstance(function.__module__, str) else ""
+        if owner is None or is_a(owner, ModuleType):
+            module = function.__module__ if is_a(function.__module__, str) else ""
             if module == "builtins":
                 if call is not None and call.args:
                     self._builtin(known, place, name, call)
@@ -346,8 +346,8 @@ class Reads(World):
         elif name in ("isinstance", "issubclass") and len(call.args) == 2:
             kinds = [each for value in self._constants(known, call.args[1]) for each in _classes(value)]
             for value in owners:
-                one = value.kind if isinstance(value, Instance) else value if name == "issubclass" else type(value)
-                if isinstance(one, type):
+                one = value.kind if is_a(value, Instance) else value if name == "issubclass" else type(value)
+                if is_a(one, type):
                     self._relation(one, kinds)
                 if id(value) in self.inputs and torch.Tensor not in kinds:
                     self.tensors.setdefault((self.inputs[id(value)], "__class__"))
@@ -391,11 +391,11 @@ class Reads(World):
         if source[0] == "attr":
             name = source[2]
             for owner in self._values(frame, source[1]):
-                own = None if isinstance(owner, Instance | FrameOf) or not self.knows(owner) else self.original(owner)
+                own = None if is_a(owner, Instance | FrameOf) or not self.knows(owner) else self.original(owner)
                 held = dict_of(own)
                 registries = (
                     [held[each] for each in ("_parameters", "_buffers", "_modules")]
-                    if isinstance(own, nn.Module)
+                    if is_a(own, nn.Module)
                     else []
                 )
                 for space in (held, *registries) if held is not None else ():
@@ -447,7 +447,7 @@ class Reads(World):
             self.name(frame.globals, write[1], Place("global", write[1]))
             return
         for owner in self._values(frame, write[1]) if write[0] in ("attr", "item") else ():
-            if write[0] == "attr" and isinstance(owner, torch.Tensor) and self.knows(owner):
+            if write[0] == "attr" and is_a(owner, torch.Tensor) and self.knows(owner):
                 own = self.original(owner)
                 place = Place("attribute", write[2], f" of {self.place(own) or 'a tensor'}")
                 self.name(own.__dict__, write[2], place, None if own is owner else owner.__dict__)
@@ -458,19 +458,19 @@ class Reads(World):
 
     def _called(self, frame: _Frame, place: int, value: Any, call: Call, source: Source) -> None:
         """An object that is called without an event: by a slot in C."""
-        if is_changeable(type(value)) and not isinstance(value, type):
+        if is_changeable(type(value)) and not is_a(value, type):
             self.attribute(value, "__call__")
-        if isinstance(value, weakref.ref):
+        if is_a(value, weakref.ref):
             self.ask(value, (), {}, f"{self.place(value)}()")
             if (found := value()) is not None:
                 self.know(found, self.place(value))
                 self._result(frame.results, place, found, frame)
         elif value is type and call.args is not None and len(call.args) == 1:
             for owner in (each for one in call.args[0] for each in self._values(frame, one)):
-                kind = owner.kind if isinstance(owner, Instance) else type(owner)
+                kind = owner.kind if is_a(owner, Instance) else type(owner)
                 self.know(kind, Place("class", kind.__name__))
                 self._result(frame.results, place, kind, frame)
-        elif isinstance(value, type) and value in _TAKING:
+        elif is_a(value, type) and value in _TAKING:
             for given in call.arguments:
                 for each in self._values(frame, given):
                     self.moved(each, frame.where)
@@ -485,13 +485,13 @@ class Reads(World):
                         self._result(frame.results, place, each, frame)
         elif source[0] == "attr" and type(value).__name__ == "cython_function_or_method":
             for owner in self._values(frame, source[1]):
-                if not isinstance(owner, ModuleType | type | Instance | FrameOf):
+                if not is_a(owner, ModuleType | type | Instance | FrameOf):
                     self._method(frame, place, owner, source[2], call, frame.where)
         elif type(value) is functools._lru_cache_wrapper:
             self.function(value.__wrapped__, self.place(value))
             args = [self._constants(frame, each) for each in call.args or ()]
             owners = self._values(frame, source[1]) if source[0] == "attr" else ()
-            bound = any(not isinstance(each, ModuleType | type) for each in owners)
+            bound = any(not is_a(each, ModuleType | type) for each in owners)
             if not bound and call.args is not None and not call.kwargs and all(len(each) == 1 for each in args):
                 self.ask(value, tuple(each[0] for each in args), {}, f"{self.place(value)}()")
 
@@ -505,7 +505,7 @@ class Reads(World):
             return [source[1]]
         if kind in ("arg", "cell"):
             value = (frame.args if kind == "arg" else frame.cells).get(source[1], ABSENT)
-            return [] if value is ABSENT or isinstance(value, Instance) else [value]
+            return [] if value is ABSENT or is_a(value, Instance) else [value]
         if kind == "global":
             return next(([space[source[1]]] for space in (frame.globals, frame.builtins) if source[1] in space), [])
         if kind == "attr":
@@ -594,8 +594,8 @@ def profiled(hear: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
             sys.setprofile(before)
 
 
-def _flow(code: CodeType) -> Flow | None:
-    if code.co_filename.startswith(_UNREAD):
+def _flow(code: CodeType, namespace: dict[str, Any]) -> Flow | None:
+    if code.co_filename.startswith(_UNREAD) or str(namespace.get("__name__")).startswith("bridge."):
         return None
     if not code.co_flags & _OPTIMIZED and code.co_name == "<module>" and not code.co_filename.startswith("<"):
         return None
@@ -608,13 +608,13 @@ def _mentions(code: CodeType, names: Iterable[str]) -> bool:
 
 def _peek(owner: Any, name: str) -> Any:
     """An attribute's value, with none of the owner's code run."""
-    if isinstance(owner, Instance | FrameOf):
+    if is_a(owner, Instance | FrameOf):
         return ABSENT
-    held = vars(owner) if isinstance(owner, ModuleType) else dict_of(owner)
+    held = vars(owner) if is_a(owner, ModuleType) else dict_of(owner)
     if held is not None and name in held:
         return held[name]
-    raw = class_entry(owner if isinstance(owner, type) else type(owner), name)
-    if isinstance(raw, types.MemberDescriptorType):
+    raw = class_entry(owner if is_a(owner, type) else type(owner), name)
+    if is_a(raw, types.MemberDescriptorType):
         try:
             return raw.__get__(owner)
         except AttributeError:
@@ -623,9 +623,9 @@ def _peek(owner: Any, name: str) -> Any:
 
 
 def _classes(value: Any) -> list[type]:
-    if isinstance(value, tuple):
+    if is_a(value, tuple):
         return [each for part in value for each in _classes(part)]
-    return [value] if isinstance(value, type) else []
+    return [value] if is_a(value, type) else []
 
 
 def _frame_of(frame: FrameType | None, deep: int = 4) -> FrameOf | None:

@@ -23,20 +23,25 @@ class Undo:
         runs: what these runs read.
     """
 
-    def __init__(self, module: nn.Module):
-        self._tree = Snapshot(module)
+    def __init__(self, module: nn.Module | None):
+        self._tree = None if module is None else Snapshot(module)
         self.runs: list[Reads] = []
 
     def restore(self) -> None:
         """Puts all of it back."""
         for each in reversed(self.runs):
             each.restore()
-        self._tree.restore()
+        if self._tree is not None:
+            self._tree.restore()
 
 
 @contextmanager
-def undo(module: nn.Module) -> Iterator[Undo]:
-    """Gives what undoes the runs of forward that this thread records inside."""
+def undo(module: nn.Module | None = None) -> Iterator[Undo]:
+    """Gives what undoes the runs of forward that this thread records inside.
+
+    Args:
+        module: that they run on; ``None``: they run on twins of it.
+    """
     made, outer = Undo(module), getattr(_active, "undos", ())
     _active.undos = (*outer, made)
     try:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bridge.guards.kinds import answer_of, contents_of, put_back
+from bridge.guards.kinds import answer_of, contents_of, is_a, put_back
 from bridge.state import same
 
 __all__ = [
@@ -234,7 +234,7 @@ class Answer:
             return True
         if type(now) is list and type(then) is list:
             return len(now) == len(then) and all(map(self.same, now, then))
-        plain = isinstance(now, str | int | float | tuple | dict | bytes) and type(now) is type(then)
+        plain = is_a(now, str | int | float | tuple | dict | bytes) and type(now) is type(then)
         return plain and bool(now == then)
 
     def write(self, value: Any) -> None:
@@ -253,7 +253,7 @@ def class_entry(kind: type, name: str) -> Any:
 def slot_of(value: Any, name: str) -> Any:
     """The value of an attribute that lies in no dictionary; ``ABSENT``: there is none."""
     try:
-        if isinstance(value, _LOCAL):
+        if is_a(value, _LOCAL):
             return _LOCAL.__getattribute__(value, name)
         raw = class_entry(type(value), name)
         return ABSENT if raw is ABSENT else raw.__get__(value)
@@ -262,7 +262,7 @@ def slot_of(value: Any, name: str) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    return isinstance(value, int | float | str | bytes | type(None)) or value is ABSENT
+    return is_a(value, int | float | str | bytes | type(None)) or value is ABSENT
 
 
 def _same_entry(now: Any, then: Any) -> bool:
@@ -278,13 +278,13 @@ def alike(now: Any, then: Any, deep: int = 8) -> bool:
     """Whether a value means the same: it is the same, equal plain data, or an object whose fields all are alike."""
     if same(now, then):
         return True
-    if type(now) is not type(then) or now is ABSENT or not deep or isinstance(now, _IDENTITIES):
+    if type(now) is not type(then) or now is ABSENT or not deep or is_a(now, _IDENTITIES):
         return False
-    if isinstance(now, list | tuple | deque):
+    if is_a(now, list | tuple | deque):
         return len(now) == len(then) and all(alike(a, b, deep - 1) for a, b in zip(now, then, strict=True))
-    if isinstance(now, dict):
+    if is_a(now, dict):
         return list(now) == list(then) and all(alike(now[name], then[name], deep - 1) for name in now)
-    if isinstance(now, set | frozenset):
+    if is_a(now, set | frozenset):
         return now == then and all(map(_is_constant, now))
     if contents_of(now) is not None or not hasattr(now, "__dict__") or type(now).__module__ == "builtins":
         return False

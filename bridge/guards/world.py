@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_iterator
+from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_a, is_iterator
 from bridge.guards.tensor_reads import is_asked
 from bridge.guards.watched import (
     ABSENT,
@@ -74,11 +74,13 @@ class World:
         modules: the modules that run, with their paths.
 
     Attributes:
+        originals: as given.
         items: the places that were read, each once.
         first: what they held when they were first read, by the same keys.
         modules: by id of an ``nn.Module``, the module and the names of its attributes that were looked up; ``"*"``: all.
         bases: classes whose bases decided something.
         caches: functions that keep their results (``functools.lru_cache``).
+        hidden: ids of tensors that modules outside of the tree hold.
         inputs: of the run, by id: their places.
         tensors: what was asked of which of them (:mod:`bridge.guards.tensor_reads`).
         identities: whether it was asked if some of them are the same object.
@@ -86,7 +88,7 @@ class World:
     """
 
     def __init__(self, originals: Mapping[int, Any], modules: Iterable[tuple[str, nn.Module]] = ()):
-        self._originals = originals
+        self.originals = originals
         self._known: dict[int, Any] = {}
         self._places: dict[int, Place] = {}
         self.items: dict[tuple, Any] = {}
@@ -99,7 +101,10 @@ class World:
         self.identities = False
         self.refused: UnsupportedModule | None = None
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
+        self._held: dict[int, dict[str, Any]] = {}
+        self.hidden: set[int] = set()
         for path, module in modules:
+            self._held[id(module)] = dict(module.__dict__)
             self._known[id(module)] = module
             self._places[id(module)] = Place("", path, f" of submodule '{path}'" if path else " of the module", "self")
 
@@ -109,17 +114,17 @@ class World:
             return
         self._known[id(value)] = value
         self._places.setdefault(id(value), place)
-        if isinstance(value, FunctionType):
+        if is_a(value, FunctionType):
             self.function(value, place)
         elif type(value) is functools._lru_cache_wrapper:
             self.caches.append(value)
-        elif isinstance(value, types.MethodType):
+        elif is_a(value, types.MethodType):
             self.know(value.__func__, place)
             self.know(value.__self__, place)
-        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
-            if not isinstance(value.__self__, ModuleType | type(None)):
+        elif is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
+            if not is_a(value.__self__, ModuleType | type(None)):
                 self.know(value.__self__, place)
-        elif isinstance(value, functools.partial):
+        elif is_a(value, functools.partial):
             for each in (value.func, *value.args, *value.keywords.values()):
                 self.know(each, place)
             self.whole(value)
@@ -131,7 +136,7 @@ class World:
         return self._places.get(id(value), _NOWHERE)
 
     def original(self, value: Any) -> Any:
-        return self._originals.get(id(value), value)
+        return self.originals.get(id(value), value)
 
     def _note(self, key: tuple, item: Any) -> Any:
         """The item of that key, and what it holds in the run."""
@@ -151,18 +156,18 @@ class World:
     def name(self, space: dict[Any, Any], name: Any, place: Place, running: dict[Any, Any] | None = None) -> Any:
         """A name that was looked up in a namespace; its value, ``ABSENT`` if there is none."""
         held = space if running is None else running
-        value = held.get(name, ABSENT)
+        value, key = held.get(name, ABSENT), ("name", id(space), name)
         try:
-            self._note(("name", id(space), name), Name(space, name, place, None if running is space else running))
+            self._note(key, Name(space, name, place, None if running is space else running))
         except TypeError:  # no hashable key
             return value
-        if value is not ABSENT:
+        if value is not ABSENT and value is self.first[key]:  # else the call has put it there
             self.know(value, place)
         return value
 
     def function(self, function: Any, place: Place) -> None:
         """A function in Python that may run."""
-        if not isinstance(function, FunctionType) or ("code", id(function)) in self.items:
+        if not is_a(function, FunctionType) or ("code", id(function)) in self.items:
             return
         self._note(("code", id(function)), Code(function, Place("", f"code of {function.__qualname__}")))
         held = Place("", f"default arguments of {function.__qualname__}")
@@ -180,25 +185,26 @@ class World:
         """A name that was looked up in a class and its bases."""
         value = class_entry(kind, name)
         place = Place("attribute", name, f" of class {kind.__name__}")
+        if name == "forward":
+            place = Place("", f"forward of class {kind.__name__}")
         self.bases.setdefault(kind)
-        if type(value).__module__.startswith("bridge."):  # put there for the run
+        if _is_ours(value):  # put there for the run
             return ABSENT
         if ("class", id(kind), name) not in self.items:
             self._note(("class", id(kind), name), ClassName(kind, name, place))
-            inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-            for each in (value, inner.fget if isinstance(inner, property) else inner):
+            for each in (value, inner_function(value)):
                 if each is not ABSENT and each is not None:
                     self.know(each, place)
         return value
 
     def attribute(self, owner: Any, name: str) -> list[Any]:
         """The values that an attribute may have."""
-        if isinstance(owner, FrameOf):
+        if is_a(owner, FrameOf):
             found = {"f_globals": owner.globals, "f_back": owner.back}.get(name)
             if name == "f_globals":
                 self.know(found, Place("global", found.get("__name__", "")))
             return [] if found is None else [found]
-        if isinstance(owner, Instance):
+        if is_a(owner, Instance):
             if is_changeable(owner.kind):
                 self.class_name(owner.kind, name)
             return []
@@ -230,11 +236,11 @@ class World:
             return self._of_module(owner, name, raw)
         known = self.knows(owner)
         if raw is not ABSENT and hasattr(type(raw), "__set__"):  # it comes before the dictionary
-            computed = isinstance(raw, property) or isinstance(class_entry(type(raw), "__get__"), FunctionType)
-            if known and not computed and not isinstance(owner, torch.Tensor) and name not in ("__dict__", "__class__"):
+            computed = is_a(raw, property) or is_a(class_entry(type(raw), "__get__"), FunctionType)
+            if known and not computed and not is_a(owner, torch.Tensor) and name not in ("__dict__", "__class__"):
                 return self._slot(owner, name, place)
             return []
-        if known and isinstance(owner, threading.local):
+        if known and is_a(owner, threading.local):
             return self._slot(owner, name, place)
         if not known:
             held = dict_of(owner)
@@ -260,9 +266,9 @@ class World:
     def _computed(self, owner: Any, kind: type, name: str) -> list[Any]:
         """An attribute that a function in C computes: ``__getattr__ = dict.__getitem__``; what Python computes is seen."""
         computes = self.class_name(kind, "__getattr__") if is_changeable(kind) else ABSENT
-        if computes is ABSENT or isinstance(computes, FunctionType):
+        if computes is ABSENT or is_a(computes, FunctionType):
             return []
-        if isinstance(owner, dict):
+        if is_a(owner, dict):
             return self.entry(owner, name)
         self.ask(getattr, (self.original(owner), name, None), {}, f"{self.place(owner)}.{name}")
         return []
@@ -279,7 +285,11 @@ class World:
         value = held.get(name, ABSENT)
         if value is ABSENT:
             value = next((held[each][name] for each in _REGISTRIES if name in held.get(each, ())), raw)
-        if value is not raw and type(value) not in PLAIN:
+        made = name in held and name in self._held.get(id(owner), ()) and value is not self._held[id(owner)][name]
+        made = made or (id(owner) in self._held and name in held and name not in self._held[id(owner)])
+        if is_a(value, torch.Tensor) and id(owner) not in self._held:
+            self.hidden.add(id(value))
+        if value is not raw and type(value) not in PLAIN and not made:
             of = self.place(owner)
             path = f"self.{of.text}.{name}" if of.text else f"self.{name}"
             self.know(value, Place("attribute", name, of.of, path if of.root == "self" else ""))
@@ -295,11 +305,11 @@ class World:
 
     def entry(self, owner: Any, key: Any) -> list[Any]:
         """An entry of a container by its key."""
-        if isinstance(owner, Instance):
+        if is_a(owner, Instance):
             return []
         if not self.knows(owner):
             return self.inside(owner, 1)
-        if isinstance(owner, dict) and isinstance(key, str | int | bytes | tuple):
+        if is_a(owner, dict) and is_a(key, str | int | bytes | tuple):
             self._class(owner)
             own = self.original(owner)
             return _interesting(
@@ -310,12 +320,12 @@ class World:
 
     def inside(self, owner: Any, deep: int) -> list[Any]:
         """What a container holds."""
-        if isinstance(owner, types.MappingProxyType):
+        if is_a(owner, types.MappingProxyType):
             values: Iterable[Any] = owner.values()
-        elif isinstance(owner, dict):
+        elif is_a(owner, dict):
             values = dict.values(owner)
-        elif isinstance(owner, CONTAINERS):
-            values = next(kind for kind in (list, tuple, set, frozenset, deque) if isinstance(owner, kind)).__iter__(
+        elif is_a(owner, CONTAINERS):
+            values = next(kind for kind in (list, tuple, set, frozenset, deque) if is_a(owner, kind)).__iter__(
                 owner
             )
         else:
@@ -333,20 +343,20 @@ class World:
 
     def whole(self, value: Any, where: str = "forward") -> None:
         """The contents of an object are looked at."""
-        if isinstance(value, Instance | FrameOf) or not self.knows(value):
+        if is_a(value, Instance | FrameOf) or not self.knows(value):
             return
-        if isinstance(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
+        if is_a(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
             return
         own = self.original(value)
         if ("contents", id(own)) in self.items:
             return
-        if isinstance(value, tuple):
+        if is_a(value, tuple):
             for each in self.inside(value, 1):
                 self.whole(each, where)
         elif contents_of(own) is not None:
             self._note(("contents", id(own)), Contents(own, self.place(value), None if own is value else value))
             for each in self.inside(value, 1):
-                if isinstance(each, CONTAINERS):
+                if is_a(each, CONTAINERS):
                     self.whole(each, where)
 
     def moved(self, value: Any, where: str) -> None:
@@ -357,12 +367,12 @@ class World:
 
     def all(self, owner: Any) -> None:
         """All attributes of an object."""
-        if isinstance(owner, Instance | FrameOf) or not self.knows(owner):
+        if is_a(owner, Instance | FrameOf) or not self.knows(owner):
             return
         held = dict_of(self.original(owner))
-        if isinstance(owner, nn.Module):
+        if is_a(owner, nn.Module):
             self.modules.setdefault(id(self.original(owner)), (self.original(owner), set()))[1].add("*")
-        elif held is not None and not isinstance(owner, ModuleType | type):
+        elif held is not None and not is_a(owner, ModuleType | type):
             for name in list(held):
                 self.attribute(owner, name)
             self._note(("contents", id(held)), Contents(held, self.place(owner)))
@@ -423,12 +433,26 @@ def _is_alive(proxy: Any) -> bool:
         return False
 
 
+def inner_function(value: Any) -> Any:
+    """The function in Python behind a method, a property or a static method of a class; ``None`` if it is none."""
+    if is_a(value, property):
+        value = value.fget
+    elif is_a(value, staticmethod | classmethod):
+        value = value.__func__
+    return value if is_a(value, FunctionType) else None
+
+
+def _is_ours(value: Any) -> bool:
+    made = inner_function(value)
+    return type(value).__module__.startswith("bridge.") or (made is not None and str(made.__module__).startswith("bridge."))
+
+
 def dict_of(value: Any) -> dict[str, Any] | None:
     try:
         held = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return None
-    return held if isinstance(held, dict) else None
+    return held if is_a(held, dict) else None
 
 
 def _interesting(value: Any) -> list[Any]:
@@ -436,4 +460,4 @@ def _interesting(value: Any) -> list[Any]:
 
 
 def _bound(raw: Any) -> list[Any]:
-    return _interesting(raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw)
+    return _interesting(raw.__func__ if is_a(raw, staticmethod | classmethod) else raw)

@@ -33,7 +33,7 @@ __all__ = ["looped_run", "run_of_any_length"]
 @generators_put_back()
 def looped_run(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LoopedCall | None:
     """One run of a call, if that is all that is to be known of it: it has loops, and sets no Python state."""
-    with recording(), undo(module) as before:
+    with recording(), undo() as before:
         try:
             real = real_run_of(module, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever forward raises, it raises again where it is captured

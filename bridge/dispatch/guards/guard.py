@@ -47,6 +47,7 @@ class Guard:
 
     Attributes:
         frozen: the condition that these have not changed; ``None`` where every call reads them.
+        reads: what the call read.
         sizes: reads the sizes of the argument tensors; ``None`` where every extent is a number.
         has_default_device: whether calls are made under a default device, which is none of the compiled code's.
         addresses: of the inputs that fused dropouts read, in the sample, by place.
@@ -64,7 +65,7 @@ class Guard:
         reads: Reads | None = None,
     ):
         self.numbers = tuple(numbers)
-        reads = reads or captured.observation.reads or Reads({})
+        self.reads = reads = reads or captured.observation.reads or Reads({})
         self._device = captured.device
         attributes = {(place.path, place.name): place.kind for place in numbers if place.leaf is None}
         leaves = {place.leaf: place.kind for place in numbers if place.leaf is not None}

@@ -10,7 +10,7 @@ from torch import nn
 from bridge import UnsupportedModule
 from bridge.capture import capture, dynamic_dims
 from bridge.capture.twin import Twin
-from bridge.state import PythonState
+from bridge.state import Snapshot
 from tests.bridge.models import bert_layer
 from tests.corpus.forwards import counted
 
@@ -59,9 +59,9 @@ class Asks(Plain):
 def states(monkeypatch) -> Counter:
     """How often a state was taken, and put back."""
     found: Counter[str] = Counter()
-    made, restore = PythonState.__init__, PythonState.restore
-    monkeypatch.setattr(PythonState, "__init__", lambda self, root: found.update(["taken"]) or made(self, root))
-    monkeypatch.setattr(PythonState, "restore", lambda self: found.update(["put back"]) or restore(self))
+    made, restore = Snapshot.__init__, Snapshot.restore
+    monkeypatch.setattr(Snapshot, "__init__", lambda self, root: found.update(["taken"]) or made(self, root))
+    monkeypatch.setattr(Snapshot, "restore", lambda self: found.update(["put back"]) or restore(self))
     return found
 
 

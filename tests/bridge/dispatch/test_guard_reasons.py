@@ -139,7 +139,7 @@ CHANGES = {
     "nested dict": (lambda m: set_item(m.options["outer"], "inner", 9.0), "attribute 'options' of the module changed"),
     "nested list": (lambda m: set_item(m.options["list"][0], 1, 9.0), "attribute 'options' of the module changed"),
     "global": (lambda m: set_item(globals(), "FACTOR", 8.0), "global 'FACTOR' changed"),
-    "global of a helper": (lambda m: set_item(FLAGS, "double", True), "global 'FLAGS' changed"),
+    "global of a helper": (lambda m: set_item(FLAGS, "double", True), "global 'FLAGS['double']' changed"),
     "helper": (lambda m: set_item(globals(), "halve", lambda x: x * 4), "global 'halve' changed"),
     "added child": (append, "submodule 'layers.2' was added"),
     "order of children": (reorder, "order of the submodules of submodule 'layers' changed"),

@@ -5,7 +5,7 @@ import torch
 
 from bridge import add_tvm_dispatch, stats
 from bridge.base.torch_fakes import fake_mode
-from bridge.state import PythonState
+from bridge.guards import Reads
 from tests.bridge.models import Applied
 
 
@@ -36,9 +36,11 @@ def test_an_operator_that_a_module_holds(held):
     module(x)
     with fake_mode(allow_non_fake_inputs=True) as mode:
         held()(mode.from_tensor(x))
-    before = PythonState(module)
+    reads = Reads({}, module.named_modules())
+    with reads.recorded():
+        module(x)
     used_elsewhere()
-    assert before.changes() == []
+    assert reads.changes() == []
     add_tvm_dispatch(module, x)
     for _ in range(2):
         module(x)
