@@ -39,6 +39,7 @@ __all__ = ["SteadyCall", "steady_call"]
 log = channel("dispatch")
 
 _EVERY_CALL = "Python state that forward changes at every call; a compiled call runs no Python"
+_BY_SIZES = "Python state that forward changes by the sizes that vary"
 _KEEP = "keep it in a buffer, or change it outside of forward"
 _FIRST_CALL = "Python state that forward sets at its first call, which does something else than later ones"
 _CALL_BEFORE = "call the module once before; add_tvm_dispatch without a sample compiles its second call"
@@ -153,6 +154,7 @@ def _changed(real: RealRun) -> list[str]:
 def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> SteadyCall:
     if real.observation.unsupported:
         raise UnsupportedModule(type(real.twin).__name__, real.observation.unsupported)
+    left = real.before.written()
     try:
         fake = fake_run_of(real, args, kwargs, dims=dims)
     except UnsupportedModule as error:
@@ -161,7 +163,14 @@ def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence
         name = type(real.twin).__name__
         log.debug("%s cannot be run on fake tensors", name, exc_info=error)
         raise UnsupportedModule(name, [explain_error(error)], cause=error) from None
+    finally:
+        changed = left.changed()
+        left.do()  # no fake tensor stays in a cache, nor a symbol
     problems = list(differences(real, fake))
+    if dims and changed:
+        raise UnsupportedModule(
+            type(real.twin).__name__, [Unsupported(each, "forward", _BY_SIZES, _KEEP) for each in changed]
+        )
     if fake.record.told:
         name, cause = type(real.twin).__name__, next(iter(fake.record.told.values()))
         log.debug("%s cannot be run on fake tensors", name, exc_info=cause)

@@ -8,7 +8,7 @@ from bridge.state.many_contents import ManyContents
 from bridge.state.module import hooks_of, own_attributes, written_class
 from bridge.state.names import functions_of, with_helpers
 from bridge.state.reachable import Contents, Reached
-from bridge.state.snapshot import PythonState
+from bridge.state.snapshot import PythonState, Settling
 from bridge.state.tensors import ModuleTensor, module_tensors, once_per_owner, tensor_problem
 from bridge.state.values import constant_key, kept, kind_of_container, same
 from bridge.state.write_counts import dict_versions, same_versions
@@ -21,6 +21,7 @@ __all__ = [
     "ModuleTensor",
     "PythonState",
     "Reached",
+    "Settling",
     "another_iterator",
     "constant_key",
     "derived_attribute",

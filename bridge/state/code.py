@@ -44,7 +44,7 @@ from bridge.state.reachable import Contents, Fields, Reached
 from bridge.state.values import same
 from bridge.state.write_counts import dict_versions
 
-__all__ = ["CodeGuard"]
+__all__ = ["CodeGuard", "set_name"]
 
 _CODE = attrgetter("__code__")
 _DEFAULTS = "__defaults__", "__kwdefaults__"
@@ -196,12 +196,12 @@ class CodeGuard:
             if is_iterator(value):
                 self._apart.append((owner, name, value))
                 self._values[index] = another_iterator(value)
-                _set(owner, name, self._values[index])
+                set_name(owner, name, self._values[index])
 
     def put_together(self) -> None:
         """Names lead to the iterators that they led to."""
         while self._apart:
-            _set(*self._apart.pop())
+            set_name(*self._apart.pop())
 
     def unchanged(self) -> bool:
         """Whether all of it is the very same."""
@@ -249,18 +249,28 @@ class CodeGuard:
             if not contents.unchanged():
                 yield contents.place
 
+    def set_since(self) -> list[tuple[Any, str, Any, Any]]:
+        """Globals, variables of enclosing scopes and settings in classes that were set: owner, name, before, now."""
+        now = chain.from_iterable(read(source) for read, source in self._read)
+        found = zip(self._places, self._values, now, strict=False)
+        changed = ((*place, then, value) for place, then, value in found if not same(value, then))
+        return [each for each in changed if not hasattr(each[2], "__get__")]  # a method is not what it is looked up as
+
+    @property
+    def contents(self) -> list[Contents]:
+        """What the names lead to and may change."""
+        return self._contents
+
     def restore(self) -> None:
         """Puts back globals, variables of enclosing scopes, settings in classes, and contents of what they hold."""
-        now = chain.from_iterable(read(source) for read, source in self._read)
-        for (owner, name), value, then in zip(self._places, now, self._values, strict=False):
-            if same(value, then) or hasattr(then, "__get__"):  # a method in a class is not what it is looked up as
-                continue
-            _set(owner, name, then)
+        for owner, name, then, _ in self.set_since():
+            set_name(owner, name, then)
         for contents in self._contents:
             contents.restore()
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
+def set_name(owner: Any, name: str, value: Any) -> None:
+    """Sets what a name in a namespace, or of an object, leads to."""
     if isinstance(owner, dict):
         owner[name] = value
     else:

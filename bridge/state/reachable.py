@@ -11,6 +11,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -77,6 +78,13 @@ class Contents:
         if isinstance(view, set):
             return set.__eq__(view, set(self._values))
         return all(map(is_, now, self._values)) or all(map(same, now, self._values))
+
+    def again(self) -> Contents:
+        """The contents of the same object as they are now."""
+        found = copy(self)
+        found._keys = None if self._keys is None else [*dict.keys(self._view)]
+        found._values = [*self._read()]
+        return found
 
     def restore(self) -> None:
         """Puts back what was there; never empties it first, since another thread may be looking."""

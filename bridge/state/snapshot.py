@@ -7,7 +7,7 @@ so such a module is refused, and what tracing changed is put back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from bridge.state.attribute_reads import AttributeReads
-from bridge.state.code import CodeGuard
+from bridge.state.code import CodeGuard, set_name
 from bridge.state.generators import MovedObjects
 from bridge.state.module import Snapshot, hooks_of, own_attributes
 from bridge.state.reachable import Contents, Reached
 from bridge.state.values import kept
 
-__all__ = ["PythonState"]
+__all__ = ["PythonState", "Settling"]
 
 
 class PythonState(Snapshot):
@@ -79,6 +79,18 @@ class PythonState(Snapshot):
         self._moved.restore()
         self._code.put_together()
 
+    def written(self) -> Settling:
+        """What was written into objects and names that are not the modules' own, whether or not it is as it was."""
+        held = (*self._inside, *self._on_tensors, *self._code.contents)
+        return Settling([(each, each.again()) for each in held], self._code.set_since())
+
+    def take_back(self) -> Settling | None:
+        """Puts back what was written into objects and names that are not the modules' own; gives what does it again."""
+        held = [each for each in (*self._inside, *self._on_tensors, *self._code.contents) if not each.unchanged()]
+        found = Settling([(each, each.again()) for each in held], self._code.set_since())
+        found.undo()
+        return found if held or found.names else None
+
     def restore(self) -> None:
         """Puts back attributes, contents of containers, fields of objects, globals, variables of enclosing scopes."""
         super().restore()
@@ -86,6 +98,44 @@ class PythonState(Snapshot):
             contents.restore()
         self._code.restore()
         self._moved.restore()
+
+
+class Settling:
+    """What a first call writes and later ones leave (``self.config.seen.add(name)``): done by the first hit.
+
+    Attributes:
+        contents: of each object that is written the contents before and after it.
+        names: namespaces, names in them, and their values before and after it.
+        done: whether it has been done.
+    """
+
+    def __init__(self, contents: Sequence[tuple[Contents, Contents]], names: Sequence[tuple[Any, str, Any, Any]]):
+        self.contents, self.names, self.done = contents, names, False
+
+    def is_before(self) -> bool:
+        """Whether nothing of it is done."""
+        return all(before.unchanged() for before, _ in self.contents) and all(
+            (owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)) is before
+            for owner, name, before, _ in self.names
+        )
+
+    def changed(self) -> list[str]:
+        """What leads to contents that are no longer those after it."""
+        return [str(after.place) for _, after in self.contents if not after.unchanged()]
+
+    def do(self) -> None:
+        self.done = True
+        for _, after in self.contents:
+            after.restore()
+        for owner, name, _, after in self.names:
+            set_name(owner, name, after)
+
+    def undo(self) -> None:
+        self.done = False
+        for before, _ in self.contents:
+            before.restore()
+        for owner, name, before, _ in self.names:
+            set_name(owner, name, before)
 
 
 def _in_tuples(value: Any) -> Iterator[Any]:
