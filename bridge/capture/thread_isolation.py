@@ -2,8 +2,8 @@
 
 A call of the module itself, or of one inside it, waits in any other thread until the capture is over, since
 ``forward`` may keep things on the module. Dynamo compiles under the same lock, for its tracers change the same things.
-What is replaced in torch meanwhile (the table of docs/capture.md) asks which thread it is that calls, or does for all of
-them what it did before. What is left is a trace that the user starts beside a capture: ``torch.export``, ``torch.fx``
+What is replaced in torch meanwhile (the table of docs/capture.md) asks which thread calls, or does for all of them what
+it did before. What is left is a trace that the user starts beside a capture: ``torch.export``, ``torch.fx``
 and ``torch.jit`` take no lock.
 """
 
