@@ -174,6 +174,8 @@ set_grad_enabled: Callable[[bool], None] = find("torch._C._set_grad_enabled")
 len_function_stack: Callable[[], int] = find("torch._C._len_torch_function_stack")
 len_dispatch_stack: Callable[[], int] = find("torch._C._len_torch_dispatch_stack")
 current_graph_task_id: Callable[[], int] = find("torch._C._current_graph_task_id")
+engine_run_backward: Callable[..., Any] = find("torch.autograd.graph._engine_run_backward")
+will_engine_execute_node: Callable[[Any], bool] = find("torch._C._will_engine_execute_node")
 """Number of the backward that the calling thread is in, -1 outside of one."""
 enter_autocast = find("torch.amp.autocast_mode._enter_autocast")
 exit_autocast = find("torch.amp.autocast_mode._exit_autocast")

@@ -7,6 +7,7 @@ expressions are sympy's, of torch's own classes among others; who reads them goe
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from traceback import FrameSummary
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from bridge.base.quirks import applies, quirk
+from bridge.base.replaced import replaced
 from bridge.base.torch_internals import PROBES, MissingInternalError, find
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "fixed",
     "hint",
     "is_decided",
+    "pooled_by_division",
     "range_of",
     "size_environment",
     "symbolic_fake",
@@ -75,6 +79,22 @@ def fake_results_not_kept() -> Iterator[None]:
     """
     config = importlib.import_module("torch._dynamo.config")
     with config.patch(fake_tensor_cache_enabled=False):
+        yield
+
+
+@quirk(
+    "poolings",
+    reason="their sizes ask for a remainder, which changes nothing, and is fixed where sizes vary",
+    test="tests/bridge/capture/test_symbolic_run.py",
+    until="2.13",
+)
+@contextmanager
+def pooled_by_division() -> Iterator[None]:
+    """While active, the size of what a pooling makes is a quotient that is rounded down: the same number, unasked."""
+    if not applies(until="2.13"):
+        yield
+        return
+    with replaced(importlib.import_module("torch._meta_registrations"), div_rtn=operator.floordiv):
         yield
 
 

@@ -131,6 +131,7 @@ class Output:
         is_conjugate: a view of ``alias_of`` that shows its numbers conjugated.
         requires_grad: whether autograd tracks it.
         reaches: indices of the inputs that its autograd graph reaches.
+        through: other leaves that it reaches them through.
     """
 
     value: Any = None
@@ -144,6 +145,7 @@ class Output:
     is_conjugate: bool = False
     requires_grad: bool = False
     reaches: frozenset[int] = frozenset()
+    through: frozenset[int] = frozenset()
 
 
 @dataclass

@@ -84,7 +84,8 @@ def describe_outputs(
         if alias and not same and storage_id(leaf) in applied.shared:
             reason = "returns a view that an autograd.Function has made; its gradient is another than a view's"
             observation.unsupported.append(Unsupported("a view", "the module's result", reason, "clone it"))
-        reaches = _reachable(leaf, inputs, rules, applied)
+        reaches, edges = _reachable(leaf, inputs, rules, applied)
+        through = _others_at(edges, index, leaves)
         observation.outputs.append(
             Output(
                 is_tensor=True,
@@ -97,8 +98,10 @@ def describe_outputs(
                 is_conjugate=leaf.is_conj() != base.is_conj(),
                 requires_grad=leaf.requires_grad,
                 reaches=reaches,
+                through=through,
             )
         )
+    observation.unsupported += _looked_through(observation.outputs)
 
 
 def _spanning_output(leaf: torch.Tensor, position: int, leaves: Sequence[Any]) -> tuple[str, int] | None:
@@ -126,8 +129,10 @@ def _spans(tensor: torch.Tensor) -> bool:
 
 def _reachable(
     leaf: torch.Tensor, inputs: Sequence[torch.Tensor], rules: InPlaceRules, applied: Applied
-) -> frozenset[int]:
-    """Indices of the inputs whose gradient ``leaf`` contributes to; complains about Functions that were not traced.
+) -> tuple[frozenset[int], set[tuple[Any, int]]]:
+    """Indices of the inputs whose gradient ``leaf`` contributes to, and the edges of its graph on the way there.
+
+    Complains about Functions that were not traced.
 
     A leaf that forward makes itself, as wav2vec2's encoder does for its checkpoints, takes a gradient that nobody sees;
     it counts only where nothing else makes the result require grad.
@@ -135,6 +140,7 @@ def _reachable(
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
     found: set[int] = set()
     seen: set[Any] = set()
+    edges: set[tuple[Any, int]] = set()
     makes_leaf = False
     stack = [leaf.grad_fn] if leaf.grad_fn is not None else []
     while stack:
@@ -151,14 +157,33 @@ def _reachable(
         if isinstance(node, FunctionNode) and use is None and not is_operators:
             rules.custom_function(type(node).__name__.removesuffix("Backward"))
         without = use.without if use is not None else ()
-        stack.extend(
-            parent
-            for place, (parent, _) in enumerate(node.next_functions)
-            if parent is not None and place not in without
-        )
+        ways = [each for place, each in enumerate(node.next_functions) if each[0] is not None and place not in without]
+        edges.update(ways)
+        stack.extend(parent for parent, _ in ways)
     if makes_leaf and not found:
         rules.new_leaf()
-    return frozenset(found)
+    return frozenset(found), edges
+
+
+def _others_at(edges: set[tuple[Any, int]], index: int, leaves: Sequence[Any]) -> frozenset[int]:
+    """The other leaves of a result that lie on these edges."""
+    return frozenset(
+        other
+        for other, each in enumerate(leaves)
+        if other != index and isinstance(each, torch.Tensor) and (each.grad_fn, each.output_nr) in edges
+    )
+
+
+def _looked_through(outputs: Sequence[Output]) -> list[Unsupported]:
+    """Results that others are computed from, which a compiled call makes as views of something else."""
+    read = {leaf for output in outputs for leaf in output.through}
+    views = [each for each in map(outputs.__getitem__, sorted(read)) if each.alias_of and not each.is_same_object]
+    odd = views or [each for each in map(outputs.__getitem__, sorted(read)) if each.dtype.is_complex]
+    if not odd:
+        return []
+    what = "a view" if views else "complex numbers"
+    reason = f"returns {what} from which it computes another result, whose gradient a hook on it would want"
+    return [Unsupported(what, "the module's result", reason, "return a clone, or what is computed alone")]
 
 
 def judge_replaced(

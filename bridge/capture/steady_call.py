@@ -39,6 +39,7 @@ __all__ = ["SteadyCall", "steady_call"]
 log = channel("dispatch")
 
 _EVERY_CALL = "Python state that forward changes at every call; a compiled call runs no Python"
+_BY_SIZES = "Python state that forward changes by the sizes that vary"
 _KEEP = "keep it in a buffer, or change it outside of forward"
 _FIRST_CALL = "Python state that forward sets at its first call, which does something else than later ones"
 _CALL_BEFORE = "call the module once before; add_tvm_dispatch without a sample compiles its second call"
@@ -161,8 +162,12 @@ def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence
 
 def _on_fakes(real: RealRun, *given: Any, **named: Any) -> FakeRecord:
     """The run on fake tensors; what lies outside of the call is left as the run on real numbers left it."""
-    with real.observation.reads.unchanged():
-        return fake_run_of(real, *given, **named)
+    with real.observation.reads.unchanged() as changed:  # no fake tensor stays in a cache, nor a symbol
+        fake = fake_run_of(real, *given, **named)
+    if changed and fake.symbols is not None:
+        problems = [Unsupported(each, "forward", _BY_SIZES, _KEEP) for each in changed]
+        raise UnsupportedModule(type(real.twin).__name__, problems)
+    return fake
 
 
 def _changing(real: RealRun, changed: Sequence[str]) -> UnsupportedModule:

@@ -1,19 +1,10 @@
 """Thread isolation: one thread captures a module, the others go on as if nothing happened.
 
-``torch.export`` and the runs on fake tensors change things that every thread of the process sees. Here each of them is
-made to be seen by the capturing thread alone:
-
-    ``nn.Module.__call__`` and ``__getattr__``, and        functions that ask whether the calling thread captures
-    ``max``, ``min``, ``math.pow``
-    ``torch.compiler.is_compiling`` and its kin            a flag that is true in that thread
-    parameters, buffers and hooks of the module            mappings with two sides (:mod:`bridge.capture.registries`)
-    oneDNN, switched off                                   it stays on: nothing that is captured asks for it
-    the generators, if the traced code seeds them          put back, and only then
-
 A call of the module itself, or of one inside it, waits in any other thread until the capture is over, since
 ``forward`` may keep things on the module. Dynamo compiles under the same lock, for its tracers change the same things.
-What is left is a trace that the user starts beside a capture: ``torch.export``, ``torch.fx`` and ``torch.jit`` take no
-lock.
+What is replaced in torch meanwhile (the table of docs/capture.md) asks which thread calls, or does for all of them what
+it did before. What is left is a trace that the user starts beside a capture: ``torch.export``, ``torch.fx``
+and ``torch.jit`` take no lock.
 """
 
 from __future__ import annotations
@@ -26,6 +17,7 @@ import torch
 
 from bridge.base.generators import of_gpus
 from bridge.base.interrupts import raise_deferred
+from bridge.base.torch_shapes import pooled_by_division
 from bridge.capture.tracing import changes_of_generators, marked_capturing, one_capture_at_a_time
 
 __all__ = ["recording"]
@@ -38,6 +30,7 @@ def recording() -> Iterator[None]:
         stack.enter_context(one_capture_at_a_time())
         stack.enter_context(_without_warnings())
         stack.enter_context(_generators_put_back())
+        stack.enter_context(pooled_by_division())
         stack.enter_context(marked_capturing())
         yield
     raise_deferred()

@@ -8,7 +8,7 @@ again, or batched, are eager's operators' (:mod:`bridge.dispatch.second_derivati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,7 +36,7 @@ class _Dispatched(torch.autograd.Function):
             act(call)
         values = call.values
         ctx.save_for_backward(*call.saved)
-        ctx.held = call.held
+        ctx.held, ctx.beside = call.held, call.beside
         call.values = call.saved = call.held = None  # autograd's from here on
         ctx.programs = programs
         ctx.set_materialize_grads(False)
@@ -53,13 +53,13 @@ class _Dispatched(torch.autograd.Function):
                 present.append(i)
                 is_eagers = is_eagers or not has_storage(grad_outs[i])
         if not present:
-            return (None,) * len(ctx.needs_input_grad)
+            return _with_beside(ctx, [None] * (len(ctx.needs_input_grad) - 3))
         if is_eagers:
             gradients = eager_gradients(ctx, present, [grad_outs[i] for i in present])
             ctx.maybe_clear_saved_tensors()
             if not keeps_graph():
                 ctx.held = None
-            return (None, None, None, *gradients)
+            return _with_beside(ctx, gradients)
         inputs = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         if ctx.held is not None and not keeps_graph():
@@ -73,7 +73,14 @@ class _Dispatched(torch.autograd.Function):
         device = programs.device_type
         with no_torch_function() if len_function_stack() else nullcontext():  # the user's, or a default device
             gradients = outside_autocast(device, run, inputs) if torch.is_autocast_enabled(device) else run(inputs)
-        return (None, None, None, *gradients)
+        return _with_beside(ctx, gradients)
+
+
+def _with_beside(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """What the node returns: its gradients, with those that nodes of chained results have computed."""
+    if ctx.beside is not None and not ctx.beside.is_empty:
+        gradients = ctx.beside.taken(gradients, ctx.programs.nodes[0])
+    return (None, None, None, *gradients)
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ import torch
 
 from bridge.base.torch_internals import len_function_stack, no_torch_function
 from bridge.dispatch.autograd import applied, apply
+from bridge.dispatch.beside import Beside
 from bridge.dispatch.call_run import Action, Call, outside_autocast
 from bridge.dispatch.programs import BoundPrograms, Programs
 from bridge.dispatch.segmented import make_token, run_of_token
@@ -26,11 +27,11 @@ __all__ = ["apply_in_nodes"]
 
 
 class _Later(torch.autograd.Function):
-    """A later node. Inputs: programs, which one it is, inputs that get a gradient, the next one's token; its token."""
+    """A later node. Inputs: programs, gradients beside, its number, inputs that get one, the next one's token."""
 
     @staticmethod
-    def forward(ctx, programs: Programs | BoundPrograms, node: int, *wanted: torch.Tensor):
-        ctx.programs, ctx.node = programs, node
+    def forward(ctx, programs: Programs | BoundPrograms, beside: Beside | None, node: int, *wanted: torch.Tensor):
+        ctx.programs, ctx.beside, ctx.node = programs, beside, node
         ctx.set_materialize_grads(False)
         with no_torch_function() if len_function_stack() else nullcontext():
             return make_token(programs.device)
@@ -43,7 +44,9 @@ class _Later(torch.autograd.Function):
         run, device = run_of_token(token), programs.device_type
         with no_torch_function() if len_function_stack() else nullcontext():
             gradients = outside_autocast(device, run, node) if torch.is_autocast_enabled(device) else run(node)
-        return (None, None, *gradients) if node == len(programs.nodes) - 1 else (None, None, *gradients, token)
+        if ctx.beside is not None and not ctx.beside.is_empty:
+            gradients = ctx.beside.taken(gradients, programs.nodes[node])
+        return (None, None, None, *gradients, *[token] * (node < len(programs.nodes) - 1))
 
 
 _later = applied(_Later)
@@ -54,5 +57,5 @@ def apply_in_nodes(programs: Programs | BoundPrograms, actions: list[Action], ca
     nodes = programs.nodes
     token: tuple[torch.Tensor, ...] = ()
     for node in range(len(nodes) - 1, 0, -1):
-        token = (_later(programs, node, *[wanted[place] for place in nodes[node]], *token),)
+        token = (_later(programs, call.beside, node, *[wanted[place] for place in nodes[node]], *token),)
     return apply(programs, actions, call, *[wanted[place] for place in nodes[0]], *token)

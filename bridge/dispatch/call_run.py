@@ -17,6 +17,7 @@ from bridge.base.errors import is_out_of_memory
 from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.torch_internals import copy_each, no_torch_function
 from bridge.dispatch import call_steps as steps
+from bridge.dispatch.beside import Beside
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.held import Held, held_apart, taken, versions_of
 from bridge.dispatch.recompute import same_numbers_read
@@ -37,12 +38,13 @@ class Call:
         values: the program's results.
         saved: what autograd saves.
         held: what is held beside, for a backward by eager's operators; ``None``: nothing is.
+        beside: gradients that nodes of chained results compute; ``None``: there are none.
         computed: the results that are the caller's, as autograd returns them.
         result: what the module returns.
         undo: takes the draws back; ``None`` where none were made.
     """
 
-    __slots__ = ("computed", "held", "inputs", "module", "primals", "result", "saved", "undo", "values")
+    __slots__ = ("beside", "computed", "held", "inputs", "module", "primals", "result", "saved", "undo", "values")
 
     module: nn.Module | None
     inputs: list[torch.Tensor]
@@ -50,6 +52,7 @@ class Call:
     values: list[torch.Tensor]
     saved: list[torch.Tensor]
     held: Held | None
+    beside: Beside | None
     computed: Sequence[torch.Tensor]
     result: Any
     undo: Callable[[], None] | None

@@ -182,6 +182,7 @@ def _compile_entry(
             entry = Entry(guard, lowered, made_for, programs, graphs)
             entry.tuned = tuned
             raise_deferred()
+            guard.settling = before.take_back()
             entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
             return entry
         except BaseException:

@@ -341,7 +341,8 @@ class Dispatcher:
             if self._is_alike(served, backend) and set(dims) <= served.dims and served.tuned == entry.tuned:
                 return served
         if not (entry.has_loops and any(known.has_loops for known in self.entries.all)):  # another length is no smaller
-            entry.worth = measure_worth(entry, module, args, kwargs)
+            with entry.guard.trial():
+                entry.worth = measure_worth(entry, module, args, kwargs)
         if entry.worth is not None and entry.worth.is_slower and TOO_SMALL not in self._warned:
             self._warned.add(TOO_SMALL)
             log.warning("%s: %s. %s", type(module).__name__, entry.worth, TOO_SMALL)
@@ -389,7 +390,8 @@ _OLD_HOOK = GuardFailure(INTERPRETER, "backward hook of the deprecated kind", "u
 
 def _serves(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
     try:
-        entry.guard.match(module, args, kwargs)
+        with entry.guard.trial():
+            entry.guard.match(module, args, kwargs)
     except GuardFailure:
         return False
     return True

@@ -7,9 +7,11 @@ whatever has become of the module since. Gradients of gradients are then eager's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -72,13 +74,15 @@ class EagerBackward:
         outputs: Sequence[int],
         grad_outs: Sequence[torch.Tensor],
         followed: bool,
+        cut: Mapping[int, torch.Tensor | None] = MappingProxyType({}),
     ) -> list[torch.Tensor | None]:
-        """One gradient per wanted input, ``None`` where eager has none.
+        """One gradient per wanted input, ``None`` where eager has none; then one per output that is cut.
 
         Args:
             primals: from :meth:`primals`.
             outputs: that got a grad_out, and ``grad_outs``: these, batched or not.
             followed: whether autograd is to follow how the gradients are computed.
+            cut: outputs that the others are computed from, at which gradients end: as the caller has them, if so.
 
         Raises:
             RuntimeError: torch's own, where one of its operators has no such derivative.
@@ -91,18 +95,44 @@ class EagerBackward:
                     given[place] = mask_at(self._captured.draws[self._draws[place - self._given]], given[place])
             for place in wanted:  # a name of its own: one input may be computed from another
                 given[place] = given[place].view_as(given[place])
-            results = outputs_at(self._captured, lowered.imported, given, outputs)
+            ends = _Ends()
+            cuts = {place: ends.of(known) for place, known in cut.items()}
+            results = outputs_at(self._captured, lowered.imported, given, [*outputs, *cut], cuts)
+            results, reads = results[: len(outputs)], results[len(outputs) :]
             pairs = [(each, grad) for each, grad in zip(results, grad_outs, strict=True) if each.requires_grad]
             reached = lowered.gradients_for(outputs)
             found = torch.autograd.grad(
                 [each for each, _ in pairs],
-                [given[place] for place in reached],
+                [*(given[place] for place in reached), *reads],
                 [grad for _, grad in pairs],
                 create_graph=followed,
                 allow_unused=True,
             )
+            ends.pass_on = True
         gradients = {
-            place: torch.zeros_like(given[place]) if gradient is None else gradient
-            for place, gradient in zip(reached, found, strict=True)
+            place: torch.zeros_like(given[place]) if gradient is None and not cut else gradient
+            for place, gradient in zip(reached, found, strict=False)
         }
-        return [gradients.get(place) for place in wanted]
+        return [*(gradients.get(place) for place in wanted), *found[len(reached) :]]
+
+
+class _Ends:
+    """Ends of gradients: values that pass none on for now, and do later, where gradients are differentiated."""
+
+    def __init__(self) -> None:
+        self.pass_on = False
+
+    def of(self, known: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What ends at a value; ``known``: the very tensor that it is, if there is one."""
+        return lambda value: _End.apply(self, value if known is None else known)
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ends: _Ends, value: torch.Tensor) -> torch.Tensor:
+        ctx.ends = ends
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        return None, grad if ctx.ends.pass_on else None

@@ -19,10 +19,12 @@ from bridge.capture import DynamicDim, Reading
 from bridge.compile import Backend, Loop, Program, RecordedGraphs
 from bridge.dispatch.autograd import apply
 from bridge.dispatch.autograd_nodes import apply_in_nodes
+from bridge.dispatch.beside import Beside
 from bridge.dispatch.bound import BoundCalls
 from bridge.dispatch.call_plan import plan_call
 from bridge.dispatch.call_run import Call, CallRun
-from bridge.dispatch.call_steps import CallStep, Draws
+from bridge.dispatch.call_steps import CallStep, Draws, Results
+from bridge.dispatch.chained import chain_results, chains_of
 from bridge.dispatch.complex_places import complex_places
 from bridge.dispatch.computed_masks import alignments
 from bridge.dispatch.frozen import FrozenPrograms
@@ -103,6 +105,8 @@ class Entry:
         self._wanted = taken(lowered.wanted)
         self._complex = complex_places(lowered)
         self._hosted = host_inputs(lowered.captured)
+        results = next(step for step in self.steps if isinstance(step, Results))
+        self._chains = chains_of(results.outputs, results.computed) if lowered.differentiable else ()
         self._is_differentiable = bool(lowered.differentiable)
         self._apply = apply if len(self.programs.nodes) == 1 else apply_in_nodes
         self.compile_seconds = time.perf_counter() - started + lowered.seconds
@@ -188,7 +192,7 @@ class Entry:
             call.primals = inputs = self._complex.opened(inputs)
         if self._hosted is not None:
             call.primals = inputs = self._hosted.moved(inputs)
-        call.module, call.undo = module, None
+        call.module, call.undo, call.beside = module, None, Beside() if self._chains else None
         try:
             for act in run.before:
                 act(call)
@@ -204,6 +208,8 @@ class Entry:
             if call.undo is not None:
                 call.undo()
             raise
+        if self._chains and torch.is_grad_enabled():
+            call.computed = chain_results(bound.programs, self._chains, call.beside, call.computed)
         if self._complex is not None:
             call.computed = self._complex.closed(call.computed)
         for act in run.after:

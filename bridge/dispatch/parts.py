@@ -211,7 +211,8 @@ class _Chosen:
                 if self._options.freeze:
                     stack.enter_context(torch.no_grad())
                 entry = dispatcher.add(module, call.args, call.kwargs)
-                entry.guard.match(module, call.args, call.kwargs)
+                with entry.guard.trial():
+                    entry.guard.match(module, call.args, call.kwargs)
             if _is_alone(entry, module):
                 dispatcher.entries.drop(entry)
                 return (_ALONE,)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from bridge.guards.recording import Reads
 from bridge.state import Snapshot
 
-__all__ = ["Undo", "recorded_reads", "undo"]
+__all__ = ["Settling", "Undo", "recorded_reads", "undo"]
 
 _active = threading.local()
 
@@ -33,6 +34,48 @@ class Undo:
             each.restore()
         if self._tree is not None:
             self._tree.restore()
+
+
+    def take_back(self) -> Settling | None:
+        """Puts back what the runs wrote outside of the module; gives what does it again."""
+        written: dict[tuple, tuple[Any, Any, Any]] = {}
+        for reads in self.runs:
+            for key, then in reads.first.items():
+                if key not in written:
+                    item = reads.items[key]
+                    written[key] = item, then, item.read()
+        found = [each for each in written.values() if not each[0].same(each[2], each[1])]
+        settling = Settling(found)
+        settling.undo()
+        return settling if found else None
+
+
+class Settling:
+    """What a first call writes and later ones leave (``self.config.seen.add(name)``): done by the first hit.
+
+    Args:
+        places: that are written, with what they hold before and after it.
+
+    Attributes:
+        done: whether it has been done.
+    """
+
+    def __init__(self, places: Sequence[tuple[Any, Any, Any]]):
+        self._places, self.done = places, True
+
+    def is_before(self) -> bool:
+        """Whether nothing of it is done."""
+        return all(item.same(item.read(), before) for item, before, _ in self._places)
+
+    def do(self) -> None:
+        self.done = True
+        for item, _, after in self._places:
+            item.write(after)
+
+    def undo(self) -> None:
+        self.done = False
+        for item, before, _ in self._places:
+            item.write(before)
 
 
 @contextmanager

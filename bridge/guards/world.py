@@ -406,24 +406,28 @@ class World:
         return {key: self.items[key].read() for key in self.first}
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """What runs inside leaves the places, and the caches of functions, as they are."""
+    def unchanged(self) -> Iterator[list[str]]:
+        """What runs inside leaves the places, and the caches of functions, as they are; gives what it had changed."""
         state, caches = self.state(), [(each, each.cache_info().misses) for each in self.caches]
+        changed: list[str] = []
         try:
-            yield
+            yield changed
         finally:
-            self.restore(state)
+            changed += [str(item.place) for item in self.restore(state)]
             for cache, misses in caches:
                 if cache.cache_info().misses != misses:
                     cache.cache_clear()
 
-    def restore(self, state: dict[tuple, Any] | None = None) -> None:
-        """Puts back what places held: first, or in that state."""
+    def restore(self, state: dict[tuple, Any] | None = None) -> list[Any]:
+        """Puts back what places held: first, or in that state; gives those that held something else."""
+        found = []
         for key, then in (self.first if state is None else state).items():
             item = self.items[key]
             now = item.read()
             if now is not then and not item.same(now, then):
                 item.write(then)
+                found.append(item)
+        return found
 
 
 def _is_alive(proxy: Any) -> bool:

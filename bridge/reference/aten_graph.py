@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -86,13 +87,18 @@ def run_graph(captured: Captured, imported: Imported, primals: Sequence[torch.Te
 
 
 def outputs_at(
-    captured: Captured, imported: Imported, primals: Sequence[torch.Tensor | None], places: Sequence[int]
+    captured: Captured,
+    imported: Imported,
+    primals: Sequence[torch.Tensor | None],
+    places: Sequence[int],
+    cut: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType({}),
 ) -> list[torch.Tensor]:
     """Some of the results of :func:`run_graph`; no others are computed, and autograd follows these.
 
     Args:
         primals: as there; what :func:`needed_nodes` has not may be ``None``.
         places: among the imported function's outputs.
+        cut: what is made of some outputs, by their places, for the others to be computed from.
 
     Raises:
         RuntimeError: they are computed with an operator of ours that has no form in torch's.
@@ -103,7 +109,9 @@ def outputs_at(
     for node in nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace == _OURS and node.target not in _TORCH_HAS:
             raise RuntimeError(f"derivatives through {node.target}, which torch has no derivative of")
-    env = _run(captured, imported, primals, nodes, own_calls(nodes))
+    env = _run(
+        captured, imported, primals, nodes, own_calls(nodes), {node_of[place]: made for place, made in cut.items()}
+    )
     return [as_parts(env[root]) for root in roots]
 
 
@@ -138,8 +146,10 @@ def _run(
     primals: Sequence[torch.Tensor | None],
     nodes: Iterable[fx.Node],
     functions: Iterable[OwnCall] = (),
+    cut: Mapping[fx.Node, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType({}),
 ) -> dict[fx.Node, Any]:
-    """The values of nodes. ``functions``: the user's own, whose backward autograd is to follow."""
+    """The values of nodes. ``functions``: the user's own, whose backward autograd is to follow; ``cut``: what is made
+    of the values of some nodes."""
     given = len(captured.module_tensors) + len(captured.arguments)
     wanted = given + len(imported.input_draws) + len(imported.dropout_draws)
     if len(primals) != wanted:
@@ -166,6 +176,8 @@ def _run(
         elif node.op == "call_function" and node not in inside and node not in later:
             with torch.no_grad() if node in unfollowed else nullcontext():
                 env[node] = _call(captured, node, env, drawn)
+        if node in cut:
+            env[node] = cut[node](env[node])
     return env
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ FAILURES = ("worse status", "wrong numbers", "other form", "generator", "fewer h
 CHANGES = (
     "bits within tolerance",
     "program text",
+    "names in programs",
     "captured graph only",
     "counts",
     "refusal text",
@@ -102,9 +104,29 @@ def _of_texts(now: Record, before: Record) -> Iterator[Difference]:
     names = [name for name in {**its, **mine} if mine.get(name, {}).get("sha") != its.get(name, {}).get("sha")]
     programs = [name for name in names if "captured" not in name]
     if programs:
-        yield Difference("program text", ", ".join(programs))
+        pairs = [[unpack_text(texts[name]) for texts in (mine, its) if name in texts] for name in programs]
+        only_names = all(len(pair) == 2 and _numbered(pair[0]) == _numbered(pair[1]) for pair in pairs)
+        yield Difference("names in programs" if only_names else "program text", ", ".join(programs))
     elif names:
         yield Difference("captured graph only", ", ".join(names))
+
+
+def _numbered(program: str) -> str:
+    """A program's text with numbers for the names of values, in the order in which they are first read or made."""
+    numbers: dict[str, str] = {}
+
+    def renamed(words: str) -> str:
+        return re.sub(r"[A-Za-z_]\w*", lambda found: numbers.setdefault(found[0], f"%{len(numbers)}"), words)
+
+    steps, _, rest = program.partition("\nresults ")
+    results, _, others = rest.partition("\n")
+    told: list[str] = []
+    for line in steps.splitlines():
+        made, equals, step = line.partition("  # ")[0].partition(" = ")
+        operation, _, operands = step.partition("(")
+        read, _, constants = operands.partition(";")
+        told += [operation, renamed(read), constants, renamed(made) if equals else line]
+    return "\n".join([*told, renamed(results), others])
 
 
 def _of_counts(now: Record, before: Record) -> Iterator[Difference]:

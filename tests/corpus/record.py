@@ -11,7 +11,9 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import tvm
 from torch import nn
+from tvm.tirx import PrimFunc
 
 from bridge import UnsupportedModule, stats
 from bridge.compile import Program
@@ -128,8 +130,15 @@ def program_text(program: Program) -> str:
     """Instructions, constants and kernels of a program; without the seconds that compiling took."""
     head, _, steps = str(program).partition("\n")
     constants = [f"constant {slot}: {_constant(tensor)}" for slot, tensor in program.constants]
-    kernels = [f"{name}:\n{function.script()}" for name, function in program.kernels.items()]
+    kernels = [f"{name}:\n{_script(function)}" for name, function in program.kernels.items()]
     return "\n".join([head.partition(", seconds:")[0], steps, f"results {program.results}", *constants, *kernels])
+
+
+def _script(function: PrimFunc) -> str:
+    try:
+        return function.script()
+    except tvm.error.InternalError:  # TVM's printer computes, and does not divide by zero
+        return tvm.ir.save_json(function)
 
 
 def _constant(tensor: Any) -> str:

@@ -100,6 +100,10 @@ def test_kinds_of_differences(folder):
         assert kinds(other, before) == {kind}
     other = {**random, "texts": {**random["texts"], "entry 0 forward": pack_text("another program")}, "steps": 1}
     assert kinds(other, random) == {"program text", "counts"}
+    program = unpack_text(random["texts"]["entry 0 forward"])
+    for old, new, kind in (("amax", "amax_7", "names in programs"), ("(x0, add;", "(add, x0;", "program text")):
+        other = {**random, "texts": {**random["texts"], "entry 0 forward": pack_text(program.replace(old, new))}}
+        assert kinds(other, random) == {kind}
     assert kinds({**random, "hits": 1}, random) == {"fewer hits"}
     assert kinds({**random, "about": refused["about"], "case": refused["case"]}, refused) >= {"fell away"}
     assert kinds({**random, "about": "other"}, random) == {"another case"}

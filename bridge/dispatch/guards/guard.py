@@ -7,7 +7,8 @@ arguments' structure, the argument tensors, the module tree, memory shared with 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -26,7 +27,7 @@ from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read
 from bridge.dispatch.guards.module import ModuleGuard
 from bridge.dispatch.guards.settings import SettingsGuard
 from bridge.dispatch.guards.tensors import TensorGuard
-from bridge.guards import Reads, TensorReads
+from bridge.guards import Reads, Settling, TensorReads
 
 __all__ = ["Guard"]
 
@@ -51,6 +52,7 @@ class Guard:
         sizes: reads the sizes of the argument tensors; ``None`` where every extent is a number.
         has_default_device: whether calls are made under a default device, which is none of the compiled code's.
         addresses: of the inputs that fused dropouts read, in the sample, by place.
+        settling: what the first call writes into objects that are not the module's own; :meth:`match` does it.
         aligned: bytes at multiples of which inputs have to begin, by place, for eager's dropout of them.
     """
 
@@ -105,11 +107,12 @@ class Guard:
         inputs = [*self._tree.tensors(module), *(None for _ in numbers), *arguments] if read else []
         self.addresses = {of: inputs[of].data_ptr() for of in sorted(read)}
         self.aligned: Mapping[int, int] = {}
+        self.settling: Settling | None = None
 
     def quick(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """The inputs of the compiled code if the call is exactly like the sample; ``None`` to ask :meth:`match`."""
         state = read_modes()
-        if state not in self._states:
+        if state not in self._states or (self.settling is not None and not self.settling.done):
             return None
         if self._settings is not None and read_settings() not in self._settings.states:
             return None
@@ -137,6 +140,27 @@ class Guard:
         Raises:
             GuardFailure: naming the first thing that differs.
         """
+        settling = self.settling
+        if settling is None or not settling.is_before():
+            return self._match(module, args, kwargs, changed)
+        settling.do()
+        try:
+            return self._match(module, args, kwargs, changed)
+        except BaseException:
+            settling.undo()
+            raise
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """While active, no call is made: what :meth:`match` does to objects of the user's is undone."""
+        is_before = self.settling is not None and self.settling.is_before()
+        try:
+            yield
+        finally:
+            if is_before:
+                self.settling.undo()
+
+    def _match(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], changed: bool) -> list[torch.Tensor]:
         state = read_modes()
         if (failure := self._modes.failure(state)) is not None:
             raise failure

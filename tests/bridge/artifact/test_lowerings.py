@@ -298,7 +298,8 @@ def test_records_know_every_field():
         LoweredCall: "captured imported wanted differentiable stages partitioned seconds sample content",
         Draw: "op shape stride dtype args kwargs device operand advance steps",
         Operand: "dtype stride offset of",
-        Output: "value is_tensor alias_of is_same_object shape stride offset dtype is_conjugate requires_grad reaches",
+        Output: "value is_tensor alias_of is_same_object shape stride offset dtype is_conjugate requires_grad reaches "
+        "through",
         Observation: "outputs out_spec draws unsupported differentiates reads_validation objects counted "
         "checkpointed replaced",
     }

@@ -1,0 +1,143 @@
+"""Chained results: results of a call that others are computed from → the same, with autograd nodes between them.
+
+A call has one autograd node, to which all results' gradients go. Where ``z, head(z)`` is returned, eager has the whole
+gradient of ``z`` when its hooks run, when it is retained and when it is asked for. So a result that is computed from
+others gets a node of its own in front of the call's, with edges to those. As long as nobody looks at them it passes its
+gradient on to the call's node. Else it computes by eager's operators what each of them gets, and what the inputs get
+past them, which the call's node adds to its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from bridge.base.torch_internals import (
+    engine_run_backward,
+    len_function_stack,
+    no_torch_function,
+    will_engine_execute_node,
+)
+from bridge.capture import Output
+from bridge.dispatch.autograd import applied
+from bridge.dispatch.beside import Beside
+from bridge.dispatch.held import tensors_of
+
+__all__ = ["LOOKED_AT", "chain_results", "chains_of"]
+
+LOOKED_AT = "backward through a result that has a hook or is asked for: computed by eager's operators"
+
+Chain = tuple[int, tuple[int, ...]]
+"""The place of a result that is computed from others, and the places of these."""
+
+_BACKWARD, _WANTED = engine_run_backward.__code__, 3
+"""The code of torch that calls autograd's engine, and which of its arguments are what gradients are for."""
+_LOADED = (
+    "a hook on a result, or a gradient with respect to it, of a module of load_compiled that computes another result "
+    "of it: what it was compiled from is not in the folder. Dispatch the module itself with add_tvm_dispatch."
+)
+
+
+def chains_of(outputs: Sequence[Output], positions: Sequence[int | None]) -> tuple[Chain, ...]:
+    """The results that are computed from others, these before those; places are among the computed tensors."""
+    found: dict[int, set[int]] = {}
+    for output, place in zip(outputs, positions, strict=True):
+        through = {positions[leaf] for leaf in output.through} - {None, place}
+        if place is not None and through:
+            found.setdefault(place, set()).update(through)
+    return tuple((place, tuple(sorted(through))) for place, through in sorted(found.items(), key=lambda x: len(x[1])))
+
+
+class _Looked:
+    """Whether a result's gradient is looked at on its way."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._alive = weakref.ref(tensor)
+        if tensor._backward_hooks is None:  # as Tensor.register_hook does: hooks come here
+            tensor._backward_hooks = OrderedDict()
+            tensor.grad_fn._register_hook_dict(tensor)
+        self._hooks, self._version = tensor._backward_hooks, tensor._version
+
+    def tensor(self) -> torch.Tensor | None:
+        """The result, if it is still there and what it was."""
+        tensor = self._alive()
+        return None if tensor is None or tensor._version != self._version else tensor
+
+    def __call__(self) -> bool:
+        if self._hooks:
+            return True
+        tensor = self._alive()
+        if tensor is None:
+            return False
+        return tensor.retains_grad or (not will_engine_execute_node(_probe().grad_fn) and _is_asked_for(tensor))
+
+
+def _is_asked_for(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be among those that the backward that runs is for (``autograd.grad``, ``inputs=``)."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _BACKWARD:
+        frame = frame.f_back
+    if frame is None:  # a thread of a GPU's
+        return True
+    wanted = frame.f_locals["args"][_WANTED]
+    return any(each is tensor or getattr(each, "node", None) is tensor.grad_fn for each in wanted)
+
+
+@cache
+def _probe() -> torch.Tensor:
+    """A tensor that no user has: its node is executed in a backward of everything, not in one for some tensors."""
+    with torch.enable_grad():
+        return torch.zeros((), requires_grad=True).view(())
+
+
+class _Chained(torch.autograd.Function):
+    """A result and those that it is computed from: the same result."""
+
+    @staticmethod
+    def forward(
+        ctx, programs: Any, call: Any, beside: Beside, chain: Chain, probe: Any, result: torch.Tensor, *through
+    ):
+        ctx.programs, ctx.call, ctx.beside, ctx.chain = programs, call, beside, chain
+        ctx.looked = [_Looked(each) for each in through]
+        ctx.set_materialize_grads(False)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor | None):
+        nothing = (None,) * len(ctx.looked)
+        if grad is None or not any(looked() for looked in ctx.looked):
+            return (None, None, None, None, None, grad, *nothing)
+        backward, main = ctx.programs.eager_backward, ctx.call
+        if backward is None:
+            raise RuntimeError(_LOADED)
+        place, through = ctx.chain
+        ctx.programs.eager_backwards[LOOKED_AT] += 1
+        with no_torch_function() if len_function_stack() else nullcontext():
+            held = tensors_of(main.held) if backward.held else ()
+            primals = backward.primals(main.saved_tensors, held)
+            cut = {each: looked.tensor() for each, looked in zip(through, ctx.looked, strict=True)}
+            found = backward(primals, [place], [grad], torch.is_grad_enabled(), cut)
+        ctx.beside.add(found[: len(found) - len(through)])
+        return (None, None, None, None, None, None, *found[len(found) - len(through) :])
+
+
+_chained = applied(_Chained)
+
+
+def chain_results(
+    programs: Any, chains: Sequence[Chain], beside: Beside, computed: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """The computed tensors of a call, those that are computed from others with nodes of their own."""
+    call, found = computed[chains[0][0]].grad_fn, list(computed)
+    for chain in chains:
+        place, through = chain
+        given = found[place], *[found[each] for each in through]
+        found[place] = _chained(programs, call, beside, chain, _probe(), *given)
+    return found

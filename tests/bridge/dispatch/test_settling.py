@@ -1,0 +1,90 @@
+"""What a first call writes outside of the module and later ones leave: not done by adding, done by the first hit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from bridge import add_tvm_dispatch, stats
+from tests.bridge.beside import beside, double
+
+TABLE: dict = {}
+FLAG = False
+
+
+class Net(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.linear, self.write = nn.Linear(4, 4).double(), write
+        self.config, self.history = SimpleNamespace(seen=set(), last=None), [0, 0]
+
+    def forward(self, x):
+        self.write(self, x)
+        return self.linear(x)
+
+
+def sets_flag(net, x):
+    global FLAG
+    FLAG = True
+
+
+WRITES = {
+    "a set of a configuration": lambda net, x: net.config.seen.add("shape"),
+    "a field of a configuration": lambda net, x: setattr(net.config, "last", 3),
+    "an entry of a list": lambda net, x: net.history.__setitem__(0, 7),
+    "a table of the file": lambda net, x: TABLE.update(n=5),
+    "a global": sets_flag,
+    "sizes": lambda net, x: net.config.seen.add(str(x.shape)),
+    "an attribute of a parameter": lambda net, x: setattr(net.linear.weight, "seen", True),
+}
+
+
+def state(net):
+    return str((net.config, net.history, TABLE, FLAG, vars(net.linear.weight)))
+
+
+def make(write):
+    global FLAG
+    TABLE.clear()
+    FLAG = False
+    return Net(write)
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_the_first_hit_writes(write):
+    x = double(1, 3, 4)
+    module = make(write)
+    before = state(module)
+    module(x)
+    wanted = state(module)
+    module = make(write)
+    add_tvm_dispatch(module, x)
+    add_tvm_dispatch(module, x)
+    assert state(module) == before
+    module(x)
+    assert state(module) == wanted
+    module(x)
+    assert (stats(module).hits, state(module)) == (2, wanted)
+
+
+@pytest.mark.parametrize("write", [WRITES["an entry of a list"], WRITES["sizes"]], ids=["a list", "sizes"])
+def test_another_call_does_what_eager_does(write):
+    x = double(1, 3, 4)
+    module = make(write)
+    add_tvm_dispatch(module, x)
+    before = state(module)
+    with pytest.raises(RuntimeError, match="shapes"):
+        module(double(2, 3, 5))
+    assert state(module) != before  # as eager, before it raised
+    assert stats(module).hits == 0
+
+
+def test_sizes_that_vary_leave_no_symbols():
+    def step(module, _, i):
+        y = module(double(i, 3 + i % 3, 4))
+        y.sum().backward()
+        return y, *sorted(module.config.seen)
+
+    beside(lambda: (make(WRITES["sizes"]), None), step, lambda m, own: (double(9, 3, 4),), steps=6, on_miss="compile")
