@@ -77,6 +77,7 @@ _ASKED_PYTHON = frozenset(
 _RUN_FORWARD = ("unwatched.py", "prepared_twin.py", "derived_attributes.py")
 """Files of this package that call what forward calls."""
 _OPTIMIZED = 0x2
+_METHODS_IN_C = ("cython_function_or_method", "wrapper_descriptor", "method_descriptor")
 _TAKE = ("next", "sum", "max", "min", "any", "all", "sorted")
 _TAKING = (list, tuple, dict, set, frozenset, zip, enumerate, map, filter)
 """Functions and classes that take values of iterators."""
@@ -328,6 +329,8 @@ class Reads(World):
         if name in ("getattr", "hasattr", "setattr", "delattr") and len(call.args) > 1:
             names = [each for each in self._constants(known, call.args[1]) if type(each) is str]
             for owner in owners:
+                for each in names if name in ("setattr", "delattr") else ():
+                    self._written(owner, each)
                 for each in names:
                     for value in self.attribute(owner, each):
                         self._result(known.called, place, value, known)
@@ -447,14 +450,19 @@ class Reads(World):
             self.name(frame.globals, write[1], Place("global", write[1]))
             return
         for owner in self._values(frame, write[1]) if write[0] in ("attr", "item") else ():
-            if write[0] == "attr" and is_a(owner, torch.Tensor) and self.knows(owner):
-                own = self.original(owner)
-                place = Place("attribute", write[2], f" of {self.place(own) or 'a tensor'}")
-                self.name(own.__dict__, write[2], place, None if own is owner else owner.__dict__)
-            elif write[0] == "attr":
-                self.attribute(owner, write[2])
+            if write[0] == "attr":
+                self._written(owner, write[2])
             else:
                 self.whole(owner, frame.where)
+
+    def _written(self, owner: Any, name: str) -> None:
+        """An attribute is about to be set."""
+        if is_a(owner, torch.Tensor) and self.knows(owner):
+            own = self.original(owner)
+            place = Place("attribute", name, f" of {self.place(own)}")
+            self.name(own.__dict__, name, place, None if own is owner else owner.__dict__)
+        else:
+            self.attribute(owner, name)
 
     def _called(self, frame: _Frame, place: int, value: Any, call: Call, source: Source) -> None:
         """An object that is called without an event: by a slot in C."""
@@ -483,7 +491,7 @@ class Reads(World):
                 for name in names:
                     for each in self.attribute(owner, name):
                         self._result(frame.results, place, each, frame)
-        elif source[0] == "attr" and type(value).__name__ == "cython_function_or_method":
+        elif source[0] == "attr" and type(value).__name__ in _METHODS_IN_C:
             for owner in self._values(frame, source[1]):
                 if not is_a(owner, ModuleType | type | Instance | FrameOf):
                     self._method(frame, place, owner, source[2], call, frame.where)
