@@ -23,6 +23,7 @@ BRIDGE = (
     "base",
     "artifact",
     "state",
+    "guards",
     "capture",
     "aten",
     "library",

@@ -183,6 +183,10 @@ def _compile_entry(
             entry.tuned = tuned
             raise_deferred()
             guard.settling = before.take_back()
+            for each in before.runs:
+                each.forget()
+            if looped is None:
+                captured.observation.reads = None
             entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
             return entry
         except BaseException:

@@ -6,4 +6,16 @@ from bridge.guards.tensor_reads import TensorReads, asked_of
 from bridge.guards.undo import Settling, Undo, recorded_reads, undo
 from bridge.guards.watched import Place, alike
 
-__all__ = ["Place", "ReadGuard", "Reads", "Settling", "TensorReads", "Undo", "alike", "asked_of", "profiled", "recorded_reads", "undo"]
+__all__ = [
+    "Place",
+    "ReadGuard",
+    "Reads",
+    "Settling",
+    "TensorReads",
+    "Undo",
+    "alike",
+    "asked_of",
+    "profiled",
+    "recorded_reads",
+    "undo",
+]

@@ -59,8 +59,8 @@ class ReadGuard:
             for (kind, of, *_), item in reads.items.items()
             if of not in tree or (kind == "name" and item.exact) or kind == "class"
         ]
-        for module, names in reads.modules.values():
-            if id(module) not in tree:
+        for reference, names in reads.modules.values():
+            if (module := reference()) is not None and id(module) not in tree:
                 items += _of_module(module, names, reads.place(module))
         self._bases = [(kind, kind.__mro__) for kind in reads.bases]
         self._classes, self._mros = [kind for kind, _ in self._bases], [bases for _, bases in self._bases]

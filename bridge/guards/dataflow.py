@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import dis
 import sys
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-__all__ = ["UNKNOWN", "Call", "Flow", "Source", "flow_of"]
+from bridge.guards.flow import Call, Flow, Source
 
-Source = tuple
-"""``(kind, ...)``, see :func:`bridge.guards.recording.Reads.values_of` for each."""
+__all__ = ["UNKNOWN", "flow_of"]
+
 UNKNOWN: Source = ("unknown",)
 _NOWHERE = frozenset((UNKNOWN,))
 _NOTHING: frozenset = frozenset()
@@ -60,58 +58,6 @@ _SYMBOLS = {
 }
 _SYMBOLS |= {"&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift"}
 _COMPARES = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
-
-
-@dataclass(frozen=True)
-class Call:
-    """One place that calls.
-
-    Attributes:
-        function: sources of what is called.
-        args, kwargs: of each argument; ``None``: they are not known one by one (``f(*args)``).
-    """
-
-    function: frozenset
-    args: tuple[frozenset, ...] | None
-    kwargs: tuple[tuple[str, frozenset], ...] = ()
-
-    @property
-    def arguments(self) -> frozenset:
-        return frozenset().union(*(self.args or ()), *(each for _, each in self.kwargs))
-
-
-@dataclass
-class Flow:
-    """What a code object reads.
-
-    Attributes:
-        reads: sources that are looked up: names, attributes, items.
-        wholes: sources whose contents are looked at: iterated, compared, tested, handed to an operator.
-        calls: by the offset of the instruction.
-        writes: sources of the objects that get an attribute, an item or a name, and what is written: ``("attr", name)``,
-            ``("item", sources)``, ``("global", name)``, ``("cell", name)``.
-        operators: special methods that operators in it look up.
-        loose: names of attributes that are read of values from nowhere known.
-        identities: sources that are compared by ``is``.
-        iterated: sources whose next values are taken, if they are iterators.
-        offsets: of its instructions.
-        by_results: whether an entry is looked up by a key that another function gives.
-    """
-
-    reads: dict[Source, None] = field(default_factory=dict)
-    wholes: dict[Source, None] = field(default_factory=dict)
-    calls: dict[int, Call] = field(default_factory=dict)
-    writes: dict[tuple, None] = field(default_factory=dict)
-    operators: set[str] = field(default_factory=set)
-    loose: set[str] = field(default_factory=set)
-    identities: dict[Source, None] = field(default_factory=dict)
-    iterated: dict[Source, None] = field(default_factory=dict)
-    by_results: bool = False
-    offsets: Sequence[int] = ()
-
-    def at(self, last: int) -> int:
-        """The offset of the instruction that a frame is at, which may point at a cache behind it."""
-        return self.offsets[bisect_right(self.offsets, last) - 1]
 
 
 @lru_cache(maxsize=4096)
@@ -191,6 +137,8 @@ class _Interpreter:
         found = set()
         for source in value:
             made = (kind, source, *more)
+            if source[0] == "local":
+                continue
             if source == UNKNOWN or source[0] == "null" or _deep(made) > _MOST_DEEP:
                 if kind == "attr" and source[0] != "null":
                     self.flow.loose.add(more[0])
@@ -202,12 +150,12 @@ class _Interpreter:
 
     def _whole(self, value: frozenset) -> None:
         for source in value:
-            if source[0] not in ("null", "const", "unknown"):
+            if source[0] not in ("null", "const", "unknown", "local"):
                 self.flow.wholes[source] = None
 
     def _iterated(self, value: frozenset) -> None:
         self._whole(value)
-        self.flow.iterated.update((source, None) for source in value if source[0] not in ("null", "const", "unknown"))
+        self.flow.iterated.update((source, None) for source in value if source[0] not in ("null", "const", "unknown", "local"))
 
     def _read(self, *source: Any) -> frozenset:
         self.flow.reads[source] = None
@@ -220,8 +168,9 @@ class _Interpreter:
         target = None if jump is None else self.at.get(jump)
         height = len(stack)
 
-        def pop() -> frozenset:
-            return stack.pop() if stack else _NOWHERE
+        def pop(raw: bool = False) -> frozenset:
+            found = stack.pop() if stack else _NOWHERE
+            return found if raw else frozenset(source for source in found if source[0] != "local")
 
         before = list(stack)
         self._do(each, name, argument, stack, pop)
@@ -262,7 +211,7 @@ class _Interpreter:
             elif name.startswith("STORE"):
                 self._store(names[0], pop())
             else:
-                stack.extend(map(self._local, names))
+                stack.extend(self._local(each) | {("local", each)} for each in names)
         elif name in _DEREFS or name == "LOAD_FROM_DICT_OR_DEREF":
             if name == "LOAD_FROM_DICT_OR_DEREF":
                 pop()
@@ -348,8 +297,9 @@ class _Interpreter:
                 flow.operators.add(f"__{_COMPARES[symbol]}__")
             stack.append(_NOTHING)
         elif name == "IS_OP":
-            for source in _joined(pop(), pop()):
-                flow.identities[source] = None
+            right, left = pop(), pop()
+            if not any(source[0] == "const" for source in (*left, *right)):  # ``is None`` asks for no object
+                flow.identities.update((source, None) for source in (*left, *right))
             stack.append(_NOTHING)
         elif name == "CONTAINS_OP":
             container, key = pop(), pop()
@@ -501,7 +451,7 @@ class _Interpreter:
             keywords = next((source[1] for source in names if source[0] == "const"), ())
         elif name == "CALL":
             keywords, self.keywords = self.keywords, ()
-        args = [pop() for _ in range(count)][::-1]
+        args = [pop(raw=True) for _ in range(count)][::-1]
         one = pop()
         other = _NULL if name in ("CALL_FUNCTION", "CALL_FUNCTION_KW") else pop()
         # either NULL and a function, or a method and its object; both orders occur
@@ -511,7 +461,7 @@ class _Interpreter:
         self.flow.calls[each.offset] = made
         for value in args:
             for source in value:
-                if source[0] not in ("null", "const", "unknown", "made"):
+                if source[0] not in ("null", "const", "unknown", "made", "local"):
                     self.flow.wholes.setdefault(("passed", source, each.offset), None)
         stack.append(frozenset((("result", each.offset), ("called", each.offset))))
 

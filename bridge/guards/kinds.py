@@ -117,9 +117,7 @@ def contents_of(value: Any) -> Callable[[Any], Any] | None:
     """The function that gives a comparable snapshot of what an object holds; ``None``: the table has none for its type."""
     kind = type(value)
     if issubclass(kind, OrderedDict | dict):
-        return lambda held: (
-            list(dict.items(held)) if not is_a(held, OrderedDict) else list(OrderedDict.items(held))
-        )
+        return lambda held: list(dict.items(held)) if not is_a(held, OrderedDict) else list(OrderedDict.items(held))
     if issubclass(kind, types.MappingProxyType):
         return lambda held: list(held.items())
     if kind.__name__ in ("dict_keys", "dict_values", "dict_items", "odict_keys", "odict_values", "odict_items"):
@@ -132,9 +130,7 @@ def contents_of(value: Any) -> Callable[[Any], Any] | None:
     for base in kind.__mro__:
         if (found := _by_class(base)) is not None:
             return found
-    if "_ctypes" in sys.modules and is_a(
-        value, (sys.modules["_ctypes"]._SimpleCData, sys.modules["_ctypes"].Array)
-    ):
+    if "_ctypes" in sys.modules and is_a(value, (sys.modules["_ctypes"]._SimpleCData, sys.modules["_ctypes"].Array)):
         return bytes
     return None
 

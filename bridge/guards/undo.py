@@ -35,14 +35,13 @@ class Undo:
         if self._tree is not None:
             self._tree.restore()
 
-
     def take_back(self) -> Settling | None:
         """Puts back what the runs wrote outside of the module; gives what does it again."""
         written: dict[tuple, tuple[Any, Any, Any]] = {}
         for reads in self.runs:
             for key, then in reads.first.items():
-                if key not in written:
-                    item = reads.items[key]
+                item = reads.items[key]
+                if key not in written and getattr(item, "running", None) is None:
                     written[key] = item, then, item.read()
         found = [each for each in written.values() if not each[0].same(each[2], each[1])]
         settling = Settling(found)

@@ -23,6 +23,7 @@ from torch import nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_a, is_iterator
+from bridge.guards.machinery import is_machinery
 from bridge.guards.tensor_reads import is_asked
 from bridge.guards.watched import (
     ABSENT,
@@ -77,7 +78,7 @@ class World:
         originals: as given.
         items: the places that were read, each once.
         first: what they held when they were first read, by the same keys.
-        modules: by id of an ``nn.Module``, the module and the names of its attributes that were looked up; ``"*"``: all.
+        modules: by id of an ``nn.Module``, a reference to it and the names of its attributes that were looked up; ``"*"``: all.
         bases: classes whose bases decided something.
         caches: functions that keep their results (``functools.lru_cache``).
         hidden: ids of tensors that modules outside of the tree hold.
@@ -93,7 +94,7 @@ class World:
         self._places: dict[int, Place] = {}
         self.items: dict[tuple, Any] = {}
         self.first: dict[tuple, Any] = {}
-        self.modules: dict[int, tuple[nn.Module, set[str]]] = {}
+        self.modules: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
         self.bases: dict[type, None] = {}
         self.caches: list[Any] = []
         self.inputs: dict[int, int] = {}
@@ -239,6 +240,9 @@ class World:
             computed = is_a(raw, property) or is_a(class_entry(type(raw), "__get__"), FunctionType)
             if known and not computed and not is_a(owner, torch.Tensor) and name not in ("__dict__", "__class__"):
                 return self._slot(owner, name, place)
+            made = inner_function(raw)
+            if known and made is not None and is_machinery(made.__code__, made.__globals__):
+                self.ask(getattr, (self.original(owner), name), {}, f"{place}.{name}")
             return []
         if known and is_a(owner, threading.local):
             return self._slot(owner, name, place)
@@ -278,9 +282,12 @@ class World:
             own = self.original(owner)
             self._note(("type", id(own)), Class(own, Place("", f"class of {self.place(owner) or type(own).__name__}")))
 
+    def _looked_up(self, module: nn.Module, name: str) -> None:
+        self.modules.setdefault(id(module), (weakref.ref(module), set()))[1].add(name)
+
     def _of_module(self, owner: nn.Module, name: str, raw: Any) -> list[Any]:
         own = self.original(owner)
-        self.modules.setdefault(id(own), (own, set()))[1].add(name)
+        self._looked_up(own, name)
         held = owner.__dict__
         value = held.get(name, ABSENT)
         if value is ABSENT:
@@ -325,9 +332,7 @@ class World:
         elif is_a(owner, dict):
             values = dict.values(owner)
         elif is_a(owner, CONTAINERS):
-            values = next(kind for kind in (list, tuple, set, frozenset, deque) if is_a(owner, kind)).__iter__(
-                owner
-            )
+            values = next(kind for kind in (list, tuple, set, frozenset, deque) if is_a(owner, kind)).__iter__(owner)
         else:
             return []
         known, place, found = self.knows(owner), self.place(owner), []
@@ -371,7 +376,7 @@ class World:
             return
         held = dict_of(self.original(owner))
         if is_a(owner, nn.Module):
-            self.modules.setdefault(id(self.original(owner)), (self.original(owner), set()))[1].add("*")
+            self._looked_up(self.original(owner), "*")
         elif held is not None and not is_a(owner, ModuleType | type):
             for name in list(held):
                 self.attribute(owner, name)
@@ -388,6 +393,12 @@ class World:
     def exactly(self, space: dict[Any, Any], name: str, place: Place) -> None:
         """A value that is compared by identity: nothing that is merely equal may take its place."""
         self._note(("name", id(space), name), Name(space, name, place)).exact = True
+
+    def forget(self) -> None:
+        """Drops what only the run needed: a guard lives on."""
+        for each in (self._known, self._held, self.first, self.inputs, self._places):
+            each.clear()
+        self.originals = {}
 
     # What the run changed
 
@@ -423,6 +434,8 @@ class World:
         found = []
         for key, then in (self.first if state is None else state).items():
             item = self.items[key]
+            if getattr(item, "running", None) is not None:  # a copy's, which goes with the run
+                continue
             now = item.read()
             if now is not then and not item.same(now, then):
                 item.write(then)
@@ -448,7 +461,9 @@ def inner_function(value: Any) -> Any:
 
 def _is_ours(value: Any) -> bool:
     made = inner_function(value)
-    return type(value).__module__.startswith("bridge.") or (made is not None and str(made.__module__).startswith("bridge."))
+    return type(value).__module__.startswith("bridge.") or (
+        made is not None and str(made.__module__).startswith("bridge.")
+    )
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:

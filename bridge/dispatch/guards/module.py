@@ -90,7 +90,7 @@ class ModuleGuard:
         self._modules = modules[1:]
         self._read = tree_reader(modules)
         tree = self._read(modules, list(map(_DICT, modules)))
-        names = [reads.modules.get(id(module), (module, frozenset()))[1] for module in modules]
+        names = [reads.modules.get(id(module), (None, frozenset()))[1] for module in modules]
         attributes = [
             (i, name, value)
             for i, name, value in owned_attributes(modules)

@@ -1,0 +1,64 @@
+"""Flow: what a code object reads of what was there before, and how each is used."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Call", "Flow", "Source"]
+
+Source = tuple
+"""``(kind, ...)``, see :func:`bridge.guards.recording.Reads.values_of` for each."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One place that calls.
+
+    Attributes:
+        function: sources of what is called.
+        args, kwargs: of each argument; ``None``: they are not known one by one (``f(*args)``).
+    """
+
+    function: frozenset
+    args: tuple[frozenset, ...] | None
+    kwargs: tuple[tuple[str, frozenset], ...] = ()
+
+    @property
+    def arguments(self) -> frozenset:
+        return frozenset().union(*(self.args or ()), *(each for _, each in self.kwargs))
+
+
+@dataclass
+class Flow:
+    """What a code object reads.
+
+    Attributes:
+        reads: sources that are looked up: names, attributes, items.
+        wholes: sources whose contents are looked at: iterated, compared, tested, handed to an operator.
+        calls: by the offset of the instruction.
+        writes: sources of the objects that get an attribute, an item or a name, and what is written: ``("attr", name)``,
+            ``("item", sources)``, ``("global", name)``, ``("cell", name)``.
+        operators: special methods that operators in it look up.
+        loose: names of attributes that are read of values from nowhere known.
+        identities: sources that are compared by ``is``.
+        iterated: sources whose next values are taken, if they are iterators.
+        offsets: of its instructions.
+        by_results: whether an entry is looked up by a key that another function gives.
+    """
+
+    reads: dict[Source, None] = field(default_factory=dict)
+    wholes: dict[Source, None] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict)
+    writes: dict[tuple, None] = field(default_factory=dict)
+    operators: set[str] = field(default_factory=set)
+    loose: set[str] = field(default_factory=set)
+    identities: dict[Source, None] = field(default_factory=dict)
+    iterated: dict[Source, None] = field(default_factory=dict)
+    by_results: bool = False
+    offsets: Sequence[int] = ()
+
+    def at(self, last: int) -> int:
+        """The offset of the instruction that a frame is at, which may point at a cache behind it."""
+        return self.offsets[bisect_right(self.offsets, last) - 1]

@@ -1,0 +1,75 @@
+"""Machinery: code of torch's, Python's and this package's own, whose reads are none of forward's.
+
+Functions among them that tell state of the user's are asked again instead.
+"""
+
+from __future__ import annotations
+
+import os
+from types import CodeType
+from typing import Any
+
+from bridge.base.errors import TORCH_DIR
+
+__all__ = ["ASKED_PYTHON", "LIBRARY", "OWN", "is_machinery"]
+
+OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCHS = ("_ops.py", "overrides.py", "_library", "_subclasses", "fx", "_prims", "_prims_common", "_refs", "_decomp")
+_TORCHS += ("_meta_registrations.py", "_higher_order_ops", "_functorch", "_dispatch", "_jit_internal.py", "_logging")
+_TORCHS += ("utils/_python_dispatch.py", "utils/_pytree.py", "utils/_contextlib.py", "utils/_config_module.py")
+_TORCHS += ("utils/_device.py", "utils/_cxx_pytree.py", "_compile.py", "_dynamo", "_inductor", "_C", "utils/_stats.py")
+_TORCHS += ("autograd", "jit", "_export", "export", "_weights_only_unpickler.py", "storage.py", "types.py")
+_TORCHS += (
+    "nn/modules/module.py",
+    "_linalg_utils.py",
+    "_classes.py",
+    "_vmap_internals.py",
+    "hub.py",
+    "package",
+    "utils/_typing_utils.py",
+)
+LIBRARY = os.path.dirname(os.__file__) + os.sep
+_PYTHONS = (
+    "logging",
+    "warnings.py",
+    "importlib",
+    "re",
+    "sre_",
+    "inspect.py",
+    "linecache.py",
+    "traceback.py",
+    "tokenize",
+)
+_PYTHONS += (
+    "typing.py",
+    "abc.py",
+    "_collections_abc.py",
+    "copyreg.py",
+    "functools.py",
+    "dis.py",
+    "ast.py",
+    "tempfile.py",
+    "threading.py",
+)
+_UNREAD = (
+    *(os.path.join(TORCH_DIR, each) for each in _TORCHS),
+    *(LIBRARY + each for each in _PYTHONS),
+    OWN,
+    "<frozen importlib",
+    "<frozen zipimport",
+    "<frozen abc",
+    "<frozen _collections_abc",
+)
+ASKED_PYTHON = frozenset(
+    [
+        (LIBRARY + os.path.join("logging", "__init__.py"), name)
+        for name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers")
+    ]
+    + [(LIBRARY + os.path.join("importlib", "util.py"), "find_spec"), ("<frozen importlib.util>", "find_spec")]
+    + [(LIBRARY + "threading.py", name) for name in ("current_thread", "main_thread", "active_count", "get_ident")]
+)
+
+
+def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:
+    """Whether what a function's code reads is none of forward's; ``namespace``: its globals."""
+    return code.co_filename.startswith(_UNREAD) or str(namespace.get("__name__")).startswith("bridge.")
