@@ -155,7 +155,9 @@ class _Interpreter:
 
     def _iterated(self, value: frozenset) -> None:
         self._whole(value)
-        self.flow.iterated.update((source, None) for source in value if source[0] not in ("null", "const", "unknown", "local"))
+        self.flow.iterated.update(
+            (source, None) for source in value if source[0] not in ("null", "const", "unknown", "local")
+        )
 
     def _read(self, *source: Any) -> frozenset:
         self.flow.reads[source] = None

@@ -6,12 +6,13 @@ Functions among them that tell state of the user's are asked again instead.
 from __future__ import annotations
 
 import os
-from types import CodeType
+import weakref
+from types import CodeType, FunctionType
 from typing import Any
 
 from bridge.base.errors import TORCH_DIR
 
-__all__ = ["ASKED_PYTHON", "LIBRARY", "OWN", "is_machinery"]
+__all__ = ["ASKED_PYTHON", "LIBRARY", "OPAQUE", "OWN", "is_machinery"]
 
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCHS = ("_ops.py", "overrides.py", "_library", "_subclasses", "fx", "_prims", "_prims_common", "_refs", "_decomp")
@@ -60,6 +61,10 @@ _UNREAD = (
     "<frozen abc",
     "<frozen _collections_abc",
 )
+OPAQUE = tuple(
+    LIBRARY + each for each in ("threading.py", "logging", "tempfile.py", "warnings.py", "inspect.py", "traceback.py")
+)
+"""Of these also what they call in Python's library is machinery."""
 ASKED_PYTHON = frozenset(
     [
         (LIBRARY + os.path.join("logging", "__init__.py"), name)
@@ -70,6 +75,13 @@ ASKED_PYTHON = frozenset(
 )
 
 
+_REFERENCES = ("weakref.py", "_weakrefset.py")
+"""Where callbacks of references are from, which run whenever something dies."""
+_FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values() if isinstance(each, FunctionType))
+
+
 def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:
     """Whether what a function's code reads is none of forward's; ``namespace``: its globals."""
+    if code in _FINALIZERS or (code.co_name in ("_remove", "remove") and code.co_filename.endswith(_REFERENCES)):
+        return True
     return code.co_filename.startswith(_UNREAD) or str(namespace.get("__name__")).startswith("bridge.")

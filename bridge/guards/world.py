@@ -106,6 +106,8 @@ class World:
         self.hidden: set[int] = set()
         for path, module in modules:
             self._held[id(module)] = dict(module.__dict__)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                self.know(tensor, Place("", f"'{path}.{name}'" if path else f"'{name}'"))
             self._known[id(module)] = module
             self._places[id(module)] = Place("", path, f" of submodule '{path}'" if path else " of the module", "self")
 
@@ -117,6 +119,9 @@ class World:
         self._places.setdefault(id(value), place)
         if is_a(value, FunctionType):
             self.function(value, place)
+        elif is_a(value, type) and issubclass(value, torch.autograd.Function):
+            for name in ("forward", "setup_context", "backward", "jvp", "vmap"):
+                self.class_name(value, name)
         elif type(value) is functools._lru_cache_wrapper:
             self.caches.append(value)
         elif is_a(value, types.MethodType):

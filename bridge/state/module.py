@@ -65,6 +65,12 @@ class Snapshot:
             for key, value in attributes.items()
             if type(value) in CONTAINERS
         ]
+        self._containers += [  # attributes that a user has set on parameters and buffers
+            (module, name, vars(tensor), dict(vars(tensor)))
+            for _, module, _ in self._modules
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
 
     def changes(self) -> list[str]:
         """Dotted names of attributes that were set, deleted or changed in place since the snapshot."""

@@ -203,15 +203,16 @@ def test_a_call_of_the_captured_module_waits(path):
     """Made in the middle of the capture, by another thread, it goes on afterwards and is right."""
     torch.manual_seed(0)
     results: SimpleQueue[torch.Tensor] = SimpleQueue()
-    callers: SimpleQueue[threading.Thread] = SimpleQueue()
+    called = threading.Event()
 
     def call() -> None:
         results.put(module.get_submodule(path)(rows()).detach())
 
+    caller = threading.Thread(target=call, daemon=True)
+
     def then() -> None:
-        if callers.empty():
-            caller = threading.Thread(target=call, daemon=True)
-            callers.put(caller)
+        if not called.is_set():
+            called.set()
             caller.start()
             caller.join(0.2)
             assert results.empty()
@@ -219,7 +220,7 @@ def test_a_call_of_the_captured_module_waits(path):
     module = Stops(then)
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, rows())
-    callers.get().join(PATIENCE)
+    caller.join(PATIENCE)
     torch.testing.assert_close(results.get(timeout=0), eager.get_submodule(path)(rows()).detach(), **EXACT)
 
 
@@ -288,11 +289,11 @@ def test_errors_inside_forward_leave_the_process_as_it_was():
 
 def test_two_threads_add_the_first_entries():
     """Whoever comes second adds to the other's dispatcher."""
-    second: SimpleQueue[None] = SimpleQueue()
+    second = threading.Event()
 
     def then() -> None:
-        if second.empty():
-            second.put(None)
+        if not second.is_set():
+            second.set()
             other.start()
 
     module = Stops(then)

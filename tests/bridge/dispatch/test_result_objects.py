@@ -184,7 +184,7 @@ def alternating(loss, hidden, m, flags=iter([True, 1] * 50)):  # noqa: B008 - it
 
 
 REFUSED = {
-    "another type of number": (alternating, "returns something else each time"),
+    "another type of number": (alternating, "takes the next value of an iterator"),
     "a set of its own": (lambda loss, hidden, m: (loss, {1}), "a result of type set"),
     "one that holds a tensor": (lambda loss, hidden, m: (loss, m.holds), "is not made by the call"),
     "one that was there before": (lambda loss, hidden, m: (loss, KEPT), "is not made by the call"),
