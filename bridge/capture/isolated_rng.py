@@ -7,6 +7,7 @@ would make its numbers come again.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,15 @@ from bridge.base.devices import HOST
 from bridge.base.generators import default_generator, generator_device, offset_of, on_side_states
 from bridge.base.torch_internals import TorchDispatchMode, overload_packet, pytree, schema
 
-__all__ = ["IsolatedRNG", "with_generator"]
+__all__ = ["IsolatedRNG", "draws", "with_generator"]
 
 
 class IsolatedRNG(TorchDispatchMode):
     """While active, what this thread draws from a default generator comes from one of its own, at the same state.
+
+    Args:
+        watch: called with each operator that runs, its arguments, and what to call for its result, which it returns.
+        isolates: whether draws are that; operators on fake tensors draw nothing.
 
     An operator that takes no generator (``native_dropout``, which is a GPU's dropout) moves the default one, which is
     put back; so is, at the end, a generator that the code itself passes to an operator.
@@ -31,16 +36,19 @@ class IsolatedRNG(TorchDispatchMode):
 
     advance: int | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[..., Any] | None = None, isolates: bool = True) -> None:
         super().__init__()
+        self._watch, self._isolates = watch, isolates
         # a branch on a draw is the one that comes next
-        self._generators = {HOST: _twin(HOST)}
+        self._generators = {HOST: _twin(HOST)} if isolates else {}
         self._passed: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
+        kwargs = kwargs or {}
+        call = partial(self._drawn, func) if self._isolates and draws(func) else func
+        return call(*args, **kwargs) if self._watch is None else self._watch(call, func, args, kwargs)
+
+    def _drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         if (passed := kwargs.get("generator")) is not None:
             self._passed.append((passed, passed.get_state()))
             return func(*args, **kwargs)
@@ -77,6 +85,12 @@ def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
         return torch.device(told)
     tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     return next((tensor.device for tensor in tensors), HOST)
+
+
+@functools.cache
+def draws(func: Any) -> bool:
+    """Whether an operator is told to draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 @functools.cache

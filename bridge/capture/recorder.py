@@ -12,8 +12,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,6 +26,7 @@ from bridge.base.torch_fakes import outside_graph
 from bridge.base.torch_internals import (
     MODULE_CALL,
     FakeTensor,
+    OpOverload,
     aten,
     innermost_transform,
     no_torch_function,
@@ -65,6 +67,23 @@ _OUTSIDE = PreparedTwin.__call__.__code__
 _OWN = (os.path.dirname(os.path.dirname(__file__)),)
 _OWN += tuple(os.path.join(TORCH_DIR, name) for name in ("overrides.py", "_ops.py", "_library"))
 """Where code between a line that reads and the recorder is from."""
+
+
+class _Facts(NamedTuple):
+    """What is asked of each operator that is called: whether it asks for metadata, reads numbers, makes a tensor of
+    numbers in the code, writes."""
+
+    is_question: bool
+    reads: bool
+    is_fresh: bool
+    writes: bool
+
+
+@cache
+def _facts(func: Any) -> _Facts:
+    writes = func in _WRITES or (isinstance(func, OpOverload) and schema(func).is_mutable)
+    is_question = func.name().partition(".")[0] in _QUESTIONS
+    return _Facts(is_question, func in READS, func in _FRESH, writes)
 
 
 class Recorder(PreDispatchMode):
@@ -138,7 +157,7 @@ class Recorder(PreDispatchMode):
         if once or id(tensor) not in self._known:
             self._note(tensor, number)
         if made and memory is not None and tensor.layout is torch.strided:
-            known = self._made.get(place := _place(tensor))
+            known = self._made.get(place := (memory, form.requires_grad, form[:4]))
             if known is None or known[0].expired():
                 self._made[place] = first[1], number
         if self._answers is not None and not (of_row and self._drops):
@@ -177,23 +196,23 @@ class Recorder(PreDispatchMode):
     # Rows
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if self.paused or func.name().partition(".")[0] in _QUESTIONS:
+        kwargs, facts, is_mapped = kwargs or {}, _facts(func), innermost_transform() is not None
+        if self.paused or facts.is_question:
             return func(*args, **kwargs)
-        if innermost_transform() is not None:
+        if is_mapped:
             tensors = list(_tensors_in((args, kwargs)))
             if not is_only_mapped():
                 raise UnsupportedModule("", [_transform(self._place_of_call()[0])])
             if any(map(has_wrapper, tensors)):  # what this calls on plain tensors are the rows
                 with self:
                     return called_below(func, tensors, args, kwargs)
-        if func in READS:
+        if facts.reads:
             return self._number(func, args, kwargs)
         if self._answers is not None and func is aten.contiguous.default and self._is_contiguous(*args, **kwargs):
             return args[0]  # no operator is called for real tensors that are
         place, before = self._place_of_call(), len(self._draws)
         grad, autocast = torch.is_grad_enabled(), _autocast()
-        if func in _FRESH:
+        if facts.is_fresh:
             return self._literal(func, args, kwargs)
         if self._expected:
             args, kwargs = mapped((args, kwargs), torch.Tensor, self._as_fake)
@@ -201,22 +220,22 @@ class Recorder(PreDispatchMode):
         symbols = self._symbols
         if symbols is not None and symbols.is_whole_slice(func, operands, args, self.record, self._answer()):
             return self._whole_slice(func, operands, args, (grad, autocast, (before, before), *place))
-        if self._protected is not None:
+        if self._protected is not None and facts.writes:
             for tensor in written_by(func, args, kwargs):
                 self._protected.note(tensor)
         if self._answers is None:
-            with no_python_kernels() if innermost_transform() is None else nullcontext():  # vmap puts them back
+            with nullcontext() if is_mapped else no_python_kernels():  # vmap puts them back
                 result = func(*args, **kwargs)
         else:
             result = self._told(func, args, kwargs, operands, place[0])
         results = self._results(result)
         draws = before, len(self._draws)
-        if draws[0] != draws[1] and (inside := backward_running()) is not None:
+        if draws[1] != before and (inside := backward_running()) is not None:
             inside.unheld = "draws random numbers"
-        if innermost_transform() is not None and draws[0] != draws[1]:
+        if is_mapped and draws[0] != draws[1]:
             reason = "draws inside of torch.vmap"
             raise UnsupportedModule("", [Unsupported(str(func), _line(place[0]), reason, "draw before it")])
-        if self.judge is not None and innermost_transform() is not None:
+        if self.judge is not None and is_mapped:
             self.judge(func, tensors, written_by(func, args, kwargs), list(_tensors_in(result)))
         self.record.rows.append(Row(func, *operands, results, grad, autocast, draws, *place))
         return result
@@ -241,7 +260,7 @@ class Recorder(PreDispatchMode):
         """What an operator gives on fake tensors; as the run on real ones knows it where these cannot tell."""
         known = self._answer()
         known = None if known is None or known.op is not func else known
-        if known is not None and type(known.results) is Value and not schema(func).is_mutable:
+        if known is not None and type(known.results) is Value and not _facts(func).writes:
             for given, value in zip(args, operands[0], strict=True):
                 if type(value) is Value and self.record.same.get(value.number, value.number) == known.results.number:
                     return given  # an operator that does nothing returns what it was given
@@ -423,6 +442,8 @@ def _autocast() -> tuple[torch.dtype | None, bool]:
 def _own_results(func: Any, args: tuple, result: Any, known: Row) -> Any:
     """The results of an operator on fake tensors, with copies for operands that torch's formula returns where the
     operator makes tensors of its own; ``known``: the row of the operator itself."""
+    if type(result) is FakeTensor and not any(each is result or type(each) in (list, tuple) for each in args):
+        return result
     given = set(map(id, _tensors_in(args)))
     if not any(id(each) in given for each in _tensors_in(result)):
         return result
@@ -434,6 +455,7 @@ def _own_results(func: Any, args: tuple, result: Any, known: Row) -> Any:
 
 
 def _place(tensor: torch.Tensor) -> tuple:
+    """What a shallow copy has in common with a tensor; see :meth:`Recorder._new`."""
     memory = memory_of(tensor)
     if memory is None or tensor.layout is not torch.strided:
         return (id(tensor),)

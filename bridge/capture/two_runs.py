@@ -35,7 +35,6 @@ from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import generator_watch
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT, InPlaceRules
-from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.loops.row_form import Folded
 from bridge.capture.observation import Observation
 from bridge.capture.outputs import describe_outputs, geometry_of, judge_replaced, unknown_results, version_of
@@ -214,20 +213,19 @@ def real_run_of(
     inner = [leaf for each, leaf in given if each.requires_grad and not each.is_leaf]
     inner += map(own, computed.values())
     protected = _Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()], inner)
+    recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
+    draws = DrawRecorder(observation.draws, rules.complain, inputs, True, recorder.note_cast)
     with ExitStack() as stack:
         stack.callback(protected.restore)
         stack.callback(prepared.finish)
         changed_modes = stack.enter_context(modes_put_back())
         validation = stack.enter_context(ValidationReads())
-        isolated = stack.enter_context(IsolatedRNG())
+        stack.enter_context(draws)
         stack.enter_context(functions.traced())
         stack.enter_context(generator_watch(rules))
         saved = stack.enter_context(_saved_here() if saves else _nothing_saved())
-        recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
         functions_called = Functions(recorder, rules)
-        told = observation.draws, rules.complain, inputs, lambda: isolated.advance, True, recorder.note_cast
-        draws = DrawRecorder(*told)
-        for each in (functions_called.scripts(), functions_called, draws, python_kernels(), recorder):
+        for each in (functions_called.scripts(), functions_called, python_kernels(), recorder):
             stack.enter_context(each)
         result = prepared(*own_args, **own_kwargs)
         functions_called.finish(result)
