@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress
 from types import FunctionType
 from typing import Any
 
@@ -36,6 +35,7 @@ from bridge.base.torch_script import ScriptFunction, run_unfused
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.counted_sizes import COUNTS, FORMS
 from bridge.capture.inplace_rules import InPlaceRules
+from bridge.capture.known_fakes import KnownCalls
 from bridge.capture.observation import Output
 from bridge.capture.overlap import overlaps_itself
 from bridge.capture.packed import PackedSequences
@@ -82,6 +82,7 @@ class Functions(TorchFunctionMode):
         #: A number of :data:`bridge.capture.counted_sizes.COUNTS`, which forward reads with that.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
+        self._known = KnownCalls(recorder)
 
     def __enter__(self) -> Functions:
         self.recorder.judge = None if self._rules is None else self._judge
@@ -130,7 +131,7 @@ class Functions(TorchFunctionMode):
             made = form(self, *args, **kwargs)
             if made is not NotImplemented:
                 return made
-        return func(*args, **kwargs)
+        return self._known.call(func, args, kwargs)
 
     def shared_views(self, results: Sequence[tuple[torch.Tensor, Output]]) -> list[Unsupported]:
         """Why results cannot be had, see :func:`bridge.capture.select_at.shared_views`."""
@@ -196,7 +197,7 @@ class Functions(TorchFunctionMode):
             rules = self._rules
             rules.look_for_custom_function()
             name = getattr(func, "__name__", str(func))
-            values = pytree.tree_leaves((args, kwargs))
+            values = _leaves((args, kwargs))
             tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
             rules.checkpointed.note(tensors)
             if (use := use_of_autograd(func, name)) is not None and use not in self._uses:
@@ -214,12 +215,10 @@ class Functions(TorchFunctionMode):
             called = self._called
             result = quiet.call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
             with no_torch_function():  # what is asked of tensors here is no call of forward's
-                changed = [tensor._version != version for tensor, version in zip(tensors, versions, strict=True)]
-                written = list(compress(tensors, changed))
-                for tensor in written:
-                    rules.mutated(name, tensor)
-                results = _leaves(result)
-                for leaf in results:
+                for tensor, version in zip(tensors, versions, strict=True):
+                    if tensor._version != version:
+                        rules.mutated(name, tensor)
+                for leaf in _leaves(result):
                     if isinstance(leaf, torch.Tensor):
                         rules.returned(name, tensors, leaf)
         return result
@@ -235,8 +234,11 @@ def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:
     return not is_torchs or name in _RUN_BACKWARD or any(map(callable, values))
 
 
+_PLAIN = (torch.Tensor, str, int, float, type(None), slice, torch.dtype, torch.device)
+
+
 def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, _PLAIN):
         return [value]
     if isinstance(value, tuple | list):
         return [leaf for item in value for leaf in _leaves(item)]

@@ -29,6 +29,8 @@ from bridge.base.torch_internals import (
     OpOverload,
     aten,
     innermost_transform,
+    len_dispatch_stack,
+    len_function_stack,
     no_torch_function,
     schema,
 )
@@ -215,8 +217,8 @@ class Recorder(PreDispatchMode):
         if facts.is_fresh:
             return self._literal(func, args, kwargs)
         if self._expected:
-            args, kwargs = mapped((args, kwargs), torch.Tensor, self._as_fake)
-        operands = mapped((args, kwargs), torch.Tensor, self.value_of)
+            args, kwargs = mapped(args, torch.Tensor, self._as_fake), mapped(kwargs, torch.Tensor, self._as_fake)
+        operands = mapped(args, torch.Tensor, self.value_of), mapped(kwargs, torch.Tensor, self.value_of)
         symbols = self._symbols
         if symbols is not None and symbols.is_whole_slice(func, operands, args, self.record, self._answer()):
             return self._whole_slice(func, operands, args, (grad, autocast, (before, before), *place))
@@ -227,8 +229,8 @@ class Recorder(PreDispatchMode):
             with nullcontext() if is_mapped else no_python_kernels():  # vmap puts them back
                 result = func(*args, **kwargs)
         else:
-            result = self._told(func, args, kwargs, operands, place[0])
-        results = self._results(result)
+            result = self._told(func, args, kwargs, operands, place[0], (grad, autocast))
+        results = mapped(result, torch.Tensor, self._result)
         draws = before, len(self._draws)
         if draws[1] != before and (inside := backward_running()) is not None:
             inside.unheld = "draws random numbers"
@@ -256,7 +258,7 @@ class Recorder(PreDispatchMode):
         with no_torch_dispatch():
             return torch.empty_strided(form.shape, form.stride, device="meta").is_contiguous(**memory_format)
 
-    def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], operands: tuple, where: Any) -> Any:
+    def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], operands: tuple, where: Any, modes: tuple) -> Any:
         """What an operator gives on fake tensors; as the run on real ones knows it where these cannot tell."""
         known = self._answer()
         known = None if known is None or known.op is not func else known
@@ -273,13 +275,40 @@ class Recorder(PreDispatchMode):
             if innermost_transform() is not None:
                 return func(*args, **kwargs)
             with no_python_kernels():
-                result = self._fakes.call(func, args, kwargs, (torch.is_grad_enabled(), _autocast()))
+                result = self._fakes.call(func, args, kwargs, modes)
             return result if known is None else _own_results(func, args, result, known)
         except Exception as error:
             if known is None:
                 raise
             self.record.told[len(self.record.rows) - len(self.record.same)] = error
             return mapped(known.results, Value, lambda value: _like(self._answers.forms[value.number]))
+
+    # Rows of calls that need not be made
+
+    def __enter__(self) -> Recorder:
+        self._depths = len_dispatch_stack(), len_function_stack() - 1  # that of functions is left while they are called
+        return super().__enter__()
+
+    def modes(self) -> tuple | None:
+        """What decides which operators a function calls, beside what it is given; ``None`` where it may be more."""
+        if self.paused or self._answers is None or self._symbols is not None:
+            return None
+        if (len_dispatch_stack(), len_function_stack()) != self._depths or innermost_transform() is not None:
+            return None
+        return torch.is_grad_enabled(), _autocast()
+
+    def expected(self, op: Any) -> Row | None:
+        """The next row of the run on real numbers, if it is of this operator, and made what it returned."""
+        row = self._answer()
+        return None if row is None or row.op is not op or row.results in row.args else row
+
+    def add(self, like: Row, args: tuple, kwargs: dict[str, Any], result: torch.Tensor) -> torch.Tensor:
+        """Appends the row of a call that was not made, where the run on real numbers has one of the same operator."""
+        operands = mapped(args, torch.Tensor, self.value_of), mapped(kwargs, torch.Tensor, self.value_of)
+        draws = len(self._draws), len(self._draws)
+        modes = torch.is_grad_enabled(), _autocast()
+        self.record.rows.append(Row(like.op, *operands, self._result(result), *modes, draws, like.where, like.path))
+        return result
 
     def _whole_slice(self, func: Any, operands: tuple, args: tuple, rest: tuple) -> torch.Tensor:
         """A part that is the whole at the sample's sizes, of which the run on real numbers has no row."""
@@ -359,16 +388,13 @@ class Recorder(PreDispatchMode):
             self.record.literals[number] = args[0].clone() if self._answers is None else args[0]
         return result
 
-    def _results(self, result: Any) -> Any:
-        def value(tensor: torch.Tensor) -> Value:
-            found = self._known.get(id(tensor))
-            if found is None or found[0]() is not tensor:
-                return Value(self._new(tensor, made=True, of_row=True))
-            if len(place := _place(tensor)) > 1 and place not in self._made:  # autograd follows it from now on
-                self._made[place] = StorageWeakRef(tensor.untyped_storage()), found[1]
-            return Value(found[1])
-
-        return mapped(result, torch.Tensor, value)
+    def _result(self, tensor: torch.Tensor) -> Value:
+        found = self._known.get(id(tensor))
+        if found is None or found[0]() is not tensor:
+            return Value(self._new(tensor, made=True, of_row=True))
+        if len(place := _place(tensor)) > 1 and place not in self._made:  # autograd follows it from now on
+            self._made[place] = StorageWeakRef(tensor.untyped_storage()), found[1]
+        return Value(found[1])
 
     def _place_of_call(self) -> tuple[tuple[str, int] | None, str]:
         """The user's line, and the path of the innermost module that runs."""

@@ -137,7 +137,7 @@ def form_of(tensor: torch.Tensor) -> Form:
     )
 
 
-_PLAIN = (type(None), bool, int, float)
+_PLAIN = frozenset((type(None), bool, int, float))
 
 
 def mapped(tree: Any, kind: type | tuple[type, ...], change: Any) -> Any:
@@ -147,9 +147,9 @@ def mapped(tree: Any, kind: type | tuple[type, ...], change: Any) -> Any:
     if isinstance(tree, kind):
         return change(tree)
     if type(tree) is tuple:
-        return tuple([mapped(each, kind, change) for each in tree])
+        return tuple([each if type(each) in _PLAIN else mapped(each, kind, change) for each in tree])
     if type(tree) is list:
-        return [mapped(each, kind, change) for each in tree]
+        return [each if type(each) in _PLAIN else mapped(each, kind, change) for each in tree]
     if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
         return type(tree)(*[mapped(each, kind, change) for each in tree])
     if type(tree) is dict:
