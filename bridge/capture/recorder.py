@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge.base.devices import current_device
+from bridge.base.devices import HOST, current_device
 from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, is_user_file, line_of
+from bridge.base.heap import give_back_pages
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_fakes import outside_graph
 from bridge.base.torch_internals import (
@@ -59,6 +60,8 @@ _OF_TWO = ("equal", "allclose")
 """Those that compare two tensors; the others are for one number."""
 _FRESH = (aten.lift_fresh.default,)
 """What takes a tensor made of numbers in the code: the very tensor in eager, another one among fakes."""
+_HOLES = 2**26
+"""Bytes of memory that rows make after which what is free of it is given back."""
 _WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
 """Operands that are written, running statistics, although the schema does not say so."""
 _QUESTIONS = ("prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel")
@@ -131,6 +134,7 @@ class Recorder(PreDispatchMode):
         self._fakes = KnownFakes()
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memory: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._allocated = 0
         for tensor in inputs:
             self._new(tensor, once=False)
 
@@ -154,7 +158,10 @@ class Recorder(PreDispatchMode):
         if memory is not None:  # the first value, of those so far, that lies in it
             first = self._memory.get(memory)
             if first is None or first[1].expired():
-                first = self._memory[memory] = number, StorageWeakRef(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                first = self._memory[memory] = number, StorageWeakRef(storage)
+                if self._answers is None and form.device == HOST:
+                    self._allocated += storage.nbytes()
         record.memory.append(first[0])
         if once or id(tensor) not in self._known:
             self._note(tensor, number)
@@ -240,6 +247,9 @@ class Recorder(PreDispatchMode):
         if self.judge is not None and is_mapped:
             self.judge(func, tensors, written_by(func, args, kwargs), list(_tensors_in(result)))
         self.record.rows.append(Row(func, *operands, results, grad, autocast, draws, *place))
+        if self._allocated > _HOLES:
+            self._allocated = 0
+            give_back_pages()
         return result
 
     def _answer(self) -> Row | None:
