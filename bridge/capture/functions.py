@@ -39,7 +39,8 @@ from bridge.capture.known_fakes import KnownCalls
 from bridge.capture.observation import Output
 from bridge.capture.overlap import overlaps_itself
 from bridge.capture.packed import PackedSequences
-from bridge.capture.recorder import Recorder, line_of_reading
+from bridge.capture.readings import line_of_reading
+from bridge.capture.recorder import Recorder
 from bridge.capture.select_at import selected, shared_views
 from bridge.capture.unwatched import unwatched
 from bridge.capture.whole_functions import HANDLERS

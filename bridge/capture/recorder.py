@@ -7,7 +7,6 @@ views and writes in place as forward makes them. It does nothing to them; what c
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import HOST, current_device
-from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, is_user_file, line_of
+from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of
 from bridge.base.heap import give_back_pages
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_fakes import outside_graph
@@ -40,13 +39,13 @@ from bridge.capture.known_fakes import KnownFakes
 from bridge.capture.own_context import backward_running
 from bridge.capture.passes.recurrent import LAYERED
 from bridge.capture.prepared_twin import PreparedTwin
-from bridge.capture.readings import Reading, ReadsDifferError, frozen, numbers_of
+from bridge.capture.readings import Reading, ReadsDifferError, frozen, line_of_reading, numbers_of
 from bridge.capture.rows import Form, Read, Record, Row, Value, form_of, mapped, memory_of, values_in, written_operands
 
 if TYPE_CHECKING:
     from bridge.capture.symbolic_run import Symbols
 
-__all__ = ["READS", "Recorder", "line_of_reading"]
+__all__ = ["READS", "Recorder"]
 
 READS = {
     aten.item.default: "item",
@@ -69,9 +68,6 @@ _QUESTIONS += ("aten::sym_storage_offset", "aten::is_contiguous", "aten::_versio
 """Operators that ask for metadata: no rows."""
 _OUTSIDE = PreparedTwin.__call__.__code__
 """The code of what calls forward."""
-_OWN = (os.path.dirname(os.path.dirname(__file__)),)
-_OWN += tuple(os.path.join(TORCH_DIR, name) for name in ("overrides.py", "_ops.py", "_library"))
-"""Where code between a line that reads and the recorder is from."""
 
 
 class _Facts(NamedTuple):
@@ -422,23 +418,6 @@ class Recorder(PreDispatchMode):
                 where = code.co_filename, frame.f_lineno
             frame = frame.f_back
         return where, path or ""
-
-
-def line_of_reading() -> str:
-    """The user's line inside forward, or torch's own where forward is torch's."""
-    innermost, frame = None, sys._getframe(2)
-    while frame is not None and frame.f_code is not _OUTSIDE:
-        file = frame.f_code.co_filename
-        if is_user_file(file):
-            innermost = frame
-            break
-        if innermost is None and not file.startswith(_OWN):
-            innermost = frame
-        frame = frame.f_back
-    if innermost is None:
-        return "forward"
-    line = line_of((innermost.f_code.co_filename, innermost.f_lineno))
-    return line[len(TORCH_DIR) - len("torch") :] if line.startswith(TORCH_DIR) else line
 
 
 def _line(where: tuple[str, int] | None) -> str:
