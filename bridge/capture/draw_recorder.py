@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from bridge.base.devices import HOST, current_device
-from bridge.base.generators import default_generator
 from bridge.base.torch_internals import FakeTensor, aten, current_graph_task_id, schema, storage_id
 from bridge.base.torch_recording import unrecorded
 from bridge.capture.checkpoints import DRAWS_ANEW, draws_anew
-from bridge.capture.isolated_rng import IsolatedRNG, draws, with_generator
+from bridge.capture.isolated_rng import TORCHS, IsolatedRNG, draws, with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
 from bridge.capture.passes.attention_draws import (
     attends_by_products,
@@ -31,8 +29,6 @@ _OWN_GENERATOR = "draw from torch's default generator, or outside of the module 
 _DEVICE = torch.ops.prim.device.default
 
 UNTOLD = "draws random numbers, and has no tag that says so"
-_TORCHS = ("aten", "prims", "tvm_dispatch")
-"""Namespaces of operators whose tags say whether they draw."""
 
 
 class DrawRecorder:
@@ -83,10 +79,10 @@ class DrawRecorder:
                 return func(*args)
         if func is aten._to_copy.default:
             self._on_cast(args[0])
-        before = None if func.namespace in _TORCHS or not self._real else self._states()
+        before = None if func.namespace in TORCHS or not self._real else self._mode.states()
         with unrecorded():
             result = call(*args, **kwargs)
-        if before is not None and not all(map(torch.equal, before, self._states())):
+        if before is not None and not all(map(torch.equal, before, self._mode.states())):
             self.complain(str(func), UNTOLD)
         if current_graph_task_id() != -1:
             self.differentiates = True
@@ -97,10 +93,6 @@ class DrawRecorder:
         if draws(func) and not _draws_nothing(func, args, kwargs):
             self.record(func, args, kwargs, result)
         return result
-
-    @staticmethod
-    def _states() -> list[torch.Tensor]:
-        return [default_generator(device).get_state() for device in {HOST, current_device()}]
 
     def record(self, func, args, kwargs, result) -> None:
         """Appends the draw of an operator that has run."""

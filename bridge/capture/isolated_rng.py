@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
-from bridge.base.devices import HOST
+from bridge.base.devices import HOST, current_device
 from bridge.base.generators import default_generator, generator_device, offset_of, on_side_states
 from bridge.base.torch_internals import TorchDispatchMode, overload_packet, pytree, schema
 
-__all__ = ["IsolatedRNG", "draws", "with_generator"]
+__all__ = ["TORCHS", "IsolatedRNG", "draws", "with_generator"]
+
+TORCHS = ("aten", "prims", "tvm_dispatch")
+"""Namespaces of operators whose tags say whether they draw."""
 
 
 class IsolatedRNG(TorchDispatchMode):
@@ -40,12 +44,15 @@ class IsolatedRNG(TorchDispatchMode):
         super().__init__()
         self._watch, self._isolates = watch, isolates
         # a branch on a draw is the one that comes next
-        self._generators = {HOST: _twin(HOST)} if isolates else {}
+        devices = {HOST, generator_device(current_device())} if isolates else ()
+        self._generators = {device: _twin(device) for device in devices}
         self._passed: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        call = partial(self._drawn, func) if self._isolates and draws(func) else func
+        call = func
+        if self._isolates and (draws(func) or func.namespace not in TORCHS):
+            call = partial(self._drawn if draws(func) else self._on_side, func)
         return call(*args, **kwargs) if self._watch is None else self._watch(call, func, args, kwargs)
 
     def _drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +71,17 @@ class IsolatedRNG(TorchDispatchMode):
                 result = func(*args, **kwargs)
         self.advance = None if before is None else offset_of(generator) - before
         return result
+
+    def _on_side(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """An operator of the user's, which may draw without saying so."""
+        with ExitStack() as stack:
+            for device, generator in self._generators.items():
+                stack.enter_context(on_side_states(default_generator(device), generator))
+            return func(*args, **kwargs)
+
+    def states(self) -> list[torch.Tensor]:
+        """Where what is drawn takes its numbers from."""
+        return [generator.get_state() for generator in self._generators.values()]
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)

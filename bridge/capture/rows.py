@@ -132,9 +132,7 @@ def form_of(tensor: torch.Tensor) -> Form:
     if not (type(tensor) is torch.Tensor or (is_fake and tensor.fake_mode.shape_env is None)):
         shape, stride, offset = tuple(map(hint, shape)), tuple(map(hint, stride)), hint(offset)
     device = tensor.fake_device if is_fake else tensor.device  # which a mode would be asked for
-    return Form(
-        shape, stride, offset, tensor.dtype, device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
-    )
+    return Form(shape, stride, offset, tensor.dtype, device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
 
 
 _PLAIN = frozenset((type(None), bool, int, float))

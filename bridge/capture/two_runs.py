@@ -106,7 +106,7 @@ class SavedTensorsNeededError(RuntimeError):
 
 
 @contextmanager
-def _nothing_saved() -> Iterator[list[bool]]:
+def _nothing_saved(note: Callable[[torch.Tensor], None]) -> Iterator[list[bool]]:
     """While active, autograd saves no tensors; the list is empty as long as none is asked for."""
     asked: list[bool] = []
 
@@ -114,7 +114,7 @@ def _nothing_saved() -> Iterator[list[bool]]:
         asked.append(True)
         raise SavedTensorsNeededError
 
-    with saved_tensors_hooks(lambda tensor: None, unpack):
+    with saved_tensors_hooks(note, unpack):
         yield asked
 
 
@@ -127,6 +127,30 @@ def _saved_here() -> Iterator[None]:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+class _SavedInputs:
+    """The inputs whose memory autograd saves, as it would in eager.
+
+    Attributes:
+        themselves: indices of those that are saved as they are; ``views``: of those that a view is saved of.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]):
+        self._at: dict[int, list[tuple[int, tuple]]] = {}
+        for index, each in enumerate(inputs):
+            if (memory := memory_of(each)) is not None:
+                self._at.setdefault(memory, []).append((index, _look(each)))
+        self.themselves: set[int] = set()
+        self.views: set[int] = set()
+
+    def note(self, tensor: torch.Tensor) -> None:
+        for index, look in self._at.get(memory_of(tensor), ()) if self._at else ():
+            (self.themselves if look == _look(tensor) else self.views).add(index)
+
+
+def _look(tensor: torch.Tensor) -> tuple:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def paths_of(module: nn.Module) -> dict[int, str]:
@@ -212,6 +236,7 @@ def real_run_of(
     given = zip(_tensors((args, kwargs)), arguments, strict=True)
     inner = [leaf for each, leaf in given if each.requires_grad and not each.is_leaf]
     inner += map(own, computed.values())
+    kept = _SavedInputs(inputs)
     protected = _Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()], inner)
     recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
     draws = DrawRecorder(observation.draws, rules.complain, inputs, True, recorder.note_cast)
@@ -223,7 +248,7 @@ def real_run_of(
         stack.enter_context(draws)
         stack.enter_context(functions.traced())
         stack.enter_context(generator_watch(rules))
-        saved = stack.enter_context(_saved_here() if saves else _nothing_saved())
+        saved = stack.enter_context(_saved_here() if saves else _nothing_saved(kept.note))
         functions_called = Functions(recorder, rules)
         for each in (functions_called.scripts(), functions_called, python_kernels(), recorder):
             stack.enter_context(each)
@@ -242,6 +267,8 @@ def real_run_of(
         reason = "forward leaves it changed for what comes after the call"
         rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
     observation.checkpointed = rules.checkpointed.of(inputs)
+    observation.saved = frozenset(range(len(inputs)) if saves else kept.themselves)
+    observation.saved_views = frozenset(kept.views - kept.themselves)
     observation.differentiates, observation.reads_validation = draws.differentiates, validation.found
     leaves_now, spec_now = pytree.tree_flatten((own_args, own_kwargs))
     if spec_now != in_spec or any(now is not then for now, then in zip(leaves_now, leaves, strict=True)):
@@ -293,7 +320,9 @@ def _reader(record: Record, row: int) -> str:
 
 def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
     """Inputs that an observation speaks of, by their places in the run → by those in the compiled code's order."""
-    observation.counted = frozenset(index_of[each] for each in observation.counted if each in index_of)
+    for name in ("counted", "saved", "saved_views"):
+        places = getattr(observation, name)
+        setattr(observation, name, frozenset(index_of[each] for each in places if each in index_of))
     observation.checkpointed = {
         index_of[each]: line for each, line in observation.checkpointed.items() if each in index_of
     }
