@@ -205,7 +205,7 @@ class Functions(TorchFunctionMode):
                 self._uses.append(use)  # said once
                 rules.complain(*use)
             attribute = _SETTERS.get(func) if name in ("__set__", "__delete__") else None
-            if name == "__set__" and attribute is not None:
+            if name == "__set__" and attribute is not None and not (attribute == "data" and _is_same_data(*args)):
                 reason = "gives a tensor other memory or another gradient inside forward"
                 rules.complain(f"Tensor.{attribute} =", reason)
             with no_torch_function():
@@ -310,6 +310,19 @@ def _detached(run: Functions, x: torch.Tensor) -> torch.Tensor:
     return x.detach()
 
 
+def _is_same_data(x: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether ``x.data = value`` leaves a tensor what it is: ``p.data = p.data.to(p.device)``."""
+    with no_torch_function():
+        looks = [
+            (each.dtype, each.shape, each.stride(), each.storage_offset(), storage_id(each)) for each in (x, value)
+        ]
+    return looks[0] == looks[1]
+
+
+def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
+    return None if _is_same_data(x, value) else NotImplemented
+
+
 def _at_numbers(run: Functions, x: torch.Tensor, index: Any, *value: Any) -> Any:
     """``x[t]`` and ``x[t] = v``: masks are counted, and numbers are positions that stay data."""
     form = FORMS[torch.Tensor.__setitem__ if value else torch.Tensor.__getitem__]
@@ -334,6 +347,7 @@ _READ_AS = {torch.Tensor.__int__: "__int__", torch.Tensor.__bool__: "__bool__"}
 
 _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__get__: _detached,
+    torch.Tensor.data.__set__: _set_data,
     torch.Tensor.tolist: _numbers,
     torch.Tensor.new_tensor: _like_tensors,
     **{each: partial(_of_tensors, each) for each in (torch.tensor, torch.as_tensor, torch.asarray)},
