@@ -21,6 +21,7 @@ from torch import nn
 
 from bridge.base.errors import CacheNotFilled, Unsupported, UnsupportedModule, from_user_code, refused_by_eager
 from bridge.base.log import channel
+from bridge.capture.cached_functions import CachedFunctions
 from bridge.capture.counters import Counted, Counter
 from bridge.capture.differences import differences
 from bridge.capture.dynamic_shapes import DynamicDim
@@ -72,15 +73,17 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Se
         Exception: eager's own, where the sample is one that PyTorch itself refuses.
     """
     states: list[PythonState] = []
+    cached = CachedFunctions()
 
     def state_of(twin: nn.Module) -> PythonState:
         states.append(PythonState(twin))
         if len(states) == 1:
-            states[0].begin_run()
+            states[0].begin_run(cached.instead)
         return states[-1]
 
     try:
         real = _in_eager(module, args, kwargs, state_of)
+        cached.check()
         first, changed = real, _changed(real)
         _find_loops(real, dims)
         if not changed:

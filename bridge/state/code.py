@@ -190,12 +190,14 @@ class CodeGuard:
         held = ((contents.place, value) for contents in self._contents for value in contents.values)
         return chain(zip(self._reasons, self._values, strict=True), held)
 
-    def take_apart(self) -> None:
-        """Names of iterators lead to other ones in the same place, until :meth:`put_together`."""
+    def take_apart(self, instead: Callable[[Any], Any]) -> None:
+        """Names of iterators lead to other ones in the same place, until :meth:`put_together`; so do others to what
+        ``instead`` gives for them."""
         for index, ((owner, name), value) in enumerate(zip(self._places, self._values, strict=True)):
-            if is_iterator(value):
+            made = another_iterator(value) if is_iterator(value) else instead(value)
+            if made is not None:
                 self._apart.append((owner, name, value))
-                self._values[index] = another_iterator(value)
+                self._values[index] = made
                 set_name(owner, name, self._values[index])
 
     def put_together(self) -> None:

@@ -7,7 +7,7 @@ so such a module is refused, and what tracing changed is put back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -69,9 +69,12 @@ class PythonState(Snapshot):
         """Whether one of these names occurs in the code."""
         return self._code.mentions(*names)
 
-    def begin_run(self) -> None:
-        """To be called before the code runs: names of iterators lead to others, until :meth:`end_run`."""
-        self._code.take_apart()
+    def begin_run(self, instead: Callable[[Any], Any] = lambda value: None) -> None:
+        """To be called before the code runs: names of iterators lead to others, until :meth:`end_run`.
+
+        ``instead``: what names of other values lead to; ``None``: to these.
+        """
+        self._code.take_apart(instead)
         self._moved = MovedObjects(chain(self._own_moving, self._code.named_values()))
 
     def end_run(self) -> None:
