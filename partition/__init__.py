@@ -1,6 +1,6 @@
 """Partitioning: a joint function -> a forward, a backward, and a plan of what is saved between them, and why.
 
-Imports TVM and networkx only. The functions exchanged are in the flat form of :mod:`autodiff.ir`.
+Imports TVM only. The functions exchanged are in the flat form of :mod:`autodiff.ir`.
 """
 
 from .budget import fewest_bytes

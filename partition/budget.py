@@ -21,6 +21,7 @@ from .captured_set import captured_set
 from .coloring import reader
 from .cost import flops, product, recompute_cost
 from .graph import Graph
+from .network import minimum_cut
 from .strategy import Choice
 
 __all__ = ["fewest_bytes", "fit"]
@@ -41,7 +42,6 @@ def fewest_bytes(
         forced: what must be.
         allow_products: whether matrix products, convolutions and library calls may be recomputed.
     """
-    from .network import minimum_cut  # networkx is a third of what importing this package would take
 
     cost = {name: recompute_cost(graph, name) for name in graph.candidates}
     unit = 1 + sum(cost.values())

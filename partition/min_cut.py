@@ -13,6 +13,7 @@ from .captured_set import captured_set
 from .coloring import SaveAll, reader
 from .cost import must_save_reason, product, recompute_cost, save_cost
 from .graph import Graph, Node
+from .network import minimum_cut
 from .strategy import Choice
 
 __all__ = ["Costs", "MinCut", "candidate_costs"]
@@ -67,7 +68,6 @@ class MinCut:
 
     def unbounded(self, graph: Graph, costs: Costs) -> Choice:
         """The choice without the budget."""
-        from .network import minimum_cut  # networkx is a third of what importing this package would take
 
         free = {name for name in graph.output_index if graph.nodes[name].is_tensor}
         cut = minimum_cut(graph, costs.save, costs.recompute, free)

@@ -17,16 +17,19 @@ every matrix product; the pieces are solved one by one, in joint order, those of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-
-import networkx as nx
+from itertools import pairwise
+from typing import TypeVar
 
 from .graph import Graph
 
 __all__ = ["Cut", "minimum_cut"]
 
 _SOURCE, _SINK = "source", "sink"
+
+Node = TypeVar("Node")
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,20 @@ Edges = tuple[tuple[int, int, int], ...]
 
 def _pieces(edges: Mapping[tuple[str, str], int]) -> list[list[tuple[tuple[str, str], int]]]:
     """The network without source and sink, in weakly connected pieces, each with its own source and sink edges."""
-    whole = nx.Graph()
+    beside: dict[str, list[str]] = {}
     for tail, head in edges:
-        whole.add_nodes_from(node for node in (tail, head) if node not in (_SOURCE, _SINK))
+        for node in (tail, head):
+            if node not in (_SOURCE, _SINK):
+                beside.setdefault(node, [])
         if tail != _SOURCE and head != _SINK:
-            whole.add_edge(tail, head)
-    number = {node: index for index, nodes in enumerate(nx.connected_components(whole)) for node in nodes}
-    pieces: list[list[tuple[tuple[str, str], int]]] = [[] for _ in range(1 + max(number.values(), default=-1))]
+            beside[tail].append(head)
+            beside[head].append(tail)
+    number: dict[str, int] = {}
+    pieces: list[list[tuple[tuple[str, str], int]]] = []
+    for node in beside:
+        if node not in number:
+            number.update(dict.fromkeys(_distances(node, beside.__getitem__), len(pieces)))
+            pieces.append([])
     for (tail, head), capacity in edges.items():
         pieces[number[head if tail == _SOURCE else tail]].append(((tail, head), capacity))
     return pieces
@@ -118,30 +128,81 @@ def _pieces(edges: Mapping[tuple[str, str], int]) -> list[list[tuple[tuple[str, 
 
 def _solve(edges: Edges) -> tuple[int, frozenset[int]]:
     """The cost of a piece's minimum cut and its smallest sink side."""
-    source, sink = 0, 1
-    piece = nx.DiGraph()
+    left: list[dict[int, int]] = [{} for _ in range(1 + max(max(tail, head) for tail, head, _ in edges))]
     for tail, head, capacity in edges:
-        piece.add_edge(tail, head, capacity=capacity)
-    if sink not in piece:
-        return 0, frozenset()
-    if source not in piece:
-        return 0, frozenset(nx.ancestors(piece, sink))
-    value, (_, side) = nx.minimum_cut(piece, source, sink, flow_func=nx.algorithms.flow.preflow_push)
-    return value, frozenset(side)
+        left[tail][head] = left[tail].get(head, 0) + capacity
+        left[head].setdefault(tail, 0)
+    source, sink, value = 0, 1, 0
+    while sink in (far := _distances(source, lambda node: [head for head, most in left[node].items() if most])):
+        value += _pushed(left, far, source, sink)
+    return value, frozenset(_distances(sink, lambda node: [tail for tail in left[node] if left[tail][node]]))
+
+
+def _pushed(left: list[dict[int, int]], far: Mapping[int, int], source: int, sink: int) -> int:
+    """How much more flows once all shortest paths are full, whose edges lead away from the source (Dinic).
+
+    ``left``: what each edge still takes, and what it would give back; kept up to date.
+    """
+    ahead = {node: [head for head in left[node] if far.get(head) == far[node] + 1] for node in far}
+    value, path = 0, [source]
+    while path:
+        node = path[-1]
+        if node == sink:
+            steps = list(pairwise(path))
+            flow = min(left[tail][head] for tail, head in steps)
+            value += flow
+            for tail, head in steps:
+                left[tail][head] -= flow
+                left[head][tail] += flow
+            path = path[: 1 + next(place for place, (tail, head) in enumerate(steps) if not left[tail][head])]
+        elif ahead[node] and left[node][ahead[node][-1]]:
+            path.append(ahead[node][-1])
+        elif ahead[node]:
+            ahead[node].pop()
+        else:
+            path.pop()
+            if path:
+                ahead[path[-1]].pop()
+    return value
+
+
+def _distances(start: Node, next_of: Callable[[Node], Iterable[Node]]) -> dict[Node, int]:
+    """Of what is reached from a node, how many edges away it is at least; nearer ones first."""
+    found = {start: 0}
+    waiting = deque([start])
+    while waiting:
+        node = waiting.popleft()
+        for each in next_of(node):
+            if each not in found:
+                found[each] = found[node] + 1
+                waiting.append(each)
+    return found
 
 
 def _infinite_path(
     graph: Graph, save: Mapping[str, int | None], recompute: Mapping[str, int | None], inner: list[str]
 ) -> tuple[str, ...]:
     """The values along a shortest path of infinite edges from source to sink, nothing contracted."""
-    network = nx.DiGraph()
+    before: dict[str, list[str]] = {}
+
+    def edge(tail: str, head: str) -> None:
+        before.setdefault(head, []).append(tail)
+
     for name in inner:
         entry, exit_ = f"in {name}", f"out {name}"
         if recompute[name] is None:
-            network.add_edge(_SOURCE, entry)
+            edge(_SOURCE, entry)
         if save[name] is None:
-            network.add_edge(entry, exit_)
-        network.add_edges_from((f"out {read}", entry) for read in graph.nodes[name].inputs if read in recompute)
-    network.add_edges_from((f"out {name}", _SINK) for name in graph.required if name in save)
-    path = nx.shortest_path(network, _SOURCE, _SINK)
-    return tuple(dict.fromkeys(node.split(" ", 1)[1] for node in path[1:-1]))
+            edge(entry, exit_)
+        for read in graph.nodes[name].inputs:
+            if read in recompute:
+                edge(f"out {read}", entry)
+    for name in graph.required:
+        if name in save:
+            edge(f"out {name}", _SINK)
+    far = _distances(_SINK, lambda node: before.get(node, ()))
+    node, path = _SOURCE, []
+    while node != _SINK:
+        node = next(head for head, tails in before.items() if node in tails and far.get(head) == far[node] - 1)
+        path.append(node)
+    return tuple(dict.fromkeys(node.split(" ", 1)[1] for node in path[:-1]))

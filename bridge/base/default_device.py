@@ -18,7 +18,7 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import find, len_function_stack
 
-__all__ = ["default_device_of_forward", "function_modes"]
+__all__ = ["default_device_of_forward", "function_modes", "function_modes_aside"]
 
 _DeviceContext: type = find("torch.utils._device.DeviceContext")
 _constructors: Callable[[], set] = find("torch.utils._device._device_constructors")
@@ -60,12 +60,21 @@ def default_device_of_forward() -> Iterator[None]:
     if device is None:
         yield
         return
-    given = [_pop() for _ in range(count)]
-    _push(_OfForward(device))
+    with function_modes_aside():
+        _push(_OfForward(device))
+        try:
+            yield
+        finally:
+            _pop()
+
+
+@contextmanager
+def function_modes_aside() -> Iterator[None]:
+    """While active, no torch function mode is."""
+    given = [_pop() for _ in range(len_function_stack())]
     try:
         yield
     finally:
-        _pop()
         for mode in reversed(given):
             _push(mode)
 

@@ -46,6 +46,10 @@ class _Deferral:
             self.handler(signal.SIGINT, sys._getframe(1))
 
 
+_DEFERRED: list[_Deferral] = []
+"""The handler that is set, while one is; to ask for it is cheaper than to ask for the handler of a signal."""
+
+
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """While active in the main thread, a SIGINT waits for :func:`raise_deferred` or the end; a second one does not.
@@ -61,18 +65,19 @@ def interrupts_deferred() -> Iterator[None]:
         return
     deferral = _Deferral(before)
     signal.signal(signal.SIGINT, deferral)
+    _DEFERRED.append(deferral)
     try:
         yield
     finally:
+        _DEFERRED.remove(deferral)
         signal.signal(signal.SIGINT, before)
         deferral.deliver()
 
 
 def raise_deferred() -> None:
     """A boundary: where a SIGINT was deferred, the user's handler runs now (Python's raises ``KeyboardInterrupt``)."""
-    handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, _Deferral) and _is_main_thread():
-        handler.deliver()
+    if _DEFERRED and _is_main_thread():
+        _DEFERRED[-1].deliver()
 
 
 def _is_main_thread() -> bool:

@@ -12,7 +12,7 @@ import torch
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, find
 
-__all__ = ["clear_fake_memo", "fake_mode", "new_fake", "outside_graph", "stand_in"]
+__all__ = ["clear_fake_memo", "fake_mode", "like_fake", "new_fake", "outside_graph", "stand_in"]
 
 find("torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access")
 
@@ -49,6 +49,19 @@ def new_fake(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: tor
     """A fake tensor of memory of its own, made past the mode."""
     with no_torch_dispatch():
         return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device=_META), device)
+
+
+_subclassed, _no_address = find("torch.Tensor._make_subclass"), find("torch._C._set_throw_on_mutable_data_ptr")
+
+
+def like_fake(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, state: dict[str, Any]) -> Any:
+    """As :func:`new_fake`, with what the constructor has set of another one there, ``state``."""
+    with no_torch_dispatch():
+        made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+        made = _subclassed(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device)
+    _no_address(made)
+    made.__dict__.update(state)
+    return made
 
 
 def outside_graph(fake: Any) -> Any:

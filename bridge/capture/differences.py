@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -13,8 +12,9 @@ from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, line_of
 from bridge.base.log import channel
 from bridge.base.torch_internals import FakeTensor, aten
+from bridge.base.torch_shapes import SYMBOLIC, hint
 from bridge.capture.explain_error import explain_error
-from bridge.capture.rows import Form, Record, Row, Value, at_hints, mapped, renamed, values_in, written_operands
+from bridge.capture.rows import Form, Record, Row, Value, at_hints, renamed, values_in, written_operands
 from bridge.capture.two_runs import FakeRecord, RealRun
 
 __all__ = ["differences"]
@@ -34,12 +34,11 @@ def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
         return
     rows = [row for row in theirs.rows if row.op is not _SLICE or row.results.number not in theirs.same]
     for index, (a, b) in enumerate(zip(ours.rows, rows, strict=False)):
-        if _compared(ours, a) != _compared(theirs, b, of_whole=a.op is aten.alias.default):
+        if not _is_same(ours, a, theirs, b):
             where = "forward" if a.where is None else line_of(a.where)
             there = "gives it other operands" if a.op is b.op else f"calls {b.op}"
-            log.debug("row %d: %s\n%s", index, _compared(ours, a), _compared(theirs, b))
-            given = _compared(ours, replace(a, results=None)), _compared(theirs, replace(b, results=None))
-            if given[0] == given[1]:
+            log.debug("row %d: %s\n%s", index, a, b)
+            if _is_same(ours, a, theirs, b, given=True):
                 reason = f"on the sample eager gives {_results(ours, a)}, and torch's formula {_results(theirs, b)}"
                 yield Unsupported(str(a.op), where, reason)
                 return
@@ -110,20 +109,33 @@ def _bits(tensor: torch.Tensor) -> bytes:
     return b"" if known is None else bytes(known.detach().to(HOST).contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
-def _compared(record: Record, row: Row, *, of_whole: bool = False) -> tuple:
-    """What is compared of a row, at the sample's sizes.
+def _is_same(ours: Record, a: Row, theirs: Record, b: Row, *, given: bool = False) -> bool:
+    """Whether two rows are the same at the sample's sizes; ``given``: but for their results.
 
-    ``of_whole``: a part that is the whole there is an alias, as torch's indexing has it for static sizes.
+    A part that is the whole there is an alias, as torch's indexing has it for static sizes.
     """
-
-    def plain(tree: Any) -> Any:
-        known = mapped(renamed(at_hints(tree), record), Value, lambda v: (v.number, *record.forms[v.number][:4:3]))
-        return repr(known)
-
-    op, args, kwargs = row.op, row.args, row.kwargs
-    if of_whole and op is _SLICE and _form(record, args[0]).shape == _form(record, row.results).shape:
+    op, args, kwargs = b.op, b.args, b.kwargs
+    if a.op is aten.alias.default and op is _SLICE and _form(theirs, args[0]).shape == _form(theirs, b.results).shape:
         op, args, kwargs = aten.alias.default, args[:1], {}
-    return op, plain((args, kwargs)), plain(row.results), row.grad, row.autocast
+    if a.op is not op or a.grad != b.grad or a.autocast != b.autocast:
+        return False
+    pairs = ((a.args, args), (a.kwargs, kwargs), *(() if given else ((a.results, b.results),)))
+    return all(_is_same_tree(ours, one, theirs, other) for one, other in pairs)
+
+
+def _is_same_tree(ours: Record, one: Any, theirs: Record, other: Any) -> bool:
+    """Whether operands or results are: constants, values, and the shapes and types of these."""
+    if type(other) in SYMBOLIC:
+        other = hint(other)
+    if type(one) is Value and type(other) is Value:
+        number = theirs.same.get(other.number, other.number)
+        return one.number == number and ours.forms[number][:4:3] == theirs.forms[number][:4:3]
+    if isinstance(one, tuple | list) and type(one) is type(other):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_is_same_tree(ours, a, theirs, b) for a, b in pairs)
+    if type(one) is dict and type(other) is dict:
+        return list(one) == list(other) and all(_is_same_tree(ours, one[key], theirs, other[key]) for key in one)
+    return one is other or (type(one) is type(other) and repr(one) == repr(other))
 
 
 def _results(record: Record, row: Row) -> str:

@@ -1,17 +1,16 @@
-"""Recorder of random draws: a dispatch mode under which operators run → a :class:`Draw` for each that draws."""
+"""Recorder of random draws: operators that run → a :class:`Draw` for each that draws."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from bridge.base.devices import HOST, current_device
-from bridge.base.generators import default_generator
-from bridge.base.torch_internals import FakeTensor, TorchDispatchMode, aten, current_graph_task_id, schema, storage_id
+from bridge.base.torch_internals import FakeTensor, aten, current_graph_task_id, schema, storage_id
 from bridge.base.torch_recording import unrecorded
 from bridge.capture.checkpoints import DRAWS_ANEW, draws_anew
-from bridge.capture.isolated_rng import with_generator
+from bridge.capture.isolated_rng import TORCHS, IsolatedRNG, draws, with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
 from bridge.capture.passes.attention_draws import (
     attends_by_products,
@@ -30,17 +29,15 @@ _OWN_GENERATOR = "draw from torch's default generator, or outside of the module 
 _DEVICE = torch.ops.prim.device.default
 
 UNTOLD = "draws random numbers, and has no tag that says so"
-_TORCHS = ("aten", "prims", "tvm_dispatch")
-"""Namespaces of operators whose tags say whether they draw."""
 
 
-class DrawRecorder(TorchDispatchMode):
-    """Appends a :class:`Draw` for every random operator that runs; tells what it cannot express.
+class DrawRecorder:
+    """While active, appends a :class:`Draw` for every random operator that runs; tells what it cannot express.
 
     ``differentiates``: whether one ran in a backward.
-    ``inputs``: module tensors and arguments, in whose memory a dropout may read. ``advance``: how far the last draw
-    moved its generator. ``real``: whether operators compute; then those that are not torch's, whose tags may say too
-    little, are watched. ``on_cast``: called with each tensor that is about to be cast.
+    ``inputs``: module tensors and arguments, in whose memory a dropout may read. ``real``: whether operators compute;
+    then draws come from generators of their own, and operators that are not torch's, whose tags may say too little, are
+    watched. ``on_cast``: called with each tensor that is about to be cast.
     """
 
     def __init__(
@@ -48,12 +45,11 @@ class DrawRecorder(TorchDispatchMode):
         draws: list[Draw],
         complain: Callable[[str, str], None],
         inputs: Sequence[torch.Tensor] = (),
-        advance: Callable[[], int | None] = lambda: None,
         real: bool = False,
         on_cast: Callable[[torch.Tensor], None] = lambda tensor: None,
     ):
-        super().__init__()
-        self._advance, self._real, self._on_cast = advance, real, on_cast
+        self._real, self._on_cast = real, on_cast
+        self._mode: IsolatedRNG | None = None
         self._inputs: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for index, tensor in enumerate(inputs):
             self._inputs.setdefault(storage_id(tensor), []).append((index, tensor))
@@ -62,7 +58,19 @@ class DrawRecorder(TorchDispatchMode):
         self.differentiates = False
         self.in_backward = False
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __enter__(self) -> DrawRecorder:
+        self._mode = IsolatedRNG(self._called, self._real).__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        mode, self._mode = self._mode, None
+        mode.__exit__(*raised)
+
+    def _advance(self) -> int | None:
+        """How far the last draw moved its generator, if that can be told."""
+        return self._mode.advance
+
+    def _called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func is _DEVICE:  # two of three calls: torch asks fake tensors for it all the time
             (tensor,) = args
             if type(tensor) is FakeTensor and not tensor.fake_mode.in_kernel_invocation:
@@ -71,10 +79,10 @@ class DrawRecorder(TorchDispatchMode):
                 return func(*args)
         if func is aten._to_copy.default:
             self._on_cast(args[0])
-        before = None if func.namespace in _TORCHS or not self._real else self._states()
+        before = None if func.namespace in TORCHS or not self._real else self._mode.states()
         with unrecorded():
-            result = func(*args, **(kwargs or {}))
-        if before is not None and not all(map(torch.equal, before, self._states())):
+            result = call(*args, **kwargs)
+        if before is not None and not all(map(torch.equal, before, self._mode.states())):
             self.complain(str(func), UNTOLD)
         if current_graph_task_id() != -1:
             self.differentiates = True
@@ -82,13 +90,9 @@ class DrawRecorder(TorchDispatchMode):
                 self.in_backward = True  # said once
                 reason = "runs autograd inside forward: its result is a constant"
                 self.complain("torch.autograd.grad or backward", reason)
-        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs or {}):
-            self.record(func, args, kwargs or {}, result)
+        if draws(func) and not _draws_nothing(func, args, kwargs):
+            self.record(func, args, kwargs, result)
         return result
-
-    @staticmethod
-    def _states() -> list[torch.Tensor]:
-        return [default_generator(device).get_state() for device in {HOST, current_device()}]
 
     def record(self, func, args, kwargs, result) -> None:
         """Appends the draw of an operator that has run."""

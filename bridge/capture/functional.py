@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ import torch
 from torch import fx
 
 from bridge.base.devices import current_device
+from bridge.base.torch_fakes import new_fake
 from bridge.base.torch_internals import (
+    FakeTensor,
     FunctionalTensor,
     OpOverload,
     aten,
@@ -26,6 +29,8 @@ from bridge.base.torch_internals import (
     implements_composite,
     python_kernels,
     pytree,
+    schema,
+    storage_id,
 )
 from bridge.base.torch_recording import (
     BelowFunctionalMode,
@@ -41,6 +46,7 @@ from bridge.capture.loops.operators import MARKS
 from bridge.capture.passes.decompositions import composite_formulas, formulas, whole_operators
 from bridge.capture.passes.told import ROW
 from bridge.capture.recorded_draws import draws
+from bridge.capture.rows import CONSTANTS, mapped
 from bridge.capture.size_formulas import POOLINGS
 from bridge.capture.size_nodes import SizeNodes
 from bridge.capture.training_graph import TrainingGraph
@@ -69,11 +75,11 @@ class FunctionalGraph:
 def functional_graph(made: TrainingGraph) -> FunctionalGraph:
     """The functional graph of a training graph, whose ``meta["custom"]`` its nodes hand on."""
     emitter = _Emitter(symbolic=made.mode.shape_env is not None)
+    kinds = None if emitter.symbolic else _Kinds(emitter, any(map(_writes, made.graph.nodes)))
     values: dict[fx.Node, Any] = {}
     inputs: dict[str, Any] = {}
     results: list[Any] = []
     with torch.no_grad(), below_autograd(), made.mode, emitter, _Functional() as mode:
-        del mode
         for node in made.graph.nodes:
             emitter.current = node
             if node.op == "placeholder":
@@ -82,10 +88,113 @@ def functional_graph(made: TrainingGraph) -> FunctionalGraph:
                 results = [_inner(values[each]) if isinstance(each, fx.Node) else each for each in node.args[0]]
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
+                values[node] = node.target(*args, **kwargs) if kinds is None else kinds.call(node, args, kwargs, mode)
         written = {name: emitter.node_of(_inner(value)) for name, value in inputs.items() if is_written(value)}
     results = [emitter.node_of(each) if isinstance(each, torch.Tensor) else each for each in results]
     return FunctionalGraph(emitter.graph, results, written, [node for node in emitter.graph.nodes if draws(node)])
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a call may write in place, or looks at memory beside its tensors' elements."""
+    if node.op != "call_function" or node.target is getitem:
+        return False
+    op = node.target
+    return not isinstance(op, OpOverload) or schema(op).is_mutable or op.overloadpacket in _UNTOLD
+
+
+_UNTOLD = (aten.batch_norm, aten.instance_norm, aten.as_strided, aten._assert_async)
+"""Running statistics are written although the schema does not say so; an assertion is an effect."""
+
+
+class _Template(NamedTuple):
+    """What a call was brought into: the nodes of the tensors that it reads, all that were written down, its results."""
+
+    inputs: list[fx.Node]
+    nodes: list[fx.Node]
+    results: Any
+
+
+class _Kinds:
+    """Calls of one kind, the same operator with the same constants on tensors of the same layouts: the nodes that the
+    first one was brought into are written down again for each later one.
+
+    A formula sees nothing of its arguments but their layouts. Each call is made that may write, and in a graph with
+    such calls each whose results share memory, which functionalization has to know of.
+    """
+
+    def __init__(self, emitter: _Emitter, writes: bool):
+        self._emitter, self._writes = emitter, writes
+        self._known: dict[Any, _Template | None] = {}
+
+    def call(self, node: fx.Node, args: tuple, kwargs: dict[str, Any], mode: Any) -> Any:
+        """What a call of the training graph gives."""
+        given: list[torch.Tensor] = []
+        try:
+            key = None if node.target is getitem or _writes(node) else (node.target, self._key((args, kwargs), given))
+            known = self._known.get(key)
+        except TypeError:  # constants that have no hash
+            key = known = None
+        if known is not None:
+            return self._again(known, given, mode)
+        nodes = self._emitter.graph.nodes
+        last, inputs = next(iter(reversed(nodes)), None), [self._emitter.node_of(each) for each in given]
+        result = node.target(*args, **kwargs)
+        if key is not None and key not in self._known:
+            made = takewhile(lambda each: each is not last, reversed(nodes))
+            self._known[key] = self._learned(inputs, list(made)[::-1], result, args, kwargs)
+        return result
+
+    def _key(self, tree: Any, given: list[torch.Tensor]) -> Any:
+        kind = type(tree)
+        if kind is FunctionalTensor:
+            inner = in_functional(tree)
+            if inner.layout is not torch.strided or inner.is_conj() or inner.is_neg() or inner.constant is not None:
+                raise TypeError
+            place = next((place for place, each in enumerate(given) if each is inner), len(given))
+            given += [inner] * (place == len(given))
+            form = inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, inner.fake_device
+            return place, *form, inner.requires_grad
+        if isinstance(tree, list | tuple):
+            return kind, *[self._key(each, given) for each in tree]
+        if isinstance(tree, dict):
+            return tuple((name, self._key(each, given)) for name, each in tree.items())
+        if kind not in CONSTANTS:
+            raise TypeError
+        return kind, repr(tree)
+
+    def _learned(self, inputs: list, nodes: list, result: Any, args: tuple, kwargs: dict[str, Any]) -> _Template | None:
+        """``None`` for a call whose nodes cannot be written down again."""
+        leaves = result if isinstance(result, list | tuple) else [result]
+        known = {*inputs, *nodes}
+        if not all(each is None or type(each) is FunctionalTensor for each in leaves):
+            return None
+        if any(source not in known for each in nodes for source in each.all_input_nodes):
+            return None
+        if self._writes:
+            given = [each for each in pytree.tree_leaves((args, kwargs)) if type(each) is FunctionalTensor]
+            made = [storage_id(each.elem) for each in leaves if each is not None]
+            if len(set(made)) < len(made) or not {storage_id(each.elem) for each in given}.isdisjoint(made):
+                return None
+        results = mapped(result, FunctionalTensor, lambda each: self._emitter.node_of(in_functional(each)))
+        return _Template(inputs, nodes, results) if {*pytree.tree_leaves(results)} - {None} <= known else None
+
+    def _again(self, known: _Template, given: Sequence[torch.Tensor], mode: Any) -> Any:
+        own = dict(zip(known.inputs, map(self._emitter.node_of, given), strict=True))
+        for node in known.nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), own.__getitem__)
+            own[node] = self._emitter.emitted(node.target, args, kwargs, node.meta["val"])
+
+        def result(node: fx.Node) -> Any:
+            value = own[node].meta["val"]
+            if node in known.nodes:
+                value = own[node].meta["val"] = self._emitter.noted(_anew(value), own[node])
+            return functional_of(value, mode)
+
+        return mapped(known.results, fx.Node, result)
+
+
+def _anew(fake: torch.Tensor) -> torch.Tensor:
+    return new_fake(fake.fake_mode, fake.shape, fake.stride(), fake.dtype, fake.fake_device)
 
 
 def _inner(value: Any) -> Any:
@@ -104,10 +213,15 @@ def drop_unused(graph: fx.Graph) -> None:
 _EFFECTS = (aten._assert_async.msg,)
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 class _Functional(FunctionalTensorMode):
     """Functionalization that decomposes composite operators, but for those that are left whole."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # asked of each tensor, several times
         kwargs = kwargs or {}
         if _is_whole(func):
             args, kwargs = pytree.tree_map_only(FunctionalTensor, in_functional, (args, kwargs))
@@ -149,12 +263,12 @@ class _Emitter(BelowFunctionalMode):
         made = self.graph.create_node("placeholder", node.target, name=node.name)
         made.name, made.meta = node.name, dict(node.meta)
         self.sizes.read_from(made)
-        return self._noted(node.meta["val"], made)
+        return self.noted(node.meta["val"], made)
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         return self._nodes[id(tensor)][1]
 
-    def _noted(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    def noted(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
         self._nodes[id(tensor)] = tensor, node
         self.tensor_tracker[tensor] = _Tracked(_Proxied(node))
         return tensor
@@ -179,20 +293,23 @@ class _Emitter(BelowFunctionalMode):
         with python_kernels() if self.symbolic else nullcontext():  # some in C++ take symbolic sizes for numbers
             result = func(*args, **kwargs)
         given_args, given_kwargs = pytree.tree_map_only((torch.Tensor, *SYMBOLIC), self._operand, (args, kwargs))
-        name = func.overloadpacket.__name__
-        node = self.graph.create_node("call_function", func, given_args, given_kwargs, name=name)
-        told = {} if self.current is None else self.current.meta
-        node.meta = {key: told[key] for key in _HANDED_ON if key in told}
-        node.meta["val"] = result
+        node = self.emitted(func, given_args, given_kwargs, result)
         if isinstance(result, torch.Tensor):
-            self._noted(result, node)
+            self.noted(result, node)
         elif isinstance(result, list | tuple):
             for place, each in enumerate(result):
                 if isinstance(each, torch.Tensor):
-                    item = self.graph.call_function(getitem, (node, place))
-                    item.meta = {**node.meta, "val": each}
-                    self._noted(each, item)
+                    self.noted(each, self.emitted(getitem, (node, place), {}, each))
         return result
+
+    def emitted(self, func: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
+        """A node for a call of an operator, or an item of what one gives; what it is from is the current node's."""
+        name = None if func is getitem else func.overloadpacket.__name__
+        node = self.graph.create_node("call_function", func, args, kwargs, name=name)
+        told = {} if self.current is None else self.current.meta
+        node.meta = {key: told[key] for key in _HANDED_ON if key in told}
+        node.meta["val"] = value
+        return node
 
     def _operand(self, value: Any) -> Any:
         return self._nodes[id(value)][1] if isinstance(value, torch.Tensor) else self.sizes.of(value)

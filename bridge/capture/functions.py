@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress
 from types import FunctionType
 from typing import Any
 
@@ -36,10 +35,12 @@ from bridge.base.torch_script import ScriptFunction, run_unfused
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.counted_sizes import COUNTS, FORMS
 from bridge.capture.inplace_rules import InPlaceRules
+from bridge.capture.known_fakes import KnownCalls
 from bridge.capture.observation import Output
 from bridge.capture.overlap import overlaps_itself
 from bridge.capture.packed import PackedSequences
-from bridge.capture.recorder import Recorder, line_of_reading
+from bridge.capture.readings import line_of_reading
+from bridge.capture.recorder import Recorder
 from bridge.capture.select_at import selected, shared_views
 from bridge.capture.unwatched import unwatched
 from bridge.capture.whole_functions import HANDLERS
@@ -82,6 +83,7 @@ class Functions(TorchFunctionMode):
         #: A number of :data:`bridge.capture.counted_sizes.COUNTS`, which forward reads with that.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
+        self._known = KnownCalls(recorder)
 
     def __enter__(self) -> Functions:
         self.recorder.judge = None if self._rules is None else self._judge
@@ -130,7 +132,7 @@ class Functions(TorchFunctionMode):
             made = form(self, *args, **kwargs)
             if made is not NotImplemented:
                 return made
-        return func(*args, **kwargs)
+        return self._known.call(func, args, kwargs)
 
     def shared_views(self, results: Sequence[tuple[torch.Tensor, Output]]) -> list[Unsupported]:
         """Why results cannot be had, see :func:`bridge.capture.select_at.shared_views`."""
@@ -196,14 +198,14 @@ class Functions(TorchFunctionMode):
             rules = self._rules
             rules.look_for_custom_function()
             name = getattr(func, "__name__", str(func))
-            values = pytree.tree_leaves((args, kwargs))
+            values = _leaves((args, kwargs))
             tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
             rules.checkpointed.note(tensors)
             if (use := use_of_autograd(func, name)) is not None and use not in self._uses:
                 self._uses.append(use)  # said once
                 rules.complain(*use)
             attribute = _SETTERS.get(func) if name in ("__set__", "__delete__") else None
-            if name == "__set__" and attribute is not None:
+            if name == "__set__" and attribute is not None and not (attribute == "data" and _is_same_data(*args)):
                 reason = "gives a tensor other memory or another gradient inside forward"
                 rules.complain(f"Tensor.{attribute} =", reason)
             with no_torch_function():
@@ -214,12 +216,10 @@ class Functions(TorchFunctionMode):
             called = self._called
             result = quiet.call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
             with no_torch_function():  # what is asked of tensors here is no call of forward's
-                changed = [tensor._version != version for tensor, version in zip(tensors, versions, strict=True)]
-                written = list(compress(tensors, changed))
-                for tensor in written:
-                    rules.mutated(name, tensor)
-                results = _leaves(result)
-                for leaf in results:
+                for tensor, version in zip(tensors, versions, strict=True):
+                    if tensor._version != version:
+                        rules.mutated(name, tensor)
+                for leaf in _leaves(result):
                     if isinstance(leaf, torch.Tensor):
                         rules.returned(name, tensors, leaf)
         return result
@@ -235,8 +235,11 @@ def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:
     return not is_torchs or name in _RUN_BACKWARD or any(map(callable, values))
 
 
+_PLAIN = (torch.Tensor, str, int, float, type(None), slice, torch.dtype, torch.device)
+
+
 def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, _PLAIN):
         return [value]
     if isinstance(value, tuple | list):
         return [leaf for item in value for leaf in _leaves(item)]
@@ -307,6 +310,19 @@ def _detached(run: Functions, x: torch.Tensor) -> torch.Tensor:
     return x.detach()
 
 
+def _is_same_data(x: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether ``x.data = value`` leaves a tensor what it is: ``p.data = p.data.to(p.device)``."""
+    with no_torch_function():
+        looks = [
+            (each.dtype, each.shape, each.stride(), each.storage_offset(), storage_id(each)) for each in (x, value)
+        ]
+    return looks[0] == looks[1]
+
+
+def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
+    return None if _is_same_data(x, value) else NotImplemented
+
+
 def _at_numbers(run: Functions, x: torch.Tensor, index: Any, *value: Any) -> Any:
     """``x[t]`` and ``x[t] = v``: masks are counted, and numbers are positions that stay data."""
     form = FORMS[torch.Tensor.__setitem__ if value else torch.Tensor.__getitem__]
@@ -331,6 +347,7 @@ _READ_AS = {torch.Tensor.__int__: "__int__", torch.Tensor.__bool__: "__bool__"}
 
 _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__get__: _detached,
+    torch.Tensor.data.__set__: _set_data,
     torch.Tensor.tolist: _numbers,
     torch.Tensor.new_tensor: _like_tensors,
     **{each: partial(_of_tensors, each) for each in (torch.tensor, torch.as_tensor, torch.asarray)},

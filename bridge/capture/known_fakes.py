@@ -8,16 +8,17 @@ another fake tensor is made without a run, a tenth of the time, and autograd see
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from bridge.base.torch_autograd import apply_function, no_torch_dispatch
-from bridge.base.torch_fakes import new_fake
+from bridge.base.torch_fakes import like_fake, new_fake
 from bridge.base.torch_internals import FakeTensor, OpOverload, schema, storage_id
-from bridge.capture.rows import CONSTANTS, Layout
+from bridge.capture.rows import CONSTANTS, Record, Value, mapped, values_in
 
-__all__ = ["KnownFakes"]
+__all__ = ["KnownCalls", "KnownFakes"]
 
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
@@ -30,7 +31,7 @@ class KnownFakes:
     """The kinds of calls that a run on fake tensors has met."""
 
     def __init__(self) -> None:
-        self._results: dict[tuple, tuple[type | None, list[Layout]] | None] = {}
+        self._results: dict[tuple, tuple[type | None, list[tuple], bool] | None] = {}
         self._functional: dict[Any, bool] = {}
 
     def call(self, func: Any, args: tuple, kwargs: dict[str, Any], modes: tuple) -> Any:
@@ -53,6 +54,80 @@ class KnownFakes:
             return result
         known = self._results[key]
         return func(*args, **kwargs) if known is None else _again(known, given)
+
+
+class _Row(NamedTuple):
+    """The only row of a call: its operator and operands, with :class:`_Given` for tensors; how its result is made."""
+
+    op: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    results: tuple
+
+
+class _Given(int):
+    """A place among the tensors that a function is given."""
+
+
+class KnownCalls:
+    """torch's functions on fake tensors, of which each kind is called once → rows like that of the first call.
+
+    Which operator such a function calls, and on which constants, torch decides by the function, its constants, the
+    layouts of its tensors and the modes. So a call that has all these in common with an earlier one,
+    which made one row, of an operator that makes one tensor in memory of its own, makes such a row: the way through
+    torch's dispatcher, which takes longest in a loop, tells nothing new. The row is compared with the run on real
+    numbers, whose rows are all observed, like any other.
+    """
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+        self._known: dict[Any, _Row | None] = {}
+
+    def call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What ``func(*args, **kwargs)`` returns."""
+        is_torchs = type(func) in _IN_C or getattr(func, "__module__", "") == F.__name__
+        modes = self._recorder.modes() if is_torchs else None
+        if modes is None:
+            return func(*args, **kwargs)
+        given: list[torch.Tensor] = []
+        try:
+            key = func, modes, torch.get_default_dtype(), _key(args, given), _key(kwargs, given)
+        except _Unknown:
+            return func(*args, **kwargs)
+        if not given:
+            return func(*args, **kwargs)
+        places = [next(place for place, other in enumerate(given) if other is each) for each in given]
+        known = self._known.get((key, *places), False)
+        if known and (row := self._recorder.expected(known.op)) is not None:
+            args, kwargs = mapped((known.args, known.kwargs), _Given, lambda place: given[place])
+            return self._recorder.add(row, args, kwargs, _again(known.results, given))
+        record = self._recorder.record
+        before = _sizes(record)
+        result = func(*args, **kwargs)
+        if known is False:
+            is_one = [now - then for now, then in zip(_sizes(record), before, strict=True)] == _ONE_ROW
+            self._known[(key, *places)] = self._learned(given, result) if is_one else None
+        return result
+
+    def _learned(self, given: Sequence[torch.Tensor], result: Any) -> _Row | None:
+        """What is known of calls like this, which has made the last row; ``None``: that they are to be made."""
+        number_of, row = self._recorder.number_of, self._recorder.record.rows[-1]
+        if not _is_functional(row.op) or type(result) is not FakeTensor or row.results != (number_of(result),):
+            return None
+        results, numbers = _learned(given, result), list(map(number_of, given))
+        if results is None or not set(values_in((row.args, row.kwargs))) <= set(numbers):
+            return None
+        operands = mapped((row.args, row.kwargs), Value, lambda value: _Given(numbers.index(value.number)))
+        return _Row(row.op, *operands, results)
+
+
+_IN_C = (type(torch.sigmoid), type(torch.Tensor.add), type(torch.Tensor.__add__))
+_ONE_ROW = [1, 0, 0, 0, 0, 0]
+
+
+def _sizes(record: Record) -> list[int]:
+    """How much a record has of what calls add to."""
+    return [len(each) for each in (record.rows, record.reads, record.told, record.literals, record.free, record.casts)]
 
 
 class _MadeOf(torch.autograd.Function):
@@ -93,7 +168,7 @@ def _key(tree: Any, given: list[torch.Tensor]) -> Any:
     raise _Unknown
 
 
-def _learned(given: Sequence[torch.Tensor], result: Any) -> tuple[type | None, list[Layout]] | None:
+def _learned(given: Sequence[torch.Tensor], result: Any) -> tuple[type | None, list[tuple], bool] | None:
     """How results like these are made; ``None`` if they share memory, or are no plain tensors."""
     kind = type(result) if type(result) in (tuple, list) else None
     results = [result] if kind is None else list(result)
@@ -107,15 +182,15 @@ def _learned(given: Sequence[torch.Tensor], result: Any) -> tuple[type | None, l
     follows = {(each.requires_grad, each.is_leaf) for each in results}
     if len(follows) > 1 or (True, True) in follows:
         return None
-    made = [Layout(tuple(r.shape), r.stride(), r.dtype, r.fake_device, r.requires_grad) for r in results]
-    return kind, made
+    layouts = [(tuple(each.shape), each.stride(), each.dtype, each.fake_device) for each in results]
+    forms = [(*layout, dict(vars(new_fake(given[0].fake_mode, *layout)))) for layout in layouts]
+    return kind, forms, results[0].requires_grad
 
 
-def _again(known: tuple[type | None, list[Layout]], given: Sequence[torch.Tensor]) -> Any:
-    kind, forms = known
-    mode = given[0].fake_mode
-    made = [new_fake(mode, *each[:4]) for each in forms]
-    if forms[0].requires_grad:
+def _again(known: tuple[type | None, list[tuple], bool], given: Sequence[torch.Tensor]) -> Any:
+    kind, forms, is_followed = known
+    made = [like_fake(*each) for each in forms]
+    if is_followed:
         sources = [each for each in given if each.requires_grad]
         with no_torch_dispatch():  # no mode need be asked for devices
             made = apply_function(_MadeOf, (lambda: tuple(made), *sources), {})

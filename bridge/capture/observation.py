@@ -162,6 +162,7 @@ class Observation:
         objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.objects`).
         counted: indices of the inputs whose version it has moved on. A batch norm writes its running statistics without
             that: autograd takes them for unchanged, and so does a backward that has saved them.
+        saved: indices of the inputs that eager's autograd saves as they are; ``saved_views``: of which it saves a view.
         checkpointed: indices of the inputs that checkpoints read which the backward runs again, each with the line.
         replaced: names of the parameters and buffers that forward sets to another tensor.
         reads: what forward read of the state outside of the call (:class:`bridge.guards.Reads`).
@@ -175,6 +176,8 @@ class Observation:
     reads_validation: bool = False
     objects: list[Any] = field(default_factory=list)
     counted: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
+    saved_views: frozenset[int] = frozenset()
     checkpointed: dict[int, str] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
     reads: Any = field(default=None, compare=False, repr=False)

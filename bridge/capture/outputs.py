@@ -20,8 +20,10 @@ from bridge.capture.observation import Observation, Output
 from bridge.capture.own_functions import Applied
 from bridge.capture.preconditions import CACHES, NO_CACHE
 
-__all__ = ["describe_outputs", "geometry_of", "judge_replaced", "unknown_results", "version_of"]
+__all__ = ["OTHER_FORM", "describe_outputs", "geometry_of", "judge_replaced", "unknown_results", "version_of"]
 
+OTHER_FORM = "becomes"
+"""How the reason begins why a buffer cannot be set that gets another shape or type, maybe at the first call alone."""
 _CONTENTS = "return tensors, or a tuple, a list, a dict or a dataclass of them"
 
 
@@ -196,8 +198,9 @@ def judge_replaced(
         rules.complain(f"parameter '{name}'", "forward sets it to another tensor", "write into it, outside of forward")
     elif not isinstance(after, torch.Tensor) or (before.dtype, before.shape) != (after.dtype, after.shape):
         form = f"{after.dtype} of shape {tuple(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
-        reason = f"becomes {form}, was {before.dtype} of shape {tuple(before.shape)}"
-        rules.complain(f"buffer '{name}'", reason, "keep its form")
+        reason = f"{OTHER_FORM} {form}, was {before.dtype} of shape {tuple(before.shape)}"
+        hint = "keep its form; where the first call alone gives it another one, call the module once before"
+        rules.complain(f"buffer '{name}'", reason, hint)
     elif storage_id(before) in others:
         reason = "is set to another tensor, where the old one has a second name"
         rules.complain(f"buffer '{name}'", reason, "write into it (copy_)")

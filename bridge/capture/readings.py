@@ -8,15 +8,19 @@ graph, which a compiled call compares with what was noted (:mod:`bridge.aten.num
 from __future__ import annotations
 
 import copy
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from bridge.base.errors import TORCH_DIR, is_user_file, line_of
 from bridge.capture.counted_sizes import COUNTS
+from bridge.capture.prepared_twin import PreparedTwin
 
-__all__ = ["Reading", "ReadsDifferError", "frozen", "numbers_of", "same_numbers", "thawed"]
+__all__ = ["Reading", "ReadsDifferError", "frozen", "line_of_reading", "numbers_of", "same_numbers", "thawed"]
 
 
 class ReadsDifferError(Exception):
@@ -99,3 +103,25 @@ def frozen(value: Any) -> Any:
 def thawed(value: Any) -> Any:
     """Numbers with lists in the place of tuples, as Python is given them."""
     return list(map(thawed, value)) if isinstance(value, tuple) else copy.copy(value)
+
+
+_OWN = (os.path.dirname(os.path.dirname(__file__)),)
+_OWN += tuple(os.path.join(TORCH_DIR, name) for name in ("overrides.py", "_ops.py", "_library"))
+"""Where code between a line that reads and the recorder is from."""
+
+
+def line_of_reading() -> str:
+    """The user's line inside forward, or torch's own where forward is torch's."""
+    innermost, frame = None, sys._getframe(2)
+    while frame is not None and frame.f_code is not PreparedTwin.__call__.__code__:
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            innermost = frame
+            break
+        if innermost is None and not file.startswith(_OWN):
+            innermost = frame
+        frame = frame.f_back
+    if innermost is None:
+        return "forward"
+    line = line_of((innermost.f_code.co_filename, innermost.f_lineno))
+    return line[len(TORCH_DIR) - len("torch") :] if line.startswith(TORCH_DIR) else line

@@ -7,26 +7,30 @@ views and writes in place as forward makes them. It does nothing to them; what c
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge.base.devices import current_device
-from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, is_user_file, line_of
+from bridge.base.devices import HOST, current_device
+from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of
+from bridge.base.heap import give_back_pages
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_fakes import outside_graph
 from bridge.base.torch_internals import (
     MODULE_CALL,
     FakeTensor,
+    OpOverload,
     aten,
     innermost_transform,
+    len_dispatch_stack,
+    len_function_stack,
     no_torch_function,
     schema,
 )
@@ -35,13 +39,13 @@ from bridge.capture.known_fakes import KnownFakes
 from bridge.capture.own_context import backward_running
 from bridge.capture.passes.recurrent import LAYERED
 from bridge.capture.prepared_twin import PreparedTwin
-from bridge.capture.readings import Reading, ReadsDifferError, frozen, numbers_of
+from bridge.capture.readings import Reading, ReadsDifferError, frozen, line_of_reading, numbers_of
 from bridge.capture.rows import Form, Read, Record, Row, Value, form_of, mapped, memory_of, values_in, written_operands
 
 if TYPE_CHECKING:
     from bridge.capture.symbolic_run import Symbols
 
-__all__ = ["READS", "Recorder", "line_of_reading"]
+__all__ = ["READS", "Recorder"]
 
 READS = {
     aten.item.default: "item",
@@ -55,6 +59,8 @@ _OF_TWO = ("equal", "allclose")
 """Those that compare two tensors; the others are for one number."""
 _FRESH = (aten.lift_fresh.default,)
 """What takes a tensor made of numbers in the code: the very tensor in eager, another one among fakes."""
+_HOLES = 2**26
+"""Bytes of memory that rows make after which what is free of it is given back."""
 _WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
 """Operands that are written, running statistics, although the schema does not say so."""
 _QUESTIONS = ("prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel")
@@ -62,9 +68,23 @@ _QUESTIONS += ("aten::sym_storage_offset", "aten::is_contiguous", "aten::_versio
 """Operators that ask for metadata: no rows."""
 _OUTSIDE = PreparedTwin.__call__.__code__
 """The code of what calls forward."""
-_OWN = (os.path.dirname(os.path.dirname(__file__)),)
-_OWN += tuple(os.path.join(TORCH_DIR, name) for name in ("overrides.py", "_ops.py", "_library"))
-"""Where code between a line that reads and the recorder is from."""
+
+
+class _Facts(NamedTuple):
+    """What is asked of each operator that is called: whether it asks for metadata, reads numbers, makes a tensor of
+    numbers in the code, writes."""
+
+    is_question: bool
+    reads: bool
+    is_fresh: bool
+    writes: bool
+
+
+@cache
+def _facts(func: Any) -> _Facts:
+    writes = func in _WRITES or (isinstance(func, OpOverload) and schema(func).is_mutable)
+    is_question = func.name().partition(".")[0] in _QUESTIONS
+    return _Facts(is_question, func in READS, func in _FRESH, writes)
 
 
 class Recorder(PreDispatchMode):
@@ -110,6 +130,7 @@ class Recorder(PreDispatchMode):
         self._fakes = KnownFakes()
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memory: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._allocated = 0
         for tensor in inputs:
             self._new(tensor, once=False)
 
@@ -133,12 +154,15 @@ class Recorder(PreDispatchMode):
         if memory is not None:  # the first value, of those so far, that lies in it
             first = self._memory.get(memory)
             if first is None or first[1].expired():
-                first = self._memory[memory] = number, StorageWeakRef(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                first = self._memory[memory] = number, StorageWeakRef(storage)
+                if self._answers is None and form.device == HOST:
+                    self._allocated += storage.nbytes()
         record.memory.append(first[0])
         if once or id(tensor) not in self._known:
             self._note(tensor, number)
         if made and memory is not None and tensor.layout is torch.strided:
-            known = self._made.get(place := _place(tensor))
+            known = self._made.get(place := (memory, form.requires_grad, form[:4]))
             if known is None or known[0].expired():
                 self._made[place] = first[1], number
         if self._answers is not None and not (of_row and self._drops):
@@ -177,48 +201,51 @@ class Recorder(PreDispatchMode):
     # Rows
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if self.paused or func.name().partition(".")[0] in _QUESTIONS:
+        kwargs, facts, is_mapped = kwargs or {}, _facts(func), innermost_transform() is not None
+        if self.paused or facts.is_question:
             return func(*args, **kwargs)
-        if innermost_transform() is not None:
+        if is_mapped:
             tensors = list(_tensors_in((args, kwargs)))
             if not is_only_mapped():
                 raise UnsupportedModule("", [_transform(self._place_of_call()[0])])
             if any(map(has_wrapper, tensors)):  # what this calls on plain tensors are the rows
                 with self:
                     return called_below(func, tensors, args, kwargs)
-        if func in READS:
+        if facts.reads:
             return self._number(func, args, kwargs)
         if self._answers is not None and func is aten.contiguous.default and self._is_contiguous(*args, **kwargs):
             return args[0]  # no operator is called for real tensors that are
         place, before = self._place_of_call(), len(self._draws)
         grad, autocast = torch.is_grad_enabled(), _autocast()
-        if func in _FRESH:
+        if facts.is_fresh:
             return self._literal(func, args, kwargs)
         if self._expected:
-            args, kwargs = mapped((args, kwargs), torch.Tensor, self._as_fake)
-        operands = mapped((args, kwargs), torch.Tensor, self.value_of)
+            args, kwargs = mapped(args, torch.Tensor, self._as_fake), mapped(kwargs, torch.Tensor, self._as_fake)
+        operands = mapped(args, torch.Tensor, self.value_of), mapped(kwargs, torch.Tensor, self.value_of)
         symbols = self._symbols
         if symbols is not None and symbols.is_whole_slice(func, operands, args, self.record, self._answer()):
             return self._whole_slice(func, operands, args, (grad, autocast, (before, before), *place))
-        if self._protected is not None:
+        if self._protected is not None and facts.writes:
             for tensor in written_by(func, args, kwargs):
                 self._protected.note(tensor)
         if self._answers is None:
-            with no_python_kernels() if innermost_transform() is None else nullcontext():  # vmap puts them back
+            with nullcontext() if is_mapped else no_python_kernels():  # vmap puts them back
                 result = func(*args, **kwargs)
         else:
-            result = self._told(func, args, kwargs, operands, place[0])
-        results = self._results(result)
+            result = self._told(func, args, kwargs, operands, place[0], (grad, autocast))
+        results = mapped(result, torch.Tensor, self._result)
         draws = before, len(self._draws)
-        if draws[0] != draws[1] and (inside := backward_running()) is not None:
+        if draws[1] != before and (inside := backward_running()) is not None:
             inside.unheld = "draws random numbers"
-        if innermost_transform() is not None and draws[0] != draws[1]:
+        if is_mapped and draws[0] != draws[1]:
             reason = "draws inside of torch.vmap"
             raise UnsupportedModule("", [Unsupported(str(func), _line(place[0]), reason, "draw before it")])
-        if self.judge is not None and innermost_transform() is not None:
+        if self.judge is not None and is_mapped:
             self.judge(func, tensors, written_by(func, args, kwargs), list(_tensors_in(result)))
         self.record.rows.append(Row(func, *operands, results, grad, autocast, draws, *place))
+        if self._allocated > _HOLES:
+            self._allocated = 0
+            give_back_pages()
         return result
 
     def _answer(self) -> Row | None:
@@ -237,11 +264,11 @@ class Recorder(PreDispatchMode):
         with no_torch_dispatch():
             return torch.empty_strided(form.shape, form.stride, device="meta").is_contiguous(**memory_format)
 
-    def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], operands: tuple, where: Any) -> Any:
+    def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], operands: tuple, where: Any, modes: tuple) -> Any:
         """What an operator gives on fake tensors; as the run on real ones knows it where these cannot tell."""
         known = self._answer()
         known = None if known is None or known.op is not func else known
-        if known is not None and type(known.results) is Value and not schema(func).is_mutable:
+        if known is not None and type(known.results) is Value and not _facts(func).writes:
             for given, value in zip(args, operands[0], strict=True):
                 if type(value) is Value and self.record.same.get(value.number, value.number) == known.results.number:
                     return given  # an operator that does nothing returns what it was given
@@ -254,13 +281,40 @@ class Recorder(PreDispatchMode):
             if innermost_transform() is not None:
                 return func(*args, **kwargs)
             with no_python_kernels():
-                result = self._fakes.call(func, args, kwargs, (torch.is_grad_enabled(), _autocast()))
+                result = self._fakes.call(func, args, kwargs, modes)
             return result if known is None else _own_results(func, args, result, known)
         except Exception as error:
             if known is None:
                 raise
             self.record.told[len(self.record.rows) - len(self.record.same)] = error
             return mapped(known.results, Value, lambda value: _like(self._answers.forms[value.number]))
+
+    # Rows of calls that need not be made
+
+    def __enter__(self) -> Recorder:
+        self._depths = len_dispatch_stack(), len_function_stack() - 1  # that of functions is left while they are called
+        return super().__enter__()
+
+    def modes(self) -> tuple | None:
+        """What decides which operators a function calls, beside what it is given; ``None`` where it may be more."""
+        if self.paused or self._answers is None or self._symbols is not None:
+            return None
+        if (len_dispatch_stack(), len_function_stack()) != self._depths or innermost_transform() is not None:
+            return None
+        return torch.is_grad_enabled(), _autocast()
+
+    def expected(self, op: Any) -> Row | None:
+        """The next row of the run on real numbers, if it is of this operator, and made what it returned."""
+        row = self._answer()
+        return None if row is None or row.op is not op or row.results in row.args else row
+
+    def add(self, like: Row, args: tuple, kwargs: dict[str, Any], result: torch.Tensor) -> torch.Tensor:
+        """Appends the row of a call that was not made, where the run on real numbers has one of the same operator."""
+        operands = mapped(args, torch.Tensor, self.value_of), mapped(kwargs, torch.Tensor, self.value_of)
+        draws = len(self._draws), len(self._draws)
+        modes = torch.is_grad_enabled(), _autocast()
+        self.record.rows.append(Row(like.op, *operands, self._result(result), *modes, draws, like.where, like.path))
+        return result
 
     def _whole_slice(self, func: Any, operands: tuple, args: tuple, rest: tuple) -> torch.Tensor:
         """A part that is the whole at the sample's sizes, of which the run on real numbers has no row."""
@@ -340,16 +394,13 @@ class Recorder(PreDispatchMode):
             self.record.literals[number] = args[0].clone() if self._answers is None else args[0]
         return result
 
-    def _results(self, result: Any) -> Any:
-        def value(tensor: torch.Tensor) -> Value:
-            found = self._known.get(id(tensor))
-            if found is None or found[0]() is not tensor:
-                return Value(self._new(tensor, made=True, of_row=True))
-            if len(place := _place(tensor)) > 1 and place not in self._made:  # autograd follows it from now on
-                self._made[place] = StorageWeakRef(tensor.untyped_storage()), found[1]
-            return Value(found[1])
-
-        return mapped(result, torch.Tensor, value)
+    def _result(self, tensor: torch.Tensor) -> Value:
+        found = self._known.get(id(tensor))
+        if found is None or found[0]() is not tensor:
+            return Value(self._new(tensor, made=True, of_row=True))
+        if len(place := _place(tensor)) > 1 and place not in self._made:  # autograd follows it from now on
+            self._made[place] = StorageWeakRef(tensor.untyped_storage()), found[1]
+        return Value(found[1])
 
     def _place_of_call(self) -> tuple[tuple[str, int] | None, str]:
         """The user's line, and the path of the innermost module that runs."""
@@ -367,23 +418,6 @@ class Recorder(PreDispatchMode):
                 where = code.co_filename, frame.f_lineno
             frame = frame.f_back
         return where, path or ""
-
-
-def line_of_reading() -> str:
-    """The user's line inside forward, or torch's own where forward is torch's."""
-    innermost, frame = None, sys._getframe(2)
-    while frame is not None and frame.f_code is not _OUTSIDE:
-        file = frame.f_code.co_filename
-        if is_user_file(file):
-            innermost = frame
-            break
-        if innermost is None and not file.startswith(_OWN):
-            innermost = frame
-        frame = frame.f_back
-    if innermost is None:
-        return "forward"
-    line = line_of((innermost.f_code.co_filename, innermost.f_lineno))
-    return line[len(TORCH_DIR) - len("torch") :] if line.startswith(TORCH_DIR) else line
 
 
 def _line(where: tuple[str, int] | None) -> str:
@@ -423,6 +457,8 @@ def _autocast() -> tuple[torch.dtype | None, bool]:
 def _own_results(func: Any, args: tuple, result: Any, known: Row) -> Any:
     """The results of an operator on fake tensors, with copies for operands that torch's formula returns where the
     operator makes tensors of its own; ``known``: the row of the operator itself."""
+    if type(result) is FakeTensor and not any(each is result or type(each) in (list, tuple) for each in args):
+        return result
     given = set(map(id, _tensors_in(args)))
     if not any(id(each) in given for each in _tensors_in(result)):
         return result
@@ -434,6 +470,7 @@ def _own_results(func: Any, args: tuple, result: Any, known: Row) -> Any:
 
 
 def _place(tensor: torch.Tensor) -> tuple:
+    """What a shallow copy has in common with a tensor; see :meth:`Recorder._new`."""
     memory = memory_of(tensor)
     if memory is None or tensor.layout is not torch.strided:
         return (id(tensor),)

@@ -64,8 +64,7 @@ class Layout(NamedTuple):
         return self[:4]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One call of an operator.
 
     Attributes:
@@ -127,25 +126,28 @@ class Record:
 
 def form_of(tensor: torch.Tensor) -> Form:
     """The form of a tensor; of symbolic sizes, the sample's."""
-    is_strided = tensor.layout is torch.strided
-    return Form(
-        tuple(map(hint, tensor.shape)),
-        tuple(map(hint, tensor.stride())) if is_strided else (),
-        hint(tensor.storage_offset()) if is_strided else 0,
-        tensor.dtype,
-        tensor.fake_device if type(tensor) is FakeTensor else tensor.device,  # which a mode would be asked for
-        tensor.requires_grad,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    is_strided, is_fake = tensor.layout is torch.strided, type(tensor) is FakeTensor
+    shape, stride = tuple(tensor.shape), tensor.stride() if is_strided else ()
+    offset = tensor.storage_offset() if is_strided else 0
+    if not (type(tensor) is torch.Tensor or (is_fake and tensor.fake_mode.shape_env is None)):
+        shape, stride, offset = tuple(map(hint, shape)), tuple(map(hint, stride)), hint(offset)
+    device = tensor.fake_device if is_fake else tensor.device  # which a mode would be asked for
+    return Form(shape, stride, offset, tensor.dtype, device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
+
+
+_PLAIN = frozenset((type(None), bool, int, float))
 
 
 def mapped(tree: Any, kind: type | tuple[type, ...], change: Any) -> Any:
     """Operands or results with ``change(each)`` in the place of each leaf of this kind."""
+    if type(tree) in _PLAIN:  # no kind is one of these
+        return tree
     if isinstance(tree, kind):
         return change(tree)
-    if type(tree) in (list, tuple):
-        return type(tree)([mapped(each, kind, change) for each in tree])
+    if type(tree) is tuple:
+        return tuple([each if type(each) in _PLAIN else mapped(each, kind, change) for each in tree])
+    if type(tree) is list:
+        return [each if type(each) in _PLAIN else mapped(each, kind, change) for each in tree]
     if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
         return type(tree)(*[mapped(each, kind, change) for each in tree])
     if type(tree) is dict:

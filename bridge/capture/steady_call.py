@@ -28,6 +28,7 @@ from bridge.capture.explain_error import explain_error
 from bridge.capture.inplace_rules import OTHER_NAME
 from bridge.capture.loops.listener import loops_found
 from bridge.capture.loops.rolled import draws_of, folded_of, writes
+from bridge.capture.outputs import OTHER_FORM
 from bridge.capture.packed import PackedUseError
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
 from bridge.capture.two_runs import FakeRecord, RealRun, fake_run_of, real_run_of
@@ -142,8 +143,9 @@ def _find_loops(real: RealRun, dims: Sequence[DynamicDim]) -> None:
 
 
 def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> SteadyCall:
-    if real.observation.unsupported:
-        raise UnsupportedModule(type(real.twin).__name__, real.observation.unsupported)
+    if problems := real.observation.unsupported:
+        at_first = all(each.reason.startswith(OTHER_FORM) for each in problems)
+        raise (CacheNotFilled if at_first else UnsupportedModule)(type(real.twin).__name__, problems)
     try:
         fake = _on_fakes(real, args, kwargs, dims=dims)
     except UnsupportedModule as error:

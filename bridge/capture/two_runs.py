@@ -31,12 +31,12 @@ from bridge.base.torch_internals import (
 )
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
+from bridge.capture.cached_functions import CachedFunctions
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import generator_watch
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT, InPlaceRules
-from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.loops.row_form import Folded
 from bridge.capture.observation import Observation
 from bridge.capture.outputs import describe_outputs, geometry_of, judge_replaced, unknown_results, version_of
@@ -49,7 +49,7 @@ from bridge.capture.rows import Record, Value, memory_of, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.twin import Twin
 from bridge.capture.validation_reads import ValidationReads
-from bridge.guards import Place, Reads, alike, asked_of, recorded_reads
+from bridge.guards import Place, Reads, recorded_reads, told_otherwise
 from bridge.state import ModuleTensor, hooks_of, module_tensors, own_attributes
 
 __all__ = ["FakeRecord", "RealRun", "SavedTensorsNeededError", "fake_run_of", "real_run_of"]
@@ -115,7 +115,7 @@ class SavedTensorsNeededError(RuntimeError):
 
 
 @contextmanager
-def _nothing_saved() -> Iterator[list[bool]]:
+def _nothing_saved(note: Callable[[torch.Tensor], None]) -> Iterator[list[bool]]:
     """While active, autograd saves no tensors; the list is empty as long as none is asked for."""
     asked: list[bool] = []
 
@@ -123,7 +123,7 @@ def _nothing_saved() -> Iterator[list[bool]]:
         asked.append(True)
         raise SavedTensorsNeededError
 
-    with saved_tensors_hooks(lambda tensor: None, unpack):
+    with saved_tensors_hooks(note, unpack):
         yield asked
 
 
@@ -136,6 +136,30 @@ def _saved_here() -> Iterator[None]:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+class _SavedInputs:
+    """The inputs whose memory autograd saves, as it would in eager.
+
+    Attributes:
+        themselves: indices of those that are saved as they are; ``views``: of those that a view is saved of.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]):
+        self._at: dict[int, list[tuple[int, tuple]]] = {}
+        for index, each in enumerate(inputs):
+            if (memory := memory_of(each)) is not None:
+                self._at.setdefault(memory, []).append((index, _look(each)))
+        self.themselves: set[int] = set()
+        self.views: set[int] = set()
+
+    def note(self, tensor: torch.Tensor) -> None:
+        for index, look in self._at.get(memory_of(tensor), ()) if self._at else ():
+            (self.themselves if look == _look(tensor) else self.views).add(index)
+
+
+def _look(tensor: torch.Tensor) -> tuple:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def paths_of(module: nn.Module) -> dict[int, str]:
@@ -221,16 +245,20 @@ def real_run_of(
     given = zip(_tensors((args, kwargs)), arguments, strict=True)
     inner = [leaf for each, leaf in given if each.requires_grad and not each.is_leaf]
     inner += map(own, computed.values())
+    kept = _SavedInputs(inputs)
     protected = _Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()], inner)
+    recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
+    draws = DrawRecorder(observation.draws, rules.complain, inputs, True, recorder.note_cast)
     with ExitStack() as stack:
         stack.callback(protected.restore)
         stack.callback(prepared.finish)
         changed_modes = stack.enter_context(modes_put_back())
         validation = stack.enter_context(ValidationReads())
-        isolated = stack.enter_context(IsolatedRNG())
+        stack.enter_context(draws)
         stack.enter_context(functions.traced())
         originals = {made: origin.get(id(each), each) for made, each in prepared.twin.originals.items()}
-        observation.reads = recorded_reads(Reads(originals, twin.named_modules()))
+        cached = CachedFunctions()
+        observation.reads = recorded_reads(Reads(originals, twin.named_modules(), cached.instead))
         for path, each in module.named_modules():
             for _, hook in hooks_of(each):
                 observation.reads.know(hook, Place("", f"a hook on {f'submodule {path!r}' if path else 'the module'}"))
@@ -238,15 +266,13 @@ def real_run_of(
             observation.reads.know(each)
             observation.reads.inputs.setdefault(id(each), place)
         stack.enter_context(generator_watch(rules, observation.reads))
-        saved = stack.enter_context(_saved_here() if saves else _nothing_saved())
-        recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
+        saved = stack.enter_context(_saved_here() if saves else _nothing_saved(kept.note))
         functions_called = Functions(recorder, rules)
-        told = observation.draws, rules.complain, inputs, lambda: isolated.advance, True, recorder.note_cast
-        draws = DrawRecorder(*told)
-        for each in (functions_called.scripts(), functions_called, draws, python_kernels(), recorder):
+        for each in (functions_called.scripts(), functions_called, python_kernels(), recorder):
             stack.enter_context(each)
         result = prepared(*own_args, **own_kwargs)
         functions_called.finish(result)
+    cached.check()
     if saved:
         raise SavedTensorsNeededError
     applied = functions.applied
@@ -260,6 +286,8 @@ def real_run_of(
         reason = "forward leaves it changed for what comes after the call"
         rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
     observation.checkpointed = rules.checkpointed.of(inputs)
+    observation.saved = frozenset(range(len(inputs)) if saves else kept.themselves)
+    observation.saved_views = frozenset(kept.views - kept.themselves)
     observation.differentiates, observation.reads_validation = draws.differentiates, validation.found
     leaves_now, spec_now = pytree.tree_flatten((own_args, own_kwargs))
     if spec_now != in_spec or any(now is not then for now, then in zip(leaves_now, leaves, strict=True)):
@@ -286,7 +314,7 @@ def real_run_of(
         tensors.append(_spec("free", _reader(recorder.record, row), tensor, held))
     described = [*owned, *(inputs[n] for n in used), *(recorder.record.free[n][0] for n in free), *arguments]
     given = zip(range(len(owned), behind), _tensors((args, kwargs)), arguments, strict=True)
-    rules.unsupported += _told_otherwise(observation.reads, list(given), str(type(module).__name__))
+    rules.unsupported += told_otherwise(observation.reads, list(given), str(type(module).__name__))
     _in_order(observation, {place: index for index, place in enumerate(order)})
     describe_outputs(result_leaves, described, observation, rules, applied)
     returned = [pair for pair in zip(result_leaves, observation.outputs, strict=True) if pair[1].is_tensor]
@@ -311,24 +339,13 @@ def _reader(record: Record, row: int) -> str:
     return "forward" if where is None else line_of(where)
 
 
-def _told_otherwise(reads: Reads, given: Sequence[tuple[int, Any, Any]], name: str) -> Iterator[Unsupported]:
-    """What forward asked of an argument, where the run's own tensor tells something else."""
-    hint = "do not let forward depend on it"
-    for place, argument, own in given:
-        for asked in [asked for of, asked in reads.tensors if of == place]:
-            if not alike(asked_of(argument, asked), asked_of(own, asked)):
-                reason = "what forward reads of an argument is another one while it is recorded"
-                yield Unsupported(f"{asked} of an argument", f"{name}.forward", reason, hint)
-    if reads.identities and len({id(argument) for _, argument, _ in given}) < len(given):
-        reason = "forward asks which tensors are the same object, and the sample has one twice"
-        yield Unsupported("is, id()", f"{name}.forward", reason, "pass a sample of different tensors")
-
-
 def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
     """Inputs that an observation speaks of, by their places in the run → by those in the compiled code's order."""
     reads = observation.reads
     reads.tensors = {(index_of[place], name): None for place, name in reads.tensors if place in index_of}
-    observation.counted = frozenset(index_of[each] for each in observation.counted if each in index_of)
+    for name in ("counted", "saved", "saved_views"):
+        places = getattr(observation, name)
+        setattr(observation, name, frozenset(index_of[each] for each in places if each in index_of))
     observation.checkpointed = {
         index_of[each]: line for each, line in observation.checkpointed.items() if each in index_of
     }

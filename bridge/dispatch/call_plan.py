@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from bridge.compile import Program
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.guards import Guard
+from bridge.dispatch.held import saved_apart
 from bridge.dispatch.observed import Observed
 from bridge.dispatch.results import result_layouts
 from bridge.lowering import LoweredCall
@@ -100,6 +101,7 @@ def _save(
     lowered: LoweredCall, primals: Sequence[str], values: Sequence[str], beside: Sequence[int], guard: Guard | None
 ) -> steps.Save:
     plan, changed = lowered.plan, {index for index, _ in lowered.captured.mutated}
+    apart, aliased = saved_apart(lowered.captured)
     saved, outputs = tuple(plan.saved_primals), tuple(plan.saved_outputs)
     names = (
         [primals[index] for index in saved] + [values[index] for index in outputs] + [*values[lowered.num_results :]]
@@ -108,10 +110,11 @@ def _save(
     leaves = {index for index, each in enumerate(owned) if each.kind == "parameter"}
     return steps.Save(
         saved,
-        tuple(place for place, index in enumerate(saved) if index in changed),
+        tuple(place for place, index in enumerate(saved) if index in changed or index in apart),
         outputs,
         lowered.num_results,
         tuple(names),
+        tuple(place for place, index in enumerate(saved) if index in aliased and index not in changed),
         tuple(beside),
         tuple(primals[index] for index in beside),
         tuple(place for place, index in enumerate(beside) if index in changed),

@@ -183,6 +183,7 @@ def _generator(step: steps.Generator) -> Action:
 
 def _save(step: steps.Save) -> Action:
     primals, outputs, copied, captures = taken(step.primals), taken(step.outputs), step.copied, step.captures
+    aliased = tuple(place for place in step.aliased if place not in copied)
     beside = taken(step.beside)
     is_plain = bool(step.beside) and not (step.beside_copied or step.beside_followed)
 
@@ -191,6 +192,8 @@ def _save(step: steps.Save) -> Action:
         call.saved = [*primals(call.primals), *outputs(values), *values[captures:]]
         for place in copied:
             call.saved[place] = call.saved[place].clone()
+        for place in aliased:
+            call.saved[place] = call.saved[place].detach()
         call.held = None
         if is_plain:
             tensors = beside(call.primals)

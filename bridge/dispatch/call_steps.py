@@ -182,7 +182,8 @@ class Save(CallStep):
 
     Attributes:
         primals: places of inputs and draws.
-        copied: which of them are buffers that the call changes, by their place in ``primals``.
+        copied: which of them are copied, by their place in ``primals``: buffers that the call changes, and what eager
+            does not save. ``aliased``: which are another tensor in the same memory.
         outputs: places of outputs.
         captures: the first capture among the results; all from there on are saved.
         names: of all that is saved.
@@ -197,6 +198,7 @@ class Save(CallStep):
     outputs: tuple[int, ...]
     captures: int
     names: tuple[str, ...]
+    aliased: tuple[int, ...] = ()
     beside: tuple[int, ...] = ()
     beside_names: tuple[str, ...] = ()
     beside_copied: tuple[int, ...] = ()

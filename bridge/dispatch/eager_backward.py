@@ -19,6 +19,7 @@ from bridge.base.devices import working_for
 from bridge.base.modes import autocast_to
 from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes
+from bridge.dispatch.held import saved_apart
 from bridge.dispatch.observed import Observed, observed_for
 from bridge.lowering import LoweredCall
 from bridge.reference import outputs_at
@@ -33,7 +34,7 @@ class EagerBackward:
     Attributes:
         needed: places of the primals (module tensors, arguments, draws) that its gradients are computed from.
         saved: places of those that autograd saves for the compiled backward, in its order.
-        held: those that a call holds for it alone.
+        held: those that a call holds for it alone; they come before what is saved of the same.
 
     Args:
         masks: that the programs compute: the draw's place holds the generator's state.
@@ -46,7 +47,8 @@ class EagerBackward:
         self._draws = (*imported.input_draws, *imported.dropout_draws)
         self.needed = lowered.gradient_inputs
         self.saved = tuple(lowered.plan.saved_primals)
-        self.held = tuple(place for place in self.needed if place not in self.saved)
+        apart = set().union(*saved_apart(captured)) & {*lowered.wanted}  # autograd cannot follow what is saved of them
+        self.held = tuple(place for place in self.needed if place not in self.saved or place in apart)
 
     def at(self, sizes: Sizes) -> EagerBackward:
         """The same for certain sizes, where extents are symbolic."""

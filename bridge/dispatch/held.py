@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Held", "held_apart", "taken", "tensors_of", "versions_of"]
+from bridge.capture import Captured
+
+__all__ = ["Held", "held_apart", "saved_apart", "taken", "tensors_of", "versions_of"]
 
 Held = tuple[Sequence[torch.Tensor | None], Sequence[int] | None, torch.Tensor | None]
 """What one call holds: tensors in order, how often each had been changed in place (some number for those that are
@@ -88,3 +90,16 @@ def taken(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+
+
+def saved_apart(captured: Captured) -> tuple[set[int], set[int]]:
+    """Inputs that are saved in other tensors than the caller's, for what becomes of those until the backward.
+
+    First: not parameters, of which eager saves what it has computed of them: copies. Second: of which eager saves a
+    view, which does not follow ``tensor.data = other``.
+    """
+    observation, owned = captured.observation, captured.module_tensors
+    parameters = {index for index, each in enumerate(owned) if each.kind == "parameter"}
+    count = len(owned) + len(captured.arguments)
+    as_eagers = observation.saved | observation.saved_views | observation.checkpointed.keys() | parameters
+    return set(range(count)) - as_eagers, set(range(count)) - observation.saved - observation.checkpointed.keys()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from bridge.base.default_device import function_modes, function_modes_aside
 from bridge.base.errors import CompilationError, UnsupportedModule, user_line
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.interrupts import interrupts_deferred
@@ -137,6 +138,9 @@ class CompiledGraph:
     def __call__(self, *inputs: Any) -> Any:
         if is_traced_here():
             return self._graph_module(*inputs)
+        if type(function_modes()) is int and function_modes():  # Dynamo has traced what they do
+            with function_modes_aside():
+                return self(*inputs)
         values = self._values(inputs)
         key = (*map(layout, values), interpreter_state())
         compiled = self._compiled.get(key)

@@ -2,7 +2,7 @@
 
 from bridge.guards.conditions import ReadGuard
 from bridge.guards.recording import Reads, profiled
-from bridge.guards.tensor_reads import TensorReads, asked_of
+from bridge.guards.tensor_reads import TensorReads, told_otherwise
 from bridge.guards.undo import Settling, Undo, recorded_reads, undo
 from bridge.guards.watched import Place, alike
 
@@ -14,8 +14,8 @@ __all__ = [
     "TensorReads",
     "Undo",
     "alike",
-    "asked_of",
     "profiled",
     "recorded_reads",
+    "told_otherwise",
     "undo",
 ]

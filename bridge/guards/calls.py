@@ -15,9 +15,9 @@ from torch import nn
 
 from bridge.guards.flow import Call, Source
 from bridge.guards.kinds import ASKED, PLAIN, contents_of, effect_of, is_a
+from bridge.guards.objects import FrameOf, Instance, dict_of, is_changeable
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place, class_entry
-from bridge.guards.world import FrameOf, Instance, dict_of, is_changeable
 
 __all__ = ["Calls"]
 

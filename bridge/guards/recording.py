@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -25,9 +25,9 @@ from bridge.guards.dataflow import flow_of
 from bridge.guards.flow import Flow
 from bridge.guards.kinds import PLAIN, is_a
 from bridge.guards.machinery import ASKED_PYTHON, LIBRARY, OPAQUE, OWN, is_machinery
+from bridge.guards.objects import Instance, dict_of, inner_function, is_changeable
 from bridge.guards.sources import Frame
 from bridge.guards.watched import ABSENT, Place, class_entry
-from bridge.guards.world import Instance, dict_of, inner_function, is_changeable
 
 __all__ = ["Reads", "profiled"]
 
@@ -43,8 +43,8 @@ class Reads(Calls):
         codes: the code that ran, with its data flow; ``None``: torch's, Python's and this package's machinery.
     """
 
-    def __init__(self, originals: Mapping[int, Any], modules: Iterable[tuple[str, nn.Module]] = ()):
-        super().__init__(originals, modules)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self.codes: dict[CodeType, Flow | None] = {}
         self._operators: set[str] = set()
         self._loose: set[str] = set()
@@ -62,6 +62,7 @@ class Reads(Calls):
         """The run is over."""
         self._frames.clear()
         self._ours.clear()
+        self.put_back_functions()
         for name in self._loose:  # attributes of values from nowhere known: of all objects that have one of that name
             for value in list(self._known.values()):
                 held = (

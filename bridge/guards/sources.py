@@ -10,8 +10,9 @@ from typing import Any
 
 from bridge.guards.flow import Flow, Source
 from bridge.guards.kinds import PLAIN, is_a
+from bridge.guards.objects import FrameOf, Instance, dict_of
 from bridge.guards.watched import ABSENT, Place, class_entry
-from bridge.guards.world import FrameOf, Instance, World, dict_of
+from bridge.guards.world import World
 
 __all__ = ["Frame", "Sources"]
 

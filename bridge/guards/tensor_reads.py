@@ -5,14 +5,15 @@ Shapes, dtypes and strides have conditions for every tensor; these are asked of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from bridge.base.errors import Unsupported
 from bridge.guards.watched import ABSENT, alike
 
-__all__ = ["TensorReads", "asked_of", "is_asked"]
+__all__ = ["TensorReads", "asked_of", "is_asked", "told_otherwise"]
 
 _VALUES = ("is_leaf", "_version", "output_nr", "retains_grad", "storage_offset", "data_ptr", "is_shared", "is_pinned")
 _PRESENT = ("grad_fn", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
@@ -69,3 +70,16 @@ def _pattern(tensors: Sequence[torch.Tensor]) -> list[int]:
     """For each tensor the first place of that very object."""
     first: dict[int, int] = {}
     return [first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
+
+
+def told_otherwise(reads: Any, given: Sequence[tuple[int, Any, Any]], name: str) -> Iterator[Unsupported]:
+    """What forward asked of an argument, where the run's own tensor tells something else."""
+    hint = "do not let forward depend on it"
+    for place, argument, own in given:
+        for asked in [asked for of, asked in reads.tensors if of == place]:
+            if not alike(asked_of(argument, asked), asked_of(own, asked)):
+                reason = "what forward reads of an argument is another one while it is recorded"
+                yield Unsupported(f"{asked} of an argument", f"{name}.forward", reason, hint)
+    if reads.identities and len({id(argument) for _, argument, _ in given}) < len(given):
+        reason = "forward asks which tensors are the same object, and the sample has one twice"
+        yield Unsupported("is, id()", f"{name}.forward", reason, "pass a sample of different tensors")

@@ -12,9 +12,8 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import nn
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_a, is_iterator
 from bridge.guards.machinery import is_machinery
+from bridge.guards.objects import FrameOf, Instance, dict_of, inner_function, is_alive, is_changeable, is_ours
 from bridge.guards.tensor_reads import is_asked
 from bridge.guards.watched import (
     ABSENT,
@@ -40,31 +40,10 @@ from bridge.guards.watched import (
     slot_of,
 )
 
-__all__ = ["FrameOf", "Instance", "World", "is_changeable"]
+__all__ = ["World"]
 
-_HEAP_TYPE = 1 << 9
 _NOWHERE = Place("", "")
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-
-
-@dataclass(frozen=True)
-class Instance:
-    """In the place of a value that is not kept: a tensor, say, that the call computes."""
-
-    kind: type
-
-
-@dataclass(frozen=True)
-class FrameOf:
-    """In the place of a frame object: what can be read through it."""
-
-    globals: Any
-    back: Any
-
-
-def is_changeable(kind: type) -> bool:
-    """Whether Python code may set attributes of a class."""
-    return bool(kind.__flags__ & _HEAP_TYPE)
 
 
 class World:
@@ -74,13 +53,14 @@ class World:
         originals: of objects that are copies for the run, by id: what they are copies of.
         modules: the modules that run, with their paths.
 
+        instead: of a function that keeps its results, what is called in its place.
+
     Attributes:
         originals: as given.
         items: the places that were read, each once.
         first: what they held when they were first read, by the same keys.
         modules: by id of an ``nn.Module``, a reference to it and the names of its attributes that were looked up; ``"*"``: all.
         bases: classes whose bases decided something.
-        caches: functions that keep their results (``functools.lru_cache``).
         hidden: ids of tensors that modules outside of the tree hold.
         inputs: of the run, by id: their places.
         tensors: what was asked of which of them (:mod:`bridge.guards.tensor_reads`).
@@ -88,7 +68,13 @@ class World:
         refused: what forward was about to do to something outside that cannot be put back.
     """
 
-    def __init__(self, originals: Mapping[int, Any], modules: Iterable[tuple[str, nn.Module]] = ()):
+    def __init__(
+        self,
+        originals: Mapping[int, Any],
+        modules: Iterable[tuple[str, nn.Module]] = (),
+        instead: Callable[[Any], Any] | None = None,
+    ):
+        self._instead, self._replaced = instead, []
         self.originals = originals
         self._known: dict[int, Any] = {}
         self._places: dict[int, Place] = {}
@@ -96,7 +82,6 @@ class World:
         self.first: dict[tuple, Any] = {}
         self.modules: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
         self.bases: dict[type, None] = {}
-        self.caches: list[Any] = []
         self.inputs: dict[int, int] = {}
         self.tensors: dict[tuple[int, str], None] = {}
         self.identities = False
@@ -122,8 +107,6 @@ class World:
         elif is_a(value, type) and issubclass(value, torch.autograd.Function):
             for name in ("forward", "setup_context", "backward", "jvp", "vmap"):
                 self.class_name(value, name)
-        elif type(value) is functools._lru_cache_wrapper:
-            self.caches.append(value)
         elif is_a(value, types.MethodType):
             self.know(value.__func__, place)
             self.know(value.__self__, place)
@@ -164,9 +147,11 @@ class World:
         held = space if running is None else running
         value, key = held.get(name, ABSENT), ("name", id(space), name)
         try:
-            self._note(key, Name(space, name, place, None if running is space else running))
+            item = self._note(key, Name(space, name, place, None if running is space else running))
         except TypeError:  # no hashable key
             return value
+        if type(value) is functools._lru_cache_wrapper:
+            self._replace(item, value)
         if value is not ABSENT and value is self.first[key]:  # else the call has put it there
             self.know(value, place)
         return value
@@ -184,8 +169,11 @@ class World:
             self.name(function.__kwdefaults__, name, held)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             around = Place("variable", name, f" around {function.__qualname__}")
-            value = self._note(("cell", id(cell)), Cell(cell, around)).read()
+            item = self._note(("cell", id(cell)), Cell(cell, around))
+            value = self.first["cell", id(cell)]
             self.know(value, around)
+            if type(value) is functools._lru_cache_wrapper:
+                self._replace(item, value)
 
     def class_name(self, kind: type, name: str) -> Any:
         """A name that was looked up in a class and its bases."""
@@ -194,10 +182,12 @@ class World:
         if name == "forward":
             place = Place("", f"forward of class {kind.__name__}")
         self.bases.setdefault(kind)
-        if _is_ours(value):  # put there for the run
+        if is_ours(value):  # put there for the run
             return ABSENT
         if ("class", id(kind), name) not in self.items:
-            self._note(("class", id(kind), name), ClassName(kind, name, place))
+            item = self._note(("class", id(kind), name), ClassName(kind, name, place))
+            if type(value) is functools._lru_cache_wrapper:
+                self._replace(item, value)
             for each in (value, inner_function(value)):
                 if each is not ABSENT and each is not None:
                     self.know(each, place)
@@ -269,7 +259,7 @@ class World:
             return []
         if self.knows(owner):
             self.know(behind, self.place(owner))
-            self.ask(_is_alive, (owner,), {}, f"{self.place(owner)}")
+            self.ask(is_alive, (owner,), {}, f"{self.place(owner)}")
         return self.attribute(behind, name)
 
     def _computed(self, owner: Any, kind: type, name: str) -> list[Any]:
@@ -423,16 +413,28 @@ class World:
 
     @contextmanager
     def unchanged(self) -> Iterator[list[str]]:
-        """What runs inside leaves the places, and the caches of functions, as they are; gives what it had changed."""
-        state, caches = self.state(), [(each, each.cache_info().misses) for each in self.caches]
-        changed: list[str] = []
+        """What runs inside leaves the places as they are; gives what it had changed. It calls no cached function."""
+        state, changed = self.state(), []
+        for item, _, made in self._replaced:
+            item.write(made)
+        own = {id(item) for item, *_ in self._replaced}
         try:
             yield changed
         finally:
-            changed += [str(item.place) for item in self.restore(state)]
-            for cache, misses in caches:
-                if cache.cache_info().misses != misses:
-                    cache.cache_clear()
+            changed += [str(item.place) for item in self.restore(state) if id(item) not in own]
+
+    def put_back_functions(self) -> None:
+        """Names lead to cached functions again, as they did before the run."""
+        for item, value, made in self._replaced:
+            if item.read() is made:
+                item.write(value)
+
+    def _replace(self, item: Any, value: Any) -> None:
+        """A name of a function that keeps its results leads to another one, for the time of the run."""
+        made = None if self._instead is None or getattr(item, "running", None) is not None else self._instead(value)
+        if made is not None:
+            self._replaced.append((item, value, made))
+            item.write(made)
 
     def restore(self, state: dict[tuple, Any] | None = None) -> list[Any]:
         """Puts back what places held: first, or in that state; gives those that held something else."""
@@ -446,37 +448,6 @@ class World:
                 item.write(then)
                 found.append(item)
         return found
-
-
-def _is_alive(proxy: Any) -> bool:
-    try:
-        return proxy.__dir__ is not None
-    except ReferenceError:
-        return False
-
-
-def inner_function(value: Any) -> Any:
-    """The function in Python behind a method, a property or a static method of a class; ``None`` if it is none."""
-    if is_a(value, property):
-        value = value.fget
-    elif is_a(value, staticmethod | classmethod):
-        value = value.__func__
-    return value if is_a(value, FunctionType) else None
-
-
-def _is_ours(value: Any) -> bool:
-    made = inner_function(value)
-    return type(value).__module__.startswith("bridge.") or (
-        made is not None and str(made.__module__).startswith("bridge.")
-    )
-
-
-def dict_of(value: Any) -> dict[str, Any] | None:
-    try:
-        held = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return None
-    return held if is_a(held, dict) else None
 
 
 def _interesting(value: Any) -> list[Any]:

@@ -271,7 +271,7 @@ def _judge_kinds(again: Again, call: Call, got: Played, want: Played) -> None:
     others.append(again(call, PartByPart()))
     strided = replace(call, arguments=lambda: other_layout(call.arguments()))
     with contextlib.suppress(Exception):  # a view of those strides may be refused, an in-place write for example
-        others.append(again(strided, contextlib.nullcontext()))
+        others += [again(strided, mode) for mode in (contextlib.nullcontext(), PartByPart())]
     for name in far:
         one, value = got.values[name].double(), want.values[name].double()
         alternatives = [other.values[name].double() for other in others]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 
+import networkx
 import numpy as np
 import pytest
 
-from partition import STRATEGIES, MinCut, build_graph, fewest_bytes, partition, rebuild_backward
+from partition import STRATEGIES, MinCut, build_graph, fewest_bytes, network, partition, rebuild_backward
 from partition.cost import product, save_cost
 from partition.min_cut import Costs, candidate_costs
 from partition.network import minimum_cut
@@ -138,3 +139,20 @@ def test_rebuilt_backward_reads_the_same_saved_values(seed):
             expected = evaluate(partial, args[:num_primals] + grad_outs)[num_outputs:]
             for value, wanted in zip(gradients, expected, strict=True):
                 np.testing.assert_array_equal(value, wanted)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_cut_of_a_piece_is_the_one_nearest_to_the_sink(seed):
+    rng = random.Random(seed)
+    nodes = range(rng.choice([6, 30, 200]))
+    capacities = {
+        (tail, head): rng.choice([1, 2, 3, 1000])
+        for tail, head in ((rng.choice(nodes), rng.choice(nodes)) for _ in range(3 * len(nodes)))
+        if tail != head and tail != 1 and head != 0
+    }
+    piece = networkx.DiGraph()
+    piece.add_nodes_from((0, 1))
+    for (tail, head), capacity in capacities.items():
+        piece.add_edge(tail, head, capacity=capacity)
+    value, (_, side) = networkx.minimum_cut(piece, 0, 1)
+    assert network._solve(tuple((*ends, capacity) for ends, capacity in capacities.items())) == (value, side)

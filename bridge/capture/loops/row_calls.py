@@ -238,17 +238,16 @@ class _Reader:
         self._sharing: dict[int, list[int]] = {}
         inputs = [*range(record.inputs), *record.free]
         self._of_inputs = {record.memory[number] for number in inputs}
-        never = len(record.rows)
+        rows, never = _read_rows(record, results, self._of_inputs), len(record.rows)
         self._last_read = dict.fromkeys([*inputs, *values_in(results)], never)
-        for index in range(never - 1, -1, -1):
-            row = record.rows[index]
+        for index, row in reversed(rows):
             for number in values_in((row.args, row.kwargs)):
                 self._last_read.setdefault(number, index)
         for number in range(record.inputs):
             self._new(number, Made(-1, number))
         for number in (*record.literals, *record.free):
             self._new(number, Made(-2, number))
-        for index, row in enumerate(record.rows):
+        for index, row in rows:
             self._row(index, row)
         calls, now = self.calls, self._now
         calls.results = [Value(now[each.number]) if isinstance(each, Value) else each for each in results]
@@ -274,7 +273,7 @@ class _Reader:
         results = list(values_in(row.results))
         fresh = [number for number in dict.fromkeys(results) if number not in self._now]
         draws = row.draws[1] - row.draws[0]
-        effect = not results or "batch_norm" in str(row.op) or "instance_norm" in str(row.op)  # it writes statistics
+        effect = _has_effect(row)
         if not (fresh or written or draws or effect):
             return  # it returns what it was given
         here = len(calls.rows)
@@ -366,6 +365,32 @@ class _Reader:
         kind = self._kind(key, Kind(row.op, (HERE, HERE), {}, -1, (0,), 1))
         calls.rows.append(Call(kind, (part.of, reads[1]), (made,), None, part, None, row))
         return True
+
+
+def _read_rows(record: Record, results: Sequence[Any], inputs: set[int]) -> list[tuple[int, Row]]:
+    """The rows with their places, without those that make, view and write memory of which no other row reads.
+
+    Each step writes into it; the last one, which no other write follows, would be another kind of step.
+    """
+    memory, rows = record.memory, record.rows
+    touched = [{memory[number] for number in (*values_in(row.results), *_written(row))} for row in rows]
+    unread = {memory[number] for row in rows for number in _written(row)} - inputs
+    unread.difference_update(memory[number] for number in values_in(results))
+    while True:
+        kept = [
+            (place, row)
+            for place, row in enumerate(rows)
+            if _has_effect(row) or row.draws[0] < row.draws[1] or not touched[place] <= unread
+        ]
+        read = {memory[number] for _, row in kept for number in values_in((row.args, row.kwargs))}
+        if unread.isdisjoint(read):
+            return kept
+        unread -= read
+
+
+def _has_effect(row: Row) -> bool:
+    """Whether a row does more than make its results: none has none; the norms write statistics."""
+    return not list(values_in(row.results)) or "batch_norm" in str(row.op) or "instance_norm" in str(row.op)
 
 
 def _written(row: Row) -> list[int]:

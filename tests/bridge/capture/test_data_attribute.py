@@ -87,3 +87,20 @@ def test_writing_data_is_refused(then, words):
     with pytest.raises(UnsupportedModule, match=words):
         add_tvm_dispatch(module, x.clone().requires_grad_())
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+
+
+def to_the_same(m, x, y):
+    m.scale.data = m.scale.data.to(x.device)
+    m.linear.weight.data = m.linear.weight.data.to(x.dtype)
+    return y * m.scale
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_data_that_is_set_to_itself_is_no_change(mode):
+    module, x = getattr(Block(to_the_same), mode)(), torch.randn(3, 4)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, x)
+    for each in (module, eager):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(module.scale.grad, eager.scale.grad)
+    assert stats(module).hits == 1

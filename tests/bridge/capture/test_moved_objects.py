@@ -97,3 +97,45 @@ def test_what_it_leaves_alone_is_no_concern(kind, where):
     got, module = outcomes(make, where, None, True, x, lambda module: add_tvm_dispatch(module, x))
     assert stats(module).hits == 3
     torch.testing.assert_close(got, wanted)
+
+
+@torch.library.custom_op("moved_objects::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+noise.register_fake(torch.empty_like)
+LIBRARY = torch.library.Library("moved_objects_too", "DEF")
+LIBRARY.define("jitter(Tensor x) -> Tensor")
+LIBRARY.impl("jitter", lambda x: x + torch.randn(x.shape), "CPU")
+LIBRARY.impl("jitter", torch.empty_like, "Meta")
+
+
+class Noisy(nn.Module):
+    def __init__(self, operator):
+        super().__init__()
+        self.linear, self.operator = nn.Linear(4, 4), operator
+
+    def forward(self, x):
+        return self.linear(x) * self.operator(x)
+
+
+@pytest.mark.parametrize("way", ["sample", "no sample", "parts", "torch.compile"])
+@pytest.mark.parametrize("operator", [noise, torch.ops.moved_objects_too.jitter], ids=["custom_op", "library"])
+def test_an_operator_that_draws_without_saying_so_draws_as_in_eager(operator, way):
+    module, x = Noisy(operator), torch.randn(3, 4)
+    torch.manual_seed(5)
+    wanted = [module(x) for _ in range(2)]
+    torch.manual_seed(5)
+    called = module
+    if way == "no sample":
+        add_tvm_dispatch(module)
+    elif way == "sample":
+        with pytest.raises(UnsupportedModule, match="draws random numbers"):
+            add_tvm_dispatch(module, x)
+    elif way == "parts":
+        add_tvm_dispatch(module, x, whole=False)
+    else:
+        torch.compiler.reset()
+        called = torch.compile(module, backend="tvm_dispatch")
+    torch.testing.assert_close([called(x) for _ in range(2)], wanted)

@@ -84,6 +84,22 @@ class EverySecond(Cell):
         return g
 
 
+class Unread(Cell):
+    """Of what the steps write, nobody reads."""
+
+    def forward(self, x):
+        h, made = x[0], torch.zeros(x.shape)
+        for step in reversed(range(len(x))):
+            h = self.step(h * (step + 1), x[step])
+            made[-1 - step].copy_(h)
+        return h
+
+
+def test_steps_that_write_what_nobody_reads_are_all_in_the_loop():
+    module = check_module(Unread, lambda: torch.randn(21, 2, 3, requires_grad=True), calls=1)
+    assert "loop of 21 steps" in str(stats(module).entries[0].forward)
+
+
 @pytest.mark.parametrize(
     ("kind", "loops"),
     [(Windows, 1), (WindowsBack, 1), (Patches, 1), (TurnByTurn, 1), (Truncated, 1), (EverySecond, 2)],

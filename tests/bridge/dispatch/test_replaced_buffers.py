@@ -145,3 +145,28 @@ def test_a_second_name_is_refused(place):
     inner.register_buffer("again", inner.mean)
     with pytest.raises(UnsupportedModule):
         add_tvm_dispatch(made(inner, place), (torch.randn(6, 4, dtype=torch.float64),))
+
+
+class Placeholder(nn.Module):
+    """A buffer that the first call gives its shape, as ConViT's relative positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("places", torch.zeros(1, 1))
+
+    def forward(self, x):
+        count = x.shape[0]
+        if self.places.shape[1] != count:
+            self.places = (torch.arange(count)[None] - torch.arange(count)[:, None]).to(x.dtype)
+        return self.places.softmax(-1) @ self.linear(x)
+
+
+def test_a_buffer_that_the_first_call_gives_its_shape_is_kept_from_then_on():
+    eager, x = Placeholder(), torch.randn(3, 4)
+    module = add_tvm_dispatch(copy.deepcopy(eager))
+    for _ in range(3):
+        torch.testing.assert_close(module(x), eager(x))
+    assert stats(module).hits == 2
+    with pytest.raises(UnsupportedModule, match="call the module once before"):
+        add_tvm_dispatch(Placeholder(), x)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -512,3 +513,21 @@ def test_the_partition_is_an_option():
     function(x(3, 4)).backward()
     (graph,) = made_since(known)
     assert graph.stats.entries[0].plan.strategy == "recompute_all"
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.tanh else result
+
+
+def test_what_a_function_mode_does_is_done_once():
+    module, known = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), graphs()
+    x = torch.randn(3, 4)
+    compiled = torch.compile(module, backend="tvm_dispatch")
+    with Doubles():
+        wanted = module(x)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), wanted)
+    torch.testing.assert_close(compiled(x), wanted / 2)
+    assert all(each.stats.hits and not each.stats.misses for each in graphs() if each not in known)

@@ -1,0 +1,64 @@
+"""Objects as they are stored: their dictionaries, the functions behind them, stand-ins for those that are not kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from bridge.guards.kinds import is_a
+
+__all__ = ["FrameOf", "Instance", "dict_of", "inner_function", "is_alive", "is_changeable", "is_ours"]
+
+_HEAP_TYPE = 1 << 9
+
+
+@dataclass(frozen=True)
+class Instance:
+    """In the place of a value that is not kept: a tensor, say, that the call computes."""
+
+    kind: type
+
+
+@dataclass(frozen=True)
+class FrameOf:
+    """In the place of a frame object: what can be read through it."""
+
+    globals: Any
+    back: Any
+
+
+def is_changeable(kind: type) -> bool:
+    """Whether Python code may set attributes of a class."""
+    return bool(kind.__flags__ & _HEAP_TYPE)
+
+
+def is_alive(proxy: Any) -> bool:
+    try:
+        return proxy.__dir__ is not None
+    except ReferenceError:
+        return False
+
+
+def inner_function(value: Any) -> Any:
+    """The function in Python behind a method, a property or a static method of a class; ``None`` if it is none."""
+    if is_a(value, property):
+        value = value.fget
+    elif is_a(value, staticmethod | classmethod):
+        value = value.__func__
+    return value if is_a(value, FunctionType) else None
+
+
+def is_ours(value: Any) -> bool:
+    made = inner_function(value)
+    return type(value).__module__.startswith("bridge.") or (
+        made is not None and str(made.__module__).startswith("bridge.")
+    )
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return held if is_a(held, dict) else None

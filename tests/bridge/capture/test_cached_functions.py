@@ -1,0 +1,122 @@
+"""Functions that cache their results: computed by the compiled call; no run of a capture fills the user's caches."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
+
+
+@functools.lru_cache
+def mask(count, kind):
+    return torch.ones(count, count).tril() / count + (kind == "plus")
+
+
+@functools.cache
+def drawn(count):
+    return torch.rand(count)
+
+
+@functools.lru_cache(maxsize=4)
+def of_tensor(x):
+    return x * 2
+
+
+def compatible(function):
+    """A decorator as transformers has one."""
+    cached = functools.lru_cache(maxsize=10)(function)
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        return cached(*args)
+
+    wrapper.cached = cached
+    return wrapper
+
+
+class Net(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.linear, self.way = nn.Linear(4, 4), way
+
+    def forward(self, x):
+        return self.way(self, x)
+
+    @functools.lru_cache  # noqa: B019 - as users have it
+    def places(self, count):
+        return torch.arange(count)[:, None].to(torch.float32)
+
+    @compatible
+    def bias(self, count):
+        return torch.arange(count).float().cos()[:, None]
+
+
+def masked(m, x):
+    return mask(x.shape[0], "plus") @ (mask(x.shape[0], "plus") @ m.linear(x))
+
+
+WAYS = {
+    "function": masked,
+    "method": lambda m, x: m.linear(x) + m.places(x.shape[0]),
+    "decorated method": lambda m, x: m.linear(x) * m.bias(x.shape[0]),
+}
+CACHES = (mask, drawn, of_tensor, Net.places, Net.bias.cached)
+
+
+@pytest.fixture(autouse=True)
+def empty():
+    for each in CACHES:
+        each.cache_clear()
+
+
+@pytest.mark.parametrize("act", [add_tvm_dispatch, examine])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_what_they_give_is_computed_and_the_caches_hold_eagers(way, act):
+    module, x = Net(way), torch.randn(3, 4)
+    act(module, x)
+    most = 1 if act is add_tvm_dispatch else 0  # a small call is timed beside eager's, which fills them
+    assert all(each.cache_info().currsize <= most for each in CACHES)
+    got = module(x)
+    if act is add_tvm_dispatch:
+        assert stats(module).hits == 1
+    torch.testing.assert_close(got, module.forward(x))
+    assert type(mask(3, "plus")) is torch.Tensor
+    torch.testing.assert_close(Net(way)(x).shape, got.shape)
+
+
+def written(m, x):
+    return m.linear(x) + mask(4, "minus").mul_(2)[0]
+
+
+REFUSED = {
+    "numbers that were drawn": lambda m, x: m.linear(x) * drawn(4),
+    "that forward writes": written,
+    "by tensors": lambda m, x: m.linear(x) + of_tensor(x),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_a_cache_would_keep_besides_is_refused(words):
+    module, x = Net(REFUSED[words]), torch.randn(3, 4)
+    state = torch.get_rng_state()
+    with pytest.raises(UnsupportedModule, match=words):
+        add_tvm_dispatch(module, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [each.cache_info().currsize for each in CACHES] == [0] * len(CACHES)
+
+
+def test_a_model_of_transformers_that_caches_its_positions():
+    from transformers import BeitConfig, BeitModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BeitConfig(image_size=32, patch_size=8, use_relative_position_bias=True, **sizes)
+    module, x = BeitModel(config), torch.randn(1, 3, 32, 32)
+    wanted = module(x)[0]
+    add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x)[0], wanted, rtol=1e-4, atol=1e-4)
+    assert stats(module).hits == 1
+    assert type(BeitModel(config)(x)[0]) is torch.Tensor
