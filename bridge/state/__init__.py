@@ -10,7 +10,7 @@ from bridge.state.names import functions_of, with_helpers
 from bridge.state.reachable import Contents, Reached
 from bridge.state.snapshot import PythonState, Settling
 from bridge.state.tensors import ModuleTensor, module_tensors, once_per_owner, tensor_problem
-from bridge.state.values import constant_key, kept, kind_of_container, same
+from bridge.state.values import constant_key, kept, kind_of_container, same, same_inside
 from bridge.state.write_counts import dict_versions, same_versions
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "own_attributes",
     "renew_derived",
     "same",
+    "same_inside",
     "same_versions",
     "tensor_problem",
     "with_helpers",

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["AttributeReads", "original_of"]
+__all__ = ["AttributeReads", "original_of", "words_of"]
 
 _GETATTRIBUTE = "__getattribute__"
 _OURS = __name__.partition(".")[0]
@@ -119,17 +119,17 @@ def _lies_under(owner: Any, name: str, value: Any) -> bool:
 
 def _written_in(getattribute: Any) -> Iterator[str]:
     """Names that a class's own ``__getattribute__`` may read by ``super()``, past every watch."""
-    return _words(getattribute.__code__) if isinstance(getattribute, FunctionType) else iter(())
+    return words_of(getattribute.__code__) if isinstance(getattribute, FunctionType) else iter(())
 
 
-def _words(code: CodeType) -> Iterator[str]:
+def words_of(code: CodeType) -> Iterator[str]:
     """Names and texts in code, inner functions included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, CodeType):
-            yield from _words(constant)
+            yield from words_of(constant)
 
 
 def _put_back(kind: type, own: Any) -> None:

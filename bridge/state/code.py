@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.state.attribute_reads import words_of
 from bridge.state.counted_names import CountedNames, dicts_of_class, dicts_of_namespace, steady_names
 from bridge.state.generators import another_iterator, is_iterator
 from bridge.state.many_contents import ManyContents
@@ -180,6 +181,11 @@ class CodeGuard:
     def mentions(self, *names: str) -> bool:
         """Whether one of these names occurs in the code."""
         return any(not set(names).isdisjoint(names_of(function.__code__)) for function in self._functions)
+
+    @property
+    def words(self) -> frozenset[str]:
+        """Names and texts in the code."""
+        return frozenset(chain.from_iterable(words_of(function.__code__) for function in self._functions))
 
     def values(self) -> Iterator[Any]:
         """What the names had for values, and what those held."""

@@ -9,6 +9,7 @@ what has no such count, and how the tensors look.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -114,7 +115,7 @@ class ModuleGuard:
         self._counters = [(index[each.path], each.name, each.step) for each in counters]
         kinds.update(((i, name), AnyNumber(int, counts=True)) for i, name, _ in self._counters)
         self._conditions = TreeConditions(
-            tree, list(paths.values()), attributes, reached.contents, tensors, index, kinds
+            tree, list(paths.values()), attributes, reached.contents, tensors, index, kinds, self._code.words
         )
         self._types = self._conditions.types.expected
         self._uncounted = self._conditions.without_counts
@@ -174,7 +175,9 @@ class ModuleGuard:
         """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do."""
         tree = self._read(modules, dicts)
         registries = [*tree.parameters, *tree.buffers, *tree.children]
-        written = [*filter(None, registries), *self._conditions.counted]
+        tensors = chain.from_iterable(held.values() for held in (*tree.parameters, *tree.buffers))
+        on_tensors = [vars(each) for each in tensors if each is not None]
+        written = [*filter(None, registries), *self._conditions.counted, *on_tensors]
         versions = dict_versions((*dicts, *written))  # before the look: what is written meanwhile is seen next time
         try:
             if not all(condition.holds(tree) for condition in self._conditions.watched):

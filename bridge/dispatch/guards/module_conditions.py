@@ -15,7 +15,7 @@ from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
 from bridge.dispatch.guards.condition import Condition, differs
 from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number
-from bridge.state import Contents, ManyContents, ModuleTensor, own_attributes, same, written_class
+from bridge.state import Contents, ManyContents, ModuleTensor, own_attributes, same, same_inside, written_class
 
 __all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader"]
 
@@ -82,6 +82,7 @@ class TreeConditions:
         tensors: those that the compiled code reads.
         index: the position of the module at each path, several paths of one module included.
         numbers: the attributes of which any number will do, by position of the module and name.
+        words: in the code, names of attributes of parameters and buffers among them.
 
     Attributes:
         types: every module's class.
@@ -104,6 +105,7 @@ class TreeConditions:
         tensors: Sequence[ModuleTensor],
         index: Mapping[str, int],
         numbers: Mapping[tuple[int, str], AnyNumber] = MappingProxyType({}),
+        words: frozenset[str] = frozenset(),
     ):
         self.paths = paths
         self._numbers = numbers
@@ -125,6 +127,7 @@ class TreeConditions:
             self._constant,
             self._tensor_attributes([each for each in attributes if isinstance(each[2], torch.Tensor)]),
             self._contents("contents", [each for each in contents if each.counted is not None]),
+            self._on_tensors(tree, words),
         ]
         self.before_tensors = [*structure, *held, self.uncounted, self._absent(tree), self._nested(tensors)]
         self.after_tensors = [self._tied(tensors), *self._sizes(tree)]
@@ -273,6 +276,28 @@ class TreeConditions:
             return _attribute_failure(self.paths[i], attribute, "changed")
 
         return Condition(name, lambda _: [each.unchanged() for each in contents], [True] * len(contents), explain)
+
+    def _on_tensors(self, tree: Tree, words: frozenset[str]) -> Condition:
+        """Attributes that the user's code put on parameters and buffers, of names that are in the code."""
+
+        places = [
+            (registry, i, name)
+            for registry, held in (("_parameters", tree.parameters), ("_buffers", tree.buffers))
+            for i, each in enumerate(held)
+            for name in each
+        ]
+
+        def read(tree: Tree) -> list[dict[str, Any]]:
+            found = [getattr(tree.held(place), "__dict__", {}) for place in places]
+            return [{name: each[name] for name in each if name in words} if each else each for each in found]
+
+        def explain(place: int, then: Any, now: Any) -> GuardFailure:
+            _, i, name = places[place]
+            changed = sorted(each for each in {*then, *now} if not same_inside(then.get(each), now.get(each)))
+            return GuardFailure(MODULE, f"attribute '{changed[0]}' of '{_join(self.paths[i], name)}' changed")
+
+        before = list(map(dict, read(tree)))
+        return Condition("attributes of tensors", read, before, explain, same_inside, same_inside)
 
     def _absent(self, tree: Tree) -> Condition:
         """Parameters and buffers that were ``None``."""

@@ -60,7 +60,7 @@ def rows(**options: Any) -> torch.Tensor:
 
 @contextmanager
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = owner.__dict__.get(name) if isinstance(owner, nn.Module) else getattr(owner, name)
+    before = owner.__dict__.get(name) if isinstance(owner, nn.Module | nn.Parameter) else getattr(owner, name)
     owner.__dict__[name] = value
     yield
     if before is None:
@@ -323,6 +323,11 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
         on_module(lambda module: item(module.sizes, 1, 3.0)),
         MODULE,
         "attribute 'sizes' of the module changed",
+    ),
+    "attributes of tensors": (
+        on_module(lambda module: attribute(module.plain.weight, "options", 1.0)),
+        MODULE,
+        "attribute 'options' of 'plain.weight' changed",
     ),
     "absent tensors": (
         on_module(lambda module: item(module.plain._parameters, "bias", nn.Parameter(torch.ones(6)))),
