@@ -68,7 +68,13 @@ class Sources(World):
 
     def _constants(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
         """The values of sources, plain ones, too."""
-        return [value for source in sources for value in self._plain(frame, source)]
+        found: list[Any] = []
+        for value in (value for source in sources for value in self._plain(frame, source)):
+            if not any(
+                value is each or (type(value) in PLAIN and type(each) in PLAIN and value == each) for each in found
+            ):
+                found.append(value)
+        return found
 
     def _plain(self, frame: Frame, source: Source) -> list[Any]:
         kind = source[0]

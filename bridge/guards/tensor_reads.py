@@ -60,7 +60,7 @@ class TensorReads:
         for place, name, then in self._asked:
             now = asked_of(tensors[place], name)
             if now is not then and not alike(now, then):
-                return f"{name} of {self._names[place]} changed"
+                return f"attribute '{name}' of '{self._names[place]}' changed"
         if self._pattern is not None and _pattern(tensors) != self._pattern:
             return "which of the tensors are the same object changed"
         return None

@@ -281,6 +281,10 @@ class World:
         self.modules.setdefault(id(module), (weakref.ref(module), set()))[1].add(name)
 
     def _of_module(self, owner: nn.Module, name: str, raw: Any) -> list[Any]:
+        if not self.knows(owner):  # the call has made it
+            held = owner.__dict__
+            spaces = (held, *(held.get(each, {}) for each in _REGISTRIES))
+            return _bound(next((space[name] for space in spaces if name in space), raw))
         own = self.original(owner)
         self._looked_up(own, name)
         held = owner.__dict__

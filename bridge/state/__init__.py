@@ -4,7 +4,7 @@ from bridge.state.derived import derived_attribute, derived_attributes, renew_de
 from bridge.state.generators import generators_put_back, moved_generators
 from bridge.state.module import Snapshot, hooks_of, own_attributes, written_class
 from bridge.state.tensors import ModuleTensor, module_tensors, once_per_owner, tensor_problem
-from bridge.state.values import constant_key, kept, kind_of_container, same
+from bridge.state.values import constant_key, kept, kind_of_container, same, same_inside
 from bridge.state.write_counts import dict_behind, dict_versions, same_versions
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "own_attributes",
     "renew_derived",
     "same",
+    "same_inside",
     "same_versions",
     "tensor_problem",
     "written_class",

@@ -88,6 +88,7 @@ class TreeConditions:
         tensors: those that the compiled code reads.
         index: the position of the module at each path, several paths of one module included.
         numbers: the attributes of which any number will do, by position of the module and name.
+        words: in the code, names of attributes of parameters and buffers among them.
 
     Attributes:
         types: every module's class.
@@ -108,6 +109,7 @@ class TreeConditions:
         tensors: Sequence[ModuleTensor],
         index: Mapping[str, int],
         numbers: Mapping[tuple[int, str], AnyNumber] = MappingProxyType({}),
+        words: frozenset[str] = frozenset(),
     ):
         self.paths = paths
         self._numbers = numbers

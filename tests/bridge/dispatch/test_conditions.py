@@ -60,7 +60,7 @@ def rows(**options: Any) -> torch.Tensor:
 
 @contextmanager
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = owner.__dict__.get(name) if isinstance(owner, nn.Module) else getattr(owner, name)
+    before = owner.__dict__.get(name) if isinstance(owner, nn.Module | nn.Parameter) else getattr(owner, name)
     owner.__dict__[name] = value
     yield
     if before is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
@@ -88,3 +89,26 @@ def test_sizes_that_vary_leave_no_symbols():
         return y, *sorted(module.config.seen)
 
     beside(lambda: (make(WRITES["sizes"]), None), step, lambda m, own: (double(9, 3, 4),), steps=6, on_miss="compile")
+
+
+def test_an_attribute_of_a_parameter_that_forward_reads_is_guarded():
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4).double()
+
+        def forward(self, x):
+            return self.linear(x) * getattr(self.linear.weight, "scale", 1.0)
+
+    module, x = Scales(), double(1, 3, 4)
+    wanted = module(x)
+    add_tvm_dispatch(module, x)
+    module.linear.weight.unread = object()
+    torch.testing.assert_close(module(x), wanted)
+    assert stats(module).hits == 1
+    module.linear.weight.scale = 3.0
+    torch.testing.assert_close(module(x), 3 * wanted)
+    assert dict(stats(module).misses) == {"attribute 'scale' of 'linear.weight' changed": 1}
+    module.linear.weight = nn.Parameter(module.linear.weight.detach())
+    torch.testing.assert_close(module(x), wanted)
+    assert stats(module).hits == 2
