@@ -7,8 +7,8 @@ gives the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -17,13 +17,14 @@ from torch import nn
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.recording import Reads
-from bridge.guards.watched import ABSENT, Class, ClassName, Code, Name, Place, class_entry
+from bridge.guards.watched import ABSENT, Cell, Class, ClassName, Code, Contents, Name, Place, class_entry
 from bridge.state import dict_behind, dict_versions
 
 __all__ = ["ReadGuard"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *MODULE_HOOKS)
-_CODE, _DEFAULTS, _KEYWORDS, _BASES = map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__", "__mro__"))
+_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_BASES, _HELD = attrgetter("__mro__"), attrgetter("cell_contents")
 
 
 class _Names:
@@ -33,7 +34,6 @@ class _Names:
         self.items, first = items, items[0]
         self._names = [item.name for item in items]
         self.values = [item.read() for item in items]
-        self._look: Callable[[], Any]
         if isinstance(first, Name):
             self._of: tuple = (first.space.get, self._names, repeat(ABSENT))
         else:
@@ -41,6 +41,17 @@ class _Names:
 
     def unchanged(self) -> bool:
         return all(map(is_, map(*self._of), self.values))
+
+
+class _Held:
+    """What a dictionary holds, whose writes are counted."""
+
+    def __init__(self, item: Contents):
+        self.items, self.values = [item], [item.read()]
+
+    def unchanged(self) -> bool:
+        (item,), (then,) = self.items, self.values
+        return item.same(item.read(), then)
 
 
 class ReadGuard:
@@ -68,10 +79,11 @@ class ReadGuard:
         for item in items:
             if isinstance(item, Name | ClassName):
                 spaces.setdefault(id(item.space if isinstance(item, Name) else item.kind), []).append(item)
-        self._names = [_Names(each) for each in spaces.values()]
+        self._names: list[_Names | _Held] = [_Names(each) for each in spaces.values()]
+        self._names += [_Held(item) for item in items if isinstance(item, Contents) and type(item.value) is dict]
         self._dicts: list[dict] = []
-        self._by_dict: dict[int, list[_Names]] = {}
-        self._uncounted: list[_Names] = []
+        self._by_dict: dict[int, list[_Names | _Held]] = {}
+        self._uncounted: list[_Names | _Held] = []
         for names in self._names:
             dicts = _dicts_of(names.items[0])
             if dicts is None:
@@ -83,22 +95,29 @@ class ReadGuard:
         self._versions: list[int] | None = None
         codes = [item for item in items if isinstance(item, Code)]
         self._functions = [item.function for item in codes]
-        self._codes, self._defaults, self._keywords = (
-            list(map(of, self._functions)) for of in (_CODE, _DEFAULTS, _KEYWORDS)
-        )
+        self._parts = list(chain.from_iterable(map(_PARTS, self._functions)))
         typed = [item for item in items if isinstance(item, Class)]
         self._typed, self._types = [item.value for item in typed], [type(item.value) for item in typed]
-        self._others = [(item, item.read()) for item in items if not isinstance(item, Name | ClassName | Code | Class)]
-        self._others += [(item, item.read()) for item in items if isinstance(item, Name) and item.exact]
-        self._all = [*((item, item.read()) for item in (*typed, *codes)), *self._others]
+        cells = [(item, item.read()) for item in items if isinstance(item, Cell)]
+        self._cells, self._in_cells = [item.cell for item, _ in cells], [value for _, value in cells]
+        looked_at = (*self._names, *self._uncounted)
+        known = {id(item) for names in looked_at for item in names.items}
+        known.update(map(id, (*codes, *typed, *(item for item, _ in cells))))
+        exact = [item for item in items if isinstance(item, Name) and item.exact]
+        self._others = [(item, item.read()) for item in (*(each for each in items if id(each) not in known), *exact)]
+        self._all = [*((item, item.read()) for item in (*typed, *codes)), *cells, *self._others]
 
     def unchanged(self) -> bool:
         """Whether all of it is the very same, or holds equal plain values."""
         if list(map(type, self._typed)) != self._types or not all(map(is_, map(_BASES, self._classes), self._mros)):
             return False
-        for of, then in ((_CODE, self._codes), (_DEFAULTS, self._defaults), (_KEYWORDS, self._keywords)):
-            if not all(map(is_, map(of, self._functions), then)):
+        if not all(map(is_, chain.from_iterable(map(_PARTS, self._functions)), self._parts)):
+            return False
+        try:
+            if not all(map(is_, map(_HELD, self._cells), self._in_cells)):
                 return False
+        except ValueError:  # an empty cell
+            return False
         for item, then in self._others:
             now = item.read()
             if now is not then and not item.same(now, then):
@@ -141,9 +160,11 @@ class ReadGuard:
                 yield f"bases of class {kind.__name__}"
 
 
-def _dicts_of(item: Name | ClassName) -> list[dict] | None:
-    """The dictionaries that decide what a name is; ``None`` where writes to them are not counted."""
-    if isinstance(item, Name):
+def _dicts_of(item: Name | ClassName | Contents) -> list[dict] | None:
+    """The dictionaries that decide what a place holds; ``None`` where writes to them are not counted."""
+    if isinstance(item, Contents):
+        found = [dict_behind(item.value)]
+    elif isinstance(item, Name):
         found = [dict_behind(item.space) if type(item.space) is dict else None]
     else:
         found = [dict_behind(vars(base)) for base in item.kind.__mro__ if base is not object]
