@@ -93,7 +93,7 @@ class RealRun:
     loops: Folded | None = None
 
     def changed(self) -> list[str]:
-        """What it has changed of the module's Python state, and of what lies outside: ``"self.log"``, ``"global 'N'"``."""
+        """What it changed of the module's Python state, and outside of the module: ``"self.log"``, ``"global 'N'"``."""
         self.before.restore_caches()
         attributes = [f"self.{name}" for name in self.before.changes()]
         return list(dict.fromkeys((*attributes, *self.observation.reads.changes())))

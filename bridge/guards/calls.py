@@ -175,6 +175,9 @@ class Calls(Sources):
             if (found := value()) is not None:
                 self.know(found, self.place(value))
                 self._result(frame.results, place, found, frame)
+        elif type(value) is functools.partial:
+            for each in (*value.args, *value.keywords.values()):
+                self.whole(each, frame.where)
         elif value is type and call.args is not None and len(call.args) == 1:
             for owner in (each for one in call.args[0] for each in self._values(frame, one)):
                 kind = owner.kind if is_a(owner, Instance) else type(owner)

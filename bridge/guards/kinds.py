@@ -1,7 +1,7 @@
 """Types table: a type → its state, how it is watched, and which of its methods change it.
 
-State is watched in one of three ways: *contents* (a function gives a snapshot that can be compared), *asked* (a function
-in C tells it, and is called again), or as an *effect* (to read it is to change it: iterators, generators of random
+State is watched in one of three ways: *contents* (a function gives a snapshot that can be compared), *asked* (a
+function in C tells it, and is called again), or as an *effect* (to read it is to change it: iterators, generators of random
 numbers, queues), which a compiled call cannot have.
 """
 
@@ -114,7 +114,7 @@ def _by_class(kind: type) -> Callable[[Any], Any] | None:
 
 
 def contents_of(value: Any) -> Callable[[Any], Any] | None:
-    """The function that gives a comparable snapshot of what an object holds; ``None``: the table has none for its type."""
+    """The function that gives a comparable snapshot of what an object holds; ``None``: there is none for its type."""
     kind = type(value)
     if issubclass(kind, OrderedDict | dict):
         return lambda held: list(dict.items(held)) if not is_a(held, OrderedDict) else list(OrderedDict.items(held))
@@ -170,7 +170,8 @@ posix getcwd|posix getcwdb|posix stat|posix lstat|posix access|posix listdir|pos
 nt getcwd|nt stat|_signal getsignal|signal getsignal|_locale localeconv|_locale setlocale|locale localeconv
 decimal getcontext|_decimal getcontext|gc isenabled|gc get_threshold|gc get_count|sys getrecursionlimit
 sys getswitchinterval|sys gettrace|sys getdefaultencoding|_thread get_ident|_thread get_native_id
-ContextVar get|_lru_cache_wrapper cache_info|_contextvars copy_context|lock locked|type __subclasses__|numpy geterr|numpy.core.umath geterrobj
+ContextVar get|_lru_cache_wrapper cache_info|_contextvars copy_context|lock locked|type __subclasses__|numpy geterr
+numpy.core.umath geterrobj
 numpy._core._multiarray_umath _get_extobj_dict|Generator initial_seed|torch._C get_num_threads|torch get_num_threads
 torch._C get_num_interop_threads|torch get_num_interop_threads|torch._C _get_deterministic_algorithms
 torch._C _get_deterministic_algorithms_warn_only|torch._C _get_float32_matmul_precision|torch._C get_default_dtype

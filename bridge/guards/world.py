@@ -59,7 +59,8 @@ class World:
         originals: as given.
         items: the places that were read, each once.
         first: what they held when they were first read, by the same keys.
-        modules: by id of an ``nn.Module``, a reference to it and the names of its attributes that were looked up; ``"*"``: all.
+        modules: by id of an ``nn.Module``, a reference to it, and the names of its attributes that were looked up
+            (``"*"``: all).
         bases: classes whose bases decided something.
         hidden: ids of tensors that modules outside of the tree hold.
         inputs: of the run, by id: their places.
@@ -263,7 +264,7 @@ class World:
         return self.attribute(behind, name)
 
     def _computed(self, owner: Any, kind: type, name: str) -> list[Any]:
-        """An attribute that a function in C computes: ``__getattr__ = dict.__getitem__``; what Python computes is seen."""
+        """An attribute that a function in C computes: ``__getattr__ = dict.__getitem__``."""
         computes = self.class_name(kind, "__getattr__") if is_changeable(kind) else ABSENT
         if computes is ABSENT or is_a(computes, FunctionType):
             return []

@@ -154,8 +154,14 @@ CHANGES = {
     "mode of a module in a list": (lambda m: attribute(m.hidden[0], "training", False), "attribute 'hidden' of"),
     "global module": (lambda m: attribute(DROP, "p", 0.5), "global 'DROP.p' changed"),
     "setting of another file": (lambda m: attribute(settings, "SCALE", 3.0), "global 'tests.bridge.settings.SCALE'"),
-    "table of another file": (lambda m: item(settings.TABLE, "gain", 3.0), "global 'tests.bridge.settings.TABLE['gain']'"),
-    "class of another file": (lambda m: attribute(settings.Hyper, "shift", 3.0), "attribute 'shift' of class Hyper changed"),
+    "table of another file": (
+        lambda m: item(settings.TABLE, "gain", 3.0),
+        "global 'tests.bridge.settings.TABLE['gain']'",
+    ),
+    "class of another file": (
+        lambda m: attribute(settings.Hyper, "shift", 3.0),
+        "attribute 'shift' of class Hyper changed",
+    ),
     "object of another file": (lambda m: own_field(settings.fields, "power", 3.0), "global 'tests.bridge.settings.f"),
     "class of that object": (lambda m: attribute(settings.Fields, "power", 3.0), "attribute 'power' of class Fields"),
     "helper of a helper": (lambda m: attribute(settings, "scaled", lambda x: x), "global 'scaled' changed"),

@@ -52,7 +52,6 @@ CHANGES = {
     "entry": (lambda: [1, 2], lambda v: v.__setitem__(0, 5)),
     "dict": (lambda: {"a": 1}, lambda v: v.update(a=2)),
     "new key": (lambda: {"a": 1}, lambda v: v.update(b=1)),
-
     "set": (lambda: {1, 2}, lambda v: v.add(3)),
     "deque": (lambda: deque([1, 2], maxlen=2), lambda v: v.append(3)),
     "in a tuple": (lambda: ([1], 2), lambda v: v[0].append(2)),
