@@ -1,4 +1,4 @@
-"""Calls without Python code: functions, methods and classes in C that forward calls → what they read, and of what."""
+"""Calls without Python code: a function, method or class in C that forward calls → the places that it reads."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Calls(Sources):
                 self.attribute(value, "__call__")
 
     def _relation(self, one: type, kinds: Iterable[type]) -> None:
-        """It is asked whether a class is one of these."""
+        """Notes what ``isinstance`` or ``issubclass`` asks: a class, and the classes that it is compared with."""
         if is_changeable(one):
             self.bases.setdefault(one)
         for kind in kinds:
@@ -167,7 +167,7 @@ class Calls(Sources):
             self.attribute(owner, name)
 
     def _called(self, frame: Frame, place: int, value: Any, call: Call, source: Source) -> None:
-        """An object that is called without an event: by a slot in C."""
+        """Notes a call of which the profiler hears nothing: a slot in C (``ref()``, ``list(it)``, ``cached(n)``)."""
         if is_changeable(type(value)) and not is_a(value, type):
             self.attribute(value, "__call__")
         if is_a(value, weakref.ref):

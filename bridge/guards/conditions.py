@@ -93,7 +93,7 @@ class ReadGuard:
         self._all = [*((item, item.read()) for item in (*typed, *codes)), *self._others]
 
     def unchanged(self) -> bool:
-        """Whether all of it is the very same, or holds equal plain values."""
+        """The quick path: whether every place holds the very same object, or contents that mean the same."""
         if list(map(type, self._typed)) != self._types or not all(map(is_, map(_BASES, self._classes), self._mros)):
             return False
         for of, then in ((_CODE, self._codes), (_DEFAULTS, self._defaults), (_KEYWORDS, self._keywords)):

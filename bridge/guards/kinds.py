@@ -1,8 +1,8 @@
 """Types table: a type → its state, how it is watched, and which of its methods change it.
 
-State is watched in one of three ways: *contents* (a function gives a snapshot that can be compared), *asked* (a function
-in C tells it, and is called again), or as an *effect* (to read it is to change it: iterators, generators of random
-numbers, queues), which a compiled call cannot have.
+State is watched in one of three ways: *contents* (a function gives a snapshot that can be compared), *asked* (a
+function in C tells it, and is called again), or as an *effect* (to use it is to change it: iterators, files, queues),
+which a compiled call cannot have.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _by_class(kind: type) -> Callable[[Any], Any] | None:
 
 
 def contents_of(value: Any) -> Callable[[Any], Any] | None:
-    """The function that gives a comparable snapshot of what an object holds; ``None``: the table has none for its type."""
+    """The function that gives a comparable snapshot of what an object holds; ``None``: its type is not in the table."""
     kind = type(value)
     if issubclass(kind, OrderedDict | dict):
         return lambda held: list(dict.items(held)) if not is_a(held, OrderedDict) else list(OrderedDict.items(held))
