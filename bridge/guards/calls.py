@@ -1,4 +1,4 @@
-"""Calls without Python code: functions, methods and classes in C that forward calls → what they read, and of what."""
+"""Calls without Python code: a function, method or class in C that forward calls → the places that it reads."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import torch
 from torch import nn
 
 from bridge.guards.flow import Call, Source
-from bridge.guards.kinds import ASKED, PLAIN, contents_of, effect_of, is_a
+from bridge.guards.kinds import ASKED, PLAIN, contents_of, effect_of, effect_of_function, is_a
 from bridge.guards.objects import FrameOf, Instance, dict_of, is_changeable
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place, class_entry
 
 __all__ = ["Calls"]
 
-_MOST_RESULTS = 64
 _METHODS_IN_C = ("cython_function_or_method", "wrapper_descriptor", "method_descriptor")
 _TAKE = ("next", "sum", "max", "min", "any", "all", "sorted")
 _TAKING = (list, tuple, dict, set, frozenset, zip, enumerate, map, filter)
 """Functions and classes that take values of iterators."""
 _MOST_RESULTS = 64
+_ACTING = (("_io", "open"), ("io", "open"), ("builtins", "print"))
+"""Functions that have effects by their arguments."""
 
 
 class Calls(Sources):
@@ -39,6 +40,8 @@ class Calls(Sources):
         known.called.setdefault(place, [])
         if owner is None or is_a(owner, ModuleType):
             module = function.__module__ if is_a(function.__module__, str) else ""
+            if (module, name) in _ACTING or module == "posix":
+                self._acts(known, module, name, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
             if module == "builtins":
                 known.locals = frame.f_locals
                 if call is not None and call.args:
@@ -54,6 +57,19 @@ class Calls(Sources):
             known.locals = {}
             return
         self._method(known, place, owner, name, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    def _acts(self, known: Frame, module: str, name: str, call: Call | None, where: str) -> None:
+        """A function in C that may have an effect is about to be called."""
+        modes, streams = ["r"], [None]
+        if call is not None:
+            given = dict(call.kwargs)
+            mode = given.get("mode") or (call.args[1] if call.args and len(call.args) > 1 else None)
+            modes = [each for each in self._constants(known, mode or ()) if type(each) is str] or modes
+            streams = self._constants(known, given.get("file", ())) or streams
+        for mode in modes:
+            for stream in streams:
+                if reason := effect_of_function(module, name, mode, stream):
+                    self.refuse(f"{name}()", where, *reason)
 
     def _method(self, known: Frame, place: int, owner: Any, name: str, call: Call | None, where: str) -> None:
         """A method in C of an object is about to be called."""
@@ -114,7 +130,7 @@ class Calls(Sources):
                 self.attribute(value, "__call__")
 
     def _relation(self, one: type, kinds: Iterable[type]) -> None:
-        """It is asked whether a class is one of these."""
+        """Notes what ``isinstance`` or ``issubclass`` asks: a class, and the classes that it is compared with."""
         if is_changeable(one):
             self.bases.setdefault(one)
         for kind in kinds:
@@ -167,7 +183,7 @@ class Calls(Sources):
             self.attribute(owner, name)
 
     def _called(self, frame: Frame, place: int, value: Any, call: Call, source: Source) -> None:
-        """An object that is called without an event: by a slot in C."""
+        """Notes a call of which the profiler hears nothing: a slot in C (``ref()``, ``list(it)``, ``cached(n)``)."""
         if is_changeable(type(value)) and not is_a(value, type):
             self.attribute(value, "__call__")
         if is_a(value, weakref.ref):

@@ -108,7 +108,7 @@ class ReadGuard:
         self._all = [*((item, item.read()) for item in (*typed, *codes)), *cells, *self._others]
 
     def unchanged(self) -> bool:
-        """Whether all of it is the very same, or holds equal plain values."""
+        """The quick path: whether every place holds the very same object, or contents that mean the same."""
         if list(map(type, self._typed)) != self._types or not all(map(is_, map(_BASES, self._classes), self._mros)):
             return False
         if not all(map(is_, chain.from_iterable(map(_PARTS, self._functions)), self._parts)):

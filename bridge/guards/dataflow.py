@@ -2,8 +2,8 @@
 
 An abstract interpretation: instead of values, the stack and the locals hold sets of *sources*, and a source says how a
 value is found from outside of the function: ``("global", "cfg")``, ``("attr", source, "scale")``. Locals are one set
-for the whole function, whatever the order of its lines; a branch that does not run counts as well. Both err on one side:
-more is read than really was.
+for the whole function, whatever the order of its lines; a branch that does not run counts as well. Both err on one
+side: more is read than really was.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class Flow:
         reads: sources that are looked up: names, attributes, items.
         wholes: sources whose contents are looked at: iterated, compared, tested, handed to an operator.
         calls: by the offset of the instruction.
-        writes: sources of objects that get an attribute, an item or a name, and what is written: ``("attr", name)``,
-            ``("item", sources)``, ``("global", name)``, ``("cell", name)``.
+        writes: what is written: ``("attr", source of the object, name)``, ``("item", source of the container, sources
+            of the key)``, ``("global", name)``, ``("cell", name)``.
         operators: special methods that operators in it look up.
         loose: names of attributes that are read of values from nowhere known.
         identities: sources that are compared by ``is``.

@@ -1,8 +1,8 @@
 """Types table: a type → its state, how it is watched, and which of its methods change it.
 
 State is watched in one of three ways: *contents* (a function gives a snapshot that can be compared), *asked* (a
-function in C tells it, and is called again), or as an *effect* (to read it is to change it: iterators, generators of random
-numbers, queues), which a compiled call cannot have.
+function in C tells it, and is called again), or as an *effect* (to use it is to change it: iterators, files, queues),
+which a compiled call cannot have.
 """
 
 from __future__ import annotations
@@ -16,22 +16,39 @@ from typing import Any
 
 import torch
 
-__all__ = ["ASKED", "CONTAINERS", "PLAIN", "answer_of", "contents_of", "effect_of", "is_a", "is_iterator", "put_back"]
+__all__ = [
+    "ASKED",
+    "CONTAINERS",
+    "PLAIN",
+    "answer_of",
+    "contents_of",
+    "effect_of",
+    "effect_of_function",
+    "is_a",
+    "is_iterator",
+    "put_back",
+]
 
 PLAIN = frozenset(
-    (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
-    + (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type(NotImplemented))
+    (
+        *(bool, int, float, complex, str, bytes, type(None), type(...), slice, range),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type(NotImplemented)),
+    )
 )
 """Types of values that never change and hold nothing."""
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 _FILES = "writes to or reads from a file or a data base that lies outside of the call; a compiled call does not"
 _QUEUES = "puts something into a queue or takes something out of it; a compiled call does not"
+_STREAMS = "moves a stream or a digest that lies outside of the call on; a compiled call does not"
 _OUTSIDE = "do it outside of forward"
 _EFFECTS: dict[tuple[str, str], tuple[str, str]] = {
     ("sqlite3", "execute executemany executescript commit rollback fetchone fetchall fetchmany"): (_FILES, _OUTSIDE),
     ("_io", "write writelines read readline readlines readinto seek truncate"): (_FILES, _OUTSIDE),
     ("_queue", "put get put_nowait get_nowait"): (_QUEUES, _OUTSIDE),
+    ("_csv", "writerow writerows"): (_FILES, _OUTSIDE),
+    ("zlib", "compress decompress flush"): (_STREAMS, _OUTSIDE),
+    ("_hashlib", "update"): (_STREAMS, _OUTSIDE),
     ("_socket", "send sendall sendto recv recv_into recvfrom"): (_FILES, _OUTSIDE),
     ("_multiprocessing", "send recv send_bytes recv_bytes"): (_QUEUES, _OUTSIDE),
 }
@@ -54,6 +71,29 @@ def effect_of(owner: Any, name: str) -> tuple[str, str] | None:
         found = _BY_MODULE.get(base.__module__)
         if found is not None and name in found[0] and kind.__name__ not in _IN_MEMORY:
             return None if owner in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__) else found[1]
+    return None
+
+
+_PROCESS = "changes files, the process or another one; a compiled call does not"
+_OF_THE_PROCESS = frozenset(
+    "mkdir rmdir remove unlink rename replace write system chdir putenv unsetenv kill truncate ftruncate symlink link "
+    "fork forkpty posix_spawn execv execve".split()
+)
+
+
+def effect_of_function(module: str, name: str, mode: str = "r", stream: Any = None) -> tuple[str, str] | None:
+    """Likewise of a function in C.
+
+    Args:
+        mode: in which ``open`` opens a file.
+        stream: what ``print`` is told to write to.
+    """
+    if module in ("posix", "nt") and name in _OF_THE_PROCESS:
+        return _PROCESS, _OUTSIDE
+    if module in ("_io", "io") and name == "open" and set(mode) & set("wax+"):
+        return _FILES, _OUTSIDE
+    if name == "print" and stream not in (None, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        return _FILES, _OUTSIDE
     return None
 
 
@@ -114,7 +154,7 @@ def _by_class(kind: type) -> Callable[[Any], Any] | None:
 
 
 def contents_of(value: Any) -> Callable[[Any], Any] | None:
-    """The function that gives a comparable snapshot of what an object holds; ``None``: there is none for its type."""
+    """The function that gives a comparable snapshot of what an object holds; ``None``: its type is not in the table."""
     kind = type(value)
     if issubclass(kind, OrderedDict | dict):
         return lambda held: list(dict.items(held)) if not is_a(held, OrderedDict) else list(OrderedDict.items(held))
@@ -152,6 +192,17 @@ def put_back(value: Any, contents: Any) -> None:
         value.extend(contents)
     elif is_a(value, bytearray):
         value[:] = contents
+    elif type(value).__name__ in _IN_MEMORY:
+        text, place = contents
+        value.seek(0)
+        value.truncate()
+        value.write(text)
+        value.seek(place)
+    elif type(value).__module__ == "array":
+        value[:] = type(value)(contents[0], contents[1])
+    elif "_ctypes" in sys.modules and type(value).__mro__[-2].__module__ == "_ctypes":
+        ctypes = sys.modules["ctypes"]
+        ctypes.memmove(ctypes.addressof(value), contents, len(contents))
     elif hasattr(value, "setstate"):
         value.setstate(contents)
     elif hasattr(value, "bit_generator") or hasattr(value, "_bit_generator"):

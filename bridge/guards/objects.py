@@ -1,4 +1,4 @@
-"""Objects as they are stored: their dictionaries, the functions behind them, stand-ins for those that are not kept."""
+"""Objects as they are stored: their dictionaries, the functions behind them, stand-ins for what is not kept alive."""
 
 from __future__ import annotations
 

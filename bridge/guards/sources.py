@@ -1,4 +1,4 @@
-"""Values of sources: a function that runs → the objects that its data flow names; what is read on the way is noted."""
+"""Values of sources: a function that runs, a source → the objects that it may be; notes what is read on the way."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Sources(World):
     """A world in which functions run."""
 
     def _constants(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
-        """The values of sources, plain ones, too."""
+        """The values of sources, plain ones (numbers, strings) too, as keys and arguments of C functions are."""
         found: list[Any] = []
         for value in (value for source in sources for value in self._plain(frame, source)):
             if not any(

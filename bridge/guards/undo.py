@@ -1,4 +1,4 @@
-"""Undo: a module before forward runs → its Python state, and what forward read and wrote beyond it, put back."""
+"""Undo: a module and the recorded runs of its forward → the Python state from before them, inside and outside of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Undo:
             self._tree.restore()
 
     def take_back(self) -> Settling | None:
-        """Puts back what the runs wrote outside of the module; gives what does it again."""
+        """Puts back what the runs wrote outside of the module; gives what writes it again, or ``None``."""
         written: dict[tuple, tuple[Any, Any, Any]] = {}
         for reads in self.runs:
             for key, then in reads.first.items():
@@ -79,7 +79,7 @@ class Settling:
 
 @contextmanager
 def undo(module: nn.Module | None = None) -> Iterator[Undo]:
-    """Gives what undoes the runs of forward that this thread records inside.
+    """Gives an :class:`Undo` of the runs of forward that this thread records inside.
 
     Args:
         module: that they run on; ``None``: they run on twins of it.

@@ -52,14 +52,13 @@ class World:
     Args:
         originals: of objects that are copies for the run, by id: what they are copies of.
         modules: the modules that run, with their paths.
-
-        instead: of a function that keeps its results, what is called in its place.
+        instead: a function that keeps its results (``lru_cache``) → what is called in its place; ``None``: itself.
 
     Attributes:
         originals: as given.
         items: the places that were read, each once.
         first: what they held when they were first read, by the same keys.
-        modules: by id of an ``nn.Module``, a reference to it, and the names of its attributes that were looked up
+        modules: by id of an ``nn.Module``, a reference to it and the names of its attributes that were looked up
             (``"*"``: all).
         bases: classes whose bases decided something.
         hidden: ids of tensors that modules outside of the tree hold.
@@ -129,7 +128,7 @@ class World:
         return self.originals.get(id(value), value)
 
     def _note(self, key: tuple, item: Any) -> Any:
-        """The item of that key, and what it holds in the run."""
+        """Notes a place, and what it holds in the run, once: key, item → the item of that key."""
         if key not in self.items:
             self.items[key] = item
             self.first[key] = item.read(run=True)
@@ -264,7 +263,7 @@ class World:
         return self.attribute(behind, name)
 
     def _computed(self, owner: Any, kind: type, name: str) -> list[Any]:
-        """An attribute that a function in C computes: ``__getattr__ = dict.__getitem__``."""
+        """An attribute that a function in C computes (``__getattr__ = dict.__getitem__``); Python's code is seen."""
         computes = self.class_name(kind, "__getattr__") if is_changeable(kind) else ABSENT
         if computes is ABSENT or is_a(computes, FunctionType):
             return []
@@ -391,7 +390,7 @@ class World:
             self.items[key] = Answer(function, args, kwargs, Place("", f"what {words} gives"))
 
     def exactly(self, space: dict[Any, Any], name: str, place: Place) -> None:
-        """A value that is compared by identity: nothing that is merely equal may take its place."""
+        """Notes that a value is compared by identity: one that is merely equal makes another condition."""
         self._note(("name", id(space), name), Name(space, name, place)).exact = True
 
     def forget(self) -> None:
@@ -418,7 +417,7 @@ class World:
 
     @contextmanager
     def unchanged(self) -> Iterator[list[str]]:
-        """What runs inside leaves the places as they are; gives what it had changed. It calls no cached function."""
+        """While active, no cached function is called; then places hold what they held, and the list has changes."""
         state, changed = self.state(), []
         for item, _, made in self._replaced:
             item.write(made)
@@ -442,7 +441,7 @@ class World:
             item.write(made)
 
     def restore(self, state: dict[tuple, Any] | None = None) -> list[Any]:
-        """Puts back what places held: first, or in that state; gives those that held something else."""
+        """Puts back what places held first, or in ``state``; gives the places that held something else."""
         found = []
         for key, then in (self.first if state is None else state).items():
             item = self.items[key]
