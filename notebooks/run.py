@@ -116,7 +116,7 @@ def main() -> None:
         started = time.perf_counter()
         notebook = tidy(execute(source(name)))
         target = options.to / pair(name).name
-        nbformat.write(notebook, target)
+        nbformat.write(notebook, target, indent=0)
         print(f"{target.name}: {time.perf_counter() - started:.0f} s, {target.stat().st_size / 1e3:.0f} kB")
 
 

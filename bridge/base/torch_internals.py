@@ -131,9 +131,6 @@ def has_own_kernel(op: Any, device: torch.device) -> bool:
     return isinstance(op, OpOverload) and has_kernel(op.name(), device.type.upper())
 
 
-OPERATOR_MODULES = find("torch._ops").__name__, find("torch._library").__name__ + ".", "torch.library"
-"""Beginnings of the names of the modules whose classes operators are of."""
-
 # Tensors
 
 has_storage: Callable[[torch.Tensor], bool] = find("torch._C._has_storage")

@@ -1,4 +1,4 @@
-"""A module as Python sees it: its tensors, attributes and the names that its code reads; snapshot, restore, compare."""
+"""A module as Python sees it: its tensors and attributes; snapshot, restore, compare."""
 
 from bridge.state.derived import derived_attribute, derived_attributes, renew_derived
 from bridge.state.generators import generators_put_back, moved_generators
