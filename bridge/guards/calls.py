@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.errors import TORCH_DIR
 from bridge.guards.flow import Call, Source
 from bridge.guards.kinds import ASKED, PLAIN, contents_of, effect_of, effect_of_function, is_a
+from bridge.guards.machinery import LIBRARY
 from bridge.guards.objects import FrameOf, Instance, dict_of, is_changeable
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place, class_entry
@@ -57,6 +59,12 @@ class Calls(Sources):
             known.locals = {}
             return
         self._method(known, place, owner, name, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    def _moves(self, frame: Frame, value: Any) -> None:
+        """The next value of an iterator is about to be taken; counters of Python's and torch's own do not count."""
+        library = frame.code.co_filename.startswith((LIBRARY, TORCH_DIR, "<frozen"))
+        if not (library and any(value is each for each in list(frame.globals.values()))):
+            self.moved(value, frame.where)
 
     def _acts(self, known: Frame, module: str, name: str, call: Call | None, where: str) -> None:
         """A function in C that may have an effect is about to be called."""
@@ -113,7 +121,7 @@ class Calls(Sources):
                     self._result(known.called, place, held, known)
         elif name in _TAKE:
             for each in owners:
-                self.moved(each, known.where)
+                self._moves(known, each)
         elif name in ("isinstance", "issubclass") and len(call.args) == 2:
             kinds = [each for value in self._constants(known, call.args[1]) for each in _classes(value)]
             for value in owners:
@@ -202,7 +210,7 @@ class Calls(Sources):
         elif is_a(value, type) and value in _TAKING:
             for given in call.arguments:
                 for each in self._values(frame, given):
-                    self.moved(each, frame.where)
+                    self._moves(frame, each)
         elif type(value) is types.MethodWrapperType:
             self.know(value.__self__, self.place(value))
             self.whole(value.__self__, frame.where)

@@ -16,7 +16,8 @@ __all__ = ["ASKED_PYTHON", "LIBRARY", "OPAQUE", "OWN", "is_machinery"]
 
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCHS = ("_ops.py", "overrides.py", "_library", "_subclasses", "fx", "_prims", "_prims_common", "_refs", "_decomp")
-_TORCHS += ("_meta_registrations.py", "_higher_order_ops", "_functorch", "_dispatch", "_jit_internal.py", "_logging")
+_TORCHS += ("_meta_registrations.py", "_guards.py", "_higher_order_ops", "_functorch", "_dispatch")
+_TORCHS += ("_jit_internal.py", "_logging")
 _TORCHS += ("utils/_python_dispatch.py", "utils/_pytree.py", "utils/_contextlib.py", "utils/_config_module.py")
 _TORCHS += ("utils/_device.py", "utils/_cxx_pytree.py", "_compile.py", "_dynamo", "_inductor", "_C", "utils/_stats.py")
 _TORCHS += ("autograd", "jit", "_export", "export", "_weights_only_unpickler.py", "storage.py", "types.py")
@@ -51,6 +52,7 @@ _PYTHONS += (
     "ast.py",
     "tempfile.py",
     "threading.py",
+    "multiprocessing",
 )
 _UNREAD = (
     *(os.path.join(TORCH_DIR, each) for each in _TORCHS),
@@ -62,7 +64,16 @@ _UNREAD = (
     "<frozen _collections_abc",
 )
 OPAQUE = tuple(
-    LIBRARY + each for each in ("threading.py", "logging", "tempfile.py", "warnings.py", "inspect.py", "traceback.py")
+    LIBRARY + each
+    for each in (
+        "threading.py",
+        "multiprocessing",
+        "logging",
+        "tempfile.py",
+        "warnings.py",
+        "inspect.py",
+        "traceback.py",
+    )
 )
 """Of these also what they call in Python's library is machinery."""
 ASKED_PYTHON = frozenset(
@@ -75,6 +86,8 @@ ASKED_PYTHON = frozenset(
 )
 
 
+_BARS = os.sep + "tqdm" + os.sep
+"""Where progress bars are from, which torch's interpreter of graphs shows."""
 _REFERENCES = ("weakref.py", "_weakrefset.py")
 """Where callbacks of references are from, which run whenever something dies."""
 _FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values() if isinstance(each, FunctionType))
@@ -82,6 +95,10 @@ _FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values(
 
 def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:
     """Whether what a function's code reads is none of forward's; ``namespace``: its globals."""
-    if code in _FINALIZERS or (code.co_name in ("_remove", "remove") and code.co_filename.endswith(_REFERENCES)):
+    if (
+        _BARS in code.co_filename
+        or code in _FINALIZERS
+        or (code.co_name in ("_remove", "remove") and code.co_filename.endswith(_REFERENCES))
+    ):
         return True
     return code.co_filename.startswith(_UNREAD) or str(namespace.get("__name__")).startswith("bridge.")

@@ -197,7 +197,7 @@ class Reads(Calls):
                 self.whole(value, frame.where)
         for source in flow.iterated:
             for value in self._values(frame, source):
-                self.moved(value, frame.where)
+                self._moves(frame, value)
         for write in flow.writes:
             self._write(frame, write)
         for place, call in flow.calls.items():

@@ -133,7 +133,10 @@ class Slot:
         return alike(now, then)
 
     def write(self, value: Any) -> None:
-        setattr(self.value, self.name, value)
+        if value is not ABSENT:
+            setattr(self.value, self.name, value)
+        elif self.read() is not ABSENT:
+            delattr(self.value, self.name)
 
 
 @dataclass(eq=False)
