@@ -17,7 +17,7 @@ from bridge.capture.explain_error import explain_error
 from bridge.capture.rows import Form, Record, Row, Value, at_hints, renamed, values_in, written_operands
 from bridge.capture.two_runs import FakeRecord, RealRun
 
-__all__ = ["differences"]
+__all__ = ["differences", "same_numbers"]
 
 log = channel("dispatch")
 
@@ -101,7 +101,12 @@ def _written(record: Record) -> set[int]:
 def _same_literals(ours: Record, theirs: Record) -> bool:
     """Whether two runs wrote the same numbers into the tensors that they made, bit by bit."""
     pairs = ((literal, theirs.literals.get(number)) for number, literal in ours.literals.items())
-    return all(other is not None and _bits(literal) == _bits(other) for literal, other in pairs)
+    return all(other is not None and same_numbers(literal, other) for literal, other in pairs)
+
+
+def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that were made of numbers in Python hold the same, bit by bit."""
+    return one.dtype == other.dtype and one.shape == other.shape and _bits(one) == _bits(other)
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

@@ -22,7 +22,7 @@ from torch import nn
 from bridge.base.errors import CacheNotFilled, Unsupported, UnsupportedModule, from_user_code, refused_by_eager
 from bridge.base.log import channel
 from bridge.capture.counters import Counted, Counter
-from bridge.capture.differences import differences
+from bridge.capture.differences import differences, same_numbers
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.explain_error import explain_error
 from bridge.capture.inplace_rules import OTHER_NAME
@@ -193,6 +193,8 @@ def _same_function(first: RealRun, later: RealRun) -> bool:
             known[place] = number
     if len(first.observation.draws) != len(later.observation.draws):
         return False
+    literals = zip(first.record.literals.items(), later.record.literals.items(), strict=False)
+    known.update((b, a) for (a, ours), (b, theirs) in literals if same_numbers(ours, theirs) and b not in known)
     constant = _constants(first.record)
     remaining = iter(later.record.rows)
     row = next(remaining, None)

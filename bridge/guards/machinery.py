@@ -12,7 +12,7 @@ from typing import Any
 
 from bridge.base.errors import TORCH_DIR
 
-__all__ = ["ASKED_PYTHON", "LIBRARY", "OPAQUE", "OWN", "is_machinery"]
+__all__ = ["ASKED_PYTHON", "LIBRARY", "OPAQUE", "OWN", "PACKAGES", "is_machinery"]
 
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCHS = ("_ops.py", "overrides.py", "_library", "_subclasses", "fx", "_prims", "_prims_common", "_refs", "_decomp")
@@ -86,8 +86,8 @@ ASKED_PYTHON = frozenset(
 )
 
 
-_BARS = os.sep + "tqdm" + os.sep
-"""Where progress bars are from, which torch's interpreter of graphs shows."""
+PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton"))
+"""Packages that torch's machinery calls: progress bars, the compiler of kernels, which keeps files."""
 _REFERENCES = ("weakref.py", "_weakrefset.py")
 """Where callbacks of references are from, which run whenever something dies."""
 _FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values() if isinstance(each, FunctionType))
@@ -96,7 +96,7 @@ _FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values(
 def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:
     """Whether what a function's code reads is none of forward's; ``namespace``: its globals."""
     if (
-        _BARS in code.co_filename
+        any(each in code.co_filename for each in PACKAGES)
         or code in _FINALIZERS
         or (code.co_name in ("_remove", "remove") and code.co_filename.endswith(_REFERENCES))
     ):

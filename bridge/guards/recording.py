@@ -24,7 +24,7 @@ from bridge.guards.calls import _MOST_RESULTS, Calls
 from bridge.guards.dataflow import flow_of
 from bridge.guards.flow import Flow
 from bridge.guards.kinds import PLAIN, is_a
-from bridge.guards.machinery import ASKED_PYTHON, LIBRARY, OPAQUE, OWN, is_machinery
+from bridge.guards.machinery import ASKED_PYTHON, LIBRARY, OPAQUE, OWN, PACKAGES, is_machinery
 from bridge.guards.objects import Instance, dict_of, inner_function, is_changeable
 from bridge.guards.sources import Frame
 from bridge.guards.watched import ABSENT, Place, class_entry
@@ -142,7 +142,8 @@ class Reads(Calls):
             file = back.f_code.co_filename
             if file.startswith(OWN):
                 return not file.endswith(_RUN_FORWARD) and code.co_filename.startswith((LIBRARY, TORCH_DIR))
-            if file.startswith(OPAQUE) and code.co_filename.startswith(LIBRARY):
+            opaque = file.startswith(OPAQUE) or any(each in file for each in PACKAGES)
+            if opaque and code.co_filename.startswith((LIBRARY, "<frozen")):
                 return True
             if self.codes.get(back.f_code) is not None:
                 return False

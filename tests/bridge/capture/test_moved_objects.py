@@ -120,6 +120,7 @@ class Noisy(nn.Module):
         return self.linear(x) * self.operator(x)
 
 
+@pytest.mark.cpu("one of the operators has no kernel elsewhere")
 @pytest.mark.parametrize("way", ["sample", "no sample", "parts", "torch.compile"])
 @pytest.mark.parametrize("operator", [noise, torch.ops.moved_objects_too.jitter], ids=["custom_op", "library"])
 def test_an_operator_that_draws_without_saying_so_draws_as_in_eager(operator, way):
