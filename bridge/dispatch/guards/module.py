@@ -149,7 +149,12 @@ class ModuleGuard:
             return None
         dicts = list(map(_DICT, modules))
         known = self._unwritten
-        if known is None or any(known.empty) or not same_versions((*dicts, *known.registries), known.versions):
+        if (
+            known is None
+            or any(known.empty)
+            or known.versions is None
+            or not same_versions((*dicts, *known.registries), known.versions)
+        ):
             known = self._unwritten = self._look(modules, dicts)
             if known is None:
                 return None
@@ -166,7 +171,9 @@ class ModuleGuard:
         tree = self._read(modules, dicts)
         registries = [*tree.parameters, *tree.buffers, *tree.children]
         written = list(filter(None, registries))
-        versions = dict_versions((*dicts, *written))  # before the look: what is written meanwhile is seen next time
+        counted = all(isinstance(each, dict) for each in written)  # a mapping of a user's own has no count of writes
+        # before the look: what is written meanwhile is seen next time
+        versions = dict_versions((*dicts, *written)) if counted else None
         try:
             if not all(condition.holds(tree) for condition in self._conditions.watched):
                 return None
