@@ -149,12 +149,7 @@ class ModuleGuard:
             return None
         dicts = list(map(_DICT, modules))
         known = self._unwritten
-        if (
-            known is None
-            or any(known.empty)
-            or known.versions is None
-            or not same_versions((*dicts, *known.registries), known.versions)
-        ):
+        if known is None or any(known.empty) or not same_versions((*dicts, *known.registries), known.versions):
             known = self._unwritten = self._look(modules, dicts)
             if known is None:
                 return None
