@@ -63,17 +63,10 @@ _UNREAD = (
     "<frozen abc",
     "<frozen _collections_abc",
 )
-OPAQUE = tuple(
-    LIBRARY + each
-    for each in (
-        "threading.py",
-        "multiprocessing",
-        "logging",
-        "tempfile.py",
-        "warnings.py",
-        "inspect.py",
-        "traceback.py",
-    )
+OPAQUE = (
+    *(LIBRARY + each for each in ("threading.py", "multiprocessing", "logging", "tempfile.py", "warnings.py")),
+    *(LIBRARY + each for each in ("inspect.py", "traceback.py")),
+    *(os.path.join(TORCH_DIR, each) for each in ("_dynamo", "_inductor", "_functorch", "_export", "_higher_order_ops")),
 )
 """Of these also what they call in Python's library is machinery."""
 ASKED_PYTHON = frozenset(
@@ -86,8 +79,8 @@ ASKED_PYTHON = frozenset(
 )
 
 
-PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton"))
-"""Packages that torch's machinery calls: progress bars, the compiler of kernels, which keeps files."""
+PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton", "filelock"))
+"""Packages that torch's machinery calls: progress bars, the compiler of kernels and locks of its files."""
 _REFERENCES = ("weakref.py", "_weakrefset.py")
 """Where callbacks of references are from, which run whenever something dies."""
 _FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values() if isinstance(each, FunctionType))
