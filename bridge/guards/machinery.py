@@ -31,6 +31,8 @@ _TORCHS += (
     "utils/_typing_utils.py",
 )
 LIBRARY = os.path.dirname(os.__file__) + os.sep
+_PROCESSES = ("util.py", "context.py", "synchronize.py", "process.py", "popen", "resource")
+_LOCKS = tuple(os.path.join("multiprocessing", each) for each in _PROCESSES)
 _PYTHONS = (
     "logging",
     "warnings.py",
@@ -52,7 +54,7 @@ _PYTHONS += (
     "ast.py",
     "tempfile.py",
     "threading.py",
-    "multiprocessing",
+    *_LOCKS,
 )
 _UNREAD = (
     *(os.path.join(TORCH_DIR, each) for each in _TORCHS),
@@ -64,7 +66,7 @@ _UNREAD = (
     "<frozen _collections_abc",
 )
 OPAQUE = (
-    *(LIBRARY + each for each in ("threading.py", "multiprocessing", "logging", "tempfile.py", "warnings.py")),
+    *(LIBRARY + each for each in ("threading.py", "logging", "tempfile.py", "warnings.py", *_LOCKS)),
     *(LIBRARY + each for each in ("inspect.py", "traceback.py")),
     *(os.path.join(TORCH_DIR, each) for each in ("_dynamo", "_inductor", "_functorch", "_export", "_higher_order_ops")),
 )
