@@ -41,11 +41,7 @@ class KnownFakes:
             is_functional = self._functional[func] = _is_functional(func)
         if not is_functional:
             return func(*args, **kwargs)
-        given: list[torch.Tensor] = []
-        try:
-            key = func, modes, torch.get_default_dtype(), _key(args, given), _key(kwargs, given)
-        except _Unknown:
-            return func(*args, **kwargs)
+        key, given = _key_of_call(func, args, kwargs, modes)
         if not given:
             return func(*args, **kwargs)
         if key not in self._results:
@@ -89,11 +85,7 @@ class KnownCalls:
         modes = self._recorder.modes() if is_torchs else None
         if modes is None:
             return func(*args, **kwargs)
-        given: list[torch.Tensor] = []
-        try:
-            key = func, modes, torch.get_default_dtype(), _key(args, given), _key(kwargs, given)
-        except _Unknown:
-            return func(*args, **kwargs)
+        key, given = _key_of_call(func, args, kwargs, modes)
         if not given:
             return func(*args, **kwargs)
         places = [next(place for place, other in enumerate(given) if other is each) for each in given]
@@ -148,6 +140,15 @@ def _is_functional(func: Any) -> bool:
         return False
     told = schema(func)
     return not told.is_mutable and not any(each.alias_info for each in told.returns)
+
+
+def _key_of_call(func: Any, args: tuple, kwargs: dict[str, Any], modes: Any) -> tuple[Any, list[torch.Tensor]]:
+    """What decides about the results of a call, and its tensors; no tensors where that is not known."""
+    given: list[torch.Tensor] = []
+    try:
+        return (func, modes, torch.get_default_dtype(), _key(args, given), _key(kwargs, given)), given
+    except _Unknown:
+        return None, []
 
 
 def _key(tree: Any, given: list[torch.Tensor]) -> Any:

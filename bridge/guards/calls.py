@@ -20,6 +20,7 @@ from bridge.guards.machinery import LIBRARY
 from bridge.guards.objects import FrameOf, Instance, dict_of, is_changeable
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place, class_entry
+from bridge.guards.world import REGISTRIES
 
 __all__ = ["Calls"]
 
@@ -172,9 +173,7 @@ class Calls(Sources):
             for owner in self._values(frame, source[1]):
                 own = None if is_a(owner, Instance | FrameOf) or not self.knows(owner) else self.original(owner)
                 held = dict_of(own)
-                registries = (
-                    [held[each] for each in ("_parameters", "_buffers", "_modules")] if is_a(own, nn.Module) else []
-                )
+                registries = [held[each] for each in REGISTRIES] if is_a(own, nn.Module) else []
                 for space in (held, *registries) if held is not None else ():
                     if name in space and type(space[name]) not in PLAIN:
                         self.exactly(space, name, Place("attribute", name, self.place(owner).of))

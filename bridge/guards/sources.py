@@ -12,7 +12,7 @@ from bridge.guards.flow import Flow, Source
 from bridge.guards.kinds import PLAIN, is_a
 from bridge.guards.objects import FrameOf, Instance, dict_of
 from bridge.guards.watched import ABSENT, Place, class_entry
-from bridge.guards.world import World
+from bridge.guards.world import World, interesting
 
 __all__ = ["Frame", "Sources"]
 
@@ -115,12 +115,12 @@ class Sources(World):
         kind, of = source[0], source[1] if len(source) > 1 else None
         if kind in ("arg", "cell"):
             value = (frame.args if kind == "arg" else frame.cells).get(of, ABSENT)
-            return [] if value is ABSENT or type(value) in PLAIN else [value]
+            return interesting(value)
         if kind == "global":
             value = self.name(frame.globals, of, Place("global", of))
             if value is ABSENT:
                 value = self.name(frame.builtins, of, Place("builtin", of))
-            return [] if value is ABSENT or type(value) in PLAIN else [value]
+            return interesting(value)
         if kind == "attr":
             return [value for owner in self._values(frame, of) for value in self.attribute(owner, source[2])]
         if kind == "import":
@@ -155,7 +155,7 @@ class Sources(World):
         full = f"{package}.{name}".strip(".") if level else name
         full = full if several or level else full.partition(".")[0]
         value = self.name(sys.modules, full, Place("module", full))
-        return [] if value is ABSENT or value is None else [value]
+        return interesting(value)
 
 
 def _peek(owner: Any, name: str) -> Any:

@@ -114,8 +114,6 @@ class ClassName:
             delattr(self.kind, self.name)
         elif self.name in vars(self.kind) or all(self.name not in vars(base) for base in self.kind.__mro__):
             setattr(self.kind, self.name, value)
-        elif self.name in vars(self.kind):
-            delattr(self.kind, self.name)
 
 
 @dataclass(eq=False)

@@ -40,10 +40,10 @@ from bridge.guards.watched import (
     slot_of,
 )
 
-__all__ = ["World"]
+__all__ = ["REGISTRIES", "World", "interesting"]
 
 _NOWHERE = Place("", "")
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
+REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class World:
@@ -214,11 +214,11 @@ class World:
         if name == "__dict__" and not issubclass(kind, ModuleType):
             self.all(owner)
         if issubclass(kind, ModuleType):
-            return _interesting(self.name(owner.__dict__, name, Place("global", f"{owner.__name__}.{name}")))
+            return interesting(self.name(owner.__dict__, name, Place("global", f"{owner.__name__}.{name}")))
         if issubclass(kind, type):
             if kind is not type:
                 self.class_name(kind, name)
-            return _interesting(self.class_name(owner, name))
+            return interesting(self.class_name(owner, name))
         raw = self.class_name(kind, name) if is_changeable(kind) else class_entry(kind, name)
         if issubclass(kind, torch.Tensor) and (place_of := self.inputs.get(id(owner))) is not None:
             if not is_asked(name):
@@ -227,7 +227,7 @@ class World:
             value = owner.__dict__.get(name, ABSENT)
             if value is not ABSENT:
                 self.know(value, Place("attribute", name, " of a tensor"))
-            return _interesting(value)
+            return interesting(value)
         if issubclass(kind, nn.Module):
             return self._of_module(owner, name, raw)
         known = self.knows(owner)
@@ -243,13 +243,13 @@ class World:
             return self._slot(owner, name, place)
         if not known:
             held = dict_of(owner)
-            return _interesting(held[name]) if held is not None and name in held else _bound(raw)
+            return interesting(held[name]) if held is not None and name in held else _bound(raw)
         self._class(owner)
         held, own = dict_of(owner), dict_of(self.original(owner))
         if held is not None and own is not None:
             value = self.name(own, name, place.then(f".{name}"), None if held is own else held)
             if value is not ABSENT:
-                return _interesting(value)
+                return interesting(value)
         return _bound(raw) if raw is not ABSENT else self._computed(owner, kind, name)
 
     def _behind_proxy(self, owner: Any, name: str) -> list[Any]:
@@ -283,17 +283,17 @@ class World:
     def _of_module(self, owner: nn.Module, name: str, raw: Any) -> list[Any]:
         if not self.knows(owner):  # the call has made it
             held = owner.__dict__
-            spaces = (held, *(held.get(each, {}) for each in _REGISTRIES))
+            spaces = (held, *(held.get(each, {}) for each in REGISTRIES))
             return _bound(next((space[name] for space in spaces if name in space), raw))
         own = self.original(owner)
         self._looked_up(own, name)
         held = owner.__dict__
         value = held.get(name, ABSENT)
         if value is ABSENT:
-            value = next((held[each][name] for each in _REGISTRIES if name in held.get(each, ())), raw)
-        made = name in held and name in self._held.get(id(owner), ()) and value is not self._held[id(owner)][name]
-        made = made or (id(owner) in self._held and name in held and name not in self._held[id(owner)])
-        if is_a(value, torch.Tensor) and id(owner) not in self._held:
+            value = next((held[each][name] for each in REGISTRIES if name in held.get(each, ())), raw)
+        before = self._held.get(id(owner))
+        made = before is not None and name in held and value is not before.get(name, ABSENT)
+        if is_a(value, torch.Tensor) and before is None:
             self.hidden.add(id(value))
         if value is not raw and type(value) not in PLAIN and not made:
             of = self.place(owner)
@@ -307,7 +307,7 @@ class World:
         value = slot_of(owner, name)
         if value is not ABSENT:
             self.know(value, told)
-        return _interesting(value)
+        return interesting(value)
 
     def entry(self, owner: Any, key: Any) -> list[Any]:
         """An entry of a container by its key."""
@@ -318,7 +318,7 @@ class World:
         if is_a(owner, dict) and is_a(key, str | int | bytes | tuple):
             self._class(owner)
             own = self.original(owner)
-            return _interesting(
+            return interesting(
                 self.name(own, key, self.place(owner).then(f"[{key!r}]"), None if own is owner else owner)
             )
         self.whole(owner)
@@ -454,9 +454,9 @@ class World:
         return found
 
 
-def _interesting(value: Any) -> list[Any]:
+def interesting(value: Any) -> list[Any]:
     return [] if value is ABSENT or type(value) in PLAIN else [value]
 
 
 def _bound(raw: Any) -> list[Any]:
-    return _interesting(raw.__func__ if is_a(raw, staticmethod | classmethod) else raw)
+    return interesting(raw.__func__ if is_a(raw, staticmethod | classmethod) else raw)
