@@ -77,7 +77,7 @@ def effect_of(owner: Any, name: str) -> tuple[str, str] | None:
 _PROCESS = "changes files, the process or another one; a compiled call does not"
 _OF_THE_PROCESS = frozenset(
     "mkdir rmdir remove unlink rename replace write system chdir putenv unsetenv kill truncate ftruncate symlink link "
-    "fork forkpty posix_spawn execv execve".split()
+    "fork forkpty posix_spawn execv execve umask".split()
 )
 
 
@@ -217,7 +217,7 @@ def _as_stored(kind: type, held: Any) -> Any:
 
 
 _ASKED = """
-posix getcwd|posix getcwdb|posix stat|posix lstat|posix access|posix listdir|posix getpid|posix getppid|posix umask
+posix getcwd|posix getcwdb|posix stat|posix lstat|posix access|posix listdir|posix getpid|posix getppid
 nt getcwd|nt stat|_signal getsignal|signal getsignal|_locale localeconv|_locale setlocale|locale localeconv
 decimal getcontext|_decimal getcontext|gc isenabled|gc get_threshold|gc get_count|sys getrecursionlimit
 sys getswitchinterval|sys gettrace|sys getdefaultencoding|_thread get_ident|_thread get_native_id

@@ -372,6 +372,30 @@ def test_effects_are_refused_and_undone(kind, reader):
     assert state(held) == before
 
 
+def _mask():
+    found = os.umask(0)
+    os.umask(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda path: open(path, "a").write("x"),
+        lambda path: os.mkdir(path),
+        lambda path: os.umask(_mask() ^ 0o20),
+        lambda path: os.environ.update({path: "1"}),
+    ],
+    ids=["open", "mkdir", "umask", "environ"],
+)
+def test_what_changes_files_or_the_process_is_refused_before_it_does(act, tmp_path):
+    path, before = str(tmp_path / "made"), _mask()
+    module = _attribute(path, lambda held: (act(held), 2.0)[1])
+    with pytest.raises(UnsupportedModule, match=r"changes files, the process|writes to or reads from a file"):
+        add_tvm_dispatch(module, torch.randn(3, 4))
+    assert not os.path.exists(path) and _mask() == before and path not in os.environ
+
+
 def test_a_profiler_of_the_users_goes_on():
     heard: list[str] = []
 
