@@ -98,10 +98,10 @@ def test_a_table_leaves_out_what_was_not_measured():
 
 
 def test_sizes():
-    """A GPU machine takes 64 MiB a call: 113 of TVM in two calls, the tree with each; notebooks stay light to show."""
+    """A GPU machine takes 64 MiB a call: TVM's library (55) and the tree in one call; notebooks stay light to show."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
     sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
-    assert sum(sizes.values()) < 7 * 2**20
+    assert sum(sizes.values()) < 8 * 2**20
     assert sum(size for name, size in sizes.items() if name.endswith(".ipynb")) < 300_000
