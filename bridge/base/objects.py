@@ -14,6 +14,7 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Iterator
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class ObjectNode:
         """A new object like it."""
         if self.kind is torch.Size:
             return torch.Size(self.attributes.values())
-        made = dict.__new__(self.kind) if issubclass(self.kind, dict) else object.__new__(self.kind)
+        builtin = next(base for base in self.kind.__mro__ if type(vars(base).get("__new__")) is BuiltinFunctionType)
+        made = builtin.__new__(self.kind)
         own = getattr(made, "__dict__", {})
         for name, value in self.attributes.items():
             if inspect.ismemberdescriptor(getattr(self.kind, name, None)):  # a slot

@@ -5,6 +5,7 @@ from bridge.capture.copied_call import Copies, copied_call
 from bridge.capture.counters import Counter
 from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
+from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.length_run import looped_run
 from bridge.capture.loops.lengths import LoopedCall
 from bridge.capture.loops.listener import loops_tell
@@ -52,6 +53,7 @@ __all__ = [
     "Draw",
     "DynamicDim",
     "IsolatedRNG",
+    "KeptPlace",
     "LoopedCall",
     "NotArithmeticError",
     "NumberPlace",

@@ -14,6 +14,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
 from bridge.capture.counters import Counter
+from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import AnyLength
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.readings import Reading
@@ -42,6 +43,7 @@ class Captured:
         draw_of: name of each node that draws -> index into ``observation.draws``.
         literals: tensor literals of the module's code, by placeholder name.
         counters: attributes that each call counts up.
+        kept: places that each call sets; their values are the results behind the module's own.
         readings: numbers that forward took out of tensors on the sample, in order.
         read: the nodes of those numbers; ``None`` for those that are recomputed, for constants and what is certain.
         recomputed: those that a call computes from its inputs by itself (:mod:`bridge.capture.recomputed`).
@@ -69,6 +71,7 @@ class Captured:
     draw_of: dict[str, int]
     literals: dict[str, torch.Tensor]
     counters: tuple[Counter, ...] = ()
+    kept: tuple[KeptPlace, ...] = ()
     readings: tuple[Reading, ...] = ()
     read: tuple[fx.Node | None, ...] = ()
     recomputed: tuple[Recomputed, ...] = ()

@@ -6,7 +6,6 @@ are part of what is recorded.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.capture.derived_attributes import DerivedAttributes
 from bridge.capture.passes.cumulative import averages_cumulatively, cumulative_forward
@@ -22,9 +20,6 @@ from bridge.capture.twin import Twin
 from bridge.state import Snapshot
 
 __all__ = ["PreparedTwin"]
-
-_OBSERVED = ("make_inputs_require_grads", "output_capturing_hook")
-"""Hooks of transformers' by name, whose effects are seen: on what requires grad, and on what the same call returns."""
 
 
 class PreparedTwin:
@@ -57,10 +52,10 @@ class PreparedTwin:
             if "forward" not in layer.__dict__ and averages_cumulatively(layer):
                 self._put(layer, "forward", MethodType(cumulative_forward, layer))
         self._derived = DerivedAttributes(self.module)
-        for path, layer in self.module.named_modules():
+        for layer in self.module.modules():
             for kind in MODULE_HOOKS if layer is not self.module else ():
                 for key, hook in list(layer.__dict__[kind].items()):
-                    watched = self._derived.watched(hook) or _giving_a_result(hook, self.module, path, kind)
+                    watched = self._derived.watched(hook) or hook
                     if watched is not hook:
                         self._layers.append((layer, {kind: {key: hook}}))
                         layer.__dict__[kind][key] = watched
@@ -86,21 +81,3 @@ class PreparedTwin:
                 else:
                     layer.__dict__[name].update(value)
         self._derived.put_back()
-
-
-def _giving_a_result(hook: Callable[..., Any], root: nn.Module, path: str, kind: str) -> Callable[..., Any]:
-    if getattr(hook, "__name__", "") in _OBSERVED:
-        return hook
-    name = type(root).__name__
-
-    @functools.wraps(hook, updated=())
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = hook(*args, **kwargs)
-        if result is None:
-            reason = "a hook that returns nothing is there for what it does besides; a compiled call runs no Python"
-            hint = "remove it, or add it afterwards"
-            problem = Unsupported(f"{kind[1:]} on '{path}'", f"{name}.{path}", reason, hint)
-            raise UnsupportedModule(name, [problem])
-        return result
-
-    return run

@@ -88,7 +88,7 @@ class RecordedCall:
         Where sizes vary, for all sizes that a call with these conditions serves; asked before :meth:`captured`.
         """
         real, fake = self.steady.real, self.steady.fake
-        if self.steady.counters or self.steady.problems or len(real.tensors) > len(real.real_tensors):
+        if self.steady.counters or self.steady.problems or real.kept or len(real.tensors) > len(real.real_tensors):
             return None
         reads = tuple(each.reading.key for each in real.record.reads)
         key = observed_key(real.record, real.results, real.final, real.observation, reads)

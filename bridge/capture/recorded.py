@@ -130,6 +130,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
         recomputed=conditions,
         loops=rolls,
         recording=comparable(real) if rolls else None,
+        kept=() if real.kept is None else tuple(real.kept.places),
         device=current_device(),
     )
     clear_fake_memo(fake.mode)

@@ -5,7 +5,8 @@ compiled call runs no Python. So the call is run again from the state that the f
 
     it changes nothing then             the module is left in that state, in which what was recorded holds
     it counts integers up               counters, which a compiled call counts up as well
-    it changes something at every call  a refusal by name
+    it sets places anew                 results, which a compiled call puts there (kept_state.py)
+    it changes something else           a refusal by name
     it does something else              the first call is eager's: a refusal that says so
 
 A user's module is touched at the end, if at all.
@@ -26,6 +27,7 @@ from bridge.capture.differences import differences, same_numbers
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.explain_error import explain_error
 from bridge.capture.inplace_rules import OTHER_NAME
+from bridge.capture.kept_state import KeptState, kept_state
 from bridge.capture.loops.listener import loops_found
 from bridge.capture.loops.rolled import draws_of, folded_of, writes
 from bridge.capture.outputs import OTHER_FORM
@@ -87,16 +89,22 @@ def _steady(
     _find_loops(real, dims)
     if not changed:
         return _compared(real, args, kwargs, dims)
-    if _may_be_counters(real, changed) and (found := _counted(real, args, kwargs, changed, dims)) is not None:
+    if _integers(real, changed) == changed and (found := _counted(real, args, kwargs, changed, dims)) is not None:
         before.restore()
         return found
     real.reset()
     real = _in_eager(real.twin, args, kwargs, origin=real.observation.reads.originals)
     _find_loops(real, dims)
     again = real.changed()
-    if again and not _may_be_counters(real, again):
-        raise _changing(first, again)
-    found = _counted(real, args, kwargs, again, dims) if again else _compared(real, args, kwargs, dims)
+    counts = _integers(real, again)
+    if len(counts) < len(again):
+        if (kept := _keeping(first, real, args, kwargs, counts)) is None:
+            raise _changing(first, again)
+        real = kept
+        _find_loops(real, dims)
+    found = _counted(real, args, kwargs, counts, dims) if counts else _compared(real, args, kwargs, dims)
+    if real.kept is not None:
+        real.kept.put_back(first.observation.reads)
     if found is None:
         raise _changing(first, again)
     if not _same_function(first, real):
@@ -178,6 +186,32 @@ def _changing(real: RealRun, changed: Sequence[str]) -> UnsupportedModule:
     return UnsupportedModule(name, [*real.observation.unsupported, *problems])
 
 
+def _keeping(
+    first: RealRun, second: RealRun, args: tuple, kwargs: dict[str, Any], counts: Sequence[str]
+) -> RealRun | None:
+    """Another run of the call, whose results have what it leaves in the places that it sets; ``None``: no such call."""
+    kept = kept_state(second.twin, second.before, second.observation.reads, counts)
+    if kept is None or (found := _with_places(second, kept, args, kwargs)) is not None:
+        return None if kept is None else found
+    found = _with_places(second, kept.reading_tensors(second.before), args, kwargs)
+    if found is None:
+        return None
+    read = kept.reading_tensors(second.before, [each.name for each in found.tensors if each.kind == "attribute"])
+    return _with_places(second, read, args, kwargs) or found
+
+
+def _with_places(second: RealRun, kept: KeptState, args: tuple, kwargs: dict[str, Any]) -> RealRun | None:
+    second.reset()
+    constants = kept.constants(kept.last())
+    try:
+        with kept.absent():
+            found = _in_eager(second.twin, args, kwargs, kept=kept, origin=second.observation.reads.originals)
+    except Exception as error:  # whatever the user's code raises without what is not there
+        log.debug("%s reads what it sets", type(second.twin).__name__, exc_info=error)
+        return None
+    return found if found.left == constants and _same_function(second, found) else None
+
+
 def _same_function(first: RealRun, later: RealRun) -> bool:
     """Whether two runs of a call are the same function of the module's tensors, the arguments and draws.
 
@@ -185,12 +219,17 @@ def _same_function(first: RealRun, later: RealRun) -> bool:
     first that read no input have no place in the later one.
     """
     known: dict[int, int] = {}
+    carried = () if later.kept is None else later.kept.carried
+    count = first.record.inputs - len(first.attributes)
     for place in range(later.record.inputs):
-        count = first.record.inputs - len(first.attributes)
         if place < count:
             known[place] = place
+        elif (path := later.attributes[place - later.record.inputs]) in carried and path in first.attributes:
+            known[place] = count + first.attributes.index(path)
         elif (number := first.number_of(later.inputs[place])) is not None:
             known[place] = number
+    held = {id(tensor): number for number, (tensor, _) in first.record.free.items()}
+    known.update((number, held[id(each)]) for number, (each, _) in later.record.free.items() if id(each) in held)
     if len(first.observation.draws) != len(later.observation.draws):
         return False
     literals = zip(first.record.literals.items(), later.record.literals.items(), strict=False)
@@ -207,7 +246,7 @@ def _same_function(first: RealRun, later: RealRun) -> bool:
             return False
     if row is not None:
         return False
-    return _renamed(list(later.results), known) == list(first.results)
+    return _renamed(list(later.results), known)[: len(first.results)] == list(first.results)
 
 
 def _constants(record: Record) -> set[int]:
@@ -266,15 +305,15 @@ def _place(what: str) -> tuple[str, str]:
 # Counters
 
 
-def _may_be_counters(real: RealRun, changed: Sequence[str]) -> bool:
-    """Whether all of these are integers that modules hold, and held before."""
-    modules = dict(real.twin.named_modules())
+def _integers(real: RealRun, changed: Sequence[str]) -> list[str]:
+    """Those of these places that are integers that modules hold, and held before: counters, maybe."""
+    modules, found = dict(real.twin.named_modules()), []
     for what in changed:
         path, name = _place(what)
         held = modules[path].__dict__ if what.startswith("self.") and path in modules else {}
-        if type(held.get(name)) is not int or type(real.before.value_of(path, name)) is not int:
-            return False
-    return True
+        if type(held.get(name)) is int and type(real.before.value_of(path, name)) is int:
+            found.append(what)
+    return found
 
 
 def _counted(

@@ -77,6 +77,22 @@ class Twin:
                 found.update((id(own), each) for own, each in pairs if own is not each and _is(own, _CONTAINERS))
         return found
 
+    def in_place_of(self, value: Any) -> Any:
+        """What the twin has in the place of an object, or of an object's own dictionary; itself where it is shared."""
+        kept, copies = self._copier.kept, self._copier.copies
+        if id(value) in copies or type(value) is not dict:
+            return copies.get(id(value), value)
+        for key, made in copies.items():
+            original = kept.get(key, made)
+            own = None if made is original else _own(original)
+            if own is value:
+                return _own(made)
+            if own is not None and _is(original, nn.Module):  # its registries
+                for name, each in own.items():
+                    if each is value:
+                        return made.__dict__[name]
+        return value
+
     def original(self, value: Any) -> Any:
         """A value that the twin holds, with the originals of all that was copied in it."""
         kept, copies = self._copier.kept, self._copier.copies

@@ -6,7 +6,6 @@ left, and sees no numbers but those that the first one read: equal rows mean tha
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,10 +17,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from bridge.base.errors import Unsupported, UnsupportedModule, line_of, user_line
+from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
-from bridge.base.threads import stack_of
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import (
     FakeTensorMode,
@@ -36,7 +34,8 @@ from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import generator_watch
-from bridge.capture.inplace_rules import CHANGES_ARGUMENT, InPlaceRules
+from bridge.capture.inplace_rules import InPlaceRules
+from bridge.capture.kept_state import KeptState
 from bridge.capture.loops.row_form import Folded
 from bridge.capture.observation import Observation
 from bridge.capture.outputs import describe_outputs, geometry_of, judge_replaced, unknown_results, version_of
@@ -44,6 +43,7 @@ from bridge.capture.overlap import overlaps
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves, with_attributes
 from bridge.capture.prepared_twin import PreparedTwin
+from bridge.capture.protected import Protected
 from bridge.capture.recorder import Recorder
 from bridge.capture.rows import Record, Value, memory_of, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
@@ -71,6 +71,7 @@ class RealRun:
         results: the leaves of its result, values for tensors.
         observation: what eager does.
         loops: its folded form, if it has loops.
+        kept: places that it sets, whose values are results behind its own; ``left``: their structure and constants.
     """
 
     record: Record
@@ -91,6 +92,8 @@ class RealRun:
     number_of: Callable[[torch.Tensor], int | None] = lambda tensor: None
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     loops: Folded | None = None
+    kept: KeptState | None = None
+    left: Any = None
 
     def changed(self) -> list[str]:
         """What it changed of the module's Python state, and outside of the module: ``"self.log"``, ``"global 'N'"``."""
@@ -200,6 +203,7 @@ def real_run_of(
     kwargs: dict[str, Any],
     *,
     saves: bool = False,
+    kept: KeptState | None = None,
     origin: Mapping[int, Any] = MappingProxyType({}),
 ) -> RealRun:
     """Runs ``module(*args, **kwargs)`` on real numbers; neither its tensors nor the generators change.
@@ -208,6 +212,7 @@ def real_run_of(
         saves: whether autograd saves tensors, as it has to where forward runs a backward. Else its graphs have their
             nodes alone, and the run takes no more memory than one without grad mode.
 
+        kept: places that the call sets (:mod:`bridge.capture.kept_state`), as the module has them.
         origin: where the module is the twin of an earlier run: of its copies, by id, what they are copies of.
 
     Raises:
@@ -218,6 +223,7 @@ def real_run_of(
     copied = _copies()
     copies = {id(each): copied(each) for each in real_tensors if id(each) in buffers}
     computed: dict[int, torch.Tensor] = {}
+    left: Any = None
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         """What the twin has: a tensor that was computed with a gradient is an input, a leaf over the same memory."""
@@ -245,8 +251,8 @@ def real_run_of(
     given = zip(_tensors((args, kwargs)), arguments, strict=True)
     inner = [leaf for each, leaf in given if each.requires_grad and not each.is_leaf]
     inner += map(own, computed.values())
-    kept = _SavedInputs(inputs)
-    protected = _Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()], inner)
+    saved_of = _SavedInputs(inputs)
+    protected = Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()], inner)
     recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
     draws = DrawRecorder(observation.draws, rules.complain, inputs, True, recorder.note_cast)
     with ExitStack() as stack:
@@ -261,17 +267,22 @@ def real_run_of(
         observation.reads = recorded_reads(Reads(originals, twin.named_modules(), cached.instead))
         for path, each in module.named_modules():
             for _, hook in hooks_of(each):
-                observation.reads.know(hook, Place("", f"a hook on {f'submodule {path!r}' if path else 'the module'}"))
+                place = Place("", f"a hook on {f'submodule {path!r}' if path else 'the module'}")
+                observation.reads.know(prepared.twin.in_place_of(hook), place)
         for place, each in enumerate(inputs):
             observation.reads.know(each)
             observation.reads.inputs.setdefault(id(each), place)
         stack.enter_context(generator_watch(rules, observation.reads))
-        saved = stack.enter_context(_saved_here() if saves else _nothing_saved(kept.note))
+        saved = stack.enter_context(_saved_here() if saves else _nothing_saved(saved_of.note))
         functions_called = Functions(recorder, rules)
         for each in (functions_called.scripts(), functions_called, python_kernels(), recorder):
             stack.enter_context(each)
         result = prepared(*own_args, **own_kwargs)
         functions_called.finish(result)
+    if kept is not None:
+        kept = kept.of(prepared.twin)
+        left = kept.values()
+        result, left = (result, left), kept.constants(left)
     cached.check()
     if saved:
         raise SavedTensorsNeededError
@@ -286,8 +297,8 @@ def real_run_of(
         reason = "forward leaves it changed for what comes after the call"
         rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
     observation.checkpointed = rules.checkpointed.of(inputs)
-    observation.saved = frozenset(range(len(inputs)) if saves else kept.themselves)
-    observation.saved_views = frozenset(kept.views - kept.themselves)
+    observation.saved = frozenset(range(len(inputs)) if saves else saved_of.themselves)
+    observation.saved_views = frozenset(saved_of.views - saved_of.themselves)
     observation.differentiates, observation.reads_validation = draws.differentiates, validation.found
     leaves_now, spec_now = pytree.tree_flatten((own_args, own_kwargs))
     if spec_now != in_spec or any(now is not then for now, then in zip(leaves_now, leaves, strict=True)):
@@ -323,9 +334,8 @@ def real_run_of(
     given = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     made = recorder.record, twin, tensors, order, real_tensors, list(attributes), inputs, results
     pairs = [(copies[id(each)], each) for each in real_tensors if id(each) in buffers]
-    return RealRun(
-        *made, observation, functions, given, in_spec, final, prepared, prepared.before, recorder.number_of, pairs
-    )
+    state = final, prepared, prepared.before, recorder.number_of, pairs
+    return RealRun(*made, observation, functions, given, in_spec, *state, kept=kept, left=left)
 
 
 def _spec(kind: str, name: str, tensor: torch.Tensor, held: Any = None) -> ModuleTensor:
@@ -378,41 +388,6 @@ def _finals(twin, named, registries, inputs, recorder, observation, rules) -> di
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-class _Protected:
-    """Memory that a run may write and that is not its own: put back afterwards.
-
-    Args:
-        parameters: the memory of parameters.
-        others: further tensors.
-        inner: arguments that are leaves in the run, and are none in the caller's graph: eager may write them.
-    """
-
-    def __init__(self, parameters: set[int], others: Sequence[torch.Tensor], inner: Sequence[torch.Tensor]):
-        self._inner = {storage_id(each) for each in inner}
-        self._memory = parameters | {storage_id(each) for each in others}
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    def add(self, tensor: torch.Tensor) -> None:
-        """A tensor from elsewhere is read."""
-        if (memory := memory_of(tensor)) is not None:
-            self._memory.add(memory)
-
-    def note(self, tensor: torch.Tensor) -> None:
-        """A tensor is about to be written. :class:`UnsupportedModule` for what only eager could write here."""
-        memory = memory_of(tensor)
-        if memory in self._inner and tensor.requires_grad and torch.is_grad_enabled():
-            where = user_line(stack_of(threading.get_ident())) or "forward"
-            hint = "work on a clone: x = x.clone() before it"
-            raise UnsupportedModule("", [Unsupported("an argument", where, CHANGES_ARGUMENT, hint)])
-        if memory in self._memory and memory not in self._before:
-            storage = tensor.untyped_storage()
-            self._before[memory] = storage, storage.clone()
-
-    def restore(self) -> None:
-        for storage, before in self._before.values():
-            storage.copy_(before)
 
 
 @dataclass
@@ -470,6 +445,9 @@ def fake_run_of(
         arguments = [each for each in given if isinstance(each, torch.Tensor)]
         prepared = PreparedTwin(real.twin, fake)
         twin = prepared.module
+        places = None if real.kept is None else real.kept.of(prepared.twin)
+        if places is not None:
+            places.empty()
         change(twin)
         attributes = attributes_of(twin, [*owned, *arguments])
         inputs = [*owned, *arguments, *attributes.values()]
@@ -486,6 +464,8 @@ def fake_run_of(
             for each in (functions_called.of_fakes(), functions_called.scripts(), functions_called, *modes):
                 stack.enter_context(each)
             result = prepared(*fake_args, **fake_kwargs)
+        if places is not None:
+            result = result, places.values()
         made = packed(result)
         leaves, out_spec = pytree.tree_flatten(made)
         results = [recorder.value_of(each) if isinstance(each, torch.Tensor) else each for each in leaves]

@@ -75,7 +75,7 @@ def plan_call(
     spec = captured.observation.out_spec
     found.append(steps.Results(observed.outputs, imported.output_of, spec, inputs))
     if guard is not None and guard.sets_attributes:
-        found.append(steps.SetAttributes(captured.counters, guard.derived))
+        found.append(steps.SetAttributes(captured.counters, guard.derived, tuple(each.name for each in captured.kept)))
     return tuple(found)
 
 

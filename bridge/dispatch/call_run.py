@@ -231,6 +231,9 @@ def _results(step: steps.Results) -> Action:
 
 def _set_attributes(step: steps.SetAttributes, guard: Guard) -> Action:
     def set_attributes(call: Call) -> None:
-        guard.set_attributes(call.module)
+        kept: Sequence[Any] = ()
+        if step.kept:
+            call.result, kept = call.result
+        guard.set_attributes(call.module, kept)
 
     return set_attributes

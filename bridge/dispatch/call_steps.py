@@ -259,20 +259,22 @@ class Results(CallStep):
 
 @dataclass(frozen=True)
 class SetAttributes(CallStep):
-    """Python attributes that forward counts up or that hooks derive.
+    """Python state that forward counts up, sets or that hooks derive.
 
     Attributes:
         counters: with what a call adds.
         derived: names of attributes that are computed again for whoever reads them.
+        kept: names of the places that get the results behind the module's own.
     """
 
     kind = "attributes"
     counters: tuple[Counter, ...]
     derived: tuple[str, ...]
+    kept: tuple[str, ...] = ()
 
     def text(self) -> str:
         counted = (f"{f'{each.path}.{each.name}'.strip('.')} += {each.step}" for each in self.counters)
-        return _list([*counted, *(f"{name} anew" for name in self.derived)])
+        return _list([*counted, *(f"{name} anew" for name in (*self.derived, *self.kept))])
 
 
 @dataclass(frozen=True)

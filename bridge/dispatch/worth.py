@@ -60,15 +60,15 @@ class Worth:
 def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Worth | None:
     """Times the call both ways; ``None`` where its work is not small, where it raises, or where it could be noticed.
 
-    Generators and the module's Python state are put back. Nothing is added to any ``grad``. Calls that write buffers,
-    and tensors with hooks, are left alone; so is a checkpoint around it, which counts what is saved.
+    Generators and the module's Python state are put back. Nothing is added to any ``grad``. Calls that write buffers or
+    set places, and tensors with hooks, are left alone; so is a checkpoint around it, which counts what is saved.
     """
     captured = entry.lowered.captured
     if captured.extents is not None:  # the sample's size is one of many
         return None
     if captured.device != HOST:  # a launch returns before its kernel has run
         return None
-    if not _is_small(entry) or captured.mutated or has_global_hooks() or has_saved_tensors_hooks():
+    if not _is_small(entry) or captured.mutated or captured.kept or has_global_hooks() or has_saved_tensors_hooks():
         return None
     if any(vars(child).get(COMPILED_CALL) is not None for child in module.modules() if child is not module):
         return None  # eager would run, and count, what is compiled already

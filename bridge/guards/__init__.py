@@ -4,18 +4,24 @@ from bridge.guards.conditions import ReadGuard
 from bridge.guards.recording import Reads, profiled
 from bridge.guards.tensor_reads import TensorReads, told_otherwise
 from bridge.guards.undo import Settling, Undo, recorded_reads, undo
-from bridge.guards.watched import Place, alike
+from bridge.guards.watched import ABSENT, Cell, Contents, Name, Place, Slot, alike, slot_of
 
 __all__ = [
+    "ABSENT",
+    "Cell",
+    "Contents",
+    "Name",
     "Place",
     "ReadGuard",
     "Reads",
     "Settling",
+    "Slot",
     "TensorReads",
     "Undo",
     "alike",
     "profiled",
     "recorded_reads",
+    "slot_of",
     "told_otherwise",
     "undo",
 ]

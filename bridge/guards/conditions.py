@@ -60,9 +60,12 @@ class ReadGuard:
     Args:
         reads: as they were recorded.
         registered: the modules of the tree, whose registries and attributes have conditions of their own.
+        but: places that forward sets before it reads them: what holds them, and the key there.
     """
 
-    def __init__(self, reads: Reads, registered: Collection[nn.Module] = ()):
+    def __init__(
+        self, reads: Reads, registered: Collection[nn.Module] = (), but: Collection[tuple[Any, Any]] = ()
+    ):
         tree = {id(each) for each in registered} | {id(each.__dict__) for each in registered}
         tree |= {id(each.__dict__[name]) for each in registered for name in _REGISTRIES if name in each.__dict__}
         items = [
@@ -70,6 +73,7 @@ class ReadGuard:
             for (kind, of, *_), item in reads.items.items()
             if of not in tree or (kind == "name" and item.exact) or kind == "class"
         ]
+        items = [each for item in items if (each := _without(item, but)) is not None] if but else items
         for reference, names in reads.modules.values():
             if (module := reference()) is not None and id(module) not in tree:
                 items += _of_module(module, names, reads.place(module))
@@ -158,6 +162,15 @@ class ReadGuard:
         for kind, bases in () if found else self._bases:
             if kind.__mro__ != bases:
                 yield f"bases of class {kind.__name__}"
+
+
+def _without(item: Any, but: Collection[tuple[Any, Any]]) -> Any:
+    """A place without what forward sets before it reads it; ``None`` where nothing is left."""
+    if isinstance(item, Contents):
+        keys = [key for holder, key in but if holder is item.value]
+        return item if not keys else item.without(keys) if type(item.value) is dict else None
+    held = getattr(item, "space", getattr(item, "cell", getattr(item, "value", None)))
+    return None if any(held is holder and getattr(item, "name", None) == key for holder, key in but) else item
 
 
 def _dicts_of(item: Name | ClassName | Contents) -> list[dict] | None:

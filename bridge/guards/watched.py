@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 import types
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from operator import is_
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
@@ -139,14 +139,15 @@ class Slot:
 
 @dataclass(eq=False)
 class Cell:
-    """A variable of an enclosing function."""
+    """A variable of an enclosing function; ``running``: as of :class:`Name`."""
 
     cell: CellType
     place: Place
+    running: CellType | None = None
 
     def read(self, run: bool = False) -> Any:
         try:
-            return self.cell.cell_contents
+            return (self.cell if self.running is None or not run else self.running).cell_contents
         except ValueError:
             return ABSENT
 
@@ -154,7 +155,7 @@ class Cell:
         return alike(now, then)
 
     def write(self, value: Any) -> None:
-        if value is not ABSENT:
+        if value is not ABSENT and self.running is None:
             self.cell.cell_contents = value
 
 
@@ -166,11 +167,18 @@ class Contents:
     place: Place
     running: Any = None
     _reader: Callable[[Any], Any] | None = field(default=None, repr=False)
+    _but: Collection[Any] = ()
 
     def __post_init__(self) -> None:
         self._reader = contents_of(self.value)
 
+    def without(self, keys: Collection[Any]) -> Contents:
+        """The same of a dictionary, whatever it holds under these keys."""
+        return replace(self, _but=keys)
+
     def read(self, run: bool = False) -> Any:
+        if self._but:
+            return [pair for pair in self._reader(self.value) if pair[0] not in self._but]
         return self._reader(self.value if self.running is None or not run else self.running)
 
     def same(self, now: Any, then: Any) -> bool:

@@ -158,19 +158,23 @@ class World:
 
     def function(self, function: Any, place: Place) -> None:
         """A function in Python that may run."""
-        if not is_a(function, FunctionType) or ("code", id(function)) in self.items:
+        if not is_a(function, FunctionType):
             return
-        self._note(("code", id(function)), Code(function, Place("", f"code of {function.__qualname__}")))
+        own = self.original(function)
+        if ("code", id(own)) in self.items:
+            return
+        self._note(("code", id(own)), Code(own, Place("", f"code of {function.__qualname__}")))
         held = Place("", f"default arguments of {function.__qualname__}")
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.know(value, held)
             self.whole(value)
         for name in function.__kwdefaults__ or {}:
             self.name(function.__kwdefaults__, name, held)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), own.__closure__ or (), strict=False)
+        for name, cell, of in cells:
             around = Place("variable", name, f" around {function.__qualname__}")
-            item = self._note(("cell", id(cell)), Cell(cell, around))
-            value = self.first["cell", id(cell)]
+            item = self._note(("cell", id(of)), Cell(of, around, None if cell is of else cell))
+            value = self.first["cell", id(of)]
             self.know(value, around)
             if type(value) is functools._lru_cache_wrapper:
                 self._replace(item, value)

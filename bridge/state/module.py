@@ -91,6 +91,10 @@ class Snapshot:
                 found.append(f"{prefix}.{key}" if prefix else key)
         return sorted(set(found))
 
+    def has(self, path: str, name: str) -> bool:
+        """Whether the module at ``path`` had the attribute."""
+        return any(name in attributes for found, _, attributes in self._modules if found == path)
+
     def value_of(self, path: str, name: str) -> Any:
         """What the attribute of the module at ``path`` was; ``None`` if it had none."""
         return next(attributes.get(name) for found, _, attributes in self._modules if found == path)

@@ -80,9 +80,10 @@ class Guard:
             saves=saves,
             numbers=attributes,
             counters=captured.counters,
+            kept=captured.kept,
             reads=reads,
         )
-        self.sets_attributes = bool(captured.counters or self._tree.derived)
+        self.sets_attributes = bool(captured.counters or captured.kept or self._tree.derived)
         exact = exact_modes or self._tree.reads_grad_mode
         self._modes = ModeGuard(requires_grad, exact, captured.observation.reads_validation, captured.device)
         self._states = self._modes.states
@@ -238,9 +239,9 @@ class Guard:
         """Names of the attributes that :meth:`set_attributes` derives anew."""
         return self._tree.derived
 
-    def set_attributes(self, module: nn.Module) -> None:
-        """What the call does to the module's counters and derived attributes."""
-        self._tree.set_attributes(module)
+    def set_attributes(self, module: nn.Module, kept: Sequence[Any] = ()) -> None:
+        """What the call does to the module's counters and derived attributes, and to places that it sets."""
+        self._tree.set_attributes(module, kept)
 
     def _number_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         values = self._tree.numbers(module)

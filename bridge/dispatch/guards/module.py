@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
-from bridge.capture import Counter
+from bridge.capture import Counter, KeptPlace
 from bridge.dispatch.guards.condition import Condition
 from bridge.dispatch.guards.module_conditions import (
+    Looked,
     Tree,
     TreeConditions,
     owned_attributes,
@@ -68,7 +69,7 @@ class ModuleGuard:
         tensors: those that the compiled code reads, in its order; all of the module's parameters and buffers.
         saves: whether autograd saves tensors of the call.
         numbers: the kinds of the attributes that the compiled code takes as inputs, by path and name.
-        counters: attributes that a call counts up.
+        counters: attributes that a call counts up. ``kept``: places that it sets.
         reads: what forward read.
     """
 
@@ -80,33 +81,44 @@ class ModuleGuard:
         saves: bool,
         numbers: Mapping[tuple[str, str], type] = MappingProxyType({}),
         counters: Sequence[Counter] = (),
+        kept: Sequence[KeptPlace] = (),
         reads: Reads,
     ):
         named = list(root.named_modules(remove_duplicate=False))
-        paths: dict[nn.Module, str] = {}
+        paths: dict[int, str] = {}  # a module's own ``__eq__`` and ``__hash__`` may be about something else
         for path, module in named:
-            paths.setdefault(module, path)
-        modules = list(paths)
+            paths.setdefault(id(module), path)
+        modules = list({id(module): module for _, module in named}.values())
         self._modules = modules[1:]
         self._read = tree_reader(modules)
         tree = self._read(modules, list(map(_DICT, modules)))
-        names = [reads.modules.get(id(module), (None, frozenset()))[1] for module in modules]
+        set_on: dict[str, set[str]] = {}
+        for each in kept:
+            if each.path is not None and not each.is_read:
+                set_on.setdefault(each.path, set()).add(each.key)
+        names = [
+            Looked(reads.modules.get(id(module), (None, frozenset()))[1], set_on.get(path, frozenset()))
+            for module, path in zip(modules, paths.values(), strict=True)
+        ]
         attributes = [
             (i, name, value)
             for i, name, value in owned_attributes(modules)
-            if isinstance(value, torch.Tensor) or was_read(names[i], name) or (paths[modules[i]], name) in numbers
+            if name not in names[i].but
+            if isinstance(value, torch.Tensor) or was_read(names[i], name) or (paths[id(modules[i])], name) in numbers
         ]
         self._derived = {
-            f"{paths[each]}.{name}": (i, hook)
+            f"{paths[id(each)]}.{name}": (i, hook)
             for i, each in enumerate(modules)
             if i
             for name, hook in derived_attributes(each).items()
         }
-        index = {path: modules.index(module) for path, module in named}
+        places = {id(module): i for i, module in enumerate(modules)}
+        index = {path: places[id(module)] for path, module in named}
         kinds = {(index[path], name): AnyNumber(kind) for (path, name), kind in numbers.items()}
-        self._outside = ReadGuard(reads, modules)
+        self._outside = ReadGuard(reads, modules, [(each.original, each.key) for each in kept])
         self._mentions = reads.mentions
         self._number_places = list(kinds)
+        self._kept = [(None if each.path is None else index[each.path], each) for each in kept]
         self._counters = [(index[each.path], each.name, each.step) for each in counters]
         kinds.update(((i, name), AnyNumber(int, counts=True)) for i, name, _ in self._counters)
         self._conditions = TreeConditions(tree, list(paths.values()), attributes, names, tensors, index, kinds)
@@ -226,13 +238,15 @@ class ModuleGuard:
         """Names of the derived attributes of modules inside."""
         return tuple(self._derived)
 
-    def set_attributes(self, root: nn.Module) -> None:
-        """Counts the counters up and renews the derived attributes, as a call of forward does."""
+    def set_attributes(self, root: nn.Module, kept: Sequence[Any] = ()) -> None:
+        """Counts the counters up, renews the derived attributes and sets the places, as a call of forward does."""
         modules = [root, *self._modules]
         for owner, hook in self._derived.values():
             renew_derived(modules[owner], hook)
         for owner, name, step in self._counters:
             modules[owner].__dict__[name] += step
+        for (owner, place), value in zip(self._kept, kept, strict=True):
+            place.leave(value, place.original if owner is None else modules[owner].__dict__)
 
     def changed_numbers(self, root: nn.Module) -> dict[tuple[str, str], Any] | None:
         """As :meth:`TreeConditions.changed_numbers`."""

@@ -18,7 +18,7 @@ from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_an
 from bridge.guards import alike
 from bridge.state import ModuleTensor, own_attributes, written_class
 
-__all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader", "was_read"]
+__all__ = ["Looked", "Tree", "TreeConditions", "owned_attributes", "tree_reader", "was_read"]
 
 _STATE = itemgetter("_parameters", "_buffers", "_modules", "training", *MODULE_HOOKS)
 _REGISTRY_OF = {"parameter": "_parameters", "buffer": "_buffers", "attribute": ""}
@@ -67,9 +67,17 @@ def tree_reader(modules: Sequence[nn.Module]) -> Callable[[Sequence[nn.Module], 
     return read
 
 
-def was_read(names: Collection[str], name: str) -> bool:
-    """Whether forward looked an attribute up; ``"*"`` among the names: all of them."""
-    return name == "forward" or name in names or "*" in names
+class Looked(NamedTuple):
+    """The attributes of a module that forward looked up (``"*"``: all), ``but`` those that it sets itself before."""
+
+    names: Collection[str]
+    but: Collection[str]
+
+
+def was_read(looked: Looked, name: str) -> bool:
+    """Whether forward looked an attribute up."""
+    names, but = looked
+    return name not in but and (name == "forward" or name in names or "*" in names)
 
 
 def owned_attributes(modules: Sequence[nn.Module]) -> list[tuple[int, str, Any]]:
@@ -105,7 +113,7 @@ class TreeConditions:
         tree: Tree,
         paths: Sequence[str],
         attributes: Sequence[tuple[int, str, Any]],
-        reads: Sequence[Collection[str]],
+        reads: Sequence[Looked],
         tensors: Sequence[ModuleTensor],
         index: Mapping[str, int],
         numbers: Mapping[tuple[int, str], AnyNumber] = MappingProxyType({}),
@@ -210,7 +218,7 @@ class TreeConditions:
 
         return Condition("training flags", lambda tree: tree.training, tree.training, explain)
 
-    def _attribute_names(self, tree: Tree, reads: Sequence[Collection[str]]) -> Condition:
+    def _attribute_names(self, tree: Tree, reads: Sequence[Looked]) -> Condition:
         """Which of the names that forward looks up are attributes of each module's own.
 
         The quick path counts them first: the other conditions read every attribute that there was, and one that is

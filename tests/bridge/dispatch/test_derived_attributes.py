@@ -248,11 +248,6 @@ class Moves(Net):
         return self.b(x)
 
 
-class OwnNorm(prune.RandomUnstructured):
-    def apply_mask(self, module):
-        return 2 * super().apply_mask(module)
-
-
 REFUSED = {
     ReadsEarly: "'a.weight': is read before",
     AsksEarly: "'a.weight': is read before",
@@ -261,7 +256,6 @@ REFUSED = {
     Unused: "'a.weight': is left as it was",
     Sets: "'a.weight': is changed by forward",
     Moves: "'a.weight': is changed by forward",
-    lambda: Net(lambda layer: OwnNorm.apply(layer, "weight", 0.5) and layer): "a hook that returns nothing",
     lambda: weight_norm(nn.Linear(6, 3)): "WeightNorm on the dispatched module itself",
     lambda: nn.Sequential(weight_norm(nn.LSTM(6, 3), "weight_hh_l0")): "WeightNorm on a module that does more",
 }

@@ -218,21 +218,7 @@ def test_what_is_inserted_by_itself_has_its_own_numbers():
         assert torch.allclose(add_tvm_dispatch(each, x)(x), result)
 
 
-SEEN = []
-
-
-def observes(layer, args, result):
-    SEEN.append(result.detach())
-
-
-def counts(layer, args, result):
-    SEEN.append(1)
-    return 2 * result
-
-
 REFUSED = {
-    "observes": (partial(hooked, forward_hook=observes), "forward_hooks on '0.0': a hook that returns nothing"),
-    "counts": (partial(hooked, forward_hook=counts), "SEEN"),
     "backward": (partial(hooked, full_backward_hook=lambda *_: None), "backward_hooks on '0.0'"),
 }
 
@@ -240,10 +226,8 @@ REFUSED = {
 @pytest.mark.composes("hooks on modules inside")
 @pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
 def test_others_are_refused_by_name(make, words):
-    SEEN.clear()
     module, x = make(), rows()
     with pytest.raises(UnsupportedModule, match=words):
         add_tvm_dispatch(module, x)
     assert examine(module, x).unsupported
-    assert not SEEN
     assert "_compiled_call_impl" not in vars(module)

@@ -169,19 +169,6 @@ def test_averaged_model(pair):
     assert stats(module).hits == 3
 
 
-@pytest.mark.composes(
-    "hooks on modules inside",
-    "forward hooks that return a result are traced; others are refused, or eager with a reason",
-    section="The module stays the user's",
-)
-def test_hook_on_an_inner_module_is_refused_at_add_time(pair):
-    module, _ = pair
-    module.inner.first.register_forward_hook(lambda *_: None)
-    with pytest.raises(UnsupportedModule, match=r"forward_hooks on 'inner\.first'"):
-        add_tvm_dispatch(module, rows())
-    assert "_compiled_call_impl" not in module.__dict__
-
-
 def test_backward_hooks_change_gradients_as_in_eager(pair):
     module, eager = pair
     add_tvm_dispatch(module, rows())

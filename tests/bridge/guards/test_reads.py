@@ -346,7 +346,7 @@ def test_what_is_not_read_may_change(name):
 
 
 EFFECTS = {
-    "list": (list, lambda h: h.append(1), list),
+    "list": (list, lambda h: h.append(len(h)), list),
     "dict": (dict, lambda h: h.__setitem__(len(h), 1), dict),
     "set": (set, lambda h: h.add(len(h)), set),
     "deep": (

@@ -1,0 +1,242 @@
+"""Kept state: places that every call of forward sets anew, of a run → the same places of another run, and their values.
+
+``self.aux_loss = loss``, ``self.dist = Normal(mean, std)``, ``features["x"] = out`` in a hook: what a call leaves there
+is a result of it, which the compiled call returns beside the module's own and puts where eager does. That is exact
+where a run without what the last one left does the same: nothing of it is read. A tensor that is read, and set to
+another of its form (``self.hidden = step(x, self.hidden)``), is an input as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from operator import is_
+from types import CellType
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.objects import packed
+from bridge.base.torch_internals import pytree
+from bridge.capture.twin import Twin
+from bridge.guards import ABSENT, Cell, Contents, Name, Reads, Slot, slot_of
+from bridge.state import Snapshot
+
+__all__ = ["KeptPlace", "KeptState", "kept_state"]
+
+
+@dataclass(frozen=True)
+class KeptPlace:
+    """A place that every call sets.
+
+    Attributes:
+        name: in words.
+        path: of the module whose attribute it is; ``None``: it lies elsewhere.
+        holder: the dictionary, list, object or cell of the run that holds it; of the user's own, ``original``.
+        key: its name or key there; ``None`` for all that a list or a cell holds.
+        is_read: whether calls read what the last one left there.
+        appends: of a list that a call adds to: how many entries; 0: it makes all of them.
+    """
+
+    name: str
+    path: str | None
+    holder: Any
+    original: Any
+    key: Any = None
+    is_read: bool = False
+    appends: int = 0
+
+    def read(self) -> Any:
+        holder = self.holder
+        if isinstance(holder, dict):
+            return dict.get(holder, self.key, ABSENT)
+        if isinstance(holder, list):
+            return list(holder)
+        if isinstance(holder, CellType):
+            return holder.cell_contents
+        return slot_of(holder, self.key)
+
+    def leave(self, value: Any, holder: Any) -> None:
+        """What a call does to a holder."""
+        if self.appends:
+            list.extend(holder, value)
+        else:
+            self.write(value, holder)
+
+    def write(self, value: Any, holder: Any) -> None:
+        """Makes a holder hold a value there; ``ABSENT``: nothing."""
+        if isinstance(holder, dict):
+            if value is ABSENT:
+                dict.pop(holder, self.key, None)
+            else:
+                dict.__setitem__(holder, self.key, value)
+        elif isinstance(holder, list):
+            list.__setitem__(holder, slice(None), () if value is ABSENT else value)
+        elif isinstance(holder, CellType):
+            if value is ABSENT:
+                del holder.cell_contents
+            else:
+                holder.cell_contents = value
+        elif value is ABSENT:
+            object.__delattr__(holder, self.key)
+        else:
+            object.__setattr__(holder, self.key, value)
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """All such places of a call."""
+
+    places: Sequence[KeptPlace]
+
+    @property
+    def carried(self) -> list[str]:
+        """Paths of the attributes that calls read and set."""
+        return [each.name.removeprefix("self.") for each in self.places if each.is_read]
+
+    def of(self, twin: Twin) -> KeptState:
+        """The same places in a twin of the module that ran."""
+        return KeptState([replace(each, holder=twin.in_place_of(each.holder)) for each in self.places])
+
+    def values(self) -> list[Any]:
+        """What they hold now. ``ValueError``: a list has not got as many entries as where there were some before."""
+        values = [each.read() for each in self.places]
+        for each, value in zip(self.places, values, strict=True):
+            if each.appends and len(value) != each.appends:
+                raise ValueError(f"{each.name} grows otherwise where it is empty")
+        return values
+
+    def empty(self) -> None:
+        """Empties the places that are not read."""
+        for each in self.places:
+            if not each.is_read:
+                each.write(ABSENT, each.holder)
+
+    def last(self) -> list[Any]:
+        """What the last call left there."""
+        return [each.read()[-each.appends :] if each.appends else each.read() for each in self.places]
+
+    @staticmethod
+    def constants(values: list[Any]) -> tuple[Any, list[Any]]:
+        """The structure of values, and the leaves that are no tensors."""
+        leaves, spec = pytree.tree_flatten(packed(values))
+        return spec, [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """While active, the places that are not read are empty."""
+        before = [(each, each.read()) for each in self.places]
+        self.empty()
+        try:
+            yield
+        finally:
+            for each, value in before:
+                each.write(value, each.holder)
+
+    def put_back(self, first: Reads) -> None:
+        """What lies outside of the module holds what it held before the first run; lists that this made are empty."""
+        items = [(item, first.first[key]) for key, item in first.items.items() if key in first.first]
+        for each in self.places:
+            for item, then in items if each.path is None else ():
+                held = _holder(item)
+                if held is each.original and isinstance(item, Contents) and isinstance(held, dict):
+                    value = dict(then).get(each.key, ABSENT)
+                elif held is each.original and getattr(item, "name", None) == each.key:
+                    value = then
+                else:
+                    continue
+                if getattr(item, "running", None) is None:
+                    each.write(value, each.original)
+                break
+            else:
+                if isinstance(each.original, list):
+                    each.write(ABSENT, each.original)
+
+    def reading_tensors(self, earlier: Snapshot, paths: Collection[str] | None = None) -> KeptState:
+        """With the tensors that were attributes of modules before taken for read, or only those of some paths."""
+
+        def is_carried(each: KeptPlace) -> bool:
+            if paths is not None and each.name.removeprefix("self.") not in paths:
+                return False
+            then, now = (None, None) if each.path is None else (earlier.value_of(each.path, each.key), each.read())
+            if not (isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor)):
+                return False
+            return (then.shape, then.dtype, then.requires_grad) == (now.shape, now.dtype, now.requires_grad)
+
+        return KeptState([replace(each, is_read=is_carried(each)) for each in self.places])
+
+
+def kept_state(twin: nn.Module, before: Snapshot, reads: Reads, counted: Sequence[str]) -> KeptState | None:
+    """The places that a run has set; ``None`` if it has changed others as well.
+
+    Args:
+        twin: that ran; ``before``: its state before; ``reads``: what the run read of others.
+        counted: dotted names of attributes that it counts up.
+    """
+    modules, found, inside = dict(twin.named_modules()), [], set()
+    for name in before.changes():
+        path, _, key = name.rpartition(".")
+        held = modules[path].__dict__ if path in modules else {}
+        if f"self.{name}" in counted:
+            continue
+        if key not in held or key in _REGISTRIES:
+            return None
+        if type(held[key]) in _NUMBERS or not before.has(path, key):
+            return None
+        if held[key] is before.value_of(path, key):
+            inside.add(f"self.{name}")
+        else:
+            found.append(KeptPlace(f"self.{name}", path, held, None, key))
+    seen: set[tuple[int, Any]] = set()
+    for key, then in reads.first.items():
+        item = reads.items[key]
+        now = item.read(run=True)
+        if now is then or item.same(now, then) or item.place.changed in counted:
+            continue
+        inside.discard(item.place.changed)
+        for holder, original, name in _places(item, then, now):
+            if original is None:
+                return None
+            if (id(holder), name) not in seen:
+                seen.add((id(holder), name))
+                grown = isinstance(holder, list) and len(then) < len(now) and all(map(is_, then, now))
+                appends = len(now) - len(then) if grown else 0
+                found.append(KeptPlace(item.place.changed, None, holder, original, name, appends=appends))
+    return None if inside else KeptState(found)
+
+
+_NUMBERS = (int, float, complex, str)
+"""Of these one that is another after each call is made of the last one."""
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+def _holder(item: Any) -> Any:
+    """The dictionary, object or cell of the user's own that holds one value."""
+    return next((getattr(item, name) for name in ("space", "cell", "value") if hasattr(item, name)), None)
+
+
+def _places(item: Any, then: Any, now: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """What holds it, in the run and of the user's own, and the key: of what has changed in a place that was read."""
+    if type(now) in _NUMBERS or then is ABSENT:  # the last call has set it, too
+        yield None, None, None
+    elif isinstance(item, Name) and now is not ABSENT:
+        yield item.space if item.running is None else item.running, item.space, item.name
+    elif isinstance(item, Slot) and now is not ABSENT:
+        yield item.value, item.value, item.name
+    elif isinstance(item, Cell) and now is not ABSENT:
+        yield item.cell if item.running is None else item.running, item.cell, None
+    elif isinstance(item, Contents) and type(item.value) in (dict, list):
+        running = item.value if item.running is None else item.running
+        if isinstance(running, list):
+            yield running, item.value, None
+            return
+        earlier = dict(then)
+        if earlier.keys() != running.keys():
+            yield None, None, None
+        for name in running:
+            if running[name] is not earlier.get(name):
+                yield running, item.value, name
+    else:
+        yield None, None, None
