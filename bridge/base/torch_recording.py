@@ -5,8 +5,8 @@ Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel, no_torch_function
@@ -37,14 +37,14 @@ has_wrapper: Callable[[Any], bool] = find("torch._C._functorch.is_functorch_wrap
 """Whether a tensor is one of a ``torch.func`` transform's."""
 
 
-_without_keys, _KeySet = find("torch._C._ExcludeDispatchKeyGuard"), find("torch._C.DispatchKeySet")
+_without_keys = find("torch._C._ExcludeDispatchKeyGuard")
+_RECORDED = find("torch._C.DispatchKeySet")(_PRE_DISPATCH)
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """While active, neither modes at the pre-dispatch key nor torch-function modes see what this thread calls."""
-    with no_torch_function(), _without_keys(_KeySet(_PRE_DISPATCH)):
-        yield
+def unrecorded(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A call that neither modes at the pre-dispatch key nor torch-function modes of this thread see."""
+    with no_torch_function(), _without_keys(_RECORDED):
+        return call(*args, **kwargs)
 
 
 class PreDispatchMode(_Proxy):

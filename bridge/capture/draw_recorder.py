@@ -80,8 +80,7 @@ class DrawRecorder:
         if func is aten._to_copy.default:
             self._on_cast(args[0])
         before = None if func.namespace in TORCHS or not self._real else self._mode.states()
-        with unrecorded():
-            result = call(*args, **kwargs)
+        result = unrecorded(call, args, kwargs)
         if before is not None and not all(map(torch.equal, before, self._mode.states())):
             self.complain(str(func), UNTOLD)
         if current_graph_task_id() != -1:

@@ -92,6 +92,7 @@ class Calls(Sources):
         if (kind.__name__, name) in ASKED or (issubclass(kind, type) and ("type", name) in ASKED):
             self._ask(known, place, getattr(owner, name), call, f"{self.place(owner)}.{name}()")
         elif contents_of(owner) is not None:
+            self._followed.clear()  # it may be written
             keys = self._constants(known, call.args[0]) if kind is dict and name == "get" and call and call.args else []
             for key in keys:
                 self.entry(owner, key)
@@ -108,6 +109,7 @@ class Calls(Sources):
             for owner in owners:
                 for each in names if name in ("setattr", "delattr") else ():
                     self._written(owner, each)
+                    self._followed.clear()
                 for each in names:
                     for value in self.attribute(owner, each):
                         self._result(known.called, place, value, known)

@@ -69,6 +69,7 @@ OPAQUE = (
     *(LIBRARY + each for each in ("threading.py", "logging", "tempfile.py", "warnings.py", *_LOCKS)),
     *(LIBRARY + each for each in ("inspect.py", "traceback.py")),
     *(os.path.join(TORCH_DIR, each) for each in ("_dynamo", "_inductor", "_functorch", "_export", "_higher_order_ops")),
+    *(os.path.join(TORCH_DIR, each) for each in ("_ops.py", "overrides.py", "utils/_python_dispatch.py")),
 )
 """Of these also what they call in Python's library is machinery."""
 ASKED_PYTHON = frozenset(

@@ -34,6 +34,8 @@ __all__ = ["Reads", "profiled"]
 _RUN_FORWARD = ("unwatched.py", "prepared_twin.py", "derived_attributes.py")
 """Files of this package that call what forward calls."""
 _OPTIMIZED = 0x2
+_HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device)
+"""Types of values that a key of a function's arguments holds by themselves."""
 
 
 class Reads(Calls):
@@ -119,7 +121,8 @@ class Reads(Calls):
         args = {name: self._kept(held[name]) for name in code.co_varnames[:count] if name in held}
         cells = {name: held[name] for name in code.co_freevars if name in held}
         made = self._frames[frame] = Frame(frame, flow, args, cells)
-        self._running(made, next(iter(args.values()), None))
+        if self._key(made) not in self._followed:
+            self._running(made, next(iter(args.values()), None))
         self._look(made)
 
     def _running(self, frame: Frame, first: Any) -> None:
@@ -175,12 +178,39 @@ class Reads(Calls):
     # Sources
 
     def _look(self, frame: Frame) -> None:
-        """Follows what the function reads, as far as it is known."""
+        """Follows what the function reads, as far as it is known: once for the same arguments and results, as a loop
+        has them in each step, unless something may have been written since."""
+        if (key := self._key(frame)) in self._followed:
+            frame.new = False
+            return
         for _ in range(4):
             frame.new = False
             self._look_once(frame)
             if not frame.new:
                 break
+        if frame.flow.writes:
+            self._followed.clear()
+        elif key is not None:
+            self._followed.add(key)
+
+    def _key(self, frame: Frame) -> tuple | None:
+        """What decides about the objects that a function reaches; ``None`` where one of them may not stay."""
+        told: list[Any] = [frame.code, frame.over, *frame.python, None]
+        given = [*frame.args.values(), *frame.cells.values()]
+        for results in (frame.results, frame.plain, frame.called):
+            told += results
+            given += [each for values in results.values() for each in (*values, None)]
+        for value in given:
+            kind = type(value)
+            if kind is Instance:
+                told.append(value.kind)
+            elif id(value) in self._known:
+                told.append(id(value))
+            elif kind in _HASHED:
+                told.append((kind, value))
+            else:
+                return None
+        return tuple(told)
 
     def _look_once(self, frame: Frame) -> None:
         frame.memo.clear()

@@ -89,6 +89,7 @@ class World:
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
         self._held: dict[int, dict[str, Any]] = {}
         self.hidden: set[int] = set()
+        self._followed: set[tuple] = set()
         for path, module in modules:
             self._held[id(module)] = dict(module.__dict__)
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
