@@ -38,6 +38,7 @@ from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.known_fakes import KnownCalls
 from bridge.capture.observation import Output
 from bridge.capture.overlap import overlaps_itself
+from bridge.capture.own_context import function_running
 from bridge.capture.packed import PackedSequences
 from bridge.capture.readings import line_of_reading
 from bridge.capture.recorder import Recorder
@@ -98,7 +99,10 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         raise_deferred()
-        kwargs = kwargs or {}
+        inside = function_running()
+        return (self._any if inside is None else partial(inside.called, self._any))(func, args, kwargs or {})
+
+    def _any(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if isinstance(func, HigherOrderOperator):
             reason = "a higher-order operator, whose function torch traces by itself"
             hint = "write loops in Python: their equal steps are compiled as one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import traceback
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributions import Distribution
 
-from bridge.base.errors import user_line
+from bridge.base.errors import TORCH_DIR, user_line
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.tracing import note_change_of_generator
 from bridge.guards import Reads, profiled
@@ -21,6 +23,8 @@ __all__ = ["generator_watch"]
 
 # Without setstate: Dynamo puts the generator back whenever it looks at a frame. A state that moves is seen anyway.
 _PYTHONS_DRAWS = ("random", "getrandbits", "seed")
+_DISTRIBUTIONS = os.path.join(TORCH_DIR, "distributions")
+"""Whose code may ask whether arguments are to be checked, a mode of the process."""
 _RESEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 
 
@@ -38,6 +42,8 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
     def listen(frame: FrameType, event: str, called: Any) -> None:
         reads.hear(frame, event, called)
         if event != "c_call":
+            if event == "return" and frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
+                reads.validates |= _may_validate(frame)
             return
         owner = getattr(called, "__self__", None)
         if isinstance(owner, torch.Generator):
@@ -54,6 +60,15 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
     reads.finish()
     if reads.refused is not None:  # forward has caught it
         raise reads.refused
+
+
+def _may_validate(frame: FrameType) -> bool:
+    """Whether a function of ``torch.distributions`` may have asked if arguments are to be checked, or said so: a method
+    of a distribution without a setting of its own."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    is_one = issubclass(type(first), Distribution)
+    return code.co_name == "set_default_validate_args" or (is_one and "_validate_args" not in vars(first))
 
 
 def _is_of_no_numbers(frame: FrameType | None) -> bool:

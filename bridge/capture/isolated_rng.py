@@ -18,7 +18,7 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.generators import default_generator, generator_device, offset_of, on_side_states
 from bridge.base.torch_internals import TorchDispatchMode, overload_packet, pytree, schema
 
-__all__ = ["TORCHS", "IsolatedRNG", "draws", "with_generator"]
+__all__ = ["TORCHS", "IsolatedRNG", "draws", "watched_operators", "with_generator"]
 
 TORCHS = ("aten", "prims", "tvm_dispatch")
 """Namespaces of operators whose tags say whether they draw."""
@@ -88,6 +88,11 @@ class IsolatedRNG(TorchDispatchMode):
         while self._passed:
             generator, state = self._passed.pop()
             generator.set_state(state)
+
+
+def watched_operators(watch: Callable[[Any, tuple, dict[str, Any]], Any]) -> IsolatedRNG:
+    """While active, each operator that runs is made by ``watch``, which returns what it gives."""
+    return IsolatedRNG(lambda call, func, args, kwargs: watch(func, args, kwargs), isolates=False)
 
 
 def _twin(device: torch.device) -> torch.Generator:

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from bridge.base.replaced import replaced
 from bridge.base.torch_autograd import node_class
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled
 
-__all__ = ["Inside", "NotedContext", "backward_running", "tensors_in"]
+__all__ = ["Inside", "NotedContext", "backward_running", "function_running", "tensors_in"]
 
 _thread = threading.local()
 
 
-def backward_running() -> Inside | None:
-    """The Function whose backward is being traced in this thread."""
+def function_running() -> Inside | None:
+    """The Function that runs in this thread, forward or backward."""
     return getattr(_thread, "inside", None)
 
 
-class Inside(TorchFunctionMode):
+def backward_running() -> Inside | None:
+    """The Function whose backward is being traced in this thread."""
+    inside = function_running()
+    return inside if inside is not None and inside.runs_backward else None
+
+
+class Inside:
     """Inside a Function: grad modes are not the graph's, since autograd follows nothing; notes what backward reads.
+
+    While active, :meth:`called` is asked by the mode of torch functions (:mod:`bridge.capture.functions`).
 
     Attributes:
         runs_forward: whether forward is being run.
@@ -35,24 +42,30 @@ class Inside(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.sets_modes = self.runs_forward = False
         self.unheld: str | None = None
         self._made: set[int] | None = None
         self._kept: list[Any] = []
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __enter__(self) -> None:
+        self._before, _thread.inside = function_running(), self
+
+    def __exit__(self, *error: object) -> None:
+        _thread.inside = self._before
+
+    def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a torch function gives, which ``call(func, args, kwargs)`` calls."""
         if func is set_grad_enabled:
             self.sets_modes |= self.runs_backward or (self.runs_forward and args[0])
             with no_torch_function():
                 return func(*args)
         if self._made is None:
-            return func(*args, **(kwargs or {}))
+            return call(func, args, kwargs)
         for each in pytree.tree_leaves((args, kwargs)):
             if isinstance(each, torch.Tensor) and id(each) not in self._made:
                 self._seen.setdefault(id(each), (each, each._version))
-        result = func(*args, **(kwargs or {}))
+        result = call(func, args, kwargs)
         self._kept.append(result)  # while it lives, nothing else has its id
         self._made.update(id(each) for each in tensors_in(result) if id(each) not in self._seen)
         return result
@@ -66,11 +79,9 @@ class Inside(TorchFunctionMode):
     def reading(self) -> Iterator[list[tuple[torch.Tensor, int]]]:
         """Around backward; then the list has the tensors from elsewhere that it used, and their versions before."""
         self._made, found = set(), []
-        _thread.inside = self
         try:
             yield found
         finally:
-            _thread.inside = None
             found += self._seen.values()
             self._made, self._kept = None, []
 
@@ -91,9 +102,8 @@ class NotedContext:
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        here, ctx_class = threading.get_ident(), torch.autograd.function.FunctionCtx
-        materialize, save = ctx_class.set_materialize_grads, ctx_class.save_for_backward
-        theirs = self._node.saved_tensors
+        here, theirs = threading.get_ident(), self._node.saved_tensors
+        materialize, save = self._node.set_materialize_grads, self._node.save_for_backward
 
         def note_materialize(ctx: Any, value: bool) -> None:
             if threading.get_ident() == here:
@@ -101,7 +111,7 @@ class NotedContext:
             materialize(ctx, value)
 
         def note_saved(ctx: Any, *tensors: Any) -> None:
-            if threading.get_ident() == here and isinstance(ctx, self._node):
+            if threading.get_ident() == here:
                 self.saved = tensors
             save(ctx, *tensors)
 
@@ -109,8 +119,7 @@ class NotedContext:
             return self.saved if threading.get_ident() == here else theirs.__get__(ctx)
 
         noted = {"set_materialize_grads": note_materialize, "save_for_backward": note_saved}
-        self._stack.enter_context(replaced(ctx_class, **noted))
-        self._stack.enter_context(replaced(self._node, saved_tensors=property(saved)))
+        self._stack.enter_context(replaced(self._node, **noted, saved_tensors=property(saved)))
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()

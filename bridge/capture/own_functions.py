@@ -1,8 +1,8 @@
 """A user's own ``autograd.Function`` in a traced graph: its forward's operators, and its backward's beside them.
 
-torch.export traces the forward into the graph, and autograd's formulas of those operators are not what the user wrote.
-So the backward is traced at once, in the very ``ctx`` that eager's would have, on *tangents*, which stand for the
-gradients of the outputs that are not known yet:
+The forward's operators are recorded, and autograd's formulas of these are not what the user wrote. So the backward is
+traced at once, in the very ``ctx`` that eager's would have, on *tangents*, which stand for the gradients of the outputs
+that are not known yet:
 
     custom_gradient(inputs, gradients, tangents)     what the inputs get where the outputs get the tangents
     with_gradient(output, its field of that)         the output; its gradient goes there and nowhere else
@@ -108,12 +108,10 @@ class Applied:
         nodes: autograd's node of each application → how it was traced. One that was not traced, or that is of another
             Function than there, is none of them.
         shared: the memory of outputs that are views of an argument.
-        any: whether there was an application.
     """
 
     nodes: dict[Any, Use] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)
-    any: bool = False
 
 
 class _Refused(Exception):
@@ -121,7 +119,7 @@ class _Refused(Exception):
 
 
 class OwnFunctions:
-    """The Functions that a call of a module applies, as it was traced, and as each run applies them again.
+    """The Functions that a run of a module applies.
 
     Args:
         module_name: what a refusal names.
@@ -149,27 +147,6 @@ class OwnFunctions:
                     self._complain(name, where, reason, "clone what it saves")
                     break
             self._read.clear()
-
-    @contextmanager
-    def observed(self) -> Iterator[Applied]:
-        """While active, in this thread: what the applications of a run leave in autograd's graph."""
-        found = Applied()
-        order = iter(self.uses)
-
-        def observe(kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
-            use = next(order, None)
-            made = apply_function(kind, args, kwargs)
-            given = {storage_id(arg) for arg in args if isinstance(arg, torch.Tensor)}
-            for each in tensors_in(made):
-                if isinstance(each.grad_fn, FunctionNode) and use is not None and use.name == kind.__name__:
-                    found.nodes[each.grad_fn] = use
-                if storage_id(each) in given:
-                    found.shared.add(storage_id(each))
-            found.any = True
-            return made
-
-        with _handled_by(observe):
-            yield found
 
     def _complain(self, name: str, where: str, reason: str, hint: str | None = None) -> None:
         problem = Unsupported(f"autograd.Function {name}", where, reason, **({"hint": hint} if hint else {}))
@@ -215,7 +192,6 @@ class OwnFunctions:
                 self.applied.nodes[each.grad_fn] = self.uses[-1]
             if storage_id(each) in memory:
                 self.applied.shared.add(storage_id(each))
-        self.applied.any = True
         return made
 
     def _backward(

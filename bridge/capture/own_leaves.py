@@ -7,8 +7,7 @@ made of them, which their memory tells only where it is not shared.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from itertools import count
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,17 +18,16 @@ __all__ = ["own_leaves", "with_attributes"]
 
 
 def own_leaves(
-    args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor], written: Collection[int] = ()
+    args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor]
 ) -> tuple[tuple, dict[str, Any]]:
     """The arguments with new leaves for tensors; those that share memory with the module's, or with an earlier one,
-    are copies, and so are those that forward writes (``written``: their places among the tensors)."""
-    places = count()
+    are copies."""
     taken = {storage_id(tensor) for tensor in owned if has_storage(tensor)}
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        leaf, place = tensor.detach(), next(places)
+        leaf = tensor.detach()
         if has_storage(leaf):
-            leaf = _copy(leaf) if leaf.numel() and (storage_id(leaf) in taken or place in written) else leaf
+            leaf = _copy(leaf) if leaf.numel() and storage_id(leaf) in taken else leaf
             taken.add(storage_id(leaf))
         return with_attributes(leaf.requires_grad_(tensor.requires_grad), tensor)
 

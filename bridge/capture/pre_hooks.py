@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.torch_internals import TorchDispatchMode, has_storage, storage_id
-from bridge.capture.isolated_rng import IsolatedRNG
+from bridge.base.torch_internals import has_storage, storage_id
+from bridge.capture.isolated_rng import IsolatedRNG, watched_operators
 from bridge.capture.preconditions import check_call
 from bridge.capture.rows import written_operands
 from bridge.guards import Reads, recorded_reads, undo
@@ -92,26 +92,18 @@ def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
 @contextmanager
 def numbers_put_back() -> Iterator[None]:
     """Undoes what operators write while active, but for memory that they make themselves."""
-    writes = _Writes()
+    before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def watch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        for tensor in written_operands(func, args, kwargs):
+            if isinstance(tensor, torch.Tensor) and has_storage(tensor) and storage_id(tensor) not in before:
+                storage = tensor.untyped_storage()
+                before[storage_id(tensor)] = storage, storage.clone()
+        return func(*args, **kwargs)
+
     try:
-        with writes:
+        with watched_operators(watch):
             yield
     finally:
-        for storage, numbers in writes.before.values():
+        for storage, numbers in before.values():
             storage.copy_(numbers)
-
-
-class _Writes(TorchDispatchMode):
-    """The memory that operators write, as it was before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        for tensor in written_operands(func, args, kwargs):
-            if isinstance(tensor, torch.Tensor) and has_storage(tensor) and storage_id(tensor) not in self.before:
-                storage = tensor.untyped_storage()
-                self.before[storage_id(tensor)] = storage, storage.clone()
-        return func(*args, **kwargs)

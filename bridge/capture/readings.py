@@ -7,7 +7,6 @@ graph, which a compiled call compares with what was noted (:mod:`bridge.aten.num
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,10 +16,9 @@ from typing import Any
 import torch
 
 from bridge.base.errors import TORCH_DIR, is_user_file, line_of
-from bridge.capture.counted_sizes import COUNTS
 from bridge.capture.prepared_twin import PreparedTwin
 
-__all__ = ["Reading", "ReadsDifferError", "frozen", "line_of_reading", "numbers_of", "same_numbers", "thawed"]
+__all__ = ["Reading", "ReadsDifferError", "frozen", "line_of_reading", "numbers_of", "same_numbers"]
 
 
 class ReadsDifferError(Exception):
@@ -75,16 +73,10 @@ def _allclose(one: torch.Tensor, other: torch.Tensor, *rest: Any, **options: Any
 
 numbers_of: dict[str, Callable[..., torch.Tensor | None]] = {
     "item": _plain,
-    "_local_scalar_dense": _plain,
-    "tolist": _plain,
-    "__float__": _plain,
-    "__index__": _plain,
     "__int__": _integer,
     "__bool__": _flag,
-    "is_nonzero": _flag,
     "equal": _equal,
     "allclose": _allclose,
-    **COUNTS,
 }
 """What a function or an operator reads, by its name: its arguments → the numbers that decide about its answer; ``None``
 where shapes alone do."""
@@ -98,11 +90,6 @@ def same_numbers(some: Sequence[Reading], others: Sequence[Reading]) -> bool:
 def frozen(value: Any) -> Any:
     """Numbers with tuples in the place of lists."""
     return tuple(map(frozen, value)) if isinstance(value, list) else value
-
-
-def thawed(value: Any) -> Any:
-    """Numbers with lists in the place of tuples, as Python is given them."""
-    return list(map(thawed, value)) if isinstance(value, tuple) else copy.copy(value)
 
 
 _OWN = (os.path.dirname(os.path.dirname(__file__)),)

@@ -9,7 +9,6 @@ and ``torch.jit`` take no lock.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -28,7 +27,6 @@ def recording() -> Iterator[None]:
     """Around the runs of a module's twin: dispatched modules that this thread calls run eager, uncounted."""
     with ExitStack() as stack:
         stack.enter_context(one_capture_at_a_time())
-        stack.enter_context(_without_warnings())
         stack.enter_context(_generators_put_back())
         stack.enter_context(pooled_by_division())
         stack.enter_context(marked_capturing())
@@ -60,26 +58,3 @@ def _generators_put_back() -> Iterator[None]:
 
 def _defaults() -> list[torch.Generator]:
     return [torch.default_generator, *of_gpus()]
-
-
-_EXPECTED_WARNINGS = (
-    (".*LeafSpec", FutureWarning),  # torch copies its own pytree specs in a way that it deprecated
-    ("A model attribute", UserWarning),  # of torch's graph, not of the module: a tensor that a transform has lifted
-    ("The tensor attribute", UserWarning),  # what forward does to attributes is judged by bridge.state.module
-)
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """As ``warnings.catch_warnings``, which would take other threads' filters away, or leave ours behind in them."""
-    for message, category in _EXPECTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=message, category=category)
-    filters = warnings.filters
-    ours = filters[: len(_EXPECTED_WARNINGS)]
-    try:
-        yield
-    finally:
-        for held in (filters, warnings.filters):
-            for item in ours:
-                if item in held:
-                    held.remove(item)

@@ -10,23 +10,17 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from bridge.base.collector import collection_paused, only_new_objects_collected
-from bridge.base.errors import is_user_file
 from bridge.base.interrupts import held
 from bridge.base.locks import free_in_children
 from bridge.base.torch_internals import compile_lock, len_dispatch_stack, len_function_stack
 
 __all__ = [
-    "HERE",
     "changes_of_generators",
-    "eagers_branches",
     "is_capturing",
     "is_traced_here",
     "marked_capturing",
     "note_change_of_generator",
     "one_capture_at_a_time",
-    "takes_eagers_branches",
-    "times_asked",
-    "times_forward_asked",
 ]
 
 _thread = threading.local()
@@ -57,50 +51,6 @@ def changes_of_generators() -> int:
     return getattr(_thread, "changes", 0)
 
 
-class _Here(int):
-    """``True`` in a thread that captures, ``False`` in any other: for flags that torch keeps for the whole process."""
-
-    def __bool__(self) -> bool:
-        if not is_capturing() or takes_eagers_branches():
-            return False
-        _thread.asked = times_asked() + 1
-        if is_user_file(sys._getframe(1).f_code.co_filename):
-            _thread.asked_by_forward = times_forward_asked() + 1
-        return True
-
-
-HERE = _Here(1)
-
-
-@contextmanager
-def eagers_branches() -> Iterator[None]:
-    """While active, :data:`HERE` is false in this thread, too: what is captured takes the branches of eager.
-
-    Nor does forward find that its tensors are fake (:func:`bridge.base.fake_type.fake_type_hidden`).
-    """
-    before = getattr(_thread, "as_in_eager", False)
-    _thread.as_in_eager = True
-    try:
-        yield
-    finally:
-        _thread.as_in_eager = before
-
-
-def takes_eagers_branches() -> bool:
-    """Whether this thread is inside of :func:`eagers_branches`."""
-    return getattr(_thread, "as_in_eager", False)
-
-
-def times_asked() -> int:
-    """How often :data:`HERE` was true in this thread."""
-    return getattr(_thread, "asked", 0)
-
-
-def times_forward_asked() -> int:
-    """How often it was to code outside of torch."""
-    return getattr(_thread, "asked_by_forward", 0)
-
-
 def is_traced_here() -> bool:
     """Whether torch traces what the calling thread does: ``torch.compiler.is_compiling`` is the whole process's."""
     if is_capturing() or torch.jit.is_tracing() or torch.compiler.is_dynamo_compiling():
@@ -110,7 +60,6 @@ def is_traced_here() -> bool:
     return len_function_stack() > 0 or len_dispatch_stack() > 0
 
 
-#: torch.export keeps what it does in the process and in the module while it traces.
 _capturing = free_in_children(threading.RLock())
 
 

@@ -48,7 +48,6 @@ from bridge.capture.recorder import Recorder
 from bridge.capture.rows import Record, Value, memory_of, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.twin import Twin
-from bridge.capture.validation_reads import ValidationReads
 from bridge.guards import Place, Reads, recorded_reads, told_otherwise
 from bridge.state import ModuleTensor, hooks_of, module_tensors, own_attributes
 
@@ -259,7 +258,6 @@ def real_run_of(
         stack.callback(protected.restore)
         stack.callback(prepared.finish)
         changed_modes = stack.enter_context(modes_put_back())
-        validation = stack.enter_context(ValidationReads())
         stack.enter_context(draws)
         stack.enter_context(functions.traced())
         originals = {made: origin.get(id(each), each) for made, each in prepared.twin.originals.items()}
@@ -299,7 +297,7 @@ def real_run_of(
     observation.checkpointed = rules.checkpointed.of(inputs)
     observation.saved = frozenset(range(len(inputs)) if saves else saved_of.themselves)
     observation.saved_views = frozenset(saved_of.views - saved_of.themselves)
-    observation.differentiates, observation.reads_validation = draws.differentiates, validation.found
+    observation.differentiates, observation.reads_validation = draws.differentiates, observation.reads.validates
     leaves_now, spec_now = pytree.tree_flatten((own_args, own_kwargs))
     if spec_now != in_spec or any(now is not then for now, then in zip(leaves_now, leaves, strict=True)):
         reason = "changes a list, a dict or an object that was passed to the module"

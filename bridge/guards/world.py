@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_a, is_iterator
@@ -65,6 +66,7 @@ class World:
         inputs: of the run, by id: their places.
         tensors: what was asked of which of them (:mod:`bridge.guards.tensor_reads`).
         identities: whether it was asked if some of them are the same object.
+        validates: whether code of ``torch.distributions`` ran, which checks its arguments or does not.
         refused: what forward was about to do to something outside that cannot be put back.
     """
 
@@ -84,7 +86,7 @@ class World:
         self.bases: dict[type, None] = {}
         self.inputs: dict[int, int] = {}
         self.tensors: dict[tuple[int, str], None] = {}
-        self.identities = False
+        self.identities = self.validates = False
         self.refused: UnsupportedModule | None = None
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
         self._held: dict[int, dict[str, Any]] = {}
@@ -188,6 +190,8 @@ class World:
             place = Place("", f"forward of class {kind.__name__}")
         self.bases.setdefault(kind)
         if is_ours(value):  # put there for the run
+            return ABSENT
+        if name == "_validate_args" and issubclass(kind, Distribution):  # a mode, which has a guard of its own
             return ABSENT
         if ("class", id(kind), name) not in self.items:
             item = self._note(("class", id(kind), name), ClassName(kind, name, place))

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 
 from bridge.base.devices import current_device
 from bridge.base.torch_fakes import stand_in
-from bridge.base.torch_internals import OpOverload, TorchDispatchMode, aten
+from bridge.base.torch_internals import OpOverload, aten
+from bridge.capture.isolated_rng import watched_operators
 from bridge.capture.passes.alias_analysis import Aliases
 from bridge.capture.passes.told import told
 
@@ -58,27 +60,20 @@ def _takes_the_efficient_kernel(node: fx.Node, mask: fx.Node) -> bool:
     tensors = [each for each in values.values() if isinstance(each, torch.Tensor)]
     if current_device().type != "cuda" or any(type(size) is not int for each in tensors for size in each.shape):
         return False
-    seen = _Seen()
+    seen: list[OpOverload] = []
+
+    def watch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        seen.append(func)
+        return func(*args, **kwargs)
+
     mode = mask.meta["val"].fake_mode
     with mode, torch.enable_grad():
         values = {source: stand_in(value, mode) for source, value in values.items()}
         values[mask].requires_grad_()
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        with seen:
+        with watched_operators(watch):
             node.target(*args, **kwargs)
-    return _EFFICIENT in seen.operators
-
-
-class _Seen(TorchDispatchMode):
-    """Attributes: ``operators``, those that ran while it was active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[OpOverload] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operators.append(func)
-        return func(*args, **(kwargs or {}))
+    return _EFFICIENT in seen
 
 
 def _of_all_scores(node: fx.Node, mask: fx.Node) -> fx.Node:

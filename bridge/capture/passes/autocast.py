@@ -30,12 +30,12 @@ from bridge.base.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    TorchDispatchMode,
     aten,
     python_kernels,
     pytree,
     schema,
 )
+from bridge.capture.isolated_rng import watched_operators
 from bridge.capture.passes.call_kinds import kind_key
 from bridge.capture.passes.composites import expand, is_composite
 from bridge.capture.passes.told import AUTOCAST, ROW, STOPPED, told
@@ -295,18 +295,6 @@ class _Call:
         self.dtype = kwargs.get("dtype")
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[_Call] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":  # questions about a tensor's device
-            self.calls.append(_Call(func, args, kwargs or {}, result))
-        return result
-
-
 def _run(form: _Form, values: dict[fx.Node, FakeTensor], setting: torch.dtype | None) -> tuple[Any, list[_Call]]:
     """Runs one operator on fake tensors; casts made by autocast show among the calls."""
     mode = next(iter(values.values())).fake_mode
@@ -316,11 +304,18 @@ def _run(form: _Form, values: dict[fx.Node, FakeTensor], setting: torch.dtype | 
         return value if mode.shape_env else at_hints(value)
 
     args, kwargs = fx.map_arg((form.args, form.kwargs), given)
-    recorder = _Recorder()
-    autocast = autocast_to(setting, cache_enabled=False)
-    with mode, python_kernels() if mode.shape_env else nullcontext(), recorder, torch.no_grad(), autocast:
+    calls: list[_Call] = []
+
+    def watch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if func.namespace != "prim":  # questions about a tensor's device
+            calls.append(_Call(func, args, kwargs, result))
+        return result
+
+    kernels = python_kernels() if mode.shape_env else nullcontext()
+    with mode, kernels, watched_operators(watch), torch.no_grad(), autocast_to(setting, cache_enabled=False):
         result = form.target(*args, **kwargs)
-    return result, recorder.calls
+    return result, calls
 
 
 def _stand_in(value: FakeTensor, dtype: torch.dtype | None = None, mode: FakeTensorMode | None = None) -> FakeTensor:

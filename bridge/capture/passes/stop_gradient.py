@@ -27,7 +27,7 @@ from bridge.capture.passes.straight_through import write_straight_through
 from bridge.capture.passes.told import STOPPED
 from bridge.capture.passes.written_views import write_through_views
 
-__all__ = ["STOP_GRADIENT", "detach_reads", "detached", "prepare", "prepare_unstopped", "where_is"]
+__all__ = ["STOP_GRADIENT", "prepare", "where_is"]
 
 
 _library = torch.library.Library("tvm_dispatch", "DEF")
@@ -40,26 +40,6 @@ STOP_GRADIENT = torch.ops.tvm_dispatch.stop_gradient.default
 def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
     """Rewrites a training graph in place as described above, whose nodes are told where autograd stops."""
     _detach_stopped(graph)
-    return prepare_unstopped(graph, requires_grad)
-
-
-def _detach_stopped(graph: fx.Graph) -> None:
-    """What an operator reads that autograd does not follow passes through ``detach``, and what it gives if it is a view
-    of that."""
-    for node in [node for node in graph.nodes if STOPPED in node.meta and isinstance(node.target, OpOverload)]:
-        if not is_view(node):
-            detach_reads(graph, node)
-            continue
-        items = isinstance(node.meta.get("val"), tuple | list)
-        for result in list(node.users) if items else [node]:
-            with graph.inserting_after(result):
-                own = detached(graph, result)
-            if own is not result:
-                result.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
-
-
-def prepare_unstopped(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
-    """The same without :data:`bridge.capture.passes.told.STOPPED`, of what has only ``detach``."""
     keep_layers_whole(graph)
     choose_for_learned_masks(graph, requires_grad)
     _pass_through(graph)
@@ -74,6 +54,21 @@ def prepare_unstopped(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool])
             node.meta["custom"] = {"origin": node.name, **{key: value for key, value in told.items() if value}}
     graph.lint()
     return problems
+
+
+def _detach_stopped(graph: fx.Graph) -> None:
+    """What an operator reads that autograd does not follow passes through ``detach``, and what it gives if it is a view
+    of that."""
+    for node in [node for node in graph.nodes if STOPPED in node.meta and isinstance(node.target, OpOverload)]:
+        if not is_view(node):
+            _detach_reads(graph, node)
+            continue
+        items = isinstance(node.meta.get("val"), tuple | list)
+        for result in list(node.users) if items else [node]:
+            with graph.inserting_after(result):
+                own = _detached(graph, result)
+            if own is not result:
+                result.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
 
 
 def _wrong_in_torch(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
@@ -145,16 +140,16 @@ def where_is(node: fx.Node) -> str | None:
     return (node.meta.get("custom") or {}).get("where") or user_line(node.meta.get("stack_trace"))
 
 
-def detach_reads(graph: fx.Graph, node: fx.Node) -> None:
+def _detach_reads(graph: fx.Graph, node: fx.Node) -> None:
     """Passes what an operator reads through ``detach``; what it writes stays the memory that it is."""
     targets = written(node)
     with graph.inserting_before(node):
-        seen = {source: source if source in targets else detached(graph, source) for source in node.all_input_nodes}
+        seen = {source: source if source in targets else _detached(graph, source) for source in node.all_input_nodes}
     node.args = fx.map_arg(node.args, seen.__getitem__)
     node.kwargs = fx.map_arg(node.kwargs, seen.__getitem__)
 
 
-def detached(graph: fx.Graph, value: Any) -> Any:
+def _detached(graph: fx.Graph, value: Any) -> Any:
     if not isinstance(value, fx.Node) or not _is_float(value.meta.get("val")):
         return value
     made = graph.call_function(aten.detach.default, (value,))

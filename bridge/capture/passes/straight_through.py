@@ -1,8 +1,7 @@
 """Straight-through writes: the clamp inside ``F.gaussian_nll_loss`` → the clamped numbers with a gradient of 1.
 
 It clamps a clone of the variance in place under ``no_grad``: autograd does not hear of it, so what follows passes its
-gradient on to the variance as it was. ``torch.export`` loses grad modes inside torch's own functions, and the fake run
-does not see them; this function is the only one that writes there. The user's own writes of this kind are refused.
+gradient on to the variance as it was. The user's own writes of this kind are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def write_straight_through(
     ``x.clamp_(…)`` becomes ``x.copy_(where(y == z, x, y + (x - z)))`` with ``z`` the numbers of ``x`` and ``y`` those
     clamped: ``y`` to the bit, with the gradient of ``x``. What is not clamped is ``x`` itself, infinity included.
     """
-    clamps = [node for node in graph.nodes if node.target in _FUNCTIONAL and _is_behind_autograd(node)]
+    clamps = [node for node in graph.nodes if node.target in _FUNCTIONAL and STOPPED in node.meta]
     if not clamps:
         return
     aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
@@ -55,8 +54,3 @@ def write_straight_through(
         copied.meta.update(node.meta)
         node.replace_all_uses_with(copied)
         graph.erase_node(node)
-
-
-def _is_behind_autograd(node: fx.Node) -> bool:
-    """Whether grad mode is off: as the record says, or torch's function that was called."""
-    return STOPPED in node.meta or "gaussian_nll_loss" in node.meta.get("torch_fn", ("", ""))[1]
