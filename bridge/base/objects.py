@@ -15,14 +15,14 @@ import enum
 import inspect
 from collections.abc import Iterator
 from types import BuiltinFunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from bridge.base.torch_internals import pytree
 
-__all__ = ["ObjectNode", "has_objects", "is_plain", "objects_of", "packed", "unpacked"]
+__all__ = ["ObjectNode", "WithWholes", "has_objects", "is_plain", "objects_of", "packed", "unpacked"]
 
 #: Attributes of these types do not change: one value may be handed out at every call.
 _PLAIN = (
@@ -38,6 +38,13 @@ def is_plain(value: Any) -> bool:
 
 class _Ordinary:
     """What the instances of an ordinary class are like in memory: attributes in ``__dict__`` and nothing else."""
+
+
+class WithWholes(NamedTuple):
+    """A result, and whole tensors that it has only parts of, which overlap: the caller gets views of these."""
+
+    result: Any
+    wholes: list[Any]
 
 
 class ObjectNode:

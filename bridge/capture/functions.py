@@ -103,6 +103,8 @@ class Functions(TorchFunctionMode):
         return (self._any if inside is None else partial(inside.called, self._any))(func, args, kwargs or {})
 
     def _any(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if "generator" in kwargs and kwargs["generator"] is None:  # else it is another overload that is called
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if isinstance(func, HigherOrderOperator):
             reason = "a higher-order operator, whose function torch traces by itself"
             hint = "write loops in Python: their equal steps are compiled as one"

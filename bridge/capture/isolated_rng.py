@@ -65,7 +65,7 @@ class IsolatedRNG(TorchDispatchMode):
         generator = self._generators[device]
         before = offset_of(generator)
         if (taker := with_generator(func)) is not None:
-            result = taker(*args, **kwargs, generator=generator)
+            result = taker(*args, **{**kwargs, "generator": generator})
         else:
             with on_side_states(default_generator(device), generator):
                 result = func(*args, **kwargs)

@@ -5,22 +5,26 @@ And of what the run was given: whether it has another geometry, version or buffe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from bridge.base.complex_views import is_parts_view, offset_in
-from bridge.base.errors import Unsupported
-from bridge.base.objects import is_plain
+from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.objects import WithWholes, is_plain
 from bridge.base.torch_autograd import GENERATED, FunctionNode
 from bridge.base.torch_internals import is_dense, storage_id
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.observation import Observation, Output
+from bridge.capture.overlap import overlaps, overlaps_itself
 from bridge.capture.own_functions import Applied
 from bridge.capture.preconditions import CACHES, NO_CACHE
+from bridge.capture.recorder import Recorder
+from bridge.capture.rows import Form, Value
 
-__all__ = ["OTHER_FORM", "describe_outputs", "geometry_of", "judge_replaced", "unknown_results", "version_of"]
+__all__ = ["OTHER_FORM", "describe_outputs", "geometry_of", "judge_replaced"]
+__all__ += ["unknown_results", "values_of", "version_of", "whole_tensors", "with_wholes"]
 
 OTHER_FORM = "becomes"
 """How the reason begins why a buffer cannot be set that gets another shape or type, maybe at the first call alone."""
@@ -77,6 +81,10 @@ def describe_outputs(
             observation.unsupported.append(
                 Unsupported("requires_grad_", "the module's result", "returns a new leaf that requires grad")
             )
+        elif leaf.requires_grad and not (same or torch.is_grad_enabled()):
+            reason = "returns what requires grad, called where gradients are off"
+            hint = "call it where gradients are on, or detach what it returns"
+            observation.unsupported.append(Unsupported("torch.enable_grad", "the module's result", reason, hint))
         if leaf.dtype != base.dtype and not is_parts_view(leaf, base):
             reason = "returns a view of another dtype of something that the caller can see"
             observation.unsupported.append(Unsupported("view_dtype", "the module's result", reason))
@@ -104,6 +112,54 @@ def describe_outputs(
             )
         )
     observation.unsupported += _looked_through(observation.outputs)
+
+
+def whole_tensors(
+    leaves: Sequence[Any], recorder: Recorder, inputs: Sequence[torch.Tensor], rules: InPlaceRules
+) -> dict[int, torch.Tensor]:
+    """What results overlap in: leaves of a result → by its value, each tensor that is not returned, and of which some
+    are parts whose elements lie in the same places (``expand``, sliding windows): what is written to one of them is
+    written to others. A compiled call returns views of the whole."""
+    given, record, found = set(map(storage_id, inputs)), recorder.record, {}
+    parts: dict[int, dict[int, torch.Tensor]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and storage_id(leaf) not in given:
+            parts.setdefault(storage_id(leaf), {})[id(leaf)] = leaf
+    for group in map(list, map(dict.values, parts.values())):
+        if any(map(_spans, group)) or not (any(map(overlaps_itself, group)) or overlaps(group)):
+            continue
+        of = next((leaf for leaf in group if leaf.requires_grad), group[0])
+        number = recorder.number_of(of)
+        first = -1 if number is None else record.memory[number]
+        if first < 0 or first in record.free or not _is_whole(record.forms[first], of):
+            reason = "returns a tensor whose elements share memory, of which the whole is not known"
+            rules.complain("a view", reason, "return a clone")
+            continue
+        form, base = record.forms[first], of if of._base is None else of._base
+        found[first] = base.as_strided(form.shape, form.stride, form.offset)
+    return found
+
+
+def _is_whole(form: Form, part: torch.Tensor) -> bool:
+    """Whether a tensor of this form is all of the memory that a part of it lies in."""
+    plain = form.dtype == part.dtype and not (form.is_conj or form.is_neg)
+    size = torch.Size(form.shape).numel() * form.dtype.itemsize
+    dense = is_dense(torch.empty_strided(form.shape, form.stride, device="meta"))
+    return plain and dense and form.offset == 0 and size == part.untyped_storage().nbytes()
+
+
+def with_wholes(result: Any, wholes: Collection[Any], dims: Sequence[Any] = ()) -> Any:
+    """A result with whole tensors beside it, if there are any; ``dims``: the dimensions whose sizes vary."""
+    if wholes and dims:
+        reason = "returns a tensor whose elements share memory, of a size that varies"
+        raise UnsupportedModule("", [Unsupported("a view", "the module's result", reason, "return a clone")])
+    return WithWholes(result, list(wholes)) if wholes else result
+
+
+def values_of(leaves: Sequence[Any], recorder: Recorder, wholes: Collection[int]) -> list[Any]:
+    """Leaves of a result with values for tensors; the last ones are whole tensors, of which the values are known."""
+    own = leaves[: len(leaves) - len(wholes)]
+    return [*(recorder.value_of(each) if isinstance(each, torch.Tensor) else each for each in own), *map(Value, wholes)]
 
 
 def _spanning_output(leaf: torch.Tensor, position: int, leaves: Sequence[Any]) -> tuple[str, int] | None:
@@ -140,13 +196,17 @@ def _reachable(
     it counts only where nothing else makes the result require grad.
     """
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
+    computed = {_edge_of(tensor): index for index, tensor in enumerate(inputs) if tensor.grad_fn is not None}
     found: set[int] = set()
     seen: set[Any] = set()
     edges: set[tuple[Any, int]] = set()
     makes_leaf = False
-    stack = [leaf.grad_fn] if leaf.grad_fn is not None else []
+    stack = [_edge_of(leaf)] if leaf.grad_fn is not None else []
     while stack:
-        node = stack.pop()
+        node = (edge := stack.pop())[0]
+        if edge in computed:  # an input that the caller's graph computes
+            found.add(computed[edge])
+            continue
         if node in seen:
             continue
         seen.add(node)
@@ -161,10 +221,14 @@ def _reachable(
         without = use.without if use is not None else ()
         ways = [each for place, each in enumerate(node.next_functions) if each[0] is not None and place not in without]
         edges.update(ways)
-        stack.extend(parent for parent, _ in ways)
+        stack.extend(ways)
     if makes_leaf and not found:
         rules.new_leaf()
     return frozenset(found), edges
+
+
+def _edge_of(tensor: torch.Tensor) -> tuple[Any, int]:
+    return tensor.grad_fn, tensor.output_nr
 
 
 def _others_at(edges: set[tuple[Any, int]], index: int, leaves: Sequence[Any]) -> frozenset[int]:
@@ -172,7 +236,7 @@ def _others_at(edges: set[tuple[Any, int]], index: int, leaves: Sequence[Any]) -
     return frozenset(
         other
         for other, each in enumerate(leaves)
-        if other != index and isinstance(each, torch.Tensor) and (each.grad_fn, each.output_nr) in edges
+        if other != index and isinstance(each, torch.Tensor) and _edge_of(each) in edges
     )
 
 

@@ -7,14 +7,15 @@ made of them, which their memory tells only where it is not shared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from bridge.base.torch_internals import has_storage, pytree, storage_id
 
-__all__ = ["own_leaves", "with_attributes"]
+__all__ = ["copier", "own_leaves", "with_attributes"]
 
 
 def own_leaves(
@@ -32,6 +33,22 @@ def own_leaves(
         return with_attributes(leaf.requires_grad_(tensor.requires_grad), tensor)
 
     return pytree.tree_map_only(torch.Tensor, own, (args, kwargs))
+
+
+def copier() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Tensor → a copy of it; of tensors in one memory, copies in one memory."""
+    memory: dict[int, Any] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage_id(tensor) not in memory:
+            memory[storage_id(tensor)] = storage.clone()
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        made.set_(memory[storage_id(tensor)], tensor.storage_offset(), tensor.shape, tensor.stride())
+        made = nn.Buffer(made, persistent=True) if type(tensor) is nn.Buffer else made
+        return with_attributes(made.requires_grad_(tensor.requires_grad), tensor)
+
+    return copied
 
 
 def with_attributes(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from bridge.base.torch_internals import COMPILED_CALL
-from bridge.state import kept, kind_of_container
+from bridge.state import dict_of, kept, kind_of_container
 
 __all__ = ["Twin"]
 
@@ -224,7 +224,7 @@ class _Copier:
         return _shallow(made) if made is value and _is(value, (dict, set)) else made
 
     def _with_attributes(self, value: Any, made: Any) -> Any:
-        own = _own(value)
+        own = dict_of(value)
         if type(own) is dict:
             made.__dict__.update((name, self.copy(each)) for name, each in own.items())
         return made
@@ -253,14 +253,6 @@ def _without_finalizer(kind: type) -> type:
 def _is(value: Any, kinds: type | tuple[type, ...]) -> bool:
     """Whether an object is of a class, for which none of its code runs."""
     return issubclass(type(value), kinds)
-
-
-def _own(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object itself."""
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -312,7 +304,7 @@ def _shallow(value: Any) -> Any:
 
 
 def _attributes(value: Any) -> Iterable[Any]:
-    own = _own(value)
+    own = dict_of(value)
     return list(own.values()) if type(own) is dict else ()
 
 

@@ -38,10 +38,19 @@ from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.kept_state import KeptState
 from bridge.capture.loops.row_form import Folded
 from bridge.capture.observation import Observation
-from bridge.capture.outputs import describe_outputs, geometry_of, judge_replaced, unknown_results, version_of
+from bridge.capture.outputs import (
+    describe_outputs,
+    geometry_of,
+    judge_replaced,
+    unknown_results,
+    values_of,
+    version_of,
+    whole_tensors,
+    with_wholes,
+)
 from bridge.capture.overlap import overlaps
 from bridge.capture.own_functions import OwnFunctions
-from bridge.capture.own_leaves import own_leaves, with_attributes
+from bridge.capture.own_leaves import copier, own_leaves, with_attributes
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.protected import Protected
 from bridge.capture.recorder import Recorder
@@ -71,6 +80,7 @@ class RealRun:
         observation: what eager does.
         loops: its folded form, if it has loops.
         kept: places that it sets, whose values are results behind its own; ``left``: their structure and constants.
+        wholes: values that are results only for others to be views of them, the last of the results.
     """
 
     record: Record
@@ -93,6 +103,7 @@ class RealRun:
     loops: Folded | None = None
     kept: KeptState | None = None
     left: Any = None
+    wholes: tuple[int, ...] = ()
 
     def changed(self) -> list[str]:
         """What it changed of the module's Python state, and outside of the module: ``"self.log"``, ``"global 'N'"``."""
@@ -180,22 +191,6 @@ def attributes_of(module: nn.Module, known: Sequence[torch.Tensor]) -> dict[str,
     return found
 
 
-def _copies() -> Any:
-    """Tensor → a copy of it; of tensors in one memory, copies in one memory."""
-    memory: dict[int, Any] = {}
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage_id(tensor) not in memory:
-            memory[storage_id(tensor)] = storage.clone()
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        made.set_(memory[storage_id(tensor)], tensor.storage_offset(), tensor.shape, tensor.stride())
-        made = nn.Buffer(made, persistent=True) if type(tensor) is nn.Buffer else made
-        return with_attributes(made.requires_grad_(tensor.requires_grad), tensor)
-
-    return copied
-
-
 def real_run_of(
     module: nn.Module,
     args: tuple,
@@ -219,7 +214,7 @@ def real_run_of(
     """
     tensors, real_tensors = module_tensors(module)
     buffers = {id(each) for spec, each in zip(tensors, real_tensors, strict=True) if spec.kind == "buffer"}
-    copied = _copies()
+    copied = copier()
     copies = {id(each): copied(each) for each in real_tensors if id(each) in buffers}
     computed: dict[int, torch.Tensor] = {}
     left: Any = None
@@ -308,7 +303,9 @@ def real_run_of(
     result_leaves, observation.out_spec = pytree.tree_flatten(result)
     if unknown := unknown_results(result_leaves):
         raise UnsupportedModule("", [*observation.unsupported, *unknown])
-    results = [recorder.value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in result_leaves]
+    wholes = whole_tensors(result_leaves, recorder, inputs, rules)
+    result_leaves, observation.out_spec = pytree.tree_flatten(with_wholes(result, wholes.values()))
+    results = values_of(result_leaves, recorder, wholes)
     read = {number for row in recorder.record.rows for number in values_in((row.args, row.kwargs))}
     read.update(values_in([*results, *final.values()]))
     behind = len(owned) + len(arguments)
@@ -333,7 +330,8 @@ def real_run_of(
     made = recorder.record, twin, tensors, order, real_tensors, list(attributes), inputs, results
     pairs = [(copies[id(each)], each) for each in real_tensors if id(each) in buffers]
     state = final, prepared, prepared.before, recorder.number_of, pairs
-    return RealRun(*made, observation, functions, given, in_spec, *state, kept=kept, left=left)
+    places = {"kept": kept, "left": left, "wholes": tuple(wholes)}
+    return RealRun(*made, observation, functions, given, in_spec, *state, **places)
 
 
 def _spec(kind: str, name: str, tensor: torch.Tensor, held: Any = None) -> ModuleTensor:
@@ -427,7 +425,7 @@ def fake_run_of(
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
             kept.append(tensor)
-            made = mode.from_tensor(tensor if tensor.is_leaf else tensor.detach())
+            made = mode.from_tensor(tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad))
             fakes[id(tensor)] = with_attributes(made, tensor)
         return fakes[id(tensor)]
 
@@ -465,8 +463,8 @@ def fake_run_of(
         if places is not None:
             result = result, places.values()
         made = packed(result)
-        leaves, out_spec = pytree.tree_flatten(made)
-        results = [recorder.value_of(each) if isinstance(each, torch.Tensor) else each for each in leaves]
+        leaves, out_spec = pytree.tree_flatten(with_wholes(made, real.wholes, dims))
+        results = values_of(leaves, recorder, real.wholes)
         run = recorder.record, mode, results, arguments, twin, out_spec, given, symbols
         return FakeRecord(*run, objects_of(made), prepared.twin)
     finally:

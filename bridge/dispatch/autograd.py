@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from bridge.base.torch_autograd import keeps_graph
-from bridge.base.torch_internals import has_storage, len_function_stack, no_torch_function
+from bridge.base.torch_internals import has_saved_tensors_hooks, has_storage, len_function_stack, no_torch_function
 from bridge.dispatch.call_run import Action, Call, outside_autocast
+from bridge.dispatch.held import saved_of
 from bridge.dispatch.programs import BoundPrograms, Programs
 from bridge.dispatch.second_derivatives import eager_gradients
 
@@ -36,6 +37,7 @@ class _Dispatched(torch.autograd.Function):
             act(call)
         values = call.values
         ctx.save_for_backward(*call.saved)
+        ctx.types = [each.dtype for each in call.saved] if has_saved_tensors_hooks() else None
         ctx.held, ctx.beside = call.held, call.beside
         call.values = call.saved = call.held = None  # autograd's from here on
         ctx.programs = programs
@@ -60,7 +62,7 @@ class _Dispatched(torch.autograd.Function):
             if not keeps_graph():
                 ctx.held = None
             return _with_beside(ctx, gradients)
-        inputs = list(ctx.saved_tensors)
+        inputs = list(saved_of(ctx))
         ctx.maybe_clear_saved_tensors()
         if ctx.held is not None and not keeps_graph():
             ctx.held = None

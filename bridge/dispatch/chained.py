@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -28,9 +28,9 @@ from bridge.base.torch_internals import (
 from bridge.capture import Output
 from bridge.dispatch.autograd import applied
 from bridge.dispatch.beside import Beside
-from bridge.dispatch.held import tensors_of
+from bridge.dispatch.held import saved_of, tensors_of
 
-__all__ = ["LOOKED_AT", "chain_results", "chains_of"]
+__all__ = ["LOOKED_AT", "chain_results", "chains_of", "take_hooks"]
 
 LOOKED_AT = "backward through a result that has a hook or is asked for: computed by eager's operators"
 
@@ -55,14 +55,28 @@ def chains_of(outputs: Sequence[Output], positions: Sequence[int | None]) -> tup
     return tuple((place, tuple(sorted(through))) for place, through in sorted(found.items(), key=lambda x: len(x[1])))
 
 
+class _Hooks(OrderedDict):
+    """Hooks of one of several results: a node that has gradients of others calls all of them, with ``None``, where
+    eager's nodes call none."""
+
+    def __setitem__(self, key: Any, hook: Callable[[torch.Tensor], Any]) -> None:
+        super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
+
+
+def take_hooks(results: Iterable[torch.Tensor]) -> None:
+    """Hooks that users register on results of a call come into :class:`_Hooks`, as ``Tensor.register_hook`` does it."""
+    for tensor in results:
+        if tensor.requires_grad and tensor._backward_hooks is None:
+            tensor._backward_hooks = _Hooks()
+            tensor.grad_fn._register_hook_dict(tensor)
+
+
 class _Looked:
     """Whether a result's gradient is looked at on its way."""
 
     def __init__(self, tensor: torch.Tensor):
         self._alive = weakref.ref(tensor)
-        if tensor._backward_hooks is None:  # as Tensor.register_hook does: hooks come here
-            tensor._backward_hooks = OrderedDict()
-            tensor.grad_fn._register_hook_dict(tensor)
+        take_hooks([tensor])
         self._hooks, self._version = tensor._backward_hooks, tensor._version
 
     def tensor(self) -> torch.Tensor | None:
@@ -121,7 +135,7 @@ class _Chained(torch.autograd.Function):
         ctx.programs.eager_backwards[LOOKED_AT] += 1
         with no_torch_function() if len_function_stack() else nullcontext():
             held = tensors_of(main.held) if backward.held else ()
-            primals = backward.primals(main.saved_tensors, held)
+            primals = backward.primals(saved_of(main), held)
             cut = {each: looked.tensor() for each, looked in zip(through, ctx.looked, strict=True)}
             found = backward(primals, [place], [grad], torch.is_grad_enabled(), cut)
         ctx.beside.add(found[: len(found) - len(through)])

@@ -24,7 +24,7 @@ from bridge.dispatch.bound import BoundCalls
 from bridge.dispatch.call_plan import plan_call
 from bridge.dispatch.call_run import Call, CallRun
 from bridge.dispatch.call_steps import CallStep, Draws, Results
-from bridge.dispatch.chained import chain_results, chains_of
+from bridge.dispatch.chained import chain_results, chains_of, take_hooks
 from bridge.dispatch.complex_places import complex_places
 from bridge.dispatch.computed_masks import alignments
 from bridge.dispatch.frozen import FrozenPrograms
@@ -107,7 +107,7 @@ class Entry:
         self._hosted = host_inputs(lowered.captured)
         results = next(step for step in self.steps if isinstance(step, Results))
         self._chains = chains_of(results.outputs, results.computed) if lowered.differentiable else ()
-        self._is_differentiable = bool(lowered.differentiable)
+        self._is_differentiable, self._are_several = bool(lowered.differentiable), len(lowered.differentiable) > 1
         self._apply = apply if len(self.programs.nodes) == 1 else apply_in_nodes
         self.compile_seconds = time.perf_counter() - started + lowered.seconds
 
@@ -210,6 +210,8 @@ class Entry:
             raise
         if self._chains and torch.is_grad_enabled():
             call.computed = chain_results(bound.programs, self._chains, call.beside, call.computed)
+        if self._are_several:
+            take_hooks(call.computed)
         if self._complex is not None:
             call.computed = self._complex.closed(call.computed)
         for act in run.after:

@@ -15,7 +15,7 @@ import torch
 
 from bridge.capture import Captured
 
-__all__ = ["Held", "held_apart", "saved_apart", "taken", "tensors_of", "versions_of"]
+__all__ = ["Held", "held_apart", "saved_apart", "saved_of", "taken", "tensors_of", "versions_of"]
 
 Held = tuple[Sequence[torch.Tensor | None], Sequence[int] | None, torch.Tensor | None]
 """What one call holds: tensors in order, how often each had been changed in place (some number for those that are
@@ -40,6 +40,13 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
         return [*map(_version, tensors)]
     except RuntimeError:  # inference tensors have no such number
         return None
+
+
+def saved_of(node: Any) -> Sequence[torch.Tensor]:
+    """What the autograd node of a call saved, of the types that it saved, whatever hooks on saved tensors made of them:
+    eager's operators take masks and indices of other types, too."""
+    saved, types = node.saved_tensors, node.types
+    return saved if types is None else [each.to(kind) for each, kind in zip(saved, types, strict=True)]
 
 
 def tensors_of(held: Held) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bridge.base.complex_views import view_in
-from bridge.base.objects import has_objects, unpacked
+from bridge.base.objects import WithWholes, has_objects, unpacked
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured, Output
 
@@ -46,6 +46,8 @@ def assembly(
         for leaf in order:
             leaves[leaf] = _leaf(outputs[leaf], positions[leaf], computed, inputs, leaves)
         result = pytree.tree_unflatten(leaves, spec)
+        if spec.context is WithWholes:
+            result = result.result
         return unpacked(result) if objects else result
 
     return assemble

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bridge.base.torch_internals import len_function_stack, no_torch_function
-from bridge.dispatch.held import tensors_of
+from bridge.dispatch.held import saved_of, tensors_of
 from bridge.dispatch.segmented import make_token
 
 __all__ = ["BATCHED", "FOLLOWED", "eager_gradients"]
@@ -62,7 +62,7 @@ def eager_gradients(ctx: Any, outputs: Sequence[int], grad_outs: Sequence[torch.
         what = "create_graph=True" if followed else "batched gradients (is_grads_batched=True)"
         raise RuntimeError(_LOADED.format(what=what))
     backward = programs.eager_backward
-    saved = ctx.saved_tensors
+    saved = saved_of(ctx)
     if backward.held and ctx.held is None:
         raise RuntimeError(_FREED)
     with no_torch_function() if len_function_stack() else nullcontext():

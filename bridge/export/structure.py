@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bridge.base.objects import ObjectNode
+from bridge.base.objects import ObjectNode, WithWholes
 from bridge.base.torch_internals import pytree
 
 __all__ = ["Record", "structure_of", "to_structure"]
@@ -60,6 +60,8 @@ def to_structure(spec: pytree.TreeSpec) -> Any:
         return _LEAF
     children = [to_structure(child) for child in spec.children()]
     kind, context = spec.type, spec.context
+    if context is WithWholes:
+        raise TypeError("a result whose elements share memory, as expand makes it")
     if kind in _SEQUENCES:
         return {"kind": _SEQUENCES[kind], "children": children}
     if kind in _MAPPINGS:

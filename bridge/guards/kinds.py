@@ -178,10 +178,14 @@ def contents_of(value: Any) -> Callable[[Any], Any] | None:
 def put_back(value: Any, contents: Any) -> None:
     """Makes an object hold what :func:`contents_of` gave; never empties it first: another thread may be looking."""
     if is_a(value, dict):
-        then = dict(contents)
+        then, kind = dict(contents), OrderedDict if is_a(value, OrderedDict) else dict
         for key in dict.keys(value) - then.keys():
-            dict.pop(value, key, None)
-        dict.update(value, then)
+            kind.pop(value, key, None)
+        moved = list(kind.__iter__(value)) != list(then)[: len(value)]
+        for key, each in then.items():
+            if moved:
+                kind.pop(value, key, None)
+            kind.__setitem__(value, key, each)
     elif is_a(value, list):
         list.__setitem__(value, slice(None), contents)
     elif is_a(value, set):

@@ -7,6 +7,7 @@ from types import FunctionType
 from typing import Any
 
 from bridge.guards.kinds import is_a
+from bridge.state import dict_of
 
 __all__ = ["FrameOf", "Instance", "dict_of", "inner_function", "is_alive", "is_changeable", "is_ours"]
 
@@ -54,11 +55,3 @@ def is_ours(value: Any) -> bool:
     return type(value).__module__.startswith("bridge.") or (
         made is not None and str(made.__module__).startswith("bridge.")
     )
-
-
-def dict_of(value: Any) -> dict[str, Any] | None:
-    try:
-        held = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return None
-    return held if is_a(held, dict) else None

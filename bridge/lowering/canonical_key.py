@@ -9,6 +9,7 @@ import torch
 
 from bridge.base.devices import name_of
 from bridge.base.torch_internals import OpOverload, pytree
+from bridge.state import kept
 
 __all__ = ["NotCanonicalError", "canonical"]
 
@@ -38,9 +39,9 @@ def canonical(value: Any) -> Any:
     if isinstance(value, type):
         return ["class", value.__module__, value.__qualname__]
     if isinstance(value, tuple | list):
-        return [type(value).__qualname__, *map(canonical, value)]
+        return [type(value).__qualname__, *map(canonical, kept(value))]
     if isinstance(value, set | frozenset):
-        return ["set", *sorted(map(canonical, value), key=repr)]
+        return ["set", *sorted(map(canonical, kept(value)), key=repr)]
     if type(value) is dict:
         return ["dict", *([canonical(key), canonical(each)] for key, each in value.items())]
     if is_dataclass(value) and value.__dataclass_params__.frozen:

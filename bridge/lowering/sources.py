@@ -20,6 +20,7 @@ from torch import nn
 
 from bridge.artifact import key_of
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
+from bridge.state import dict_of
 
 __all__ = ["begin_reading", "code_digest"]
 
@@ -137,7 +138,7 @@ def _attributes(module: nn.Module) -> list[Any]:
         for name, value in sorted(vars(child).items()):
             if name.startswith("_") and name in _OWN:
                 continue
-            inside = {} if isinstance(value, nn.Module) or id(value) in seen else getattr(value, "__dict__", {})
+            inside = {} if issubclass(type(value), nn.Module) or id(value) in seen else dict_of(value) or {}
             if inside:
                 seen.add(id(value))
             for key, each in [("", value), *sorted(inside.items(), key=lambda item: str(item[0]))]:

@@ -4,7 +4,7 @@ from bridge.state.derived import derived_attribute, derived_attributes, renew_de
 from bridge.state.generators import generators_put_back, moved_generators
 from bridge.state.module import Snapshot, hooks_of, own_attributes, written_class
 from bridge.state.tensors import ModuleTensor, module_tensors, once_per_owner, tensor_problem
-from bridge.state.values import constant_key, kept, kind_of_container, same, same_inside
+from bridge.state.values import constant_key, dict_of, kept, kind_of_container, same, same_inside
 from bridge.state.write_counts import dict_behind, dict_versions, same_versions
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "derived_attribute",
     "derived_attributes",
     "dict_behind",
+    "dict_of",
     "dict_versions",
     "generators_put_back",
     "hooks_of",

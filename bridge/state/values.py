@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-__all__ = ["CONTAINERS", "PLAIN", "constant_key", "kept", "kind_of_container", "same", "same_inside", "snapshot"]
+__all__ = ["CONTAINERS", "PLAIN", "constant_key", "dict_of", "kept", "kind_of_container"]
+__all__ += ["same", "same_inside", "snapshot"]
 
 _CONSTANTS = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 PLAIN = (*_CONSTANTS, float, complex, bytes, tuple, frozenset)
@@ -29,6 +30,15 @@ def kept(container: Any) -> list[Any]:
     """What a container stores, whatever ``len()``, ``iter()`` or ``values()`` of a class of its own say."""
     kind = kind_of_container(container)
     return [*kind.values(container)] if issubclass(kind, dict) else [*kind.__iter__(container)]
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    """The attributes that an object itself has, as they are stored; ``None`` where it has none."""
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except Exception:  # noqa: BLE001 - a class may compute it, by code of the user's
+        return None
+    return held if issubclass(type(held), dict) else None
 
 
 def same(now: Any, then: Any) -> bool:

@@ -278,10 +278,16 @@ def test_graphs_with_other_things_are_not():
         record_of(graph)
 
 
+class Refusing(list):
+    def __iter__(self):
+        raise NotImplementedError
+
+
 def test_what_has_no_name_in_another_process_is_no_key():
     assert canonical((nn.Linear, torch.float32, {"a": (1, 1.0)})) == canonical(
         (nn.Linear, torch.float32, {"a": (1, 1.0)})
     )
+    assert canonical(Refusing([1])) == ["Refusing", 1]  # as it is stored
     assert canonical((1,)) != canonical([1]) and canonical(torch.Size([1])) != canonical((1,))
     for value in (object(), lambda: 1, torch.ones(1)):
         with pytest.raises(NotCanonicalError):

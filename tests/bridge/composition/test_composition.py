@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bridge import add_tvm_dispatch, stats
+from tests.bridge.compare import Function
 
 STEPS, ROWS, WIDTH = 4, 6, 8
 
@@ -201,6 +202,25 @@ def test_save_on_cpu(nets):
             optimizer.zero_grad()
 
     check(nets, loop, calls=STEPS)
+
+
+MASKED = {
+    "an argument": lambda x, m: torch.where(m, x.sin(), x),
+    "computed": lambda x, m: nn.functional.scaled_dot_product_attention(x.sin(), x, x, attn_mask=m[:, :2] | m[:, 2:]),
+}
+
+
+@pytest.mark.composes("`saved_tensors_hooks`, `save_on_cpu`")
+@pytest.mark.parametrize("function", MASKED.values(), ids=MASKED)
+def test_hooks_that_hand_masks_back_as_bytes(function):
+    x, mask = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_(), torch.arange(8).view(2, 4) % 3 == 0
+    ours, found = add_tvm_dispatch(Function(function), (x, mask)), []
+    for run in (ours, function):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.byte() if t.dtype is torch.bool else t, lambda t: t):
+            y = run(x, mask)
+        found.append(torch.autograd.grad(y.square().sum(), x))
+    torch.testing.assert_close(*found)
+    assert stats(ours).hits == 1
 
 
 def test_parameters_changed_between_forward_and_backward_are_an_error(nets):

@@ -132,6 +132,25 @@ def test_all_of_the_gradient_is_seen(form, look, sample):
     beside(lambda: (Net(form), SimpleNamespace()), step, (lambda m, own: (double(9, 3, 4),)) if sample else None)
 
 
+def apart(m, x):
+    return torch.tanh(m.body(x)), m.head(x), m.neck(x)[:, 1:]
+
+
+@pytest.mark.parametrize("results", [apart, one, three], ids=lambda results: results.__name__)
+def test_hooks_of_results_that_the_loss_does_not_use_are_not_called(results):
+    def step(m, own, i):
+        seen, out = {}, leaves(m(double(i, 3, 4)))
+        for k, each in enumerate(out):
+            each.register_hook(lambda g, k=k: seen.update({k: g.clone()}))
+            each.register_hook(lambda g: g * 2)
+        out[1].sum().backward(retain_graph=True)
+        first = sorted(seen.items())
+        (out[0].sum() + out[-1].sum()).backward()
+        return first, sorted(seen.items())
+
+    beside(lambda: (Net(results), SimpleNamespace()), step, lambda m, own: (double(9, 3, 4),))
+
+
 def test_nothing_is_computed_anew_where_nobody_looks():
     module = Net(three)
     add_tvm_dispatch(module, double(1, 3, 4))

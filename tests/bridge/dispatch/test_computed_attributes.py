@@ -154,6 +154,36 @@ def test_they_leave_nothing(act):
     assert torch.equal(x, double(9, 3, 4))
 
 
+HELD = {"w": None}
+
+
+class Held(Scaled):
+    def forward(self, x):
+        return self.linear(x) * (HELD["w"] if self.held is None else self.held.w)
+
+
+@pytest.mark.parametrize("where", ["a global", "an object in C"])
+def test_a_computed_tensor_elsewhere_gets_its_gradient(where):
+    """It is watched by identity: each one is another entry."""
+
+    def make():
+        module = Held()
+        module.held = None if where == "a global" else SimpleNamespace()
+        return module, SimpleNamespace(raw=double(1, 4, requires_grad=True))
+
+    def step(module, own, i):
+        if where == "a global":
+            HELD["w"] = own.raw * 2
+        else:
+            module.held = SimpleNamespace(w=own.raw * 2)
+        y = module(double(10 + i, 3, 4))
+        y.square().sum().backward()
+        grad, own.raw.grad = own.raw.grad, None
+        return y, grad
+
+    beside(make, step, None)
+
+
 def test_a_leaf_among_the_attributes_gets_its_gradient():
     module = Scaled()
     module.w = double(3, 4, requires_grad=True)

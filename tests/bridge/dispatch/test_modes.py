@@ -88,6 +88,31 @@ def test_code_that_asks_for_the_grad_mode_has_an_entry_for_each():
     assert "adds an entry" in repr(stats(module)), "what to do about misses is said where they are read"
 
 
+class Enables(nn.Module):
+    def __init__(self, place):
+        super().__init__()
+        self.linear, self.place = nn.Linear(6, 6), place
+
+    def forward(self, x):
+        with torch.enable_grad():
+            y = self.linear(x)
+        return y if self.place == "returned" else y * 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("place", ["returned", "inside"])
+def test_gradients_that_forward_enables_where_they_are_off(place, mode):
+    """A call without gradients has no backward: what requires grad there is eager's."""
+    module = Enables(place)
+    with mode():
+        if place == "returned":
+            with pytest.raises(UnsupportedModule, match="called where gradients are off"):
+                add_tvm_dispatch(module, rows())
+        add_tvm_dispatch(module)
+        assert [module(rows()).requires_grad for _ in range(2)] == 2 * [place == "returned" and mode is torch.no_grad]
+        assert stats(module).hits == 2 * (place == "inside")
+
+
 @pytest.mark.composes("`no_grad` entries under `inference_mode`; evaluation in a training loop")
 @pytest.mark.composes("`train()`, `eval()`")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -182,21 +182,51 @@ class Parts(nn.Module):
         return tuple(y[part] for part in self.slices)
 
 
-def test_overlapping_parts_without_the_whole_are_refused():
-    """A write to one of them would be seen in the other."""
-    for slices in (np.s_[:2], np.s_[1:]), (np.s_[:, 1:], np.s_[0, :2]), (np.s_[1:], np.s_[1:]):
-        with pytest.raises(UnsupportedModule, match="overlapping parts"):
-            add_tvm_dispatch(Parts(*slices), rows())
-    for slices in (
-        (np.s_[:1], np.s_[1:]),
-        (np.s_[:, 1:], np.s_[:, :1]),
-        (np.s_[::2], np.s_[1::2]),
-        (np.s_[:2], np.s_[...]),
-    ):
-        module, eager, x = add_tvm_dispatch(Parts(*slices), rows()), Parts(*slices), rows()
-        for result, expected in zip(module(x), eager(x), strict=True):
-            torch.testing.assert_close(result, expected)
-        assert stats(module).hits == 1
+@pytest.mark.parametrize(
+    "slices",
+    [
+        *((np.s_[:2], np.s_[1:]), (np.s_[:, 1:], np.s_[0, :2]), (np.s_[1:], np.s_[1:])),  # the whole is not returned
+        *((np.s_[:1], np.s_[1:]), (np.s_[:, 1:], np.s_[:, :1]), (np.s_[::2], np.s_[1::2]), (np.s_[:2], np.s_[...])),
+    ],
+    ids=str,
+)
+def test_what_is_written_to_a_part_is_seen_in_another(slices):
+    module, eager, x = add_tvm_dispatch(Parts(*slices), rows()), Parts(*slices), rows()
+    results, wanted = module(x), eager(x)
+    for each in (*results, *wanted):
+        each.detach()[0] = 7
+    for result, expected in zip(results, wanted, strict=True):
+        torch.testing.assert_close(result, expected)
+    assert stats(module).hits == 1
+
+
+OVERLAPPING = {
+    "expand": lambda y: y[:1].sin().expand(3, 4),
+    "detached": lambda y: (y, y[:1].sin().detach().expand(3, 4)),
+    "of a number": lambda y: (y, y.mean().expand(4)),
+    "broadcast_tensors": lambda y: {"a": [torch.broadcast_tensors(y[:1].sin(), y)[0]]},
+    "windows": lambda y: y.unfold(1, 2, 1),
+    "as_strided": lambda y: y.as_strided((2, 3, 2), (4, 1, 1)),
+    "a written one": lambda y: torch.zeros(1, 4).add_(y[:1]).expand(2, 4),
+    "of a linear layer": lambda y: nn.functional.linear(y[None, :1], y[:2]).expand(2, 3, 2),
+}
+
+
+@pytest.mark.parametrize("function", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_elements_of_a_result_share_memory_as_in_eager(function):
+    module = add_tvm_dispatch(Function(lambda x: function(x * 2)), rows())
+    found = []
+    for run in (module, Function(lambda x: function(x * 2))):
+        x = rows()
+        results = torch.utils._pytree.tree_leaves(run(x))
+        (slope,) = torch.autograd.grad(sum(each.square().sum() for each in results), x, create_graph=True)
+        (again,) = torch.autograd.grad(slope.square().sum(), x)
+        for each in results:
+            each.detach()[(0,) * each.dim()] = 5
+        found.append([*results, slope, again])
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, check_stride=True)
+    assert stats(module).hits == 1
 
 
 def test_where_views_of_one_memory_meet():

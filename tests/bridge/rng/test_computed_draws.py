@@ -46,6 +46,12 @@ DRAWS = {
     "normal, one number": lambda x: torch.normal(x, 2.0) + torch.normal(0.5, x.exp()) * x,
     "poisson": lambda x: torch.poisson(x.exp()) * x,
     "gamma": lambda x: torch._standard_gamma(x.exp()) * x,
+    "generator=None": lambda x: (
+        torch.randn(5, 32, generator=None) * x
+        + torch.rand((5, 32), generator=None, dtype=x.dtype)
+        + torch.randint(1, 9, (5, 32), generator=None)
+        + torch.randperm(32, generator=None, device=x.device)
+    ),
     "rrelu": lambda x: F.rrelu(F.rrelu(x.t(), 0.1, 0.4, training=True) - 0.2, training=True, inplace=True),
     "mixed": mixed,
 }
