@@ -84,9 +84,9 @@ class Twin:
             return copies.get(id(value), value)
         for key, made in copies.items():
             original = kept.get(key, made)
-            own = None if made is original else _own(original)
+            own = None if made is original else dict_of(original)
             if own is value:
-                return _own(made)
+                return dict_of(made)
             if own is not None and _is(original, nn.Module):  # its registries
                 for name, each in own.items():
                     if each is value:
