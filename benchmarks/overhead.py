@@ -2,7 +2,7 @@
 
 Ours, eager and, on request, torch.compile take turns in one process; medians. The second table takes our call apart:
 
-    guard      is this call what was compiled (:meth:`bridge.dispatch.guards.Guard.quick`)
+    guard      is this call what was compiled (:meth:`bridge.dispatch.guards.Guard.check`)
     draws      random numbers, the arithmetic of which is in here; nothing where there are none
     function   an ``autograd.Function`` with the same tensors that computes nothing, forward and backward
     steps      the two programs, kernels and library calls included, and what belongs to the forward: what is saved
@@ -131,7 +131,7 @@ def parts(module: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
         gradients = entry.programs.backward_for(entry.lowered.differentiable)(saved + grad_outs)
     wanted = [inputs[i] for i in entry.lowered.wanted]
     return {
-        "guard": lambda: entry.guard.quick(module, (x,), {}),
+        "guard": lambda: entry.guard.check(module, (x,), {}),
         "draws": lambda: _draw(entry.run.before, call),
         "function": lambda: _function(results, saved, gradients, wanted, grad_outs),
         "forward steps": lambda: _without_grad(_act, entry.run.forward, call),
@@ -194,7 +194,7 @@ def decisions(name: str, rounds: int) -> list[str]:
     other = x.detach().as_strided(shape, (7, *x.stride()[1:])).requires_grad_()
     guard = Guard(module, capture(module, (x,), {}), [x])
     module.__dict__["_compiled_call_impl"] = None  # where the dispatcher would be
-    assert guard.quick(module, (x,), {}) is not None and guard.quick(module, (other,), {}) is None
+    assert guard.check(module, (x,), {}) is not None and guard.check(module, (other,), {}) is None
     times: dict[str, list[float]] = {"decision": [], "after train()": [], "closer look": []}
 
     def timed(kind: str, decide: Callable, argument: Tensor) -> None:
@@ -204,8 +204,8 @@ def decisions(name: str, rounds: int) -> list[str]:
 
     for _ in range(rounds):
         module.train()
-        timed("after train()", guard.quick, x)
-        timed("decision", guard.quick, x)
+        timed("after train()", guard.check, x)
+        timed("decision", guard.check, x)
         timed("closer look", guard.match, other)
     medians = [f"{1e6 * statistics.median(values[rounds // 10 :]):.1f}" for values in times.values()]
     counts = [len(list(module.modules())), len(list(module.parameters())) + len(list(module.buffers()))]

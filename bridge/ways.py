@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from bridge.base.devices import HOST
+from bridge.base.errors import swallowed
 from bridge.base.torch_internals import pytree
 from bridge.capture import Copies, device_of_call
 from bridge.dispatch import add_tvm_dispatch, stats
@@ -98,6 +99,7 @@ def _tried(spelling: str, prepare: Callable[..., tuple[Step, Callable[[], str]]]
         step, told = prepare(*call)
         step()
     except Exception as error:  # noqa: BLE001 - whatever a way raises, the answer is that it cannot be taken
+        swallowed(error)
         first = (str(error).splitlines() or [""])[0]
         return spelling, None, f"{type(error).__name__}: {first}"
     return spelling, step, told

@@ -23,6 +23,7 @@ from tests.frames import quick_checkcache, quick_getmodule
 KEPT_KERNELS = 600
 """Of the last that were built; three or so are one library, of two megabytes."""
 
+os.environ["BRIDGE_RAISE"] = "1"  # a bug that a handler would swallow fails a test
 os.environ["BRIDGE_CACHE"] = "0"  # of processes that tests start, too; what tests the cache has one of its own
 
 LONG = tuple(f"tests/{name}/" for name in ("notebooks", "zoo", "typing", "bridge/composition"))

@@ -25,12 +25,15 @@ __all__ = [
     "is_user_file",
     "line_of",
     "refused_by_eager",
+    "swallowed",
     "user_line",
 ]
 
 TORCH_DIR = os.path.dirname(torch.__file__)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _OWN_DIR = os.path.dirname(os.path.dirname(__file__))
+_PACKAGES = ("bridge", "autodiff", "partition")
+_OWN = tuple(os.path.join(os.path.dirname(_OWN_DIR), package, "") for package in _PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,20 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
+def swallowed(error: Exception) -> None:
+    """Noted by a handler that goes on after any error: raises one that is a bug of this package's, in the test mode.
+
+    Such an error is none of this package's own classes, its code raised it, and no frame of a user's took part in it.
+    The test mode is ``BRIDGE_RAISE=1`` in the environment.
+    """
+    if os.environ.get("BRIDGE_RAISE") != "1" or type(error).__module__.partition(".")[0] in _PACKAGES:
+        return
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_own = [file.startswith(_OWN) for file in files]
+    if any(is_own[-1:]) and all(own or not is_user_file(file) for own, file in zip(is_own, files, strict=True)):
+        raise error
+
+
 def from_user_code(error: Exception) -> Exception:
     """``error`` with a traceback that begins at the first frame that is neither torch's nor ours, if there is one."""
     frames = error.__traceback__
@@ -129,7 +146,7 @@ def from_user_code(error: Exception) -> Exception:
 @cache
 def is_user_file(filename: str) -> bool:
     """Whether a source file is neither torch's, nor this package's, nor of the standard library."""
-    if filename.startswith((TORCH_DIR, _OWN_DIR, "<")):
+    if filename.startswith((TORCH_DIR, *_OWN, "<")):
         return False
     return not filename.startswith(_STDLIB) or "site-packages" in filename
 

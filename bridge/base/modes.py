@@ -71,9 +71,8 @@ def _uncached(dtype: torch.dtype) -> str:
     return f"{dtype} (cache_enabled=False)"
 
 
-def distributions_validate() -> bool | None:
-    """Whether ``torch.distributions`` check their arguments unless told otherwise; Dynamo switches that off."""
-    return getattr(Distribution, "_validate_args", None)
+distributions_validate: Callable[[], bool | None] = partial(getattr, Distribution, "_validate_args", None)
+"""Whether ``torch.distributions`` check their arguments unless told otherwise; Dynamo switches that off."""
 
 
 def autocast_depth() -> int:

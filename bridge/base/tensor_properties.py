@@ -18,9 +18,8 @@ from torch import nn
 
 from bridge.base.torch_internals import neg_view, tensor_guards
 
-__all__ = ["PROPERTIES", "Checks", "Property", "is_nested", "same_strides", "span_of", "tensor_checks"]
+__all__ = ["PROPERTIES", "Property", "TensorChecks", "is_nested", "same_strides", "span_of", "tensor_checks"]
 
-Checks = Callable[[Sequence[torch.Tensor]], bool]
 #: To be asked before Dynamo's guard, which ends the process over a nested tensor: that has no strides.
 is_nested = attrgetter("is_nested")
 
@@ -111,33 +110,52 @@ PROPERTIES = (
 _OTHERS = (type, torch.Tensor.is_inference)
 
 
-def tensor_checks(tensors: Sequence[torch.Tensor], given_twice: bool = True) -> Checks:
-    """A test that as many tensors look exactly like these. It may say no where only torch's modes differ.
+class TensorChecks:
+    """A test that as many tensors look exactly like the sample's. It may say no where only torch's modes differ.
 
-    The tensors are not kept alive.
+    Attributes:
+        exact: tensors, as positional arguments → whether they do; a function in C where Dynamo's guard is there, which
+            knows no tensor that is given twice (words that are the labels, too).
+        again: the same question of a list in which one is given twice; false of others.
+    """
+
+    __slots__ = ("again", "exact")
+
+    def __init__(self, exact: Callable[..., bool], again: Callable[[Sequence[torch.Tensor]], bool]):
+        self.exact, self.again = exact, again
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self.exact(*tensors) or self.again(tensors)
+
+
+def tensor_checks(tensors: Sequence[torch.Tensor], given_twice: bool = True) -> TensorChecks:
+    """The test for tensors that look like these, which are not kept alive.
 
     Args:
         given_twice: whether it knows tensors that are given twice where these are not; made sooner if not.
     """
     if tensors and _dynamo_is_exact():
         if not given_twice and len(set(map(id, tensors))) == len(tensors):
-            check = _dynamos(tensors)
-            return lambda now: check(*now)
+            return TensorChecks(_dynamos(tensors), _never)
         return _by_dynamo(tensors)
-    return _by_property(tensors)
+    one_by_one = _by_property(tensors)
+    return TensorChecks(lambda *now: one_by_one(now), _never)
 
 
-def _by_dynamo(tensors: Sequence[torch.Tensor]) -> Checks:
-    """Dynamo's guard knows no tensor that is given twice (words that are the labels, too): that is told by property."""
-    check, one_by_one = _dynamos(tensors), _by_property(tensors)
-    return lambda now: check(*now) or (len(set(map(id, now))) < len(now) and one_by_one(now))
+def _never(tensors: Sequence[torch.Tensor]) -> bool:
+    return False
+
+
+def _by_dynamo(tensors: Sequence[torch.Tensor]) -> TensorChecks:
+    one_by_one = _by_property(tensors)
+    return TensorChecks(_dynamos(tensors), lambda now: len(set(map(id, now))) < len(now) and one_by_one(now))
 
 
 def _dynamos(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
-def _by_property(tensors: Sequence[torch.Tensor]) -> Checks:
+def _by_property(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
     reads = [*_OTHERS, *(each.read for each in PROPERTIES)]
 
     def values(of: Sequence[torch.Tensor]) -> Iterator[Any]:

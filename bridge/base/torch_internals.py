@@ -150,9 +150,13 @@ get_data_attribute = find("torch._C._autograd._get_data_attr", None)
 """What Dynamo writes for ``tensor.data``; ``None`` where it writes something else."""
 
 
+STORAGE_NUMBER: Callable[[Any], int] = attrgetter("_cdata")
+"""A storage → a number of its own."""
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two tensors have in common if, and only if, they share their storage, fake ones included."""
-    return tensor.untyped_storage()._cdata
+    return STORAGE_NUMBER(tensor.untyped_storage())
 
 
 # Fake tensors
@@ -170,6 +174,7 @@ python_kernels: Callable[[], AbstractContextManager] = find("torch._dispatch.pyt
 set_grad_enabled: Callable[[bool], None] = find("torch._C._set_grad_enabled")
 len_function_stack: Callable[[], int] = find("torch._C._len_torch_function_stack")
 len_dispatch_stack: Callable[[], int] = find("torch._C._len_torch_dispatch_stack")
+deterministic_algorithms: Callable[[], bool] = find("torch._C._get_deterministic_algorithms")
 current_graph_task_id: Callable[[], int] = find("torch._C._current_graph_task_id")
 engine_run_backward: Callable[..., Any] = find("torch.autograd.graph._engine_run_backward")
 will_engine_execute_node: Callable[[Any], bool] = find("torch._C._will_engine_execute_node")
@@ -193,6 +198,11 @@ saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(_s
 def has_saved_tensors_hooks() -> bool:
     """Whether ``torch.autograd.graph.saved_tensors_hooks`` are active in this thread."""
     return saved_tensors_hooks() is not None
+
+
+jit_is_tracing: Callable[[], bool] = find("torch._C._is_tracing")
+compiling_flag: Callable[[], Any] = functools.partial(getattr, torch.compiler, "_is_compiling_flag", False)
+"""What ``torch.compiler.is_compiling`` returns where Dynamo does not answer it."""
 
 
 def is_exporting() -> bool:

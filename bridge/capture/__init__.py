@@ -26,10 +26,11 @@ from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, Operation, Place,
 from bridge.capture.record_call import RecordedCall, capture, record_call
 from bridge.capture.sample import normalize_sample
 from bridge.capture.tensor_form import TensorForm
-from bridge.capture.tracing import is_capturing, is_traced_here, one_capture_at_a_time
+from bridge.capture.tracing import CAPTURES, is_capturing, is_traced_here, one_capture_at_a_time
 from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 
 __all__ = [
+    "CAPTURES",
     "COMPUTED_DRAWS",
     "CUSTOM_GRADIENT",
     "LITERAL",

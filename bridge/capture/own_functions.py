@@ -27,7 +27,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from bridge.base.devices import current_device
-from bridge.base.errors import Unsupported, UnsupportedModule, user_line
+from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
 from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function
 from bridge.base.torch_internals import storage_id
 from bridge.capture.own_context import Inside, NotedContext, backward_running, tensors_in
@@ -251,6 +251,7 @@ def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], args: tuple, 
     except UnsupportedModule:
         raise
     except Exception as error:  # backward runs the user's code, whatever that raises on fake tensors
+        swallowed(error)
         words = " ".join(str(error).split())[:200]
         raise _Refused(f"its backward cannot be traced: {type(error).__name__}: {words}") from error
     found = list(found) if isinstance(found, tuple) else [found]

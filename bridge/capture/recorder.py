@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import HOST, current_device
-from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of
+from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of, swallowed
 from bridge.base.heap import give_back_pages
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_fakes import outside_graph
@@ -284,6 +284,7 @@ class Recorder(PreDispatchMode):
                 result = self._fakes.call(func, args, kwargs, modes)
             return result if known is None else _own_results(func, args, result, known)
         except Exception as error:
+            swallowed(error)
             if known is None:
                 raise
             self.record.told[len(self.record.rows) - len(self.record.same)] = error

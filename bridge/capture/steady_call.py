@@ -20,7 +20,14 @@ from typing import Any
 
 from torch import nn
 
-from bridge.base.errors import CacheNotFilled, Unsupported, UnsupportedModule, from_user_code, refused_by_eager
+from bridge.base.errors import (
+    CacheNotFilled,
+    Unsupported,
+    UnsupportedModule,
+    from_user_code,
+    refused_by_eager,
+    swallowed,
+)
 from bridge.base.log import channel
 from bridge.capture.counters import Counted, Counter
 from bridge.capture.differences import differences, same_numbers
@@ -124,6 +131,7 @@ def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], **how: Any
     except PackedUseError as error:
         raise UnsupportedModule(type(module).__name__, [explain_error(error)], cause=error) from None
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
+        swallowed(error)
         if "saves" not in how:  # it may be that nothing was saved that it fails for
             return _in_eager(module, args, kwargs, **how, saves=True)
         raise refused_by_eager(from_user_code(error)) from error.__cause__
@@ -159,6 +167,7 @@ def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence
     except UnsupportedModule as error:
         raise _named(error, real.twin) from error.cause
     except Exception as error:
+        swallowed(error)
         name = type(real.twin).__name__
         log.debug("%s cannot be run on fake tensors", name, exc_info=error)
         raise UnsupportedModule(name, [explain_error(error)], cause=error) from None
@@ -336,6 +345,7 @@ def _counted(
     try:
         fake = _on_fakes(real, args, kwargs, change, dims)
     except Exception as error:
+        swallowed(error)
         log.debug("%s is no counter", changed, exc_info=error)
         return None
     ends = [twins[0].get_submodule(path).__dict__.get(name) for path, name in places]

@@ -12,9 +12,14 @@ import torch
 from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.base.interrupts import held
 from bridge.base.locks import free_in_children
-from bridge.base.torch_internals import compile_lock, len_dispatch_stack, len_function_stack
+from bridge.base.torch_internals import (
+    compile_lock,
+    len_dispatch_stack,
+    len_function_stack,
+)
 
 __all__ = [
+    "CAPTURES",
     "changes_of_generators",
     "is_capturing",
     "is_traced_here",
@@ -23,18 +28,25 @@ __all__ = [
     "one_capture_at_a_time",
 ]
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    depth = 0
+
+
+_thread = _Thread()
+CAPTURES = _thread
+"""Its ``depth``: how many captures of this package the calling thread is in."""
 
 
 def is_capturing() -> bool:
     """Whether the calling thread is capturing a module for this package."""
-    return getattr(_thread, "depth", 0) > 0
+    return _thread.depth > 0
 
 
 @contextmanager
 def marked_capturing() -> Iterator[None]:
     """While active, :func:`is_capturing` in this thread."""
-    _thread.depth = getattr(_thread, "depth", 0) + 1
+    _thread.depth += 1
     try:
         yield
     finally:

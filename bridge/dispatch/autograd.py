@@ -9,7 +9,7 @@ again, or batched, are eager's operators' (:mod:`bridge.dispatch.second_derivati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,10 +72,12 @@ class _Dispatched(torch.autograd.Function):
         run = programs.backward_for(tuple(present))
         if len(programs.nodes) > 1:
             run = run.begin
-        device = programs.device_type
-        with no_torch_function() if len_function_stack() else nullcontext():  # the user's, or a default device
-            gradients = outside_autocast(device, run, inputs) if torch.is_autocast_enabled(device) else run(inputs)
-        return _with_beside(ctx, gradients)
+        if torch.is_autocast_enabled(programs.device_type):
+            run = partial(outside_autocast, programs.device_type, run)
+        if not len_function_stack():
+            return _with_beside(ctx, run(inputs))
+        with no_torch_function():  # a mode of the user's, or a default device
+            return _with_beside(ctx, run(inputs))
 
 
 def _with_beside(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:

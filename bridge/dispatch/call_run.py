@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.errors import is_out_of_memory
+from bridge.base.errors import is_out_of_memory, swallowed
 from bridge.base.guard_failure import RUN, GuardFailure
+from bridge.base.picks import picker
 from bridge.base.torch_internals import copy_each, no_torch_function
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.beside import Beside
 from bridge.dispatch.guards import Guard
-from bridge.dispatch.held import Held, held_apart, taken, versions_of
+from bridge.dispatch.held import Held, held_apart, held_as_they_are
 from bridge.dispatch.recompute import same_numbers_read
 from bridge.dispatch.results import assembly, relaid
 from bridge.rng import Draws, swap_state
@@ -133,6 +134,7 @@ def _forward(step: steps.Forward, execute: Execute, device_type: str) -> Action:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            swallowed(error)
             failure = GuardFailure(RUN, "error in the compiled forward", f"{type(error).__name__}: {error}")
             raise failure from error
 
@@ -182,9 +184,9 @@ def _generator(step: steps.Generator) -> Action:
 
 
 def _save(step: steps.Save) -> Action:
-    primals, outputs, copied, captures = taken(step.primals), taken(step.outputs), step.copied, step.captures
+    primals, outputs, copied, captures = picker(step.primals), picker(step.outputs), step.copied, step.captures
     aliased = tuple(place for place in step.aliased if place not in copied)
-    beside = taken(step.beside)
+    beside = picker(step.beside)
     is_plain = bool(step.beside) and not (step.beside_copied or step.beside_followed)
 
     def save(call: Call) -> None:
@@ -196,8 +198,7 @@ def _save(step: steps.Save) -> Action:
             call.saved[place] = call.saved[place].detach()
         call.held = None
         if is_plain:
-            tensors = beside(call.primals)
-            call.held = tensors, versions_of(tensors), None
+            call.held = held_as_they_are(beside(call.primals))
         elif step.beside:
             call.held = held_apart(beside(call.primals), step.beside_copied, step.beside_followed)
 
@@ -222,11 +223,17 @@ def _write_back(step: steps.WriteBack) -> Action:
 
 def _results(step: steps.Results) -> Action:
     assemble = assembly(step.outputs, step.computed, step.spec)
+    if assemble is None:
+        return _first_result
 
     def put_together(call: Call) -> None:
         call.result = assemble(call.computed, call.inputs)
 
     return put_together
+
+
+def _first_result(call: Call) -> None:
+    call.result = call.computed[0]
 
 
 def _set_attributes(step: steps.SetAttributes, guard: Guard) -> Action:

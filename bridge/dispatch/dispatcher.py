@@ -6,7 +6,6 @@ which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import weakref
@@ -26,8 +25,14 @@ from bridge.base.errors import (
 from bridge.base.guard_failure import INTERPRETER, RUN
 from bridge.base.interrupts import interrupts_deferred, raise_deferred
 from bridge.base.log import channel
-from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
-from bridge.capture import DynamicDim, LoopedCall, is_capturing, is_traced_here, same_numbers, uninitialized
+from bridge.base.torch_internals import (
+    MODULE_CALL,
+    compiling_flag,
+    has_global_hooks,
+    is_exporting,
+    jit_is_tracing,
+)
+from bridge.capture import CAPTURES, DynamicDim, LoopedCall, is_traced_here, same_numbers, uninitialized
 from bridge.compile import Backend, RecordedGraphs
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
@@ -88,19 +93,19 @@ class Dispatcher:
         self._missed = ("", 0)  # the cause of the latest misses, and how many they were
         self._adding = threading.RLock()
         self._warned: set[Any] = set()
-        self._clock = itertools.count(1)
 
     @hide
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        if not torch.compiler.is_dynamo_compiling():  # it knows no frames
+        is_dynamo = torch.compiler.is_dynamo_compiling()
+        if not is_dynamo:  # it knows no frames
             caller = sys._getframe(1)
             if caller.f_code is MODULE_CALL and (called := caller.f_locals["self"]) is not module:
                 return called._call_impl(*args, **kwargs)  # a copy that took over __dict__: its weights are its own
         if module is None:
             raise ReferenceError("the dispatched module is gone")
-        if torch.compiler.is_compiling() or is_capturing() or torch.jit.is_tracing():
-            if torch.compiler.is_dynamo_compiling() and not is_exporting():
+        if is_dynamo or CAPTURES.depth or compiling_flag() or jit_is_tracing():
+            if is_dynamo and not is_exporting():
                 return call_opaque(self, args, kwargs)
             if is_traced_here():
                 return module._call_impl(*args, **kwargs)
@@ -135,12 +140,13 @@ class Dispatcher:
         try:
             for entry in self.entries.all:
                 if failed is None or entry not in failed.tried:
-                    inputs = entry.guard.quick(module, args, kwargs)
+                    inputs = entry.guard.check(module, args, kwargs)
                     if inputs is not None:
-                        return self._hit(module, entry, inputs, failed)
+                        return entry(inputs, module)
             found = self._match(module, args, kwargs, failed)
             if not isinstance(found, GuardFailure):
-                return self._hit(module, *found, failed)
+                entry, inputs = found
+                return entry(inputs, module)
             learns = self.on_miss == "compile" or self.learns
             if learns and not self.entries.all and uninitialized(module):
                 found = GuardFailure(found.stage, "lazy parameters", "this call gives them their shapes")
@@ -148,9 +154,11 @@ class Dispatcher:
                 added = self._compile(module, args, kwargs, found)
                 if added is not None:
                     compiled = True
-                    return self._hit(module, *added, failed)
+                    entry, inputs = added
+                    return entry(inputs, module)
         except GuardFailure as failure:
             found = failure
+            found.tried = (*(failed.tried if failed else ()), *found.tried)
         if found.stage == RUN and found is not failed and not compiled:
             return self.dispatch(module, args, kwargs, eager, found)  # another entry may be of the branch that it takes
         return self._miss(module, found, eager or module.forward, args, kwargs)
@@ -214,16 +222,6 @@ class Dispatcher:
                 if closest is None or failure.stage > closest.stage:
                     closest = failure
         return closest or no_entry(module, args, kwargs)
-
-    def _hit(
-        self, module: nn.Module, entry: Entry, inputs: list[torch.Tensor], failed: GuardFailure | None = None
-    ) -> Any:
-        entry.last_used = next(self._clock)
-        try:
-            return entry(inputs, module)
-        except GuardFailure as failure:
-            failure.tried = (*(failed.tried if failed else ()), entry)
-            raise
 
     @interrupts_deferred()
     def _compile(

@@ -9,12 +9,14 @@ eager's.
 from __future__ import annotations
 
 import time
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
 from bridge.base.guard_failure import GuardFailure
+from bridge.base.picks import picker
 from bridge.capture import DynamicDim, Reading
 from bridge.compile import Backend, Loop, Program, RecordedGraphs
 from bridge.dispatch.autograd import apply
@@ -29,12 +31,13 @@ from bridge.dispatch.complex_places import complex_places
 from bridge.dispatch.computed_masks import alignments
 from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import Guard, argument_sizes
-from bridge.dispatch.held import taken
 from bridge.dispatch.host_inputs import host_inputs
 from bridge.dispatch.programs import Programs
 from bridge.lowering import LoweredCall
 
 __all__ = ["Entry"]
+
+_CLOCK = count(1)
 
 
 class Entry:
@@ -47,7 +50,7 @@ class Entry:
         bound: what calls of the latest sizes run; ``None`` where every extent is a number.
         run: the steps as functions, where every extent is a number.
         compile_seconds: from capture to the compiled programs.
-        hits: calls that this entry ran.
+        hits: calls that this entry ran; ``last_used``: tells which of the entries ran the latest call.
         partition, backend: what it was compiled with.
         dims: the dimensions that were to vary.
         tuned: the choices that it was compiled with; ``None``: default ones.
@@ -102,7 +105,7 @@ class Entry:
             )
         else:
             self.bound.bind_sample()
-        self._wanted = taken(lowered.wanted)
+        self._wanted = picker(lowered.wanted)
         self._complex = complex_places(lowered)
         self._hosted = host_inputs(lowered.captured)
         results = next(step for step in self.steps if isinstance(step, Results))
@@ -184,16 +187,18 @@ class Entry:
         Raises:
             GuardFailure: the forward program raised: the call is eager's. Nothing is changed, the generator included.
         """
-        bound = self if self.bound is None else self.bound.of(inputs)
+        self.last_used = next(_CLOCK)
         self.hits += 1  # a checkpoint may leave off once it has what the backward needs
-        call, run = Call(), bound.run
+        call = Call()
         call.inputs = call.primals = inputs
-        if self._complex is not None:
-            call.primals = inputs = self._complex.opened(inputs)
-        if self._hosted is not None:
-            call.primals = inputs = self._hosted.moved(inputs)
         call.module, call.undo, call.beside = module, None, Beside() if self._chains else None
         try:
+            bound = self if self.bound is None else self.bound.of(inputs)
+            run = bound.run
+            if self._complex is not None:
+                call.primals = inputs = self._complex.opened(inputs)
+            if self._hosted is not None:
+                call.primals = inputs = self._hosted.moved(inputs)
             for act in run.before:
                 act(call)
             if self._is_differentiable:
@@ -203,7 +208,8 @@ class Entry:
                     for act in run.forward:
                         act(call)
                 call.computed = call.values
-        except GuardFailure:
+        except GuardFailure as failure:
+            failure.tried = (self,)
             self.hits -= 1
             if call.undo is not None:
                 call.undo()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bridge.base.devices import HOST
-from bridge.base.errors import UnsupportedModule, is_out_of_memory, is_refused_by_eager
+from bridge.base.errors import UnsupportedModule, is_out_of_memory, is_refused_by_eager, swallowed
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
@@ -154,6 +154,7 @@ class Generalization:
         except Exception as error:  # whatever goes wrong with all sizes, this one can still be compiled
             if is_refused_by_eager(error) or is_out_of_memory(error):
                 raise
+            swallowed(error)
             self._fixed.note(module.training, tuple(set(dims) - known.dims) or dims)
             if entry is not None:
                 self._entries.drop(entry)

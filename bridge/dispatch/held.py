@@ -8,14 +8,14 @@ tensors see it, and what it becomes by a change in place keeps no graph alive.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from bridge.capture import Captured
 
-__all__ = ["Held", "held_apart", "saved_apart", "saved_of", "taken", "tensors_of", "versions_of"]
+__all__ = ["Held", "held_apart", "held_as_they_are", "saved_apart", "saved_of", "tensors_of"]
 
 Held = tuple[Sequence[torch.Tensor | None], Sequence[int] | None, torch.Tensor | None]
 """What one call holds: tensors in order, how often each had been changed in place (some number for those that are
@@ -34,12 +34,12 @@ _UNCOUNTED = (
 _version: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """How often tensors have been changed in place; ``None`` where that is not counted."""
+def held_as_they_are(tensors: Sequence[torch.Tensor]) -> Held:
+    """What a call holds, where the tensors themselves are held."""
     try:
-        return [*map(_version, tensors)]
+        return tensors, [*map(_version, tensors)], None
     except RuntimeError:  # inference tensors have no such number
-        return None
+        return tensors, None, None
 
 
 def saved_of(node: Any) -> Sequence[torch.Tensor]:
@@ -89,14 +89,8 @@ def held_apart(tensors: Sequence[torch.Tensor], copied: Sequence[int], followed:
             found[place] = None
         if len(followed) == len(found):
             return found, followed, token
-    return found, versions_of([each if each is not None else token for each in found]), token
-
-
-def taken(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What takes the elements at these places."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+    _, versions, _ = held_as_they_are([each if each is not None else token for each in found])
+    return found, versions, token
 
 
 def saved_apart(captured: Captured) -> tuple[set[int], set[int]]:

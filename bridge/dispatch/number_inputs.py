@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bridge.base.errors import CompilationError
+from bridge.base.errors import CompilationError, swallowed
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured, DynamicDim, NumberPlace, device_of_call, number_tensor, with_number_inputs
@@ -58,6 +58,7 @@ def lower_with_numbers(
     except CompilationError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever forward raises where a number is used as none can be
+        swallowed(error)
         log.info("%s: %s cannot be inputs: %s", type(module).__name__, _names(changed), error)
         return None
     if (lowered.captured.extents is None) != (like.captured.extents is None):

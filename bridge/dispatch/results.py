@@ -18,8 +18,8 @@ __all__ = ["assembly", "memory_orders", "relaid", "result_layouts"]
 
 def assembly(
     outputs: Sequence[Output], positions: Sequence[int | None], spec: pytree.TreeSpec
-) -> Callable[[Sequence[torch.Tensor], list[torch.Tensor]], Any]:
-    """What makes the module's result of the computed tensors and the inputs.
+) -> Callable[[Sequence[torch.Tensor], list[torch.Tensor]], Any] | None:
+    """What makes the module's result of the computed tensors and the inputs; ``None``: it is the first of those.
 
     Args:
         outputs: the leaves of the result as they were observed.
@@ -28,7 +28,7 @@ def assembly(
     """
     plain = list(positions) == list(range(len(outputs)))
     if plain and spec.is_leaf():
-        return lambda computed, inputs: computed[0]
+        return None
     if plain and spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children()):
         kind, count = spec.type, len(outputs)
         return lambda computed, inputs: kind(computed[:count])

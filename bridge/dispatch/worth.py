@@ -17,6 +17,7 @@ from torch import nn
 
 from autodiff.extents import sample_of
 from bridge.base.devices import HOST
+from bridge.base.errors import swallowed
 from bridge.base.generators import default_generator
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.threads import is_alone
@@ -90,7 +91,8 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
                 lambda: _step(module.forward(*args, **kwargs), wanted),
             ]
             ours, eager = _quickest(steps)
-    except Exception:  # noqa: BLE001 - eager's own, of numbers or of what has no derivative: for the call to raise
+    except Exception as error:  # noqa: BLE001 - eager's own, of numbers or of what has no derivative: for the call to raise
+        swallowed(error)
         return None
     finally:
         for generator, state in zip(generators, states, strict=True):

@@ -28,7 +28,7 @@ class LoadedDispatcher(Dispatcher):
         entry = self._frozen_anew(module, args, kwargs) if found.field.startswith("frozen ") else None
         if entry is None:
             return super()._miss(module, found, eager, args, kwargs)
-        return self._hit(module, entry, entry.guard.match(module, args, kwargs))
+        return entry(entry.guard.match(module, args, kwargs), module)
 
 
 def module_data(module: nn.Module, tensors: Sequence[ModuleTensor]) -> dict[str, Any]:

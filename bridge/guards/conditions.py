@@ -18,7 +18,7 @@ from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.recording import Reads
 from bridge.guards.watched import ABSENT, Cell, Class, ClassName, Code, Contents, Name, Place, class_entry
-from bridge.state import dict_behind, dict_versions
+from bridge.state import dict_behind, write_counter
 
 __all__ = ["ReadGuard"]
 
@@ -96,7 +96,7 @@ class ReadGuard:
                 if id(each) not in self._by_dict:
                     self._dicts.append(each)
                 self._by_dict.setdefault(id(each), []).append(names)
-        self._versions: list[int] | None = None
+        self._version, self._versions = write_counter(), None
         codes = [item for item in items if isinstance(item, Code)]
         self._functions = [item.function for item in codes]
         self._parts = list(chain.from_iterable(map(_PARTS, self._functions)))
@@ -110,6 +110,12 @@ class ReadGuard:
         exact = [item for item in items if isinstance(item, Name) and item.exact]
         self._others = [(item, item.read()) for item in (*(each for each in items if id(each) not in known), *exact)]
         self._all = [*((item, item.read()) for item in (*typed, *codes)), *cells, *self._others]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The places, in words."""
+        items = chain((item for item, _ in self._all), *(names.items for names in self._names))
+        return tuple(dict.fromkeys(str(item.place) for item in items))
 
     def unchanged(self) -> bool:
         """The quick path: whether every place holds the very same object, or contents that mean the same."""
@@ -129,7 +135,9 @@ class ReadGuard:
         for names in self._uncounted:
             if not names.unchanged():
                 return False
-        versions, then = dict_versions(self._dicts), self._versions  # before the look: a write meanwhile is seen later
+        versions, then = None, self._versions
+        if self._version is not None:
+            versions = [*map(self._version, self._dicts)]  # before the look: a write meanwhile is seen later
         if versions is not None and versions == then:
             return True
         for place, each in enumerate(self._dicts):

@@ -84,6 +84,8 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
         lowered,
         () if entry.bound is None else tuple(str(entry.bound).splitlines()),
         tuple(choices_of(entry)),
+        entry.guard.places,
+        entry.guard.check.source,
     )
 
 

@@ -44,6 +44,8 @@ class EntryReport:
         lowered: every stage, for a closer look.
         sizes: where sizes vary, what they are called, what a call's must meet, and for which the entry is bound.
         choices: how it is compiled, and where each choice comes from: default, measured at first use, tuned.
+        reads: the places outside of the module's tensors and attributes that forward read.
+        check: the source of the function that decides on a call.
     """
 
     title: str
@@ -56,12 +58,17 @@ class EntryReport:
     lowered: LoweredCall = field(repr=False)
     sizes: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    check: str = ""
 
     def lines(self, full: bool) -> list[str]:
         """The entry as text."""
         out = [self.title]
         guards = self.guards if full else self.guards[:FEW_GUARDS]
         out += [cut(f"  guard     {guard}", full) for guard in guards] + more(self.guards, guards, "guards")
+        reads = self.reads if full else ()
+        out += [cut(f"  read      {each}", full) for each in reads] + more(self.reads, reads, "reads")
+        out += [f"  check     {line}" for line in self.check.splitlines()] if full else []
         sizes = self.sizes if full else self.sizes[:FEW_GUARDS]
         out += [cut(f"  sizes     {each}", full) for each in sizes] + more(self.sizes, sizes, "sizes")
         out += [cut(f"  choices   {each}", full) for each in self.choices]
@@ -113,6 +120,8 @@ class EntryReport:
         """The entry's tables, to fold out."""
         parts = [f"<p>{html.escape(self.title)}</p>"]
         parts.append(_fold("guards", html_table(("a call must have",), [(guard,) for guard in self.guards])))
+        parts.append(_fold("reads", html_table(("what forward read",), [(each,) for each in self.reads])))
+        parts.append(_fold("check", f"<pre>{html.escape(self.check)}</pre>"))
         if self.sizes:
             parts.append(_fold("sizes", html_table(("sizes that vary",), [(each,) for each in self.sizes])))
         parts.append(_fold("choices", html_table(("how it is compiled",), [(each,) for each in self.choices])))

@@ -5,7 +5,7 @@ from bridge.state.generators import generators_put_back, moved_generators
 from bridge.state.module import Snapshot, hooks_of, own_attributes, written_class
 from bridge.state.tensors import ModuleTensor, module_tensors, once_per_owner, tensor_problem
 from bridge.state.values import constant_key, dict_of, kept, kind_of_container, same, same_inside
-from bridge.state.write_counts import dict_behind, dict_versions, same_versions
+from bridge.state.write_counts import dict_behind, dict_versions, write_counter
 
 __all__ = [
     "ModuleTensor",
@@ -27,7 +27,7 @@ __all__ = [
     "renew_derived",
     "same",
     "same_inside",
-    "same_versions",
     "tensor_problem",
+    "write_counter",
     "written_class",
 ]

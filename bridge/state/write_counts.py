@@ -15,27 +15,22 @@ from typing import Any
 
 from bridge.base.torch_internals import dict_version
 
-__all__ = ["dict_behind", "dict_versions", "same_versions"]
+__all__ = ["dict_behind", "dict_versions", "write_counter"]
 
 
 def dict_versions(dicts: Iterable[dict[str, Any]]) -> list[int] | None:
     """A number for each dictionary that differs after every write to it; ``None`` where such numbers cannot be had."""
-    version = _version()
+    version = write_counter()
     try:
         return None if version is None else list(map(version, dicts))
     except RuntimeError:  # a mapping of one's own, whose writes nobody counts
         return None
 
 
-def same_versions(dicts: Iterable[dict[str, Any]], then: list[int] | None) -> bool:
-    """Whether the dictionaries surely have not been written to since they had these numbers."""
-    return then is not None and dict_versions(dicts) == then
-
-
 def dict_behind(namespace: Mapping[str, Any]) -> dict[str, Any] | None:
     """The dictionary that a namespace is, or that of a class which ``vars()`` shows; ``None`` where writes to it are
     not counted."""
-    if _version() is None:
+    if write_counter() is None:
         return None
     if type(namespace) is dict:
         return namespace
@@ -50,14 +45,15 @@ def _behind(namespace: MappingProxyType) -> dict[str, Any] | None:
 
 
 @functools.cache
-def _version() -> Callable[[dict[str, Any]], int] | None:
+def write_counter() -> Callable[[dict[str, Any]], int] | None:
+    """A dictionary → its number, as in :func:`dict_versions`, a function in C; ``None`` where there are none."""
     return dict_version if dict_version is not None and _is_exact(dict_version) else None
 
 
 @functools.cache
 def _classes_are_counted() -> bool:
     """Whether every kind of write to a class makes a number that was not there before, and reading none."""
-    version = _version()
+    version = write_counter()
 
     class Base:
         pass

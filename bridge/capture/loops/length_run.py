@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.errors import swallowed
 from bridge.base.log import channel
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import pytree
@@ -37,6 +38,7 @@ def looped_run(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped
         try:
             real = real_run_of(module, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever forward raises, it raises again where it is captured
+            swallowed(error)
             log.debug("%s is not recorded for its length: %s", type(module).__name__, error)
             before.restore()
             return None

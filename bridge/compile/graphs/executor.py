@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from bridge.base.errors import swallowed
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.recorder import Form, Memory, Recorder, Replay
@@ -222,6 +223,7 @@ class GraphedExecutor:
             try:
                 return recordings.record(inputs, strided, fresh)
             except Exception as error:  # noqa: BLE001   whatever it is, launching kernel by kernel does without
+                swallowed(error)
                 first = next(iter(str(error).splitlines()), "")
                 self._refuse(f"recording failed: {type(error).__name__}: {first}")
         self._control.count(self._refused)

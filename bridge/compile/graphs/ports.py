@@ -9,10 +9,11 @@ Where sizes vary, the programs of all of them share their ports: what one size h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from operator import itemgetter
+from collections.abc import Collection, Sequence
 
 import torch
+
+from bridge.base.picks import picker
 
 __all__ = ["MAX_ADDRESSES", "MAX_LARGE_ADDRESSES", "Key", "Ports"]
 
@@ -120,8 +121,4 @@ class Ports:
 
     def _choose(self, places: Sequence[int]) -> None:
         self.direct = tuple(places)
-        self._direct: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = (
-            itemgetter(*places)
-            if len(places) > 1
-            else itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
-        )
+        self._direct = picker(places)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
+from operator import add
 
 import torch
 
 from bridge.base.devices import HOST
+from bridge.base.picks import picker
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.loop import loop_action
 from bridge.compile.runtime.loop_frame import Drive, LoopFrames, is_framed
@@ -21,6 +22,8 @@ __all__ = ["Action", "Arrays", "bind", "last_uses"]
 Action = Callable[[list], None]
 """An instruction as a function of the registers."""
 
+
+_ADDRESS = torch.Tensor.data_ptr
 
 Arrays = dict[tuple[int, ...], tuple[torch.Tensor, ctypes.c_void_p]]
 """Integers as int64 in memory, and where that is."""
@@ -89,13 +92,13 @@ def _make_view(
 def _library(call: CallLibrary) -> Action:
     reads, writes, attrs = call.reads, call.writes, call.attrs
     if not call.allocates:
-        return partial(_write, OUT_KERNELS[call.name], writes, reads, attrs)
+        return partial(_write, OUT_KERNELS[call.name], picker(writes), picker(reads), attrs)
     values = [list(value) if isinstance(value, tuple) else value for value in attrs]  # torch's lists of integers
     return partial(_allocate, FUNCTIONS[call.name], values, reads, writes)
 
 
-def _write(write: Callable, writes: tuple[int, ...], reads: tuple[int, ...], attrs: tuple, registers: list) -> None:
-    write([registers[slot] for slot in writes], [registers[slot] for slot in reads], *attrs)
+def _write(write: Callable, outs: Callable, args: Callable, attrs: tuple, registers: list) -> None:
+    write(outs(registers), args(registers), *attrs)
 
 
 def _allocate(
@@ -109,9 +112,8 @@ def _allocate(
 def _launch(launch: Launch, kernel: Callable, arrays: Arrays) -> Action:
     slots = (*launch.reads, *launch.writes)
     if launch.scalars:
-        return partial(_run_with_scalars, kernel, slots, *_array(launch.scalars, arrays))
-    first, *others = slots
-    return partial(_run, kernel, itemgetter(*slots) if others else itemgetter(slice(first, first + 1)))
+        return partial(_run_with_scalars, kernel, picker(slots), *_array(launch.scalars, arrays))
+    return partial(_run, kernel, picker(slots))
 
 
 def _run(kernel: Callable, pick: Callable[[list], Sequence], registers: list) -> None:
@@ -119,26 +121,26 @@ def _run(kernel: Callable, pick: Callable[[list], Sequence], registers: list) ->
 
 
 def _run_with_scalars(
-    kernel: Callable, slots: tuple[int, ...], _alive: torch.Tensor, where: ctypes.c_void_p, registers: list
+    kernel: Callable, pick: Callable[[list], Sequence], _alive: torch.Tensor, where: ctypes.c_void_p, registers: list
 ) -> None:
-    kernel(*[registers[slot] for slot in slots], where)
+    kernel(*pick(registers), where)
 
 
 def _launch_at_addresses(launch: Launch, kernel: Callable, arrays: Arrays) -> Action:
     """The geometry of views is in the scalars, so none of them is made at a call."""
-    behind = tuple(zip((*launch.reads, *launch.writes), launch.offsets, strict=True))
-    return partial(_run_at_addresses, kernel, behind, *_array(launch.scalars, arrays))
+    pick = picker((*launch.reads, *launch.writes))
+    return partial(_run_at_addresses, kernel, pick, launch.offsets, *_array(launch.scalars, arrays))
 
 
 def _run_at_addresses(
     kernel: Callable,
-    behind: tuple[tuple[int, int], ...],
+    pick: Callable[[list], Sequence],
+    behind: tuple[int, ...],
     _alive: torch.Tensor,
     where: ctypes.c_void_p,
     registers: list,
-    address: Callable = ctypes.c_void_p,
 ) -> None:
-    kernel(*[address(registers[slot].data_ptr() + count) for slot, count in behind], where)
+    kernel(*map(ctypes.c_void_p, map(add, map(_ADDRESS, pick(registers)), behind)), where)
 
 
 def _array(scalars: tuple[int, ...], arrays: Arrays) -> tuple[torch.Tensor, ctypes.c_void_p]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.autograd import profiler
 
+from bridge.base.picks import picker
 from bridge.base.torch_internals import empty_strided
 from bridge.compile.backend import Built
 from bridge.compile.loop_ir.views import dense_strides
@@ -88,6 +89,7 @@ class Executor:
         self._empty = empty
         self._fresh = [(made.slot, made.shape, dense_strides(made.shape), made.torch_dtype) for made in layout.fresh]
         views = {step.writes[0] for step in (*layout.views, *steps) if isinstance(step, View)}
+        self._results = picker(layout.results)
         self._viewed = [i for i, slot in enumerate(layout.results) if slot in views]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
         self._arena_bytes = layout.arena_bytes
@@ -128,7 +130,7 @@ class Executor:
     ) -> list[torch.Tensor]:
         self._prepare()
         self._load(registers, inputs)
-        passed_on = [(i, inputs[slot]) for i, slot in self._passed_on]
+        passed_on = [(i, inputs[slot]) for i, slot in self._passed_on] if self._passed_on else ()
         if consume:
             inputs.clear()
         if fresh is None:
@@ -137,26 +139,23 @@ class Executor:
         else:
             for (slot, *_), memory in zip(self._fresh, fresh, strict=True):
                 registers[slot] = memory
-        self._act(registers)
-        results = [registers[slot] for slot in self._layout.results]
+        if profiler._is_profiler_enabled:
+            self._act_recorded(registers)
+        else:
+            for action, last_used in self.actions:
+                action(registers)
+                for slot in last_used:
+                    registers[slot] = None
+        results = [*self._results(registers)]
         for i in self._viewed:  # autograd lets nobody write into an output that it knows as a view
             results[i] = results[i].data
         for i, tensor in passed_on:
             results[i] = tensor
         return results
 
-    def _act(self, registers: list) -> None:
-        """The actions, in order; slots are emptied after their last use."""
-        if profiler._is_profiler_enabled:
-            self._act_recorded(registers)
-            return
-        for action, last_used in self.actions:
-            action(registers)
-            for slot in last_used:
-                registers[slot] = None
-
     def _act_recorded(self, registers: list) -> None:
-        """The actions under a profiler: a range for the program, one for each instruction in it."""
+        """The actions in order, a slot emptied after its last use, under a profiler: a range for the program, one for
+        each instruction in it."""
         with profiler.record_function(f"tvm: {self.name}"):
             for (action, last_used), step in zip(self.actions, self.steps, strict=True):
                 with profiler.record_function(f"tvm: {self.name}/{step.name}"):

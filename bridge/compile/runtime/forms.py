@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 
 from bridge.base.devices import HOST
-from bridge.base.tensor_properties import Checks, is_nested, tensor_checks
+from bridge.base.tensor_properties import TensorChecks, is_nested, tensor_checks
 from bridge.compile.loop_ir.views import inverse
 from bridge.compile.runtime.layout import Register
 
@@ -36,7 +36,7 @@ class InputForms:
         self._kinds = [param.given_kind for param in params]
         self._devices = [HOST if param.lies_on_host else device for param in params]
         self._turned = [(place, param.order) for place, param in enumerate(params) if param.order is not None]
-        self._looks: list[tuple[Checks, Strided]] = []  # inputs that look like these fit
+        self._looks: list[tuple[TensorChecks, Strided]] = []  # inputs that look like these fit
 
     def dense(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The inputs in the orders of their slots, those that lie otherwise as dense copies. Some may require grad:
@@ -45,6 +45,10 @@ class InputForms:
         Raises:
             ValueError: their number, a shape, an element type or a device is another one.
         """
+        if not any(map(is_nested, inputs)):
+            for alike, strided in self._looks:
+                if not strided and alike.exact(*inputs):
+                    return self._in_order(inputs) if self._turned else inputs
         if self._strided(inputs) == ():
             return self._in_order(inputs)
         return [tensor.contiguous() for tensor in self._in_order(inputs)]

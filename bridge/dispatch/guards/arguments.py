@@ -16,6 +16,7 @@ from bridge.base.pytrees import leaf_names, structure_difference
 from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured
+from bridge.dispatch.guards.check import CheckSource
 from bridge.dispatch.guards.condition import Condition
 from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number
 from bridge.dispatch.guards.sizes import argument_sizes
@@ -81,22 +82,20 @@ class ArgumentGuard:
         )
         self.condition_names = (*_Structure.condition_names, self._constants.name, self._are_tensors.name)
 
-    def quick(self, args: tuple, kwargs: dict[str, Any], inference: bool) -> list[torch.Tensor] | None:
-        """The argument tensors if the arguments look exactly like the sample; ``None`` to ask :meth:`match`."""
-        is_flat = not kwargs and len(args) == self._structure.flat_count
-        leaves = [*args] if is_flat else self._structure.leaves(args, kwargs)
-        if leaves is None:
-            return None
-        tensors = leaves
-        if self._constant_leaves:
-            if not self._constants.holds(leaves):
-                return None
-            tensors = [leaves[i] for i in self.tensor_leaves]
-        alike = self._tensors.alike.get(inference)
-        try:
-            return tensors if alike is not None and not any(map(is_nested, tensors)) and alike(tensors) else None
-        except AttributeError:  # no tensor
-            return None
+    def write(self, source: CheckSource, inference: str) -> None:
+        """Writes the conditions: the arguments look exactly like the sample's. Leaves their tensors in ``tensors``."""
+        self._structure.write(source)
+        same = source.name(self._constants.same, "same")
+        for i, then in zip(self._constant_leaves, self._constants.expected, strict=True):
+            value = source.name(then, f"then {self.paths[i]}")
+            source.refuse(f"leaves[{i}] is not {value} and not {same}(leaves[{i}], {value})")
+        pick = "leaves" if not self._constant_leaves else ", ".join(f"leaves[{i}]" for i in self.tensor_leaves)
+        source.add(f"tensors = {pick}" if pick == "leaves" else f"tensors = [{pick}]")
+        if self.tensor_leaves:
+            source.add("try:", f"    nested = any(map({source.name(is_nested, 'is nested')}, tensors))")
+            source.add("except AttributeError:  # no tensor", "    return None")
+            source.refuse("nested")
+        self._tensors.write(source, "tensors", inference)
 
     def match(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The argument tensors.
@@ -184,6 +183,16 @@ class _Structure:
         self.flat_count = self._num_positional if self._is_flat and not self._keywords else None
         self._spelling = Spelling(forward, self._num_positional, self._keywords)
         self._other_spellings: set[tuple] = set()  # in which calls came that matched
+
+    def write(self, source: CheckSource) -> None:
+        """Writes the condition. Leaves the leaves of the arguments in ``leaves``."""
+        find = f"leaves = {source.name(self.leaves, 'leaves of')}(args, kwargs)"
+        if self.flat_count is None:
+            source.add(find)
+            source.refuse("leaves is None")
+            return
+        source.add("leaves = args", f"if kwargs or len(args) != {self.flat_count}:", f"    {find}")
+        source.add("    if leaves is None:", "        return None")
 
     def leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
         """The leaves if the structure is the sample's, spelled as it or as a call that matched before."""

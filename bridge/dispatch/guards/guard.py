@@ -2,7 +2,7 @@
 
 A pure function of the call. The conditions go from the cheap and global to the particular: the interpreter's modes, the
 arguments' structure, the argument tensors, the module tree, memory shared with what the call changes.
-:meth:`Guard.quick` answers the common case, a call exactly like the sample, in a few microseconds.
+:attr:`Guard.check` answers the common case, a call exactly like the sample, in a few microseconds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from torch import nn
 from autodiff.extents import Dim
 from bridge.base.default_device import function_modes
 from bridge.base.guard_failure import ARGUMENTS, MODULE, GuardFailure
-from bridge.base.torch_cuda import read_settings
-from bridge.base.torch_internals import storage_id
+from bridge.base.torch_internals import STORAGE_NUMBER, storage_id
 from bridge.capture import Captured, NumberPlace, number_tensor
 from bridge.dispatch.guards.arguments import ArgumentGuard
+from bridge.dispatch.guards.check import Check, CheckSource
 from bridge.dispatch.guards.frozen import FrozenTensors
 from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read_modes
 from bridge.dispatch.guards.module import ModuleGuard
@@ -86,7 +87,6 @@ class Guard:
         self.sets_attributes = bool(captured.counters or captured.kept or self._tree.derived)
         exact = exact_modes or self._tree.reads_grad_mode
         self._modes = ModeGuard(requires_grad, exact, captured.observation.reads_validation, captured.device)
-        self._states = self._modes.states
         self.has_default_device = isinstance(function_modes(), torch.device)
         self._settings = SettingsGuard(captured.device) if captured.device.type == "cuda" else None
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
@@ -110,26 +110,32 @@ class Guard:
         self.aligned: Mapping[int, int] = {}
         self.settling: Settling | None = None
 
-    def quick(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-        """The inputs of the compiled code if the call is exactly like the sample; ``None`` to ask :meth:`match`."""
-        state = read_modes()
-        if state not in self._states or (self.settling is not None and not self.settling.done):
-            return None
-        if self._settings is not None and read_settings() not in self._settings.states:
-            return None
-        inference = state[INFERENCE]
-        tensors = self._arguments.quick(args, kwargs, inference)
-        if tensors is None:
-            return None
-        owned = self._tree.quick(module, inference)
-        if owned is None or (self.frozen is not None and not self.frozen.holds(owned)):
-            return None
-        inputs = owned + (self._number_inputs(module, args, kwargs) if self.numbers else []) + tensors
-        if self.aligned and self._alignment(inputs) is not None:
-            return None
-        if self._asked and self._asked.difference(inputs) is not None:
-            return None
-        return None if self._written and self._shared_memory(inputs) else inputs
+    @cached_property
+    def check(self) -> Check:
+        """The generated check: a call → the inputs of the compiled code if it is exactly like the sample, ``None`` to
+        ask :meth:`match`."""
+        source = CheckSource()
+        inference = self._modes.write(source)
+        guard = source.name(self, "guard")
+        source.refuse(f"{guard}.settling is not None and not {guard}.settling.done")
+        if self._settings is not None:
+            self._settings.write(source)
+        self._arguments.write(source, inference)
+        self._tree.write(source, inference)
+        if self.frozen is not None:
+            source.require(f"{source.name(self.frozen.holds, 'frozen tensors hold')}(owned)")
+        numbers = f"*{source.name(self._number_inputs, 'numbers of')}(module, args, kwargs), " if self.numbers else ""
+        source.add(f"inputs = [*owned, {numbers}*tensors]")
+        source.refuse(f"{guard}.aligned and {source.name(self._alignment, 'alignment of')}(inputs) is not None")
+        if self._asked:
+            source.refuse(f"{source.name(self._asked.difference, 'reads of tensors differ')}(inputs) is not None")
+        if self._written:
+            storage = source.name(torch.Tensor.untyped_storage, "storage of")
+            number = source.name(STORAGE_NUMBER, "number of")
+            source.add(f"storages = list(map({number}, map({storage}, inputs)))")
+            shared = " or ".join(f"storages.count(storages[{index}]) > 1" for index, _ in self._written)
+            source.refuse(f"({shared}) and {source.name(self._shared_memory, 'shared memory')}(inputs) is not None")
+        return source.returned("inputs")
 
     def match(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], changed: bool = False
@@ -188,6 +194,7 @@ class Guard:
         """
         tensors = self.match(module, args, kwargs, changed=True)[: len(self.frozen.tensors)]
         found = copy(self)
+        found.__dict__.pop("check", None)  # of the tensors that were frozen before
         found.frozen = self.frozen.renewed(tensors)
         return found, tensors
 
@@ -198,6 +205,11 @@ class Guard:
     def module_failure(self, module: nn.Module) -> GuardFailure | None:
         """In what the module is no longer as it was compiled, training flags apart."""
         return self._tree.failure(module)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The places outside of the module tree that forward read, in words."""
+        return self._tree.places
 
     @property
     def modes(self) -> ModeGuard:
@@ -272,7 +284,7 @@ class Guard:
         """Two inputs in one storage, one of which the call changes: eager reads the new values in both."""
         if not self._written:
             return None
-        storages = [storage_id(tensor) for tensor in inputs]
+        storages = list(map(storage_id, inputs))
         for index, name in self._written:
             if storages.count(storages[index]) > 1 and inputs[index].numel():
                 other = next(i for i, each in enumerate(storages) if each == storages[index] and i != index)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,12 +16,15 @@ from bridge.base.guard_failure import INTERPRETER, GuardFailure
 from bridge.base.modes import autocast_setting, autocast_settings, cuda_autocast_setting, distributions_validate
 from bridge.base.torch_cuda import SETTINGS
 from bridge.base.torch_internals import (
+    deterministic_algorithms,
     forward_ad_level,
     has_global_hooks,
     innermost_transform,
     len_dispatch_stack,
+    len_function_stack,
     parametrization_caches,
 )
+from bridge.dispatch.guards.check import CheckSource
 from bridge.dispatch.guards.condition import differs
 
 __all__ = ["INFERENCE", "MODES", "Mode", "ModeGuard", "active_modes", "interpreter_state", "read_modes"]
@@ -44,27 +47,31 @@ class Mode:
         read: its value now, comparable with ``==``; a function in C where possible, since every call asks.
         show: that value as it is told.
         is_capturable: whether a call can be captured while the mode is on.
+        is_on: a function in C that gives what ``read`` does where the mode is off, and something true elsewhere.
     """
 
     name: str
     read: Callable[[], Any]
     show: Callable[[Any], Any] = _as_it_is
     is_capturable: bool = False
+    is_on: Callable[[], Any] | None = None
 
 
-_CUDA_MODES = (Mode("CUDA autocast", cuda_autocast_setting, is_capturable=True),)
+_CUDA_MODES = (
+    Mode("CUDA autocast", cuda_autocast_setting, is_capturable=True, is_on=partial(torch.is_autocast_enabled, "cuda")),
+)
 """Of torch's CUDA builds."""
 
 MODES = (
     Mode("grad mode", torch.is_grad_enabled, is_capturable=True),
     Mode("inference mode", torch.is_inference_mode_enabled, is_capturable=True),
-    Mode("autocast", autocast_setting, is_capturable=True),
+    Mode("autocast", autocast_setting, is_capturable=True, is_on=partial(torch.is_autocast_enabled, HOST.type)),
     Mode("default dtype", torch.get_default_dtype, is_capturable=True),
-    Mode("deterministic algorithms", torch.are_deterministic_algorithms_enabled, is_capturable=True),
+    Mode("deterministic algorithms", deterministic_algorithms, is_capturable=True),
     Mode("validation of distributions", distributions_validate, is_capturable=True),
     Mode("forward-mode differentiation", forward_ad_level, lambda level: level >= 0),
     Mode("torch dispatch mode", len_dispatch_stack, bool),
-    Mode("torch function mode", function_modes, _default_device),
+    Mode("torch function mode", function_modes, _default_device, is_on=len_function_stack),
     Mode("functorch transform", innermost_transform, lambda innermost: innermost is not None),
     Mode("global module hooks", has_global_hooks),
     Mode("parametrize.cached()", parametrization_caches, bool),
@@ -75,20 +82,18 @@ GRAD, INFERENCE, VALIDATION = map(_NAMES.index, ("grad mode", "inference mode", 
 _AUTOCAST = {HOST.type: _NAMES.index("autocast")} | (
     {"cuda": _NAMES.index("CUDA autocast")} if torch.backends.cuda.is_built() else {}
 )
-_READS = [mode.read for mode in MODES]
-_call = getattr(operator, "call", lambda read: read())  # in C since Python 3.11
 _SHOWN = [(i, mode.show) for i, mode in enumerate(MODES) if mode.show is not _as_it_is]
 
 
 def read_modes() -> tuple[Any, ...]:
     """The value of each of ``MODES``."""
-    return tuple(map(_call, _READS))
+    return tuple([mode.read() for mode in MODES])
 
 
 def interpreter_state() -> tuple[tuple[str, Any], ...]:
     """The global state that changes what a module computes: name and value of each mode, of each
     setting for CUDA where that is in use."""
-    values = list(map(_call, _READS))
+    values = [mode.read() for mode in MODES]
     for i, show in _SHOWN:
         values[i] = show(values[i])
     settings = SETTINGS.items() if torch.cuda.is_initialized() else ()
@@ -131,17 +136,27 @@ class ModeGuard:
                 accepted[place] = autocast_settings(kind)
         self._accepted = accepted
         self.exact = reads_grad_mode
-        self.states = tuple(product(*accepted))
+        self._states = tuple(product(*accepted))
 
     @property
     def expected(self) -> dict[str, Any]:
         """The modes that the entry was made under, by name."""
         return {mode.name: values[0] for mode, values in zip(MODES, self._accepted, strict=True)}
 
+    def write(self, source: CheckSource) -> str:
+        """Writes the conditions; the expression of whether inference mode is on."""
+        reads = []
+        for mode in MODES:
+            read = f"{source.name(mode.read, mode.name)}()"
+            reads.append(f"{source.name(mode.is_on, f'{mode.name} is on')}() and {read}" if mode.is_on else read)
+        source.add("modes = (", *(f"    {read}," for read in reads), ")")
+        source.refuse(f"modes not in {source.name(self._states, 'accepted modes')}")
+        return f"modes[{INFERENCE}]"
+
     def failure(self, state: tuple[Any, ...]) -> GuardFailure | None:
         """The first mode whose value in ``state`` (of :func:`read_modes`) is not accepted; ``None`` if all are.
 
-        That is so exactly if ``state`` is none of ``states``, which is what the quick path asks.
+        That is so exactly if ``state`` is none of those that :meth:`write` compares with.
         """
         for mode, value, accepted in zip(MODES, state, self._accepted, strict=True):
             if value not in accepted:

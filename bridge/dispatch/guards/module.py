@@ -9,7 +9,8 @@ what has no such count, and how the tensors look.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, getitem
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.capture import Counter, KeptPlace
+from bridge.dispatch.guards.check import CheckSource
 from bridge.dispatch.guards.condition import Condition
 from bridge.dispatch.guards.module_conditions import (
     Looked,
@@ -35,7 +37,7 @@ from bridge.state import (
     derived_attributes,
     dict_versions,
     renew_derived,
-    same_versions,
+    write_counter,
 )
 
 __all__ = ["ModuleGuard"]
@@ -51,14 +53,15 @@ class _Unwritten(NamedTuple):
         registries: those of parameters, buffers and children that hold something, and settings.
         empty: the other ones, and registries of hooks on inner modules that hold none: they must stay empty.
         hooked: whether inner modules have hooks, which are looked at in every call.
-        tensors: the registry and the name of each parameter and buffer that the compiled code reads.
+        holders, names: the registry and the name of each parameter and buffer that the compiled code reads.
     """
 
     versions: list[int] | None
     registries: list[dict]
     empty: list[dict]
     hooked: bool
-    tensors: list[tuple[dict[str, torch.Tensor], str]]
+    holders: list[dict[str, torch.Tensor]]
+    names: list[str]
 
 
 class ModuleGuard:
@@ -71,6 +74,9 @@ class ModuleGuard:
         numbers: the kinds of the attributes that the compiled code takes as inputs, by path and name.
         counters: attributes that a call counts up. ``kept``: places that it sets.
         reads: what forward read.
+
+    Attributes:
+        types: of the modules; ``unwritten``: what spares :meth:`look`, ``None`` where nothing does.
     """
 
     def __init__(
@@ -122,7 +128,7 @@ class ModuleGuard:
         self._counters = [(index[each.path], each.name, each.step) for each in counters]
         kinds.update(((i, name), AnyNumber(int, counts=True)) for i, name, _ in self._counters)
         self._conditions = TreeConditions(tree, list(paths.values()), attributes, names, tensors, index, kinds)
-        self._types = self._conditions.types.expected
+        self.types = self._conditions.types.expected
         self._attribute_places = self._conditions.attribute_places
         self._references = self._conditions.references
         parameter, either = (nn.Parameter,), (torch.Tensor, nn.Parameter)
@@ -134,12 +140,17 @@ class ModuleGuard:
             saves=saves,
             explain_type=_explain_type,
         )
-        self._unwritten: _Unwritten | None = None
+        self.unwritten: _Unwritten | None = None
 
     @property
     def reads_grad_mode(self) -> bool:
         """Whether the code asks if gradients are enabled, and so may do different things."""
         return self._mentions("is_grad_enabled", "is_inference_mode_enabled", "is_inference")
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The places outside of the tree that forward read, in words."""
+        return self._outside.places
 
     @property
     def training(self) -> dict[str, bool]:
@@ -151,30 +162,42 @@ class ModuleGuard:
         """Names of the conditions, those on single properties of tensors apart."""
         return (*(condition.name for condition in self._conditions.in_order), "reads")
 
-    def quick(self, root: nn.Module, inference: bool = False) -> list[torch.Tensor] | None:
-        """The module's tensors if everything is exactly as it was; ``None`` where :meth:`match` has to look closer.
+    def write(self, source: CheckSource, inference: str) -> None:
+        """Writes the conditions: everything is exactly as it was. Leaves the module's tensors in ``owned``.
 
-        ``inference``: whether inference mode is on.
+        ``inference``: an expression of whether inference mode is on.
         """
-        modules = [root, *self._modules]
-        if list(map(type, modules)) != self._types or not self._outside.unchanged():
-            return None
-        dicts = list(map(_DICT, modules))
-        known = self._unwritten
-        if known is None or any(known.empty) or not same_versions((*dicts, *known.registries), known.versions):
-            known = self._unwritten = self._look(modules, dicts)
-            if known is None:
-                return None
-        if known.hooked and not self._conditions.hooks.holds(self._read(modules, dicts)):
-            return None
-        tensors = [registry[name] for registry, name in known.tensors]
-        tensors += [dicts[owner][name] for owner, name in self._attribute_places]
-        tensors += [reference() for reference in self._references]
-        alike = self._tensors.alike.get(inference)
-        return tensors if alike is not None and alike(tensors) else None
+        tree, get = source.name(self, "tree"), source.name(getitem, "getitem")
+        source.add(f"modules = [module, *{source.name(self._modules, 'submodules')}]")
+        source.refuse(f"list(map(type, modules)) != {tree}.types")
+        source.require(f"{source.name(self._outside.unchanged, 'reads unchanged')}()")
+        source.add(f"dicts = list(map({source.name(_DICT, 'attributes of')}, modules))", f"known = {tree}.unwritten")
+        written = "known is None or known.versions is None or any(known.empty)"
+        if (version := write_counter()) is not None:
+            version = source.name(version, "dict version")
+            written += f" or list(map({version}, [*dicts, *known.registries])) != known.versions"
+        source.add(f"if {written}:", f"    known = {tree}.look(modules, dicts)")
+        source.add("    if known is None:", "        return None")
+        source.refuse(f"known.hooked and not {tree}.has_same_hooks(modules, dicts)")
+        found = [f"*map({get}, known.holders, known.names)"]
+        if self._attribute_places:
+            owners, names = zip(*self._attribute_places, strict=True)
+            owners, names = source.name(owners, "owners"), source.name(names, "attribute names")
+            found.append(f"*map({get}, map({get}, {source.name(repeat, 'repeat')}(dicts), {owners}), {names})")
+        found += [f"{source.name(reference, 'held tensor')}()" for reference in self._references]
+        source.add(f"owned = [{', '.join(found)}]")
+        self._tensors.write(source, "owned", inference)
+
+    def has_same_hooks(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> bool:
+        """Whether modules inside have the very hooks that they had."""
+        return self._conditions.hooks.holds(self._read(modules, dicts))
+
+    def look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> _Unwritten | None:
+        """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do."""
+        self.unwritten = found = self._look(modules, dicts)
+        return found
 
     def _look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> _Unwritten | None:
-        """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do."""
         tree = self._read(modules, dicts)
         registries = [*tree.parameters, *tree.buffers, *tree.children]
         written = list(filter(None, registries))
@@ -188,7 +211,8 @@ class ModuleGuard:
         except KeyError:
             return None
         empty = [registry for registry in (*tree.hooks, *registries) if not registry]
-        return _Unwritten(versions, written, empty, any(tree.hooks), tensors)
+        holders, names = [holder for holder, _ in tensors], [name for _, name in tensors]
+        return _Unwritten(versions, written, empty, any(tree.hooks), holders, names)
 
     def match(self, root: nn.Module, inference: bool = False) -> list[torch.Tensor]:
         """The module's tensors, in the order of the compiled code's inputs.
@@ -199,7 +223,7 @@ class ModuleGuard:
         tree = self._tree(root)
         tensors = self._match(tree)
         self._tensors.learn(tensors, inference)
-        self._types = list(map(type, tree.modules))  # fully_shard gave a module a class of its own
+        self.types = list(map(type, tree.modules))  # fully_shard gave a module a class of its own
         return tensors
 
     def _match(self, tree: Tree, but: Condition | None = None) -> list[torch.Tensor]:

@@ -11,22 +11,25 @@ import torch
 
 from bridge.base.guard_failure import INTERPRETER, GuardFailure
 from bridge.base.torch_cuda import SETTINGS, meaning_the_same, read_settings, settle_attention_order
+from bridge.dispatch.guards.check import CheckSource
 from bridge.dispatch.guards.condition import differs
 
 __all__ = ["SettingsGuard"]
 
 
 class SettingsGuard:
-    """The settings of now, on a device.
-
-    Attributes:
-        states: values of :func:`bridge.base.torch_cuda.read_settings` that mean the same as those of now.
-    """
+    """The conditions of one entry on the settings: they mean the same as those of now, on a device."""
 
     def __init__(self, device: torch.device) -> None:
         settle_attention_order(device)  # or an entry would miss from the first attention on, whoever calls it
         self._accepted = [meaning_the_same(value) for value in read_settings()]
-        self.states = tuple(product(*self._accepted))
+        self._states = tuple(product(*self._accepted))
+
+    def write(self, source: CheckSource) -> None:
+        """Writes the conditions."""
+        reads = [f"    {source.name(read, name)}()," for name, read in SETTINGS.items()]
+        source.add("settings = (", *reads, ")")
+        source.refuse(f"settings not in {source.name(self._states, 'accepted settings')}")
 
     def failure(self) -> GuardFailure | None:
         """The first setting that is not as it was; ``None`` if all are."""

@@ -13,7 +13,8 @@ import torch
 
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.lru import LeastRecentlyUsed
-from bridge.base.tensor_properties import PROPERTIES, Checks, Property, is_nested, tensor_checks
+from bridge.base.tensor_properties import PROPERTIES, Property, TensorChecks, is_nested, tensor_checks
+from bridge.dispatch.guards.check import CheckSource
 from bridge.dispatch.guards.condition import differs
 from bridge.dispatch.guards.sizes import ArgumentSizes
 
@@ -35,8 +36,8 @@ class TensorGuard:
         explain_type: a name and the value in that place → the failure of one of another type.
 
     Attributes:
-        alike: the quick path, by whether inference mode is on: whether all of a list of tensors look exactly as
-            expected; none of them may be nested (:func:`bridge.base.tensor_properties.is_nested`).
+        alike: by whether inference mode is on: whether all of a list of tensors look exactly as expected; none of them
+            may be nested (:func:`bridge.base.tensor_properties.is_nested`).
     """
 
     condition_names = ("type", *(each.name for each in PROPERTIES), "inference tensor")
@@ -57,6 +58,12 @@ class TensorGuard:
         self._saves = saves
         self._explain_type = explain_type
         self.alike = {torch.is_inference_mode_enabled(): tensor_checks(tensors)}  # there, tensors look another way
+
+    def write(self, source: CheckSource, tensors: str, inference: str) -> None:
+        """Writes that the tensors of an expression look exactly as expected; ``inference``: whether that mode is on."""
+        alike = source.name(self.alike, "alike")
+        source.add(f"looks = {alike}.get({inference})")
+        source.refuse(f"looks is None or not (looks.exact(*{tensors}) or looks.again({tensors}))")
 
     def failure(self, tensors: Sequence[Any]) -> GuardFailure | None:
         """The first property of the first tensor that is not as expected; ``None`` if there is none."""
@@ -95,11 +102,14 @@ class SizedTensorGuard(TensorGuard):
     def __init__(self, tensors: Sequence[torch.Tensor], sizes: ArgumentSizes, **given: Any):
         super().__init__(tensors, **given)
         self.sizes = sizes
-        self._looks = {inference: LeastRecentlyUsed[tuple, Checks](MAX_SIZES) for inference in (False, True)}
-        self.alike = {inference: partial(self._looks_as_known, looks) for inference, looks in self._looks.items()}
+        self._looks = {inference: LeastRecentlyUsed[tuple, TensorChecks](MAX_SIZES) for inference in (False, True)}
+        self.alike = {mode: partial(self._looks_as_known, looks) for mode, looks in self._looks.items()}
         self.learn(tensors, torch.is_inference_mode_enabled())
 
-    def _looks_as_known(self, looks: LeastRecentlyUsed[tuple, Checks], tensors: Sequence[torch.Tensor]) -> bool:
+    def write(self, source: CheckSource, tensors: str, inference: str) -> None:
+        source.require(f"{source.name(self.alike, 'looks by sizes')}[{inference}]({tensors})")
+
+    def _looks_as_known(self, looks: LeastRecentlyUsed[tuple, TensorChecks], tensors: Sequence[torch.Tensor]) -> bool:
         try:
             key = self.sizes.key(tensors)
         except IndexError:  # other dimensions

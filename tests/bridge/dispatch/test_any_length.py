@@ -182,7 +182,7 @@ def test_a_length_that_is_not_proven_is_named():
     entry = stats(ours).entries[-1]
     failure = entry.guard.sizes.failure(call_of(20).args)
     assert failure is not None and "dimension 1 is 20" in failure.reason
-    assert entry.guard.quick(ours, call_of(20).args, {}) is None
+    assert entry.guard.check(ours, call_of(20).args, {}) is None
 
 
 def test_results_that_share_memory():

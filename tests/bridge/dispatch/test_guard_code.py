@@ -189,14 +189,14 @@ def test_a_change_is_seen_and_named(module, name):
     change, reason = CHANGES[name]
     guard = stats(module).entries[0].guard
     x = torch.linspace(-1, 1, 24).reshape(4, 6)
-    assert guard.quick(module, (x,), {}) is not None
+    assert guard.check(module, (x,), {}) is not None
     with change(module):
-        assert guard.quick(module, (x,), {}) is None
+        assert guard.check(module, (x,), {}) is None
         with pytest.raises(GuardFailure) as caught:
             guard.match(module, (x,), {})
         assert caught.value.reason.startswith(reason), caught.value.reason
         assert caught.value.stage == MODULE
-    assert guard.quick(module, (x,), {}) is not None, "the change was undone"
+    assert guard.check(module, (x,), {}) is not None, "the change was undone"
 
 
 def test_all_of_it_as_it_was_is_dispatched(module):

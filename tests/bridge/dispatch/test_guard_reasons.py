@@ -175,10 +175,10 @@ def test_a_change_is_seen_and_named(pair, name):
     change, reason = CHANGES[name]
     guard = stats(module).entries[0].guard
     x = rows()
-    assert guard.quick(module, (x,), {}) is not None
+    assert guard.check(module, (x,), {}) is not None
     undo = [change(module), change(eager)]
     try:
-        assert guard.quick(module, (x,), {}) is None
+        assert guard.check(module, (x,), {}) is None
         with pytest.raises(GuardFailure) as caught:
             guard.match(module, (x,), {})
         assert caught.value.reason.startswith(reason), caught.value.reason
@@ -189,7 +189,7 @@ def test_a_change_is_seen_and_named(pair, name):
     finally:
         for step in reversed(undo):
             step()
-    assert guard.quick(module, (x,), {}) is not None, "the change was undone"
+    assert guard.check(module, (x,), {}) is not None, "the change was undone"
 
 
 def test_what_makes_no_difference_is_allowed(pair):
@@ -201,7 +201,7 @@ def test_what_makes_no_difference_is_allowed(pair):
     torch.testing.assert_close(module(rows()), eager(rows()))
     undo()
     module.plain.weight.data = module.plain.weight.data.clone()
-    assert guard.quick(module, (rows(),), {}) is not None
+    assert guard.check(module, (rows(),), {}) is not None
     assert stats(module).hits == hits + 1
 
 
@@ -462,7 +462,7 @@ def test_quick_is_never_more_than_match():
     guard = stats(module).entries[0].guard
     assert isinstance(guard, Guard)
     for args in ((rows(),), (rows()[:3],), (3,), (), (rows(), rows())):
-        quick = guard.quick(module, args, {})
+        quick = guard.check(module, args, {})
         if quick is not None:
             assert all(a is b for a, b in zip(quick, guard.match(module, args, {}), strict=True))
         else:

@@ -2,13 +2,16 @@
 
 import contextlib
 import copy
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from bridge import add_tvm_dispatch, stats
+from bridge import add_tvm_dispatch, explain, stats
 from bridge.base.tensor_properties import tensor_checks
+from bridge.compile import CallLibrary
 from bridge.dispatch.guards import Guard
 from tests.bridge.compare import Call, as_call, assert_same, run
 from tests.bridge.models import MLP
@@ -352,3 +355,42 @@ def test_a_failing_call_fails_as_in_eager():
         module()
     module(rows())
     assert stats(module).hits == 1
+
+
+FEW_FRAMES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "two layers": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()), (7, 6)),
+    "sixteen layers": (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(8))), (7, 6)),
+    "a buffer that is written": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), (7, 6)),
+}
+
+
+@pytest.mark.parametrize("name", list(FEW_FRAMES))
+def test_a_hit_runs_few_frames_of_python(name):
+    """Twenty, one for each instruction, and one more for each that is a function of the library."""
+    make, shape = FEW_FRAMES[name]
+    module, x = make(), torch.randn(shape)
+    add_tvm_dispatch(module, x)
+    for _ in range(3):
+        module(x)
+    frames = []
+    sys.setprofile(lambda frame, event, _: frames.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        module(x)
+    finally:
+        sys.setprofile(None)
+    assert stats(module).hits == 4
+    (entry,) = stats(module).entries
+    steps = entry.forward.steps
+    assert len(frames) <= 20 + len(steps) + sum(isinstance(step, CallLibrary) for step in steps), frames
+
+
+def test_the_check_that_runs_is_printed():
+    module, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), rows()
+    add_tvm_dispatch(module, x)
+    (entry,) = stats(module).entries
+    source, report = entry.guard.check.source, str(explain(module).full)
+    assert all(line.strip() in report for line in source.splitlines())
+    assert "global 'torch" in report and "global 'torch" not in str(explain(module))
+    namespace = dict(entry.guard.check.__globals__)
+    exec(source, namespace)
+    assert namespace["check"](module, (x,), {}) is not None and namespace["check"](module, (rows(5),), {}) is None

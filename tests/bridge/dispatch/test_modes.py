@@ -45,7 +45,7 @@ def test_an_entry_without_gradients_serves_no_grad_and_inference_mode(pair):
         for x in (made_inside, made_inside + 1, rows()):
             check(module, eager, x)
         assert module(made_inside).is_inference()
-        assert stats(module).entries[0].guard.quick(module, (made_inside,), {}) is not None
+        assert stats(module).entries[0].guard.check(module, (made_inside,), {}) is not None
     with torch.no_grad():
         check(module, eager, made_inside)
         assert not module(rows()).is_inference()

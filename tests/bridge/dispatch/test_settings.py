@@ -86,7 +86,7 @@ def test_a_setting_is_a_condition_on_a_gpu_and_in_the_key(name, guards):
     keys = {CompileOptions.current(backend).key for backend in (GPU, backend_for(None))}
     assert on_gpu.match(module, (x,), {})
     with CHANGES[name]():
-        assert on_gpu.quick(module, (x,), {}) is None
+        assert on_gpu.check(module, (x,), {}) is None
         with pytest.raises(GuardFailure, match=name):
             on_gpu.match(module, (x,), {})
         assert on_host.match(module, (x,), {})
