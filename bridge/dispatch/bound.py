@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from bridge.base.errors import is_out_of_memory, swallowed
+from bridge.base.errors import is_out_of_memory
 from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.dispatch.call_plan import plan_call
@@ -102,7 +102,6 @@ class BoundCalls:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            swallowed(error)
             given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             failure = GuardFailure(RUN, "error in binding sizes", f"{given}: {type(error).__name__}: {error}")
             raise failure from error

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.errors import is_out_of_memory, swallowed
+from bridge.base.errors import is_out_of_memory
 from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.picks import picker
 from bridge.base.torch_internals import copy_each, no_torch_function
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.beside import Beside
 from bridge.dispatch.guards import Guard
-from bridge.dispatch.held import Held, held_apart, held_as_they_are
+from bridge.dispatch.held import VERSION, Held, held_apart
 from bridge.dispatch.recompute import same_numbers_read
 from bridge.dispatch.results import assembly, relaid
 from bridge.rng import Draws, swap_state
@@ -134,7 +134,6 @@ def _forward(step: steps.Forward, execute: Execute, device_type: str) -> Action:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            swallowed(error)
             failure = GuardFailure(RUN, "error in the compiled forward", f"{type(error).__name__}: {error}")
             raise failure from error
 
@@ -198,7 +197,11 @@ def _save(step: steps.Save) -> Action:
             call.saved[place] = call.saved[place].detach()
         call.held = None
         if is_plain:
-            call.held = held_as_they_are(beside(call.primals))
+            tensors = beside(call.primals)
+            try:
+                call.held = tensors, [*map(VERSION, tensors)], None
+            except RuntimeError:  # inference tensors have no such number
+                call.held = tensors, None, None
         elif step.beside:
             call.held = held_apart(beside(call.primals), step.beside_copied, step.beside_followed)
 

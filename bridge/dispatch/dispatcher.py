@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from bridge.base.errors import (
     DispatchMiss,
     UnsupportedModule,
     is_refused_by_eager,
+    swallowed,
 )
 from bridge.base.guard_failure import INTERPRETER, RUN
 from bridge.base.interrupts import interrupts_deferred, raise_deferred
@@ -170,10 +172,12 @@ class Dispatcher:
         guards_log.info("%s runs eager: %s", type(module).__name__, found.reason)
         if not self.entries.hits and self.on_miss == "eager":
             self._note_no_hit(type(module).__name__, found)
-        if self.on_miss == "compile":
-            with self._adding:  # what forward keeps on the module (a cache) is not for another thread's capture
-                return eager(*args, **kwargs)
-        return eager(*args, **kwargs)
+        compiles = self.on_miss == "compile"
+        with self._adding if compiles else nullcontext():  # forward's caches are not for another thread's capture
+            result = eager(*args, **kwargs)
+        if found.__cause__ is not None:  # an error that eager does not have
+            swallowed(found.__cause__)
+        return result
 
     def _note_no_hit(self, name: str, found: GuardFailure) -> None:
         """Says so once if no call has ever been a hit, and all of the latest were misses for the same cause."""

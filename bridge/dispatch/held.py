@@ -15,7 +15,7 @@ import torch
 
 from bridge.capture import Captured
 
-__all__ = ["Held", "held_apart", "held_as_they_are", "saved_apart", "saved_of", "tensors_of"]
+__all__ = ["VERSION", "Held", "held_apart", "saved_apart", "saved_of", "tensors_of"]
 
 Held = tuple[Sequence[torch.Tensor | None], Sequence[int] | None, torch.Tensor | None]
 """What one call holds: tensors in order, how often each had been changed in place (some number for those that are
@@ -31,15 +31,8 @@ _UNCOUNTED = (
     "tensor, of which torch does not count changes."
 )
 
-_version: Callable[[torch.Tensor], int] = attrgetter("_version")
-
-
-def held_as_they_are(tensors: Sequence[torch.Tensor]) -> Held:
-    """What a call holds, where the tensors themselves are held."""
-    try:
-        return tensors, [*map(_version, tensors)], None
-    except RuntimeError:  # inference tensors have no such number
-        return tensors, None, None
+VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor has been changed in place."""
 
 
 def saved_of(node: Any) -> Sequence[torch.Tensor]:
@@ -89,8 +82,10 @@ def held_apart(tensors: Sequence[torch.Tensor], copied: Sequence[int], followed:
             found[place] = None
         if len(followed) == len(found):
             return found, followed, token
-    _, versions, _ = held_as_they_are([each if each is not None else token for each in found])
-    return found, versions, token
+    try:
+        return found, [VERSION(token if each is None else each) for each in found], token
+    except RuntimeError:  # inference tensors have no such number
+        return found, None, token
 
 
 def saved_apart(captured: Captured) -> tuple[set[int], set[int]]:

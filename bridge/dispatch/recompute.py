@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bridge.base.devices import HOST
-from bridge.base.errors import is_out_of_memory, swallowed
+from bridge.base.errors import is_out_of_memory
 from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.capture import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
 
@@ -44,7 +44,6 @@ def _computed(each: Recomputed, compute: Compute, inputs: Sequence[torch.Tensor]
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        swallowed(error)
         failure = GuardFailure(RUN, f"error in the {each.field}", f"{type(error).__name__}: {error}")
         raise failure from error
 

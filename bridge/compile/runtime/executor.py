@@ -139,13 +139,7 @@ class Executor:
         else:
             for (slot, *_), memory in zip(self._fresh, fresh, strict=True):
                 registers[slot] = memory
-        if profiler._is_profiler_enabled:
-            self._act_recorded(registers)
-        else:
-            for action, last_used in self.actions:
-                action(registers)
-                for slot in last_used:
-                    registers[slot] = None
+        self._act(registers)
         results = [*self._results(registers)]
         for i in self._viewed:  # autograd lets nobody write into an output that it knows as a view
             results[i] = results[i].data
@@ -153,9 +147,18 @@ class Executor:
             results[i] = tensor
         return results
 
+    def _act(self, registers: list) -> None:
+        """The actions, in order; slots are emptied after their last use."""
+        if profiler._is_profiler_enabled:
+            self._act_recorded(registers)
+            return
+        for action, last_used in self.actions:
+            action(registers)
+            for slot in last_used:
+                registers[slot] = None
+
     def _act_recorded(self, registers: list) -> None:
-        """The actions in order, a slot emptied after its last use, under a profiler: a range for the program, one for
-        each instruction in it."""
+        """The actions under a profiler: a range for the program, one for each instruction in it."""
         with profiler.record_function(f"tvm: {self.name}"):
             for (action, last_used), step in zip(self.actions, self.steps, strict=True):
                 with profiler.record_function(f"tvm: {self.name}/{step.name}"):
