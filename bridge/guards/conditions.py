@@ -97,6 +97,7 @@ class ReadGuard:
                     self._dicts.append(each)
                 self._by_dict.setdefault(id(each), []).append(names)
         self._version, self._versions = write_counter(), None
+        self._empty: list[dict] = []  # Python 3.12 does not count the first write to one by update
         codes = [item for item in items if isinstance(item, Code)]
         self._functions = [item.function for item in codes]
         self._parts = list(chain.from_iterable(map(_PARTS, self._functions)))
@@ -135,7 +136,7 @@ class ReadGuard:
         for names in self._uncounted:
             if not names.unchanged():
                 return False
-        versions, then = None, self._versions
+        versions, then = None, None if any(self._empty) else self._versions
         if self._version is not None:
             versions = [*map(self._version, self._dicts)]  # before the look: a write meanwhile is seen later
         if versions is not None and versions == then:
@@ -144,7 +145,7 @@ class ReadGuard:
             if versions is None or then is None or versions[place] != then[place]:
                 if not all([names.unchanged() for names in self._by_dict[id(each)]]):
                     return False
-        self._versions = versions
+        self._versions, self._empty = versions, [each for each in self._dicts if not each]
         return True
 
     def match(self) -> None:

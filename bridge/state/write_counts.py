@@ -19,7 +19,10 @@ __all__ = ["dict_behind", "dict_versions", "write_counter"]
 
 
 def dict_versions(dicts: Iterable[dict[str, Any]]) -> list[int] | None:
-    """A number for each dictionary that differs after every write to it; ``None`` where such numbers cannot be had."""
+    """A number for each dictionary that differs after every write to it; ``None`` where such numbers cannot be had.
+
+    From Python 3.12 on, one that is empty and is filled by ``update`` may keep its number.
+    """
     version = write_counter()
     try:
         return None if version is None else list(map(version, dicts))
