@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bridge.base.torch_autograd import keeps_graph
-from bridge.base.torch_internals import has_saved_tensors_hooks, has_storage, len_function_stack, no_torch_function
+from bridge.base.torch_internals import has_storage, len_function_stack, no_torch_function, saved_tensors_hooks
 from bridge.dispatch.call_run import Action, Call, outside_autocast
 from bridge.dispatch.held import saved_of
 from bridge.dispatch.programs import BoundPrograms, Programs
@@ -37,7 +37,7 @@ class _Dispatched(torch.autograd.Function):
             act(call)
         values = call.values
         ctx.save_for_backward(*call.saved)
-        ctx.types = [each.dtype for each in call.saved] if has_saved_tensors_hooks() else None
+        ctx.types = [each.dtype for each in call.saved] if saved_tensors_hooks() is not None else None
         ctx.held, ctx.beside = call.held, call.beside
         call.values = call.saved = call.held = None  # autograd's from here on
         ctx.programs = programs
