@@ -1,7 +1,8 @@
 """The type of fake tensors as code outside of torch asks for it → a class without instances, where that is wanted.
 
 ``isinstance(x, torch._subclasses.FakeTensor)`` is one of the ways to ask whether a forward is traced. Where it is to be
-traced as eager runs it, the answer is eager's. torch's own code has the class itself, under the same name.
+traced as eager runs it, the answer is eager's. torch's own code has the class itself, under the same name, except for
+``nn.Module.to``.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from bridge.base.errors import is_user_file
 from bridge.base.torch_internals import FakeTensor, find
 
 __all__ = ["fake_type_hidden"]
 
-_MODULE: ModuleType = find("torch._subclasses")
+_MODULES: tuple[ModuleType, ...] = find("torch._subclasses"), find("torch._subclasses.fake_tensor")
+_CONVERTING = nn.Module._apply.__code__.co_filename
+"""Where ``module.to()`` goes another way for modules of fake tensors."""
 
 
 class _NoTensor:
@@ -28,15 +33,19 @@ class _NoTensor:
 def fake_type_hidden(here: Callable[[], bool]) -> Iterator[None]:
     """While active, code outside of torch that runs where ``here()`` holds finds another class under the name."""
 
-    class Answering(type(_MODULE)):
+    class Answering(ModuleType):
         def __getattribute__(self, name: str) -> Any:
             value = super().__getattribute__(name)
-            asked = value is FakeTensor and here() and is_user_file(sys._getframe(1).f_code.co_filename)
-            return _NoTensor if asked else value
+            if value is not FakeTensor or not here():
+                return value
+            file = sys._getframe(1).f_code.co_filename
+            return _NoTensor if file == _CONVERTING or is_user_file(file) else value
 
-    before = type(_MODULE)
-    _MODULE.__class__ = Answering
+    before = [type(each) for each in _MODULES]
+    for each in _MODULES:
+        each.__class__ = Answering
     try:
         yield
     finally:
-        _MODULE.__class__ = before
+        for each, kind in zip(_MODULES, before, strict=True):
+            each.__class__ = kind

@@ -55,6 +55,7 @@ class DrawRecorder:
             self._inputs.setdefault(storage_id(tensor), []).append((index, tensor))
         self.draws = draws
         self.complain = complain
+        self.underived: Callable[[str], None] = lambda op: None
         self.differentiates = False
         self.in_backward = False
 
@@ -121,8 +122,7 @@ class DrawRecorder:
         defaults = [a.default_value for a in schema(func).arguments[len(args) :] if not a.kwarg_only]
         args = (*args, *(value for value in defaults if value is not None))
         if str(func) == "aten.bernoulli.p" and args[0].requires_grad:
-            self.complain(str(func), "eager has no derivative of it, and fails in the backward")
-            return
+            self.underived(str(func))
         rest = args[1:] if _only_filled(func) else args
         if kwargs.get("generator") is not None:
             self.complain(str(func), "a random draw from a generator of its own", _OWN_GENERATOR)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
@@ -52,6 +53,7 @@ __all__ = ["Functions"]
 _SETTERS = {torch.Tensor.data.__set__: "data", torch.Tensor.grad.__set__: "grad", torch.Tensor.grad.__delete__: "grad"}
 """What assigning to an attribute of a tensor calls, and the attribute."""
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
+_OTHER_MEMORY = "gives a tensor other memory or another gradient inside forward"
 _RUN_BACKWARD = ("backward", "grad")
 """Functions that run backwards of the user's own."""
 
@@ -70,13 +72,14 @@ class Functions(TorchFunctionMode):
         rules: of in-place writes, in the run on real numbers.
 
     Attributes:
+        rules: as given.
         bases: the memory of tensors that were indexed with numbers in tensors.
         arrays: what was given to Python as arrays.
     """
 
     def __init__(self, recorder: Recorder, rules: InPlaceRules | None = None):
         super().__init__()
-        self.recorder, self._rules = recorder, rules
+        self.recorder, self.rules = recorder, rules
         self._uses: list[tuple] = []
         self._before: list[tuple[torch.Tensor, str, Any]] = []
         self.bases: set[int] = set()
@@ -87,7 +90,7 @@ class Functions(TorchFunctionMode):
         self._known = KnownCalls(recorder)
 
     def __enter__(self) -> Functions:
-        self.recorder.judge = None if self._rules is None else self._judge
+        self.recorder.judge = None if self.rules is None else self._judge
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -114,14 +117,14 @@ class Functions(TorchFunctionMode):
             raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", _line(), reason)])
         if innermost_transform() is not None:  # what it does to plain tensors is judged
             return func(*args, **kwargs)
-        return self._called(func, args, kwargs) if self._rules is None else self._watched(func, args, kwargs)
+        return self._called(func, args, kwargs) if self.rules is None else self._watched(func, args, kwargs)
 
     def _judge(self, op: Any, tensors: list, written: list, results: list) -> None:
         """An operator has run on plain tensors, inside of ``vmap``."""
         for tensor in written:
-            self._rules.mutated(str(op), tensor)
+            self.rules.mutated(str(op), tensor)
         for result in results:
-            self._rules.returned(str(op), tensors, result)
+            self.rules.returned(str(op), tensors, result)
 
     def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a function gives, in the form that a graph can hold."""
@@ -147,18 +150,18 @@ class Functions(TorchFunctionMode):
     def finish(self, result: Any) -> None:
         """To be called with what forward returned. :class:`bridge.capture.packed.PackedUseError` where it cannot be."""
         self._packed.refuse(result)
-        if self._rules is not None:
-            self._rules.unsupported += self.arrays.written()
+        if self.rules is not None:
+            self.rules.unsupported += self.arrays.written()
 
     def complain(self, op: str, reason: str, hint: str) -> None:
         """Forward does what no graph holds; of the run on real numbers."""
-        if self._rules is not None:
-            self._rules.complain(op, reason, hint)
+        if self.rules is not None:
+            self.rules.complain(op, reason, hint)
 
     @contextmanager
     def scripts(self) -> Iterator[None]:
         """While active, TorchScript functions run operator by operator in this thread, whatever they have fused."""
-        original, thread, fakes = ScriptFunction.__call__, threading.get_ident(), self._rules is None
+        original, thread, fakes = ScriptFunction.__call__, threading.get_ident(), self.rules is None
 
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == thread:
@@ -166,6 +169,23 @@ class Functions(TorchFunctionMode):
             return original(function, *args, **kwargs)
 
         with replaced(ScriptFunction, __call__=call):
+            yield
+
+    @contextmanager
+    def parameters(self) -> Iterator[None]:
+        """While active, a parameter that this thread makes is another name of what it is made of, off the graph."""
+        original, thread, recorder = nn.Parameter.__new__, threading.get_ident(), self.recorder
+
+        def new(kind: type, data: Any = None, requires_grad: bool = True) -> Any:
+            if threading.get_ident() != thread or recorder.paused or innermost_transform() is not None:
+                return original(kind, data, requires_grad)
+            values = (torch.empty(0) if data is None else data).detach()
+            with recorder.pause(), no_torch_function():
+                made = original(kind, values, requires_grad)
+            recorder.stand_for(made, values)
+            return made
+
+        with replaced(nn.Parameter, __new__=new):
             yield
 
     @contextmanager
@@ -201,21 +221,20 @@ class Functions(TorchFunctionMode):
     def _watched(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a function gives; what it writes is judged."""
         with unwatched() as quiet:
-            rules = self._rules
+            rules = self.rules
             rules.look_for_custom_function()
             name = getattr(func, "__name__", str(func))
             values = _leaves((args, kwargs))
             tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
             rules.checkpointed.note(tensors)
-            if (use := use_of_autograd(func, name)) is not None and use not in self._uses:
+            if (use := use_of_autograd(func, name, args, rules.without_grad)) is not None and use not in self._uses:
                 self._uses.append(use)  # said once
                 rules.complain(*use)
             attribute = _SETTERS.get(func) if name in ("__set__", "__delete__") else None
-            if name == "__set__" and attribute is not None and not (attribute == "data" and _is_same_data(*args)):
-                reason = "gives a tensor other memory or another gradient inside forward"
-                rules.complain(f"Tensor.{attribute} =", reason)
+            if name == "__set__" and attribute == "grad":
+                rules.complain("Tensor.grad =", _OTHER_MEMORY)
             with no_torch_function():
-                if attribute is not None:
+                if attribute is not None and rules.is_given(args[0]):
                     self._before.append((args[0], attribute, getattr(args[0], attribute)))
                 versions = [tensor._version for tensor in tensors]
             is_watched = use is not None or _runs_users_code(func, name, values)
@@ -326,7 +345,30 @@ def _is_same_data(x: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
-    return None if _is_same_data(x, value) else NotImplemented
+    """``x.data = value``: nothing where it leaves ``x`` what it is; other numbers, of a leaf that forward makes.
+
+    What is given gets the numbers in its own memory, which is the same for who reads them under this name.
+    """
+    recorder, rules = run.recorder, run.rules
+    if _is_same_data(x, value):
+        return None
+    number, value = recorder.number_of(x), value.detach()
+    if number is None or number >= recorder.record.inputs:
+        if not x.is_leaf:
+            run.complain("Tensor.data =", _OTHER_MEMORY, "work on a clone")
+        with recorder.pause(), no_torch_function():
+            x.data = value
+        recorder.stand_for(x, value)
+        return None
+    if (x.dtype, x.shape, x.stride()) != (value.dtype, value.shape, value.stride()):
+        run.complain("Tensor.data =", _OTHER_MEMORY, "keep its form")
+        return NotImplemented
+    if rules is not None:
+        rules.mutated("Tensor.data =", x)
+        rules.given_to_input("Tensor.data =", value)
+    with torch.no_grad():
+        x.copy_(value)
+    return None
 
 
 def _at_numbers(run: Functions, x: torch.Tensor, index: Any, *value: Any) -> Any:

@@ -42,6 +42,7 @@ class InPlaceRules:
         unsupported: everything found, in order.
         custom_functions: name of each custom ``autograd.Function`` that was applied -> the user's line.
         checkpointed: what functions in checkpoints read.
+        without_grad: tensors, by id, of which forward was told that they have no ``.grad``.
         shared_by_functions: the memory that such a Function's outputs share with its arguments.
     """
 
@@ -57,6 +58,9 @@ class InPlaceRules:
         self._followed_storages = {storage_id(each) for each in given if each.requires_grad}
         self._parameter_storages = {storage_id(p) for p in parameters}
         self._detached: set[int] = set()
+        self._underived: list[tuple[str, str]] = []
+        self._shared: set[int] = set()
+        self.without_grad: dict[int, torch.Tensor] = {}
         self.custom_functions: dict[str, str] = {}
         self.shared_by_functions: set[int] = set()
         self._thread = threading.get_ident()
@@ -73,6 +77,16 @@ class InPlaceRules:
         where = user_line(stack_of(self._thread)) or "a line outside the module's own code"
         extra = {"hint": hint} if hint else {}
         self.unsupported.append(Unsupported(op, where, reason, **extra))
+
+    def underived(self, op: str) -> None:
+        """An operator of which eager has no derivative has run on what autograd follows."""
+        self._underived.append((op, user_line(stack_of(self._thread)) or "forward"))
+
+    def not_differentiated(self) -> None:
+        """A gradient would reach such an operator."""
+        reason = "eager has no derivative of it, and fails in the backward"
+        self.unsupported += [Unsupported(op, where, reason) for op, where in self._underived[:1]]
+        self._underived.clear()
 
     def custom_function(self, name: str) -> None:
         op = f"autograd.Function {name}"
@@ -99,8 +113,20 @@ class InPlaceRules:
             reason = "makes a tensor inside forward that requires grad by itself"
             self.unsupported.append(Unsupported(op, "forward", reason, "make it a parameter or an argument"))
 
+    def is_given(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is not forward's own."""
+        return storage_id(tensor) in self._inputs or storage_id(tensor) in self._argument_storages
+
+    def given_to_input(self, name: str, value: torch.Tensor) -> None:
+        """An input is set to a value: to its numbers, which is the same unless either is written under another name."""
+        if self.is_given(value):
+            self.complain(name, "is set to memory that has another name, of an argument or of the module's", "clone it")
+        self._shared.add(storage_id(value))
+
     def mutated(self, name: str, tensor: torch.Tensor) -> None:
         storage = storage_id(tensor)
+        if storage in self._shared:
+            self.complain(name, "changes memory that an input of the call has been set to", "clone it first")
         if storage in self._followed_storages or (storage in self._argument_storages and tensor.requires_grad):
             self.complain(name, CHANGES_ARGUMENT, "work on a clone: x = x.clone() before it")
         elif any(map(overlaps_itself, self._inputs.get(storage, ()))):
@@ -111,11 +137,17 @@ class InPlaceRules:
             self.complain(name, "changes memory in place that an autograd.Function has made a view of", "clone first")
         elif storage in self._detached:
             self.complain(name, OTHER_NAME, "clone first")
-        elif not torch.is_grad_enabled() and tensor.requires_grad:
+        elif not torch.is_grad_enabled() and self._is_followed(tensor):
             self.complain(name, "changes a tensor in place behind autograd's back (no_grad)", "clone first")
 
     def returned(self, name: str, sources: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         if result.requires_grad:
             return
-        if any(source.requires_grad and storage_id(source) == storage_id(result) for source in sources):
+        if any(self._is_followed(source) and storage_id(source) == storage_id(result) for source in sources):
             self._detached.add(storage_id(result))
+
+    def _is_followed(self, tensor: torch.Tensor) -> bool:
+        """Whether autograd follows a tensor whose gradient can be seen: that of a leaf that forward makes cannot."""
+        if not tensor.requires_grad or not tensor.is_leaf:
+            return tensor.requires_grad
+        return storage_id(tensor) in self._parameter_storages | self._followed_storages | self._inputs.keys()

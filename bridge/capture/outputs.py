@@ -214,6 +214,8 @@ def _reachable(
             found.add(index_of[id(node.variable)])
         elif hasattr(node, "variable"):
             makes_leaf = True
+        if type(node).__name__ == "NotImplemented":
+            rules.not_differentiated()
         is_operators = type(node).__name__.startswith(GENERATED)
         use = applied.nodes.get(node)
         if isinstance(node, FunctionNode) and use is None and not is_operators:

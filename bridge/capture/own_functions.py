@@ -166,13 +166,14 @@ class OwnFunctions:
             raise _Refused("is applied to keyword arguments")
         number, inside, ctx = len(self.uses), Inside(), NotedContext(kind)
         given = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        before = [each._version for each in given]
+        followed = [each for each in given if each.requires_grad]
+        before = [each._version for each in followed]
         with inside, ctx:
             FUNCTION(number)
             inside.runs_forward = True
             made = apply_function(kind, args, kwargs)
             inside.runs_forward = False
-            if [each._version for each in given] != before:
+            if [each._version for each in followed] != before:
                 raise _Refused("changes its arguments in place (mark_dirty)")
             outputs = list({id(each): each for each in tensors_in(made)}.values())
             nodes = {each.grad_fn for each in outputs if isinstance(each.grad_fn, FunctionNode)}

@@ -46,7 +46,9 @@ def copier() -> Callable[[torch.Tensor], torch.Tensor]:
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         made.set_(memory[storage_id(tensor)], tensor.storage_offset(), tensor.shape, tensor.stride())
         made = nn.Buffer(made, persistent=True) if type(tensor) is nn.Buffer else made
-        return with_attributes(made.requires_grad_(tensor.requires_grad), tensor)
+        made.requires_grad_(tensor.requires_grad)
+        made.grad = tensor.grad if tensor.is_leaf else None
+        return with_attributes(made, tensor)
 
     return copied
 

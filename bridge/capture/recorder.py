@@ -141,7 +141,9 @@ class Recorder(PreDispatchMode):
         found = self._known.get(id(tensor))
         if found is not None and found[0]() is tensor:
             return found[1]
-        same = self._made.get(_place(tensor))  # a factory's result, which Python has a shallow copy of
+        same = self._made.get(place := _place(tensor))  # a factory's result, which Python has a shallow copy of
+        if same is None and len(place) > 1 and tensor.requires_grad and tensor.is_leaf:  # autograd follows it from here
+            same = self._made.get((place[0], False, place[2]))
         if same is not None and not same[0].expired():
             self._note(tensor, same[1])
             return same[1]
@@ -173,6 +175,10 @@ class Recorder(PreDispatchMode):
         self._known[id(tensor)] = weakref.ref(tensor), number
         if self._answers is not None:
             self._kept.append(tensor)
+
+    def stand_for(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """A tensor that no row has made has the numbers and the memory of another one."""
+        self._note(tensor, self.value_of(value).number)
 
     def note_cast(self, tensor: torch.Tensor) -> None:
         """The operator that runs is about to cast a tensor."""
@@ -367,7 +373,7 @@ class Recorder(PreDispatchMode):
         where, count = line_of_reading(), numbers.numel()
         form = numbers.dtype, count if self._symbols is None else self._symbols.fixed(count, where)
         if self._answers is None:
-            with self._pause():
+            with self.pause():
                 with no_torch_function():
                     found = value()
                     told = given(found)
@@ -380,7 +386,8 @@ class Recorder(PreDispatchMode):
         return copy.copy(reads[-1].given)
 
     @contextmanager
-    def _pause(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
+        """While active, operators are none of forward's."""
         before, self.paused = self.paused, True
         try:
             yield

@@ -238,7 +238,7 @@ def real_run_of(
     named = dict(twin.named_buffers(remove_duplicate=False))
     registries = [(each._buffers, dict(each._buffers)) for each in twin.modules()]
 
-    rules = InPlaceRules(leaves, parameters, inputs)
+    rules = InPlaceRules(leaves, [each for each in parameters if each.requires_grad], inputs)
     observation = Observation(unsupported=rules.unsupported)
     functions = OwnFunctions(type(module).__name__)
     geometry, versions = [geometry_of(each) for each in inputs], [version_of(each) for each in inputs]
@@ -249,6 +249,7 @@ def real_run_of(
     protected = Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()], inner)
     recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
     draws = DrawRecorder(observation.draws, rules.complain, inputs, True, recorder.note_cast)
+    draws.underived = rules.underived
     with ExitStack() as stack:
         stack.callback(protected.restore)
         stack.callback(prepared.finish)
@@ -268,7 +269,8 @@ def real_run_of(
         stack.enter_context(generator_watch(rules, observation.reads))
         saved = stack.enter_context(_saved_here() if saves else _nothing_saved(saved_of.note))
         functions_called = Functions(recorder, rules)
-        for each in (functions_called.scripts(), functions_called, python_kernels(), recorder):
+        own = functions_called.scripts(), functions_called.parameters(), functions_called, python_kernels(), recorder
+        for each in own:
             stack.enter_context(each)
         result = prepared(*own_args, **own_kwargs)
         functions_called.finish(result)
@@ -321,6 +323,8 @@ def real_run_of(
     described = [*owned, *(inputs[n] for n in used), *(recorder.record.free[n][0] for n in free), *arguments]
     given = zip(range(len(owned), behind), _tensors((args, kwargs)), arguments, strict=True)
     rules.unsupported += told_otherwise(observation.reads, list(given), str(type(module).__name__))
+    asked = [place for place, each in enumerate(inputs) if id(each) in rules.without_grad]
+    observation.reads.tensors.update(((place, "grad"), None) for place in asked)
     _in_order(observation, {place: index for index, place in enumerate(order)})
     describe_outputs(result_leaves, described, observation, rules, applied)
     returned = [pair for pair in zip(result_leaves, observation.outputs, strict=True) if pair[1].is_tensor]
@@ -457,7 +461,8 @@ def fake_run_of(
         for tensor, _ in real.record.free.values():  # the very tensor in both runs
             recorder.expect(tensor, fake(tensor))
         with ExitStack() as stack:
-            for each in (functions_called.of_fakes(), functions_called.scripts(), functions_called, *modes):
+            watching = functions_called.of_fakes(), functions_called.scripts(), functions_called.parameters()
+            for each in (*watching, functions_called, *modes):
                 stack.enter_context(each)
             result = prepared(*fake_args, **fake_kwargs)
         if places is not None:

@@ -16,7 +16,7 @@ from bridge.guards.watched import ABSENT, alike
 __all__ = ["TensorReads", "asked_of", "is_asked", "told_otherwise"]
 
 _VALUES = ("is_leaf", "_version", "output_nr", "retains_grad", "storage_offset", "data_ptr", "is_shared", "is_pinned")
-_PRESENT = ("grad_fn", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
+_PRESENT = ("grad", "grad_fn", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def is_asked(name: str) -> bool:

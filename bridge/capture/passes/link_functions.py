@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
+from bridge.base.torch_internals import OpOverload, schema
 from bridge.capture.own_functions import FUNCTION, OWN, TANGENT, WITH_GRADIENT, Use
 
 __all__ = ["link_functions"]
@@ -48,9 +49,37 @@ def _link(graph: fx.Graph, begin: fx.Node, again: str, tag: Callable[[fx.Node], 
     for output, mark in of.items():
         for user in [user for user in output.users if user not in ours]:
             user.replace_input_with(output, mark)
+    for node in inside:
+        written = _written(node)
+        while written in ours:
+            written = _written(written)
+        if written is None or any(user not in ours and _views(user) for user in written.users):
+            continue
+        for user in [user for user in node.users if user not in ours]:
+            if _written(user) is node:
+                user.replace_input_with(node, written)
+                continue
+            with graph.inserting_before(user):  # autograd follows nothing of what is in there now
+                read = graph.call_function(WITH_GRADIENT, (written, None))
+            read.meta.update(node.meta)
+            user.replace_input_with(node, read)
     if any(user not in ours for node in inside for user in node.users):
         return "a tensor that its forward or backward makes is used outside of it"
     return None
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """What an operator writes in place and returns."""
+    if not isinstance(node.target, OpOverload) or not (returned := schema(node.target).returns):
+        return None
+    info = returned[0].alias_info
+    return node.args[0] if info is not None and info.is_write and isinstance(node.args[0], fx.Node) else None
+
+
+def _views(node: fx.Node) -> bool:
+    """Whether an operator returns a view."""
+    returned = schema(node.target).returns if isinstance(node.target, OpOverload) else ()
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
 
 
 def _parts(begin: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -1,5 +1,6 @@
 """Uses of autograd inside forward: refused by name with the user's line, or captured with eager's numbers."""
 
+import copy
 import threading
 from functools import partial
 
@@ -72,6 +73,26 @@ def drops_gradients(self, x):
     return self.layer(x)
 
 
+def sets_gradients(self, x):
+    self.layer.weight.grad = torch.zeros_like(self.layer.weight)
+    return self.layer(x)
+
+
+@pytest.mark.parametrize("forward", [asks_for_gradients, drops_gradients])
+def test_that_there_is_no_gradient_is_a_condition(forward):
+    module, x = WithForward(forward), torch.randn(4, 3)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, x)
+    for each in (module, eager):
+        each(x).sum().backward()
+        each(x).sum().backward()
+        each.zero_grad()
+    torch.testing.assert_close(module(x), eager(x))
+    module(x).sum().backward(), eager(x).sum().backward()
+    torch.testing.assert_close(module.layer.weight.grad, eager.layer.weight.grad)
+    assert stats(module).hits == 3 and "'grad'" in " ".join(stats(module).misses)
+
+
 def packs_what_is_saved(self, x):
     with saved_tensors_hooks(lambda saved: saved / 2, lambda packed: packed):
         return self.layer(x).tanh()
@@ -95,8 +116,7 @@ _SCRIPTED = pytest.mark.cpu("torch compiles its formulas as scripts, which a GPU
         (by_func_grad, "torch.func"),
         pytest.param(by_jvp, "torch.func", marks=_SCRIPTED),
         pytest.param(by_dual_numbers, "torch.func", marks=_SCRIPTED),
-        (asks_for_gradients, "Tensor.grad"),
-        (drops_gradients, "Tensor.grad"),
+        (sets_gradients, "Tensor.grad"),
         (packs_what_is_saved, "saved_tensors_hooks"),
         (packs_by_an_object, "saved_tensors_hooks"),
     ],
