@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache, partial
 from typing import Any
 
-from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel, no_torch_function
+import torch
+
+from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel, no_torch_function, schema
 
 __all__ = [
     "BelowFunctionalMode",
@@ -129,11 +132,30 @@ _passes_on = find("torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough")
 _PYTHON_DISPATCHER = find("torch._C.DispatchKey.PythonDispatcher")
 
 
+@cache
+def _kinds(op: Any) -> list[str]:
+    return [str(argument.type) for argument in schema(op).arguments]
+
+
+def _as_operand(dtype: torch.dtype, value: Any, kind: str) -> Any:
+    """A number in the place of a tensor, as modes are shown it, is one again: of the type that it has beside ``dtype``."""
+    if kind != "Tensor" or type(value) not in (bool, int, float, complex):
+        return value
+    if type(value) in (float, complex) and not (dtype.is_floating_point or dtype.is_complex):
+        dtype = torch.get_default_dtype()
+    if type(value) is complex:
+        dtype = dtype.to_complex()
+    elif type(value) is int and dtype is torch.bool:
+        dtype = torch.int64
+    return torch.scalar_tensor(value, dtype=dtype)
+
+
 def called_below(op: Any, tensors: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """An operator called on tensors of ``vmap``, past the modes of pre-dispatch; what it calls on plain ones is not.
 
     torch's dispatcher knows which keys an operator passes on at; where it is told at which to begin, it does not look.
     """
+    args = [*map(partial(_as_operand, tensors[0].dtype), args, _kinds(op))]
     keys = _included()
     for tensor in tensors:
         keys = keys | _keys_of(tensor)

@@ -81,6 +81,8 @@ class DrawRecorder:
         if func is aten._to_copy.default:
             self._on_cast(args[0])
         before = None if func.namespace in TORCHS or not self._real else self._mode.states()
+        if before is not None and schema(func).is_mutable:
+            self.complain(str(func), "writes into its arguments, by an operator that is not torch's")
         result = unrecorded(call, args, kwargs)
         if before is not None and not all(map(torch.equal, before, self._mode.states())):
             self.complain(str(func), UNTOLD)

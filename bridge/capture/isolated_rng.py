@@ -36,6 +36,7 @@ class IsolatedRNG(TorchDispatchMode):
 
     Attributes:
         advance: how far the last draw moved a GPU's offset.
+        passed: generators that were passed to operators, and their states before.
     """
 
     advance: int | None = None
@@ -46,7 +47,7 @@ class IsolatedRNG(TorchDispatchMode):
         # a branch on a draw is the one that comes next
         devices = {HOST, generator_device(current_device())} if isolates else ()
         self._generators = {device: _twin(device) for device in devices}
-        self._passed: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.passed: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -57,7 +58,7 @@ class IsolatedRNG(TorchDispatchMode):
 
     def _drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         if (passed := kwargs.get("generator")) is not None:
-            self._passed.append((passed, passed.get_state()))
+            self.passed.append((passed, passed.get_state()))
             return func(*args, **kwargs)
         device = generator_device(_device(args, kwargs))
         if device not in self._generators:
@@ -85,8 +86,7 @@ class IsolatedRNG(TorchDispatchMode):
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        while self._passed:
-            generator, state = self._passed.pop()
+        for generator, state in reversed(self.passed):
             generator.set_state(state)
 
 

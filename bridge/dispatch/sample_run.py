@@ -149,12 +149,15 @@ def shares_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], paths: Seq
     whole = _Timed(module, wait)
     with _eager(module, args, kwargs), _watched(module, enter):
         with copied_call(whole, args, kwargs, _draws_put_back) as (call, _):
-            call()
+            with IsolatedRNG() as drawn:
+                call()
             begun = time.perf_counter()
             while len(runs) < _RUNS and (not runs or time.perf_counter() - begun < _ENOUGH):
                 spent.clear()
                 call()
                 runs.append({path: spent[path] / whole.seconds for path in paths})
+        for generator, state in reversed(drawn.passed):
+            generator.set_state(state)
     return {path: statistics.median(run[path] for run in runs) for path in paths}
 
 

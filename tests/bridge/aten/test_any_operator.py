@@ -89,6 +89,14 @@ mixed_flat_op.register_autograd(
 )
 
 
+@torch.library.custom_op("bridge_tests::doubled_into", mutates_args={"y"})
+def doubled_into(x: torch.Tensor, y: torch.Tensor) -> None:
+    y.copy_(2 * x)
+
+
+doubled_into.register_fake(lambda x, y: None)
+
+
 @torch.library.custom_op("bridge_tests::noisy", mutates_args=())
 def noisy(x: torch.Tensor) -> torch.Tensor:
     return x + torch.rand_like(x)
@@ -218,6 +226,10 @@ def test_a_complex_view_of_a_real_argument():
 
 
 REFUSED = {
+    "an operator of a user's that writes": (
+        lambda x: (y := torch.empty_like(x), torch.ops.bridge_tests.doubled_into(x.detach(), y), x * y)[2],
+        "writes into its arguments",
+    ),
     "a draw that no tag tells": (lambda x: torch.ops.bridge_tests.noisy(x.detach()) * x, "has no tag that says so"),
     "sparse tensors": (lambda x: x.to_sparse().to_dense(), "_to_sparse.default: makes a tensor of layout"),
     "a draw": (lambda x: torch.nn.functional.rrelu(x, 0.2, 0.2, training=True), "closer than"),

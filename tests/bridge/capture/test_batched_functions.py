@@ -42,3 +42,17 @@ def test_stacked_parameters_of_modules():
 
 def test_parameters_that_are_stacked_already():
     check_module(Heads, lambda: torch.randn(6, 4), calls=1)
+
+
+class WithNumbers(nn.Module):
+    """Numbers in Python take part as tensors of no dimension, whatever the type of what they meet."""
+
+    def forward(self, x):
+        def row(r):
+            return (r.sin() * 2 + 1) / 3 - r**2 + 1 / (r.abs() + 1.5) + (r > 0) * 3 + r.sum().int() * 0.5
+
+        return vmap(row)(x), vmap(vmap(lambda r: 2 - r * 3))(x)
+
+
+def test_numbers_beside_batched_tensors():
+    check_module(WithNumbers, lambda: torch.randn(6, 4), calls=1)
