@@ -138,7 +138,7 @@ def _kinds(op: Any) -> list[str]:
 
 
 def _as_operand(dtype: torch.dtype, value: Any, kind: str) -> Any:
-    """A number in the place of a tensor, as modes are shown it, is one again: of the type that it has beside ``dtype``."""
+    """A number in the place of a tensor, as modes are shown it, is one again, of its type beside ``dtype``."""
     if kind != "Tensor" or type(value) not in (bool, int, float, complex):
         return value
     if type(value) in (float, complex) and not (dtype.is_floating_point or dtype.is_complex):

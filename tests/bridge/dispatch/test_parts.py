@@ -317,7 +317,7 @@ def test_hooks_may_count_on_parameters(returns):
 
     beside(lambda: (CountingHooks(returns).double(), None), step, lambda m, own: (double(9, 3, 4),), whole=False)
     module = CountingHooks(returns).double()
-    with pytest.raises(UnsupportedModule, match="weight" if returns else "hook"):
+    with pytest.raises(UnsupportedModule, match="weight"):
         add_tvm_dispatch(module, double(9, 3, 4))
     assert [each.uses for each in module.parameters()] == [0, 0, 0, 0]
 
