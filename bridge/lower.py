@@ -97,7 +97,7 @@ def lower(
         sample_kwargs: further keyword arguments.
         partition: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy object.
         dynamic_shapes: dimensions that are extents in the stages, see
-            :func:`bridge.capture.dynamic_shapes.dynamic_dims`; ``None``: all are the sample's.
+            :func:`bridge.capture.sample.dynamic_dims`; ``None``: all are the sample's.
 
     Returns:
         every stage; with a backward where grad mode is on and a result requires grad.

@@ -33,7 +33,7 @@ def gather(importer, node, x, dim, index, *, sparse_grad=False):
 
 @converts(aten.item.default, aten._local_scalar_dense.default)
 def item(importer, node, x):
-    """A position that a tensor gives (:mod:`bridge.capture.number_index`): the tensor itself, as an index of one."""
+    """A position that a tensor gives (:mod:`bridge.capture.select_at`): the tensor itself, as an index of one."""
     if any(user.target not in (aten.select.int, aten.select_scatter.default) for user in node.users):
         raise UnsupportedUse("a number that forward reads, and computes with")
     return importer.cast(x, "int64")

@@ -2,20 +2,23 @@
 
 from bridge.capture.captured import Captured
 from bridge.capture.copied_call import Copies, copied_call
-from bridge.capture.counters import Counter
-from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
+from bridge.capture.inplace_rules import share_elements
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.kept_state import KeptPlace
-from bridge.capture.loops.length_run import looped_run
-from bridge.capture.loops.lengths import LoopedCall
-from bridge.capture.loops.listener import loops_tell
+from bridge.capture.loops.lengths import LoopedCall, looped_run
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
-from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
+from bridge.capture.numbers import (
+    Counter,
+    NotArithmeticError,
+    NumberPlace,
+    is_number,
+    number_tensor,
+    with_number_inputs,
+)
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter, StepMasks
-from bridge.capture.overlap import share_elements
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
-from bridge.capture.passes.attention_draws import attends_by_products
-from bridge.capture.passes.packed_layers import PACKED_LAYERS, packed_layers
+from bridge.capture.packed import PACKED_LAYERS, packed_layers
+from bridge.capture.passes.attention import attends_by_products
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
@@ -24,9 +27,10 @@ from bridge.capture.preconditions import check_call, device_of_call, uninitializ
 from bridge.capture.readings import Reading, same_numbers
 from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
 from bridge.capture.record_call import RecordedCall, capture, record_call
-from bridge.capture.sample import normalize_sample
-from bridge.capture.tensor_form import TensorForm
-from bridge.capture.tracing import CAPTURES, is_capturing, is_traced_here, one_capture_at_a_time
+from bridge.capture.sample import DynamicDim, dynamic_dims, normalize_sample
+from bridge.capture.symbolic_sizes import TensorForm
+from bridge.capture.thread_isolation import CAPTURES, is_capturing, is_traced_here, one_capture_at_a_time
+from bridge.capture.unrolled import loops_tell
 from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 
 __all__ = [

@@ -13,9 +13,9 @@ from autodiff.extents import Dim, ExtentScope, Guard
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
-from bridge.capture.counters import Counter
 from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import AnyLength
+from bridge.capture.numbers import Counter
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.readings import Reading
 from bridge.capture.recomputed import Recomputed
@@ -53,7 +53,7 @@ class Captured:
         lines: of the guards that capturing gave ``extents``, where the question was asked.
         device: of all tensors.
         loops: whether its graph has one step in the place of a recorded loop's (:mod:`bridge.capture.loops`).
-        recording: the folded form of what was recorded then (:mod:`bridge.capture.loops.folded`), if it has one.
+        recording: the folded form of what was recorded then (:mod:`bridge.capture.loops.row_form`), if it has one.
         any_length: where such a loop is of any length: which lengths are proven, and how others are.
     """
 

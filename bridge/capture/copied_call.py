@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import nn
 
 from bridge.base.tensor_properties import span_of
 from bridge.base.torch_internals import pytree
+from bridge.capture.inplace_rules import overlaps_itself
 from bridge.capture.isolated_rng import IsolatedRNG
-from bridge.capture.tensor_contents import TensorContents
-from bridge.state import own_attributes
+from bridge.state import own_attributes, tensor_problem
 
-__all__ = ["Copies", "copied_call"]
+__all__ = ["MAX_BYTES", "Copies", "TensorContents", "copied_call"]
 
 
 @contextmanager
@@ -82,3 +82,38 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_leaf or not torch.is_grad_enabled():
         return memory.as_strided(tensor.shape, tensor.stride()).data.requires_grad_(tensor.requires_grad)  # no view
     return memory.requires_grad_(tensor.requires_grad).clone().as_strided(tensor.shape, tensor.stride())
+
+
+# Tensor contents: tensors that forward may write behind a capture's back → a snapshot of their numbers, to put back.
+#
+# Parameters, buffers and arguments are copied before real numbers are computed with them. A tensor that is an
+# attribute, a global or lies in a list is used as it is: what the runs of a capture that ends in a refusal write into
+# it is undone.
+
+
+#: Tensors that take more than this, all smaller ones included, are not looked after: they are data, not state.
+MAX_BYTES = 2**26
+
+
+class TensorContents:
+    """The numbers of tensors as they are now.
+
+    Args:
+        tensors: any; of several equal objects one counts.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        plain = {id(each): each for each in tensors if tensor_problem(each) is None and not overlaps_itself(each)}
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        left = MAX_BYTES
+        for tensor in sorted(plain.values(), key=lambda each: each.nbytes):
+            left -= tensor.nbytes
+            if left < 0:
+                break
+            self._before.append((tensor, tensor.detach().clone()))
+
+    def restore(self) -> None:
+        """Puts back what has changed; a batch norm changes running statistics without counting it."""
+        for tensor, numbers in self._before:
+            if not torch.equal(tensor.detach(), numbers):
+                tensor.data.copy_(numbers)

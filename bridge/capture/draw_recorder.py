@@ -6,22 +6,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from bridge.base.torch_internals import FakeTensor, aten, current_graph_task_id, schema, storage_id
+from bridge.base.errors import Unsupported, line_of
+from bridge.base.torch_internals import FakeTensor, OpOverload, aten, current_graph_task_id, schema, storage_id
 from bridge.base.torch_recording import unrecorded
-from bridge.capture.checkpoints import DRAWS_ANEW, draws_anew
+from bridge.base.torch_shapes import hint
+from bridge.capture.autograd_uses import DRAWS_ANEW, draws_anew
+from bridge.capture.generator_watch import unwatched
 from bridge.capture.isolated_rng import TORCHS, IsolatedRNG, draws, with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
-from bridge.capture.passes.attention_draws import (
+from bridge.capture.passes.alias_analysis import ROW
+from bridge.capture.passes.attention import (
     attends_by_products,
     attention_advance,
     attention_rate,
     is_attention,
 )
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, CUDA_ATTENTION, SLOPE_DRAWS
-from bridge.capture.unwatched import unwatched
+from bridge.capture.rows import Row, form_of
 
-__all__ = ["UNTOLD", "DrawRecorder"]
+__all__ = ["UNTOLD", "DrawRecorder", "draws_at", "match_draws"]
 
 _OWN_GENERATOR = "draw from torch's default generator, or outside of the module and pass the numbers in"
 
@@ -195,3 +200,54 @@ def _draws_nothing(func, args, kwargs) -> bool:
     if func in SLOPE_DRAWS:  # training is the fifth argument
         return not any(args[4:5])
     return is_attention(func) and not attention_rate(func, args, kwargs)
+
+
+# Draws of a record: each node of the functional graph that draws → which of eager's draws it makes.
+#
+# The nodes that come from one row draw in the order in which that row drew.
+
+
+def match_draws(
+    drawing: Sequence[fx.Node], rows: Sequence[Row], made: Sequence[Draw], forward: str
+) -> tuple[dict[str, int], list[Unsupported]]:
+    """The draw of every node that draws, by its name; and what was drawn otherwise.
+
+    Args:
+        drawing: the nodes, in order, those among them whose numbers nobody reads.
+        made: eager's draws.
+        forward: what to name where no source line is known, as in ``"Block.forward"``.
+    """
+    nodes_of: dict[int, list[fx.Node]] = {}
+    for node in drawing:
+        nodes_of.setdefault(node.meta[ROW], []).append(node)
+    draw_of: dict[str, int] = {}
+    problems = []
+    for index, row in enumerate(rows):
+        nodes, own = nodes_of.get(index, []), range(*row.draws)
+        if len(nodes) != len(own) or not all(map(_may_be, nodes, (made[draw] for draw in own))):
+            where = forward if row.where is None else line_of(row.where)
+            eager = [made[draw] for draw in own]
+            reason = f"{len(nodes)} random nodes in the graph for what eager draws: {eager}"
+            problems.append(Unsupported(str(row.op), where, reason))
+        draw_of.update((node.name, draw) for node, draw in zip(nodes, own, strict=False))
+    return draw_of, problems
+
+
+def _may_be(node: fx.Node, draw: Draw) -> bool:
+    """Whether a node may make a draw: it gives as many numbers."""
+    value: Any = node.meta["val"]
+    return not isinstance(value, torch.Tensor) or form_of(value).shape == tuple(map(hint, draw.shape))
+
+
+def draws_at(node: fx.Node) -> bool:
+    """Whether a node draws."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if node.target is aten.native_dropout.default:
+        value, rate, train = node.args
+        return bool(train) and 0 < rate < 1 and value.meta["val"].numel() > 0
+    if node.target in SLOPE_DRAWS:
+        return any(node.args[4:5])
+    return not is_attention(node.target) or attention_rate(node.target, node.args, node.kwargs) > 0

@@ -42,14 +42,13 @@ from bridge.base.torch_recording import (
     is_written,
 )
 from bridge.base.torch_shapes import SYMBOLIC
+from bridge.capture.draw_recorder import draws_at
 from bridge.capture.loops.operators import MARKS
+from bridge.capture.passes.alias_analysis import ROW
 from bridge.capture.passes.decompositions import composite_formulas, formulas, whole_operators
-from bridge.capture.passes.told import ROW
-from bridge.capture.recorded_draws import draws
 from bridge.capture.rows import CONSTANTS, mapped
-from bridge.capture.size_formulas import POOLINGS
-from bridge.capture.size_nodes import SizeNodes
-from bridge.capture.training_graph import TrainingGraph
+from bridge.capture.symbolic_run import POOLINGS
+from bridge.capture.training_graph import SizeNodes, TrainingGraph
 
 __all__ = ["FunctionalGraph", "drop_unused", "functional_graph"]
 
@@ -91,7 +90,7 @@ def functional_graph(made: TrainingGraph) -> FunctionalGraph:
                 values[node] = node.target(*args, **kwargs) if kinds is None else kinds.call(node, args, kwargs, mode)
         written = {name: emitter.node_of(_inner(value)) for name, value in inputs.items() if is_written(value)}
     results = [emitter.node_of(each) if isinstance(each, torch.Tensor) else each for each in results]
-    return FunctionalGraph(emitter.graph, results, written, [node for node in emitter.graph.nodes if draws(node)])
+    return FunctionalGraph(emitter.graph, results, written, [node for node in emitter.graph.nodes if draws_at(node)])
 
 
 def _writes(node: fx.Node) -> bool:

@@ -34,17 +34,15 @@ from bridge.base.torch_internals import (
 )
 from bridge.base.torch_script import ScriptFunction, run_unfused
 from bridge.capture.autograd_uses import use_of_autograd
-from bridge.capture.counted_sizes import COUNTS, FORMS
-from bridge.capture.inplace_rules import InPlaceRules
+from bridge.capture.generator_watch import unwatched
+from bridge.capture.inplace_rules import InPlaceRules, overlaps_itself
 from bridge.capture.known_fakes import KnownCalls
 from bridge.capture.observation import Output
-from bridge.capture.overlap import overlaps_itself
-from bridge.capture.own_context import function_running
+from bridge.capture.own_functions import function_running
 from bridge.capture.packed import PackedSequences
-from bridge.capture.readings import line_of_reading
+from bridge.capture.readings import COUNTS, FORMS, line_of_reading
 from bridge.capture.recorder import Recorder
 from bridge.capture.select_at import selected, shared_views
-from bridge.capture.unwatched import unwatched
 from bridge.capture.whole_functions import HANDLERS
 from bridge.capture.whole_reads import SharedArrays, tensor_of
 
@@ -84,7 +82,7 @@ class Functions(TorchFunctionMode):
         self._before: list[tuple[torch.Tensor, str, Any]] = []
         self.bases: set[int] = set()
         self.arrays = SharedArrays()
-        #: A number of :data:`bridge.capture.counted_sizes.COUNTS`, which forward reads with that.
+        #: A number of :data:`bridge.capture.readings.COUNTS`, which forward reads with that.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
         self._known = KnownCalls(recorder)

@@ -1,11 +1,14 @@
-"""Watch over random generators: forward runs → complaints where it seeds one, or draws from one that is not torch's."""
+"""Watch over forward → complaints where it seeds a generator, or draws from one that is not torch's; cached calls."""
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -13,13 +16,16 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
-from bridge.base.errors import TORCH_DIR, user_line
+from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, user_line
+from bridge.base.threads import stack_of
+from bridge.base.torch_internals import pytree
 from bridge.capture.inplace_rules import InPlaceRules
-from bridge.capture.tracing import note_change_of_generator
+from bridge.capture.isolated_rng import IsolatedRNG
+from bridge.capture.thread_isolation import note_change_of_generator
 from bridge.guards import Reads, profiled
 from bridge.state import moved_generators
 
-__all__ = ["generator_watch"]
+__all__ = ["CachedFunctions", "generator_watch", "unwatched"]
 
 # Without setstate: Dynamo puts the generator back whenever it looks at a frame. A state that moves is seen anyway.
 _PYTHONS_DRAWS = ("random", "getrandbits", "seed")
@@ -35,7 +41,7 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
     Replayed draws would not follow it.
 
     Nothing of this passes torch's dispatcher, so this listens to the interpreter's calls of C functions: those of
-    the user's Python code, not those that a function of torch's makes on tensors (see :mod:`bridge.capture.unwatched`).
+    the user's Python code, not those that a function of torch's makes on tensors (:class:`unwatched`).
     ``reads`` hears the same.
     """
 
@@ -80,3 +86,88 @@ def _is_of_no_numbers(frame: FrameType | None) -> bool:
             return True
         frame = frame and frame.f_back
     return False
+
+
+# Pauses of the watch, a profiler of the interpreter.
+
+
+class unwatched:
+    """While torch's or our code works for forward: a listener would be called for each of its thousands of calls."""
+
+    __slots__ = ("_listener",)
+
+    def __init__(self) -> None:
+        self._listener = sys.getprofile()
+
+    def __enter__(self) -> unwatched:
+        if self._listener is not None:
+            sys.setprofile(None)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._listener is not None:
+            sys.setprofile(self._listener)
+
+    def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What ``func`` returns; it is watched: code of the user's may run in it."""
+        sys.setprofile(self._listener)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            if self._listener is not None:
+                sys.setprofile(None)
+
+
+# Cached functions: ``functools.lru_cache`` around what forward calls → the function itself, for the time of the runs.
+#
+# What eager would find in the cache is computed by the compiled call, where it is a function of plain values: equal,
+# and the user's cache never sees what a run makes. What the cache would keep besides is refused by name: numbers that
+# were drawn once, a tensor that forward writes afterwards, results for a tensor.
+
+
+_HINT = "keep it in a buffer, or pass it to forward"
+
+
+class CachedFunctions:
+    """What forward calls in their place."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[str, Callable[[], Any], list[tuple[torch.Tensor, int]]]] = []
+
+    def instead(self, value: Any) -> Any:
+        """The function itself, of one that caches; ``None`` for anything else."""
+        if type(value) is not functools._lru_cache_wrapper:
+            return None
+        name = getattr(value, "__name__", "a function")
+
+        @functools.wraps(value)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if _tensors((args, kwargs)):
+                raise _refused(name, "keeps results by tensors, whose numbers may change")
+            result = value.__wrapped__(*args, **kwargs)
+            again = functools.partial(value.__wrapped__, *args, **kwargs)
+            self._made.append((name, again, [(each, each._version) for each in _tensors(result)]))
+            return result
+
+        return run
+
+    def check(self) -> None:
+        """To be called after a run. :class:`UnsupportedModule` where a cache would keep what calls make anew."""
+        for name, again, found in self._made:
+            if any(tensor._version != version for tensor, version in found):
+                raise _refused(name, "keeps a tensor that forward writes")
+            with IsolatedRNG() as isolated:
+                before = isolated.states()
+                again()
+                if not all(map(torch.equal, before, isolated.states())):
+                    raise _refused(name, "keeps numbers that were drawn at its first call")
+        self._made.clear()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _refused(name: str, reason: str) -> UnsupportedModule:
+    where = user_line(stack_of(threading.get_ident())) or "forward"
+    return UnsupportedModule("", [Unsupported(f"the cache of {name}", where, reason, _HINT)])

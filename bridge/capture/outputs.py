@@ -15,9 +15,8 @@ from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.objects import WithWholes, is_plain
 from bridge.base.torch_autograd import GENERATED, FunctionNode
 from bridge.base.torch_internals import is_dense, storage_id
-from bridge.capture.inplace_rules import InPlaceRules
+from bridge.capture.inplace_rules import InPlaceRules, overlaps, overlaps_itself
 from bridge.capture.observation import Observation, Output
-from bridge.capture.overlap import overlaps, overlaps_itself
 from bridge.capture.own_functions import Applied
 from bridge.capture.preconditions import CACHES, NO_CACHE
 from bridge.capture.recorder import Recorder

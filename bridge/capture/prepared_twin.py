@@ -6,20 +6,33 @@ are part of what is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
-from bridge.base.torch_internals import MODULE_HOOKS
+from bridge.base.errors import Unsupported, UnsupportedModule, user_line
+from bridge.base.threads import stack_of
+from bridge.base.torch_internals import MODULE_HOOKS, BatchNormBase, has_storage, pytree, storage_id
 from bridge.capture.derived_attributes import DerivedAttributes
-from bridge.capture.passes.cumulative import averages_cumulatively, cumulative_forward
+from bridge.capture.inplace_rules import CHANGES_ARGUMENT
+from bridge.capture.rows import memory_of
 from bridge.capture.twin import Twin
 from bridge.state import Snapshot
 
-__all__ = ["PreparedTwin"]
+__all__ = [
+    "PreparedTwin",
+    "Protected",
+    "averages_cumulatively",
+    "copier",
+    "cumulative_forward",
+    "own_leaves",
+    "with_attributes",
+]
 
 
 class PreparedTwin:
@@ -81,3 +94,128 @@ class PreparedTwin:
                 else:
                     layer.__dict__[name].update(value)
         self._derived.put_back()
+
+
+# Batch normalization with ``momentum=None``: running averages over all batches seen so far.
+#
+# torch's module reads the number of batches as a Python number to divide by it, which a graph cannot hold. While a
+# module is traced, such layers run a forward that divides in a tensor.
+
+
+def averages_cumulatively(layer: nn.Module) -> bool:
+    """Whether :func:`cumulative_forward` has to stand in for the layer's own forward."""
+    if not isinstance(layer, BatchNormBase) or type(layer).forward is not BatchNormBase.forward:
+        return False
+    counts = layer.num_batches_tracked is not None
+    return layer.training and layer.track_running_stats and layer.momentum is None and counts
+
+
+def cumulative_forward(self: BatchNormBase, x: Tensor) -> Tensor:
+    """``_BatchNorm.forward`` with the share of the new batch, ``1 / num_batches_tracked``, as a tensor.
+
+    As torch's kernel, it computes statistics of half types in float32, and leaves the running ones as they are where
+    there are no elements.
+    """
+    self._check_input_dim(x)
+    self.num_batches_tracked.add_(1)
+    y = functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+    if x.numel() == 0:
+        return y
+    with torch.no_grad():
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        share = 1.0 / self.num_batches_tracked.to(wide.dtype)
+        new = (wide.mean(axes), wide.var(axes))
+        for running, batch in zip((self.running_mean, self.running_var), new, strict=True):
+            running.copy_(((1.0 - share) * running.to(wide.dtype) + share * batch).to(running.dtype))
+    return y
+
+
+# Arguments of a run's own: argument tensors → leaves of the same numbers and layout, each in memory of its own.
+#
+# A result that lies in the memory of an argument is a view of that very one. In the sample two arguments may share
+# memory, or one with a parameter, and in later calls need not: which of them a result belongs to is told by what is
+# made of them, which their memory tells only where it is not shared.
+
+
+def own_leaves(args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments with new leaves for tensors; those that share memory with the module's, or with an earlier one,
+    are copies."""
+    taken = {storage_id(tensor) for tensor in owned if has_storage(tensor)}
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        leaf = tensor.detach()
+        if has_storage(leaf):
+            leaf = _copy(leaf) if leaf.numel() and storage_id(leaf) in taken else leaf
+            taken.add(storage_id(leaf))
+        return with_attributes(leaf.requires_grad_(tensor.requires_grad), tensor)
+
+    return pytree.tree_map_only(torch.Tensor, own, (args, kwargs))
+
+
+def copier() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Tensor → a copy of it; of tensors in one memory, copies in one memory."""
+    memory: dict[int, Any] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage_id(tensor) not in memory:
+            memory[storage_id(tensor)] = storage.clone()
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        made.set_(memory[storage_id(tensor)], tensor.storage_offset(), tensor.shape, tensor.stride())
+        made = nn.Buffer(made, persistent=True) if type(tensor) is nn.Buffer else made
+        made.requires_grad_(tensor.requires_grad)
+        made.grad = tensor.grad if tensor.is_leaf else None
+        return with_attributes(made, tensor)
+
+    return copied
+
+
+def with_attributes(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the attributes that a user has set on another one."""
+    made.__dict__.update((name, value) for name, value in tensor.__dict__.items() if not hasattr(made, name))
+    return made
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage().clone()
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+# Protected memory: what a run of forward may write and is not its own → its numbers are put back afterwards.
+
+
+class Protected:
+    """Memory that a run may write and that is not its own: put back afterwards.
+
+    Args:
+        parameters: the memory of parameters.
+        others: further tensors.
+        inner: arguments that are leaves in the run, and are none in the caller's graph: eager may write them.
+    """
+
+    def __init__(self, parameters: set[int], others: Sequence[torch.Tensor], inner: Sequence[torch.Tensor]):
+        self._inner = {storage_id(each) for each in inner}
+        self._memory = parameters | {storage_id(each) for each in others}
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """A tensor from elsewhere is read."""
+        if (memory := memory_of(tensor)) is not None:
+            self._memory.add(memory)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """A tensor is about to be written. :class:`UnsupportedModule` for what only eager could write here."""
+        memory = memory_of(tensor)
+        if memory in self._inner and tensor.requires_grad and torch.is_grad_enabled():
+            where = user_line(stack_of(threading.get_ident())) or "forward"
+            hint = "work on a clone: x = x.clone() before it"
+            raise UnsupportedModule("", [Unsupported("an argument", where, CHANGES_ARGUMENT, hint)])
+        if memory in self._memory and memory not in self._before:
+            storage = tensor.untyped_storage()
+            self._before[memory] = storage, storage.clone()
+
+    def restore(self) -> None:
+        for storage, before in self._before.values():
+            storage.copy_(before)

@@ -21,21 +21,19 @@ from bridge.base.interrupts import raise_deferred
 from bridge.base.modes import autocast_to
 from bridge.base.torch_fakes import clear_fake_memo
 from bridge.base.torch_internals import pytree
+from bridge.capture.autograd_uses import written_and_read
 from bridge.capture.captured import Captured
-from bridge.capture.checkpoints import written_and_read
-from bridge.capture.dynamic_shapes import DynamicDim
+from bridge.capture.draw_recorder import match_draws
 from bridge.capture.functional import drop_unused, functional_graph
-from bridge.capture.loops.length_run import run_of_any_length
-from bridge.capture.loops.lengths import LoopedCall, comparable
+from bridge.capture.loops.lengths import LoopedCall, comparable, run_of_any_length
 from bridge.capture.loops.rolled import spelled_out
 from bridge.capture.observation import Observation
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.passes.autocast import spell_out_casts, without_casts
-from bridge.capture.passes.link_functions import link_functions
-from bridge.capture.passes.stop_gradient import prepare
+from bridge.capture.passes.stop_gradient import link_functions, prepare
 from bridge.capture.recomputed import recomputed, uncounted
-from bridge.capture.recorded_draws import match_draws
 from bridge.capture.rows import Record
+from bridge.capture.sample import DynamicDim
 from bridge.capture.select_at import spell_selections
 from bridge.capture.steady_call import SteadyCall
 from bridge.capture.symbolic_capture import recorded_with_extents

@@ -36,7 +36,7 @@ from bridge.base.torch_internals import (
 )
 from bridge.base.torch_recording import PreDispatchMode, called_below, has_wrapper, is_only_mapped, no_python_kernels
 from bridge.capture.known_fakes import KnownFakes
-from bridge.capture.own_context import backward_running
+from bridge.capture.own_functions import backward_running
 from bridge.capture.passes.recurrent import LAYERED
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.readings import Reading, ReadsDifferError, frozen, line_of_reading, numbers_of

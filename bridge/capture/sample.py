@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.export import AdditionalInputs, Dim, ShapesCollection
 
-__all__ = ["normalize_sample"]
+from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.torch_internals import pytree, pytree_node_type
+
+__all__ = ["DynamicDim", "dynamic_dims", "normalize_sample", "refuse_numbers"]
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -118,3 +123,208 @@ def _named(module: nn.Module) -> list[str]:
 
 def _forward(module: nn.Module) -> str:
     return f"{type(module).__name__}.forward{inspect.signature(module.forward)}"
+
+
+# Dynamic shapes: ``dynamic_shapes=`` in torch.export's form and a sample → which dimensions of which leaves vary.
+#
+# The specification is checked against the sample: its structure, names, static sizes and ranges. What torch.export is
+# then told is only which dimensions vary and between which bounds; which of them are equal it finds out itself.
+
+
+_FORM = "torch.export's form: None, or by argument (a dict by name, a tuple by position) and by dimension"
+_LEAST = 2
+"""Sizes of 0 and 1 are special cases of PyTorch's (nothing, broadcasting), each a program of its own."""
+
+
+@dataclass(frozen=True)
+class DynamicDim:
+    """A dimension that is meant to vary.
+
+    Attributes:
+        leaf: the tensor's index among the leaves of ``(args, kwargs)``; ``None`` where the sample has no tensor.
+        dimension: from 0 on.
+        place: where the specification says so, as in ``"['x'][0]"``.
+        dim: the specification's words, as in ``"batch"`` or ``"Dim.AUTO"``.
+        name: of the extent: the user's for a named one, else made of the argument's name and the dimension.
+        low, high: the sizes that it may have; ``None``: any.
+        required: whether a program for the sample's size alone is an error; ``Dim.AUTO`` allows it.
+    """
+
+    leaf: int | None
+    dimension: int
+    place: str
+    dim: str
+    name: str
+    low: int
+    high: int | None
+    required: bool
+
+
+def dynamic_dims(module: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> tuple[DynamicDim, ...]:
+    """The dimensions of the sample call ``module(*args, **kwargs)`` that a specification lets vary, in its order.
+
+    Args:
+        dynamic_shapes: as for ``torch.export.export``: nested dicts, tuples and lists by argument, for a tensor
+            ``None`` or one entry per dimension: ``None``, ``Dim.STATIC`` or its size for a static one, a ``Dim``,
+            ``Dim.DYNAMIC`` or ``Dim.AUTO``; or a ``ShapesCollection`` or ``AdditionalInputs``.
+
+    Raises:
+        TypeError, ValueError: something else than such a specification, or not one of this sample.
+    """
+    if isinstance(dynamic_shapes, ShapesCollection | AdditionalInputs):
+        dynamic_shapes = dynamic_shapes.dynamic_shapes(module, args, kwargs)
+    if dynamic_shapes is None:
+        return ()
+    if not isinstance(dynamic_shapes, dict | tuple | list):
+        raise TypeError(f"dynamic_shapes: wanted {_FORM}, got {type(dynamic_shapes).__name__}")
+    if not dynamic_shapes:
+        return ()
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    # one object per leaf, so that it can be found again: a caller may pass a tensor twice
+    leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    place_of = {id(leaf): index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    try:
+        sample = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    except TypeError:
+        return ()  # the sample does not fit forward, which will be said
+    values = sample if isinstance(dynamic_shapes, dict) else tuple(sample.values())
+    found = tuple(_Reader(list(sample), place_of).inside(dynamic_shapes, values, ()))
+    _check_names(found, leaves)
+    return found
+
+
+def refuse_numbers(module_name: str, dims: tuple[DynamicDim, ...]) -> None:
+    """Raises :class:`UnsupportedModule` for what is meant to vary and is no dimension of a tensor."""
+    reason = "a number that varies, and is no size of a tensor"
+    found = [Unsupported(f"dynamic_shapes{each.place}", "forward", reason) for each in dims if each.leaf is None]
+    if found:
+        raise UnsupportedModule(module_name, found)
+
+
+class _Reader:
+    """Walks a specification beside the sample; a path is the keys down to where it is."""
+
+    def __init__(self, names: list[str], leaf_of: dict[int, int]):
+        self._names = names
+        self._leaf_of = leaf_of
+
+    def inside(self, spec: Any, values: dict[str, Any] | tuple, path: tuple) -> Iterator[DynamicDim]:
+        """Of the parts of a dict, or of anything else that has parts."""
+        place = _place(path)
+        if isinstance(values, dict):
+            if not isinstance(spec, dict):
+                raise TypeError(f"dynamic_shapes{place}: wanted a dict of {list(values)}, got {type(spec).__name__}")
+            if spec.keys() != values.keys():
+                raise ValueError(f"dynamic_shapes{place}: wanted what the sample has, {list(values)}, got {list(spec)}")
+            pairs = [(key, spec[key], values[key]) for key in values]
+        else:
+            entries = list(spec.values()) if isinstance(spec, dict) else spec
+            if not isinstance(entries, tuple | list):
+                raise TypeError(f"dynamic_shapes{place}: wanted {len(values)} entries, got {type(spec).__name__}")
+            if len(entries) != len(values):
+                raise ValueError(
+                    f"dynamic_shapes{place}: wanted as many as the sample has, {len(values)}, got {len(entries)}"
+                )
+            pairs = list(zip(range(len(values)), entries, values, strict=True))
+        for key, entry, value in pairs:
+            yield from self._of_value(entry, value, (*path, key))
+
+    def _of_value(self, spec: Any, value: Any, path: tuple) -> Iterator[DynamicDim]:
+        if spec is None:
+            return
+        if isinstance(value, torch.Tensor):
+            yield from self._of_tensor(spec, value, path)
+        elif isinstance(value, dict) and (isinstance(spec, dict) or type(value) is dict):
+            yield from self.inside(spec, dict(value), path)
+        elif value is not None and not pytree.tree_structure(value).is_leaf():
+            node = pytree.SUPPORTED_NODES[pytree_node_type(value)]
+            yield from self.inside(spec, tuple(node.flatten_fn(value)[0]), path)
+        elif _is_dim(spec):
+            yield DynamicDim(None, 0, _place(path), _words(spec), self._name(spec, path), _LEAST, None, required=True)
+        elif spec is not Dim.STATIC:
+            kind = type(value).__name__
+            raise TypeError(f"dynamic_shapes{_place(path)}: wanted None where the sample has a {kind}, got {spec!r}")
+
+    def _of_tensor(self, spec: Any, tensor: torch.Tensor, path: tuple) -> Iterator[DynamicDim]:
+        count, place = tensor.dim(), _place(path)
+        if isinstance(spec, dict):
+            entries = spec
+            if wrong := [key for key in spec if type(key) is not int or not -count <= key < count]:
+                raise ValueError(f"dynamic_shapes{place}: no dimension {wrong[0]!r}, the sample has {count} there")
+        elif isinstance(spec, tuple | list):
+            entries = dict(enumerate(spec))
+            if len(spec) != count:
+                raise ValueError(
+                    f"dynamic_shapes{place}: wanted one entry for each of {count} dimensions, got {len(spec)}"
+                )
+        else:
+            raise TypeError(
+                f"dynamic_shapes{place}: wanted None, or a dict, a tuple or a list by dimension, "
+                f"got {type(spec).__name__}"
+            )
+        for dimension, entry in entries.items():
+            size, here = tensor.shape[dimension], _place((*path, dimension))
+            if entry is None or entry is Dim.STATIC:
+                continue
+            if type(entry) is int:
+                if entry != size:
+                    raise ValueError(f"dynamic_shapes{here}: wanted the sample's {size}, got {entry}")
+            elif _is_dim(entry):
+                dimension %= count
+                name, leaf = self._name(entry, (*path, dimension)), self._leaf_of[id(tensor)]
+                low, high = _bounds(entry)
+                required = not isinstance(entry, type(Dim.AUTO)) or entry.type is not Dim.AUTO.type
+                made = DynamicDim(leaf, dimension, here, _words(entry), name, max(low, _LEAST), high, required)
+                if not (size < _LEAST and not required):  # Dim.AUTO: static there
+                    _check_sample(made, size)
+                    yield made
+            else:
+                raise TypeError(f"dynamic_shapes{here}: wanted None, a Dim or a number, got {entry!r}")
+
+    def _name(self, dim: Any, path: tuple) -> str:
+        own = getattr(dim, "__name__", "")
+        if own.isidentifier():
+            return own
+        keys = [self._names[path[0]] if isinstance(path[0], int) else path[0], *path[1:]]
+        return "_".join(map(str, keys))
+
+
+def _check_sample(made: DynamicDim, size: int) -> None:
+    if size < made.low or (made.high is not None and size > made.high):
+        bounds = f"from {made.low}" + ("" if made.high is None else f" to {made.high}")
+        raise ValueError(
+            f"dynamic_shapes{made.place}: wanted a sample of a size {bounds} for dimension {made.dim}, got {size}"
+        )
+
+
+def _check_names(found: tuple[DynamicDim, ...], leaves: list[Any]) -> None:
+    """One name, one size: also in the sample."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for each in found:
+        if each.leaf is None:
+            continue
+        size = leaves[each.leaf].shape[each.dimension]
+        first, place = sizes.setdefault(each.name, (size, each.place))
+        if first != size:
+            raise ValueError(
+                f"dynamic_shapes{each.place}: wanted the size that {each.dim} has at {place}, {first}, got {size}"
+            )
+
+
+def _place(path: tuple) -> str:
+    return "".join(f"[{key!r}]" for key in path)
+
+
+def _is_dim(value: Any) -> bool:
+    return isinstance(value, Dim) or (type(value) is type(Dim.AUTO) and value is not Dim.STATIC)
+
+
+def _words(dim: Any) -> str:
+    return getattr(dim, "__name__", None) or f"Dim.{dim.type.name}"
+
+
+def _bounds(dim: Any) -> tuple[int, int | None]:
+    """Of a named dimension they are sympy's numbers, and infinity has no digits."""
+    low, high = (str(bound) for bound in (dim.min, dim.max))
+    return int(low) if low.lstrip("-").isdigit() else _LEAST, int(high) if high.isdigit() else None

@@ -18,8 +18,8 @@ from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import FakeTensor, aten, storage_id
+from bridge.capture.inplace_rules import overlaps_itself
 from bridge.capture.observation import Output
-from bridge.capture.overlap import overlaps_itself
 from bridge.capture.passes.alias_analysis import aliased, written
 
 __all__ = ["SELECT_AT", "selected", "shared_views", "spell_selections"]

@@ -29,19 +29,18 @@ from bridge.base.errors import (
     swallowed,
 )
 from bridge.base.log import channel
-from bridge.capture.counters import Counted, Counter
 from bridge.capture.differences import differences, same_numbers
-from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.explain_error import explain_error
 from bridge.capture.inplace_rules import OTHER_NAME
 from bridge.capture.kept_state import KeptState, kept_state
-from bridge.capture.loops.listener import loops_found
 from bridge.capture.loops.rolled import draws_of, folded_of, writes
+from bridge.capture.numbers import Counted, Counter
 from bridge.capture.outputs import OTHER_FORM
 from bridge.capture.packed import PackedUseError
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
+from bridge.capture.sample import DynamicDim
 from bridge.capture.two_runs import FakeRecord, RealRun, fake_run_of, real_run_of
-from bridge.capture.unrolled import unrolled_rows
+from bridge.capture.unrolled import loops_found, unrolled_rows
 from bridge.guards import Undo, undo
 
 __all__ = ["SteadyCall", "steady_call"]

@@ -17,11 +17,10 @@ from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import pytree
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.captured import Captured
-from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.observation import Draw, Observation, Output, Parameter
 from bridge.capture.passes.stop_gradient import where_is
-from bridge.capture.symbolic_sizes import SymbolicSizes, at_sample
-from bridge.capture.sympy_extents import NotTranslatedError
+from bridge.capture.sample import DynamicDim
+from bridge.capture.symbolic_sizes import NotTranslatedError, SymbolicSizes, at_sample
 
 if TYPE_CHECKING:
     from bridge.capture.two_runs import FakeRecord, RealRun

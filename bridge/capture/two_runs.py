@@ -29,12 +29,10 @@ from bridge.base.torch_internals import (
 )
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
-from bridge.capture.cached_functions import CachedFunctions
 from bridge.capture.draw_recorder import DrawRecorder
-from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.functions import Functions
-from bridge.capture.generator_watch import generator_watch
-from bridge.capture.inplace_rules import InPlaceRules
+from bridge.capture.generator_watch import CachedFunctions, generator_watch
+from bridge.capture.inplace_rules import InPlaceRules, overlaps
 from bridge.capture.kept_state import KeptState
 from bridge.capture.loops.row_form import Folded
 from bridge.capture.observation import Observation
@@ -48,13 +46,11 @@ from bridge.capture.outputs import (
     whole_tensors,
     with_wholes,
 )
-from bridge.capture.overlap import overlaps
 from bridge.capture.own_functions import OwnFunctions
-from bridge.capture.own_leaves import copier, own_leaves, with_attributes
-from bridge.capture.prepared_twin import PreparedTwin
-from bridge.capture.protected import Protected
+from bridge.capture.prepared_twin import PreparedTwin, Protected, copier, own_leaves, with_attributes
 from bridge.capture.recorder import Recorder
 from bridge.capture.rows import Record, Value, memory_of, values_in
+from bridge.capture.sample import DynamicDim
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.twin import Twin
 from bridge.guards import Place, Reads, recorded_reads, told_otherwise

@@ -6,13 +6,16 @@ is told from a deep network by its weights: every step reads the same ones.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from bridge.base.errors import Unsupported
 from bridge.base.log import channel
 from bridge.capture.rows import Record, values_in
 
-__all__ = ["MOST_OPERATORS", "unrolled_rows"]
+__all__ = ["MOST_OPERATORS", "loops_found", "loops_tell", "unrolled_rows"]
 
 log = channel("dispatch")
 
@@ -44,3 +47,27 @@ def unrolled_rows(record: Record, parameters: int, forward: str) -> list[Unsuppo
         return []
     reason = f"{count} operators of steps that are not proven to be equal, at most {MOST_OPERATORS} are compiled"
     return [Unsupported("a long loop", forward, reason, _HINT)]
+
+
+# Listener for loops: who compiles a call is told as soon as it is seen to have loops, long before it is traced.
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def loops_tell(do: Callable[[], object]) -> Iterator[None]:
+    """While active, ``do`` is called in this thread when loops have been found in a recorded call."""
+    before = getattr(_thread, "do", None)
+    _thread.do = do
+    try:
+        yield
+    finally:
+        _thread.do = before
+
+
+def loops_found() -> None:
+    """Calls the innermost listener."""
+    do = getattr(_thread, "do", None)
+    if do is not None:
+        do()

@@ -1,7 +1,7 @@
 """``torch.compile(model, backend="tvm_dispatch")``: every graph that Dynamo finds, forward and backward, in TVM.
 
 Dynamo calls a backend with a graph of torch calls whose inputs are everything from outside: arguments, parameters,
-buffers. That graph is captured as a module would be (:mod:`bridge.capture.pipeline`), when it is first called, so
+buffers. That graph is captured as a module would be (:mod:`bridge.capture.record_call`), when it is first called, so
 random draws and in-place updates of buffers are eager's. A graph that cannot be had exactly runs as Dynamo's own
 ``"eager"`` backend would run it; :func:`graphs` tells which do, how often, and why.
 

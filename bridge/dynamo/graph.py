@@ -1,4 +1,4 @@
-"""Dynamo's graphs in the form that :mod:`bridge.capture.pipeline` takes: a module, its arguments, its buffers."""
+"""Dynamo's graphs in the form that :mod:`bridge.capture.record_call` takes: a module, its arguments, its buffers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Memoized lowering: equal calls of different modules share one lowered call; of twelve equal layers, one is lowered.
 
 A call is looked up in two steps. The *call key* is what it looks like before it is made: module classes, names and
-layouts of tensors, shared memory, arguments, modes. The *key of its record* (:mod:`bridge.capture.record_key`) is what
+layouts of tensors, shared memory, arguments, modes. The *key of its record* (:mod:`bridge.capture.record_call`) is what
 it does: the operators in order, their constants, which tensors they read and which the call returns, and what numbers
 Python code reads.
 

@@ -17,12 +17,10 @@ import torch
 
 from bridge.base.log import channel
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, schema
-from bridge.capture.loops.alive import evenly_alive
-from bridge.capture.loops.find import find_loops
+from bridge.capture.loops.find import evenly_alive, find_loops
 from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 from bridge.capture.loops.row_calls import COMPARING, CREATING, NotRolledError, calls_of, filled
-from bridge.capture.loops.row_form import Folded, FoldedCall, FoldedJoin, FoldedLoop, Source, fold
-from bridge.capture.loops.step_masks import FUSED
+from bridge.capture.loops.row_form import FUSED, Folded, FoldedCall, FoldedJoin, FoldedLoop, Source, fold
 from bridge.capture.observation import Draw
 from bridge.capture.rows import Record, Row, Value, form_of, mapped
 

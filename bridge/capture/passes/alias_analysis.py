@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
 
 from bridge.base.torch_internals import OpOverload, schema
 
-__all__ = ["Aliases", "aliased", "is_detach", "is_view", "written"]
+__all__ = ["AUTOCAST", "ROW", "STOPPED", "Aliases", "aliased", "is_detach", "is_view", "told", "written"]
 
 
 def _schema_arguments(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
@@ -121,3 +122,21 @@ class Aliases:
             return True
         users = {user for member in members for user in member.users if self.order[user] > self.order[moment]}
         return any(not writes or any(self.root[target] is members[0] for target in written(user)) for user in users)
+
+
+# What the nodes of a training graph are told of the rows that they are from: keys of ``meta`` that passes hand on.
+
+
+ROW = "row"
+"""The index of the row."""
+STOPPED = "stopped"
+"""Present where autograd does not follow an operator that it would follow, since grad mode is off."""
+AUTOCAST = "autocast"
+"""What autocast does where the operator stands."""
+
+_KEYS = ("stack_trace", "nn_module_stack", ROW, STOPPED, AUTOCAST)
+
+
+def told(node: fx.Node) -> dict[str, Any]:
+    """What a node that stands in the place of another one, or before it, has of that one's ``meta``."""
+    return {key: node.meta[key] for key in _KEYS if key in node.meta}

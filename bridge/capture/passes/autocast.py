@@ -5,7 +5,7 @@ each operator runs once more on fake tensors under the autocast setting of its r
 puts before it; they become ``_to_copy`` nodes. Then the operator runs on the cast arguments without autocast, and must
 do the very same. Operators of which a GPU's autocast asks for results in float32 instead (sums, norms, softmaxes) are
 given that ``dtype``. A composite operator inside which autocast goes on casting (a recurrent layer, ``einsum``) is
-taken apart (:mod:`bridge.capture.passes.composites`); any other one is refused by name.
+taken apart (:mod:`bridge.capture.passes.autocast`); any other one is refused by name.
 
 Eager keeps the cast of a float32 parameter until the outermost autocast context ends, so that its gradients are added
 up in the lower precision: the record says of each row which parameters were cast there, anew. Anything else, or with
@@ -14,6 +14,7 @@ up in the lower precision: the record says of each row which parameters were cas
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.modes import autocast_to
@@ -31,17 +33,30 @@ from bridge.base.torch_internals import (
     FakeTensorMode,
     OpOverload,
     aten,
+    implements_composite,
     python_kernels,
     pytree,
     schema,
 )
+from bridge.base.torch_shapes import environment, expression, fixed, is_decided
 from bridge.capture.isolated_rng import watched_operators
-from bridge.capture.passes.call_kinds import kind_key
-from bridge.capture.passes.composites import expand, is_composite
-from bridge.capture.passes.told import AUTOCAST, ROW, STOPPED, told
+from bridge.capture.passes.alias_analysis import AUTOCAST, ROW, STOPPED, told
 from bridge.capture.rows import Row, at_hints
+from bridge.state import constant_key
 
-__all__ = ["Place", "autocast_of_row", "cast_all", "spell_out_casts", "without_casts"]
+__all__ = [
+    "Place",
+    "autocast_of_row",
+    "cast_all",
+    "expand",
+    "form",
+    "is_composite",
+    "is_of_sizes",
+    "kind_key",
+    "requires_grad",
+    "spell_out_casts",
+    "without_casts",
+]
 
 #: The user's own casts: autocast leaves them alone.
 _CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
@@ -330,3 +345,103 @@ def _stand_in(value: FakeTensor, dtype: torch.dtype | None = None, mode: FakeTen
 
 def _dtypes(value: Any) -> list[torch.dtype]:
     return [leaf.dtype for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+# Composite operators inside which autocast casts → the operators that they are made of.
+#
+# A recurrent layer, ``einsum`` or ``multi_dot`` reaches autocast only through the products that it calls. Run on fake
+# tensors under the autocast setting of its place, such an operator shows what it does there, casts included; that takes
+# its place in the graph.
+
+
+def is_composite(node: fx.Node) -> bool:
+    """Whether an operator is defined, derivative included, by the operators that it calls."""
+    return implements_composite(node.target)
+
+
+def expand(node: fx.Node, values: dict[fx.Node, torch.Tensor], setting: torch.dtype | None) -> list[fx.Node] | None:
+    """Replaces a call of a composite operator by what it does, and returns the new nodes in order.
+
+    Args:
+        node: a call in a training-IR graph; it is erased.
+        values: fake tensors for the tensors among its arguments.
+        setting: what autocast casts to where it stands, ``None`` if it is off.
+
+    ``None``, and nothing is changed, if part of what it does is out of sight below autograd: a ``detach``, or nothing
+    taken apart at all.
+    """
+    sources = list(values)
+    mode = next(iter(values.values())).fake_mode
+
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        of = dict(zip(sources, tensors, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: of.get(source, source.meta.get("val")))
+        return pytree.tree_leaves(node.target(*args, **kwargs))
+
+    autocast = autocast_to(setting, cache_enabled=False)
+    with mode, torch.no_grad(), autocast:
+        inner = make_fx(run)(*values.values()).graph
+    calls = [each for each in inner.nodes if each.op == "call_function"]
+    if any(each.target in (aten.detach.default, node.target) for each in calls):
+        return None
+    if any(each.op not in ("placeholder", "call_function", "output") for each in inner.nodes):
+        return None
+    return _put_in_place(node, inner, sources)
+
+
+def _put_in_place(node: fx.Node, inner: fx.Graph, sources: list[fx.Node]) -> list[fx.Node]:
+    copied: dict[fx.Node, fx.Node] = {}
+    remaining = iter(sources)
+    with node.graph.inserting_before(node):
+        for each in inner.nodes:
+            if each.op == "placeholder":
+                copied[each] = next(remaining)
+            elif each.op == "call_function":
+                copied[each] = made = node.graph.node_copy(each, copied.__getitem__)
+                made.meta = {"val": each.meta.get("val"), **told(node)}
+    results = [copied[result] for result in inner.output_node().args[0]]
+    for user in list(node.users):
+        if user.target is operator.getitem:
+            user.replace_all_uses_with(results[user.args[1]])
+            node.graph.erase_node(user)
+    node.replace_all_uses_with(results[0])
+    node.graph.erase_node(node)
+    return [each for each in copied.values() if each not in sources]
+
+
+# Kinds of calls: calls of one operator that are alike → one key: the same constants, tensors of the same layout.
+
+
+def kind_key(node: fx.Node) -> tuple:
+    """Hashable and equal for calls of one kind, as long as their graphs live; the values that they read are tensors."""
+    return node.target, _key((node.args, node.kwargs), tuple(node.all_input_nodes))
+
+
+def _key(value: Any, sources: Sequence[fx.Node]) -> Any:
+    """Hashable: constants, the layouts of tensors, and which of them are the same one."""
+    if isinstance(value, fx.Node) and is_of_sizes(value):
+        return "size", fixed(value.meta["val"])
+    if isinstance(value, fx.Node):
+        return "tensor", sources.index(value), form(value.meta["val"]), requires_grad(value)
+    if isinstance(value, tuple | list):
+        return "list", tuple(_key(item, sources) for item in value)
+    if isinstance(value, dict):
+        return "dict", tuple((name, _key(item, sources)) for name, item in value.items())
+    key = constant_key(value)
+    return ("object", id(value)) if key is None else key
+
+
+def form(value: torch.Tensor) -> tuple:
+    """Hashable: symbolic sizes by their expressions."""
+    return tuple(map(fixed, value.shape)), tuple(map(fixed, value.stride())), value.dtype, value.device
+
+
+def requires_grad(source: fx.Node) -> bool:
+    """Whether a decomposition sees that a tensor requires grad: it runs on what the graph is given, under no_grad."""
+    return source.op == "placeholder" and source.meta["val"].requires_grad
+
+
+def is_of_sizes(node: fx.Node) -> bool:
+    """Whether a call gives a number that the sizes of the arguments decide."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.SymInt | torch.SymFloat) and is_decided(environment(value), expression(value))

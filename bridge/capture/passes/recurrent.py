@@ -16,8 +16,8 @@ from torch import fx
 
 from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import FakeTensor, aten, schema
-from bridge.capture.passes.composites import expand
-from bridge.capture.passes.told import told
+from bridge.capture.passes.alias_analysis import told
+from bridge.capture.passes.autocast import expand
 
 __all__ = ["LAYERED", "RECURRENT_LAYERS", "keep_layers_whole"]
 

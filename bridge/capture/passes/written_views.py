@@ -17,8 +17,7 @@ from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import aten, storage_id
-from bridge.capture.passes.alias_analysis import aliased, written
-from bridge.capture.passes.told import told
+from bridge.capture.passes.alias_analysis import aliased, told, written
 
 __all__ = ["write_through_views"]
 

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from bridge.base.torch_internals import aten
-from bridge.capture.passes.cells import CELLS
+from bridge.capture.passes.decompositions import CELLS
 
 
 @pytest.mark.parametrize("biases", [True, False])

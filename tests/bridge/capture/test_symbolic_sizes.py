@@ -14,7 +14,7 @@ from torch.utils._sympy import functions as torch_sympy
 from autodiff.extents import ExtentScope
 from bridge import UnsupportedModule
 from bridge.capture import capture, dynamic_dims
-from bridge.capture.sympy_extents import NotTranslatedError, extent_of, holds
+from bridge.capture.symbolic_sizes import NotTranslatedError, extent_of, holds
 from tests.bridge.symbolic import assert_as_eager, imported
 
 ROWS, COLUMNS = Dim("rows"), Dim("columns")

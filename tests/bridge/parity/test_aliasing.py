@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.capture.overlap import share_elements
+from bridge.capture.inplace_rules import share_elements
 from tests.bridge.compare import Function, check_module
 
 
