@@ -22,7 +22,8 @@ from torch import nn
 
 from bridge.base.checkpoint_frames import checkpoint_frame
 from bridge.base.devices import HOST
-from bridge.base.torch_internals import COMPILED_CALL, pytree
+from bridge.base.torch_internals import pytree
+from bridge.capture.twin import Twin
 
 __all__ = [
     "Counted",
@@ -32,7 +33,6 @@ __all__ = [
     "is_number",
     "number_tensor",
     "refusing_all_use",
-    "twin_of",
     "with_number_inputs",
 ]
 
@@ -111,7 +111,7 @@ def with_number_inputs(
     """
     if "forward" in module.__dict__:
         raise NotArithmeticError("a forward of the module's own, which is not bound to a twin")
-    twin = twin_of(module)
+    twin = Twin(module, lambda tensor: tensor).module
     run = twin.forward
     owners = {place: twin.get_submodule(place.path) for place in places if place.leaf is None}
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -140,20 +140,6 @@ def with_number_inputs(
 
     twin.__dict__["forward"] = forward
     return twin, (tuple(tensors), *args)
-
-
-def twin_of(root: nn.Module) -> nn.Module:
-    """A module tree with the same tensors and attributes, whose registries and attributes can be set by themselves."""
-    twins: dict[nn.Module, nn.Module] = {}
-    for module in root.modules():
-        twin = twins[module] = object.__new__(type(module))
-        twin.__dict__.update(module.__dict__)
-        twin.__dict__.pop(COMPILED_CALL, None)
-        for registry in ("_parameters", "_buffers"):
-            twin.__dict__[registry] = dict(module.__dict__[registry])
-    for module, twin in twins.items():
-        twin.__dict__["_modules"] = {name: child and twins[child] for name, child in module._modules.items()}
-    return twins[root]
 
 
 #: What Python may ask of a number, besides the arithmetic that a stand-in has.

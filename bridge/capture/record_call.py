@@ -25,12 +25,11 @@ from bridge.capture.sample import DynamicDim, refuse_numbers
 from bridge.capture.steady_call import SteadyCall, steady_call
 from bridge.capture.symbolic_sizes import each_mapped
 from bridge.capture.thread_isolation import recording
-from bridge.state import constant_key, generators_put_back
+from bridge.state import constant_key
 
 __all__ = ["RecordedCall", "capture", "key_of_sizes", "observed_key", "record_call", "record_key"]
 
 
-@generators_put_back()
 def record_call(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()
 ) -> RecordedCall:

@@ -26,6 +26,7 @@ from bridge.base.torch_internals import (
     len_function_stack,
 )
 from bridge.base.torch_shapes import pooled_by_division
+from bridge.state import generators_put_back
 
 __all__ = [
     "CAPTURES",
@@ -44,7 +45,8 @@ def recording() -> Iterator[None]:
     """Around the runs of a module's twin: dispatched modules that this thread calls run eager, uncounted."""
     with ExitStack() as stack:
         stack.enter_context(one_capture_at_a_time())
-        stack.enter_context(_generators_put_back())
+        stack.enter_context(generators_put_back())
+        stack.enter_context(_seeds_put_back())
         stack.enter_context(pooled_by_division())
         stack.enter_context(marked_capturing())
         yield
@@ -52,7 +54,7 @@ def recording() -> Iterator[None]:
 
 
 @contextmanager
-def _generators_put_back() -> Iterator[None]:
+def _seeds_put_back() -> Iterator[None]:
     """Undoes what a seed set by the traced code does to the default generators, those of GPUs included.
 
     Fake tensors draw nothing. A generator that has merely moved on was moved by another thread: put back, it would give

@@ -29,7 +29,7 @@ from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.thread_isolation import recording
 from bridge.capture.two_runs import FakeRecord, real_run_of
 from bridge.guards import undo
-from bridge.state import constant_key, generators_put_back
+from bridge.state import constant_key
 
 if TYPE_CHECKING:
     from bridge.capture.two_runs import RealRun
@@ -232,7 +232,6 @@ log = channel("dispatch")
 __all__ = ["looped_run", "run_of_any_length"]
 
 
-@generators_put_back()
 def looped_run(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LoopedCall | None:
     """One run of a call, if that is all that is to be known of it: it has loops, and sets no Python state."""
     with recording(), undo() as before:

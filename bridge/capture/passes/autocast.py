@@ -47,7 +47,6 @@ from bridge.state import constant_key
 __all__ = [
     "Place",
     "autocast_of_row",
-    "cast_all",
     "expand",
     "form",
     "is_composite",
@@ -60,17 +59,6 @@ __all__ = [
 
 #: The user's own casts: autocast leaves them alone.
 _CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
-
-
-def spell_out_casts(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
-    """Rewrites a training graph in place as described above, each node as :func:`autocast_of_row` says of its row.
-
-    Args:
-        requires_grad: whether a placeholder's tensor requires grad.
-    """
-    problems: list[Unsupported] = []
-    cast_all(graph, Place(None), requires_grad, problems)
-    return problems
 
 
 def autocast_of_row(row: Row, cast: Collection[fx.Node]) -> Place:
@@ -89,8 +77,7 @@ class Place:
 
     Attributes:
         dtype: what autocast casts to, ``None`` if it is off.
-        caches: whether it keeps the casts of parameters. Not known of a region, whose setting ``torch.export`` traces
-            with the cache turned off; casts at each use are the more precise ones.
+        caches: whether it keeps the casts of parameters.
         anew: parameters that it cast here although it keeps casts: for the first time, or since it lost those it had.
     """
 
@@ -99,12 +86,13 @@ class Place:
     anew: frozenset[fx.Node] = frozenset()
 
 
-def cast_all(
-    graph: fx.Graph,
-    around: Place,
-    requires_grad: Callable[[fx.Node], bool],
-    problems: list[Unsupported],
-) -> None:
+def spell_out_casts(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    """Rewrites a training graph in place as described above, each node as :func:`autocast_of_row` says of its row.
+
+    Args:
+        requires_grad: whether a placeholder's tensor requires grad.
+    """
+    problems: list[Unsupported] = []
     shared: dict[fx.Node, tuple[fx.Node, int | None]] = {}
     known = _KnownCasts()
     lowered: dict[fx.Node, torch.dtype] = {}
@@ -127,10 +115,8 @@ def cast_all(
         return made
 
     for node in list(graph.nodes):
-        place = node.meta.get(AUTOCAST, around)
-        if node.op != "call_function":
-            continue
-        if place.dtype is None or not isinstance(node.target, OpOverload):
+        place = node.meta.get(AUTOCAST)
+        if place is None or place.dtype is None or not isinstance(node.target, OpOverload):
             continue
         done = known.of(node, place.dtype, problems)
         if done is None:
@@ -148,6 +134,7 @@ def cast_all(
         if replaced:
             node.args = fx.map_arg(node.args, lambda source, to=replaced: to.get(source, source))
             node.kwargs = fx.map_arg(node.kwargs, lambda source, to=replaced: to.get(source, source))
+    return problems
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import fx
 
 from bridge.base.devices import working_for
 from bridge.base.torch_internals import FakeTensorMode, aten
-from bridge.capture.passes.autocast import Place, cast_all
+from bridge.capture.passes.autocast import Place, spell_out_casts
 
 WIDENED = {
     "sum": (aten.sum.default, ()),
@@ -38,6 +38,7 @@ def graph_of(mode, target, args, dtype):
     graph = fx.Graph()
     x = graph.placeholder("x")
     node = graph.call_function(target, (x, *args))
+    node.meta["autocast"] = Place(torch.bfloat16)
     graph.output(node)
     with mode, torch.autocast("cuda", torch.bfloat16):
         x.meta["val"] = torch.empty(4, 4, dtype=dtype, device="cuda")
@@ -50,9 +51,7 @@ def graph_of(mode, target, args, dtype):
 def test_results_are_asked_for_in_float32(name, dtype, gpu):
     target, args = WIDENED[name]
     module, node = graph_of(gpu, target, args, dtype)
-    problems = []
-    cast_all(module.graph, Place(torch.bfloat16), lambda _: False, problems)
-    assert problems == []
+    assert spell_out_casts(module.graph, lambda _: False) == []
     assert node.target.overloadpacket is target.overloadpacket
     assert node.kwargs.get("dtype", dtype) is torch.float32
     torch.manual_seed(0)
@@ -63,7 +62,5 @@ def test_results_are_asked_for_in_float32(name, dtype, gpu):
 
 def test_doubles_are_left_alone(gpu):
     module, node = graph_of(gpu, aten.sum.default, (), torch.float64)
-    problems = []
-    cast_all(module.graph, Place(torch.bfloat16), lambda _: False, problems)
-    assert problems == []
+    assert spell_out_casts(module.graph, lambda _: False) == []
     assert node.kwargs == {} and node.target is aten.sum.default
