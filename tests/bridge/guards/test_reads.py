@@ -27,6 +27,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge.capture import record_call
+from bridge.guards import Reads
 
 
 class Slots:
@@ -408,3 +410,42 @@ def test_a_profiler_of_the_users_goes_on():
         assert sys.getprofile() is hear
     finally:
         sys.setprofile(None)
+
+
+class Steps(nn.Module):
+    """Calls a part step by step; a step may set what the next one reads."""
+
+    def __init__(self, steps, sets):
+        super().__init__()
+        self.norm, self.steps, self.sets = nn.LayerNorm(4), steps, sets
+
+    def forward(self, x):
+        for step in range(self.steps):
+            x = self.norm(x)
+            if self.sets and step == 1:
+                self.norm.later = LATER
+        return x * getattr(self.norm, "later", LATER)["k"]
+
+
+LATER = {"k": 2.0}
+
+
+def test_steps_are_followed_once(monkeypatch):
+    followed, look = [], Reads._look_once
+    monkeypatch.setattr(Reads, "_look_once", lambda reads, frame: (followed.append(frame.code), look(reads, frame)))
+    counts = []
+    for steps in (4, 4, 40):  # the first call imports
+        followed.clear()
+        record_call(Steps(steps, sets=False), (torch.randn(3, 4),), {})
+        counts.append(len(followed))
+    assert counts[1] == counts[2] > 0
+
+
+def test_what_a_step_sets_is_read_by_the_next(monkeypatch):
+    module, x = Steps(4, sets=True), torch.randn(3, 4)
+    module.norm.later = LATER
+    add_tvm_dispatch(module, x)
+    module(x)
+    monkeypatch.setitem(LATER, "k", 3.0)
+    assert torch.allclose(module(x), F.layer_norm(x, (4,)) * 3.0, atol=1e-4)
+    assert stats(module).hits == 1 and stats(module).misses
