@@ -15,7 +15,7 @@ from bridge.capture.inplace_rules import overlaps_itself
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.state import own_attributes, tensor_problem
 
-__all__ = ["MAX_BYTES", "Copies", "TensorContents", "copied_call"]
+__all__ = ["Copies", "copied_call"]
 
 
 @contextmanager

@@ -40,11 +40,10 @@ from bridge.capture.known_fakes import KnownCalls
 from bridge.capture.observation import Output
 from bridge.capture.own_functions import function_running
 from bridge.capture.packed import PackedSequences
-from bridge.capture.readings import COUNTS, FORMS, line_of_reading
+from bridge.capture.readings import COUNTS, FORMS, SharedArrays, line_of_reading, tensor_of
 from bridge.capture.recorder import Recorder
 from bridge.capture.select_at import selected, shared_views
 from bridge.capture.whole_functions import HANDLERS
-from bridge.capture.whole_reads import SharedArrays, tensor_of
 
 __all__ = ["Functions"]
 

@@ -32,7 +32,6 @@ __all__ = [
     "NumberPlace",
     "is_number",
     "number_tensor",
-    "refusing_all_use",
     "with_number_inputs",
 ]
 

@@ -43,12 +43,10 @@ __all__ = [
     "WITH_GRADIENT",
     "Applied",
     "Inside",
-    "NotedContext",
     "OwnFunctions",
     "Use",
     "backward_running",
     "function_running",
-    "tensors_in",
 ]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")

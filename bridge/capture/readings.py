@@ -11,12 +11,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 
 from bridge.base.devices import HOST
-from bridge.base.errors import TORCH_DIR, is_user_file, line_of
+from bridge.base.errors import TORCH_DIR, Unsupported, is_user_file, line_of
 from bridge.capture.prepared_twin import PreparedTwin
 
 __all__ = [
@@ -24,10 +26,12 @@ __all__ = [
     "FORMS",
     "Reading",
     "ReadsDifferError",
+    "SharedArrays",
     "frozen",
     "line_of_reading",
     "numbers_of",
     "same_numbers",
+    "tensor_of",
 ]
 
 
@@ -253,3 +257,67 @@ FORMS: dict[Any, Callable[..., Any]] = {
 }
 """Functions whose results are as long as numbers say → how they are spelled with these numbers: which number (of
 :data:`COUNTS`) of which tensor → that number, and the arguments → the result, or ``NotImplemented``."""
+
+
+# Whole reads: all numbers of a tensor at once, as text, as a numpy array, as elements of another tensor.
+#
+# Text and arrays are those that eager makes; the numbers in them are read like any others. A tensor that is made of
+# others (``torch.tensor([n, 2 * n])``), whose numbers torch reads in C++, is computed of them.
+
+
+class SharedArrays:
+    """Arrays that Python was given, which share memory with tensors."""
+
+    def __init__(self) -> None:
+        self._arrays: list[tuple[np.ndarray, np.ndarray, str]] = []
+
+    def add(self, array: np.ndarray, where: str) -> np.ndarray:
+        """Notes what an array holds, and the line that asks for it; returns a copy of that."""
+        self._arrays.append((array, array.copy(), where))
+        return self._arrays[-1][1]
+
+    def written(self) -> list[Unsupported]:
+        """Those that hold other numbers by now."""
+        reason = "an array that shares memory with a tensor is written, or the tensor is"
+        hint = "compute it with torch, or on a copy: x.clone().numpy()"
+        changed = [where for array, before, where in self._arrays if array.tobytes() != before.tobytes()]
+        return [Unsupported("Tensor.numpy", where, reason, hint) for where in changed]
+
+
+def tensor_of(data: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor | None:
+    """``torch.tensor(data)`` of nested lists of numbers and tensors of one element, computed of these; ``None`` where
+    there is none of them, or where torch has other rules."""
+    shape, flat = _flat(data)
+    tensors = [each for each in flat if isinstance(each, torch.Tensor)]
+    if shape is None or not tensors or isinstance(data, torch.Tensor):
+        return None
+    kinds = [each.dtype if isinstance(each, torch.Tensor) else _TYPES.get(type(each)) for each in flat]
+    if None in kinds or any(each.numel() != 1 for each in tensors):
+        return None
+    kinds = [torch.get_default_dtype() if kind is float else kind for kind in kinds]
+    dtype = reduce(torch.promote_types, kinds) if dtype is None else dtype
+    if any(torch.promote_types(each.dtype, dtype) != dtype for each in tensors):
+        return None
+    with torch.no_grad():
+        parts = [
+            each.detach().reshape(()).to(device, dtype)
+            if isinstance(each, torch.Tensor)
+            else torch.full((), each, dtype=dtype, device=device)
+            for each in flat
+        ]
+        return torch.stack(parts).reshape(shape)
+
+
+_TYPES: dict[type, Any] = {bool: torch.bool, int: torch.int64, float: float}
+"""Of Python's numbers; that of a float is the default one."""
+
+
+def _flat(data: Any) -> tuple[tuple[int, ...] | None, list[Any]]:
+    """The shape of nested lists, ``None`` if they are ragged, and what they hold."""
+    if not isinstance(data, list | tuple):
+        return (), [data]
+    parts = [_flat(each) for each in data]
+    shapes = {shape for shape, _ in parts}
+    if len(shapes) != 1 or None in shapes:
+        return None, []
+    return (len(data), *shapes.pop()), [each for _, flat in parts for each in flat]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -26,6 +27,7 @@ from bridge.base.torch_shapes import hint
 from bridge.capture.explain_error import shape_by_numbers
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT
 from bridge.capture.readings import Reading
+from bridge.capture.rows import Read
 from bridge.state import ModuleTensor
 
 __all__ = [
@@ -304,6 +306,35 @@ def _forget(graph: fx.Graph, read: Sequence[fx.Node | None], left: Sequence[fx.N
     for node in reversed(list(graph.nodes)):
         if node in nodes and not node.users:
             graph.erase_node(node)
+
+
+_MOST_GUARDED = {str: 1000, np.ndarray: 0}
+"""How many numbers a call compares for a text (torch shows so many whole), and for an array."""
+_WORDS = {
+    str: ("the text of a tensor", "too many numbers to compare at each call", "print outside of forward"),
+    np.ndarray: (
+        "Tensor.numpy",
+        "what numpy computes is not in a graph; a compiled call would repeat the sample's numbers for ever",
+        "compute it with torch, or outside of forward",
+    ),
+}
+
+
+def too_many(reads: Sequence[Read], nodes: Sequence[Any], bound: Mapping[str, int]) -> list[Unsupported]:
+    """Texts and arrays of more numbers than a call is to compare, where these are no constants.
+
+    Args:
+        nodes: of the numbers, in the functional graph.
+        bound: the graph's placeholders of inputs, by name.
+    """
+    found = []
+    for each, node in zip(reads, nodes, strict=True):
+        limit = _MOST_GUARDED.get(type(each.given))
+        if limit is not None and each.reading.count > limit and isinstance(node, fx.Node):
+            if constant(node, bound) is None:
+                op, reason, hint = _WORDS[type(each.given)]
+                found.append(Unsupported(op, each.reading.where, reason, hint))
+    return found
 
 
 def uncounted(

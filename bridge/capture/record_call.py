@@ -27,7 +27,7 @@ from bridge.capture.symbolic_sizes import each_mapped
 from bridge.capture.thread_isolation import recording
 from bridge.state import constant_key
 
-__all__ = ["RecordedCall", "capture", "key_of_sizes", "observed_key", "record_call", "record_key"]
+__all__ = ["RecordedCall", "capture", "record_call"]
 
 
 def record_call(

@@ -31,7 +31,7 @@ from bridge.capture.observation import Observation
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.passes.autocast import spell_out_casts, without_casts
 from bridge.capture.passes.stop_gradient import link_functions, prepare
-from bridge.capture.recomputed import recomputed, uncounted
+from bridge.capture.recomputed import recomputed, too_many, uncounted
 from bridge.capture.rows import Record
 from bridge.capture.sample import DynamicDim
 from bridge.capture.select_at import spell_selections
@@ -39,7 +39,6 @@ from bridge.capture.steady_call import SteadyCall
 from bridge.capture.symbolic_capture import recorded_with_extents
 from bridge.capture.training_graph import training_graph
 from bridge.capture.two_runs import FakeRecord, RealRun
-from bridge.capture.whole_reads import too_many
 from bridge.state import tensor_problem
 
 __all__ = ["captured_of", "captured_of_any_length"]

@@ -26,7 +26,7 @@ from bridge.capture.passes.recurrent import LAYERED
 from bridge.capture.rows import Form, Record, Row, Value, at_hints, mapped, renamed
 from bridge.capture.sample import DynamicDim
 
-__all__ = ["FORMULAS", "POOLINGS", "Symbols", "has_symbols", "symbolic_leaf"]
+__all__ = ["POOLINGS", "Symbols", "symbolic_leaf"]
 
 _SLICE = aten.slice.Tensor
 _END = 2**63 - 1

@@ -22,16 +22,7 @@ from bridge.base.torch_shapes import conclusions, environment, expression, is_de
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter
 from bridge.capture.sample import DynamicDim
 
-__all__ = [
-    "NotTranslatedError",
-    "SymbolicSizes",
-    "TensorForm",
-    "at_sample",
-    "each_mapped",
-    "equal_symbols",
-    "extent_of",
-    "holds",
-]
+__all__ = ["NotTranslatedError", "SymbolicSizes", "TensorForm", "at_sample", "each_mapped", "extent_of", "holds"]
 
 _LEAST = 2
 _SPECIAL = 'dispatch it without dynamic_shapes for that dimension: on_miss="compile" makes an entry for each size'

@@ -30,10 +30,8 @@ from bridge.state import generators_put_back
 
 __all__ = [
     "CAPTURES",
-    "changes_of_generators",
     "is_capturing",
     "is_traced_here",
-    "marked_capturing",
     "note_change_of_generator",
     "one_capture_at_a_time",
     "recording",

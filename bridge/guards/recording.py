@@ -31,7 +31,7 @@ from bridge.guards.watched import ABSENT, Place, class_entry
 
 __all__ = ["Reads", "profiled"]
 
-_RUN_FORWARD = ("generator_watch.py", "prepared_twin.py", "derived_attributes.py")
+_RUN_FORWARD = ("generator_watch.py", "prepared_twin.py")
 """Files of this package that call what forward calls."""
 _OPTIMIZED = 0x2
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device)

@@ -31,18 +31,7 @@ from bridge.capture.loops.row_calls import Call, Calls, Made, NotRolledError
 from bridge.capture.observation import Draw, StepMasks
 from bridge.capture.rows import Row, Value
 
-__all__ = [
-    "FUSED",
-    "Folded",
-    "FoldedCall",
-    "FoldedJoin",
-    "FoldedLoop",
-    "Origin",
-    "Source",
-    "draw_of_steps",
-    "dropping",
-    "fold",
-]
+__all__ = ["FUSED", "Folded", "FoldedCall", "FoldedJoin", "FoldedLoop", "Origin", "Source", "dropping", "fold"]
 
 Source = tuple
 """Where a tensor comes from, see above."""

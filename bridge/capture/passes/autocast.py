@@ -44,18 +44,7 @@ from bridge.capture.passes.alias_analysis import AUTOCAST, ROW, STOPPED, told
 from bridge.capture.rows import Row, at_hints
 from bridge.state import constant_key
 
-__all__ = [
-    "Place",
-    "autocast_of_row",
-    "expand",
-    "form",
-    "is_composite",
-    "is_of_sizes",
-    "kind_key",
-    "requires_grad",
-    "spell_out_casts",
-    "without_casts",
-]
+__all__ = ["Place", "autocast_of_row", "expand", "spell_out_casts", "without_casts"]
 
 #: The user's own casts: autocast leaves them alone.
 _CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)

@@ -26,7 +26,7 @@ from bridge.capture.passes.attention import choose_for_learned_masks
 from bridge.capture.passes.recurrent import keep_layers_whole
 from bridge.capture.passes.written_views import write_through_views
 
-__all__ = ["STOP_GRADIENT", "link_functions", "prepare", "where_is", "write_straight_through"]
+__all__ = ["STOP_GRADIENT", "link_functions", "prepare", "where_is"]
 
 _library = torch.library.Library("tvm_dispatch", "DEF")
 _library.define("stop_gradient(Tensor x) -> Tensor")
