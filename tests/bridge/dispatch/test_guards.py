@@ -13,6 +13,7 @@ from bridge import add_tvm_dispatch, explain, stats
 from bridge.base.tensor_properties import tensor_checks
 from bridge.compile import CallLibrary
 from bridge.dispatch.guards import Guard
+from bridge.state import write_counter
 from tests.bridge.compare import Call, as_call, assert_same, run
 from tests.bridge.models import MLP
 from tests.device import DEVICE
@@ -364,6 +365,7 @@ FEW_FRAMES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.skipif(write_counter() is None, reason="this Python counts no writes: reads are compared one by one")
 @pytest.mark.parametrize("name", list(FEW_FRAMES))
 def test_a_hit_runs_few_frames_of_python(name):
     """Twenty, one for each instruction, and one more for each that is a function of the library."""

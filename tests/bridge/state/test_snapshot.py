@@ -105,15 +105,11 @@ def activation(self, x):
 
 STATE = {
     field: "self.state",
-    list_in_an_object: "self.state",
-    list_in_a_dict: "self.nested",
     array: "self.array",
     recent: "self.recent",
     global_number: "global 'COUNT'",
-    global_list: "global 'LOG'",
     class_number: "attribute 'total' of class",
     other_file: "global 'tests.bridge.settings.SCALE'",
-    activation: "self.state",
     _counting(): "variable 'calls' around",
 }
 
@@ -140,6 +136,26 @@ def test_state_that_every_call_changes_is_refused_and_put_back(forward):
     refused(forward, STATE[forward])
     if hasattr(forward, "calls"):
         assert forward.calls() == 0
+
+
+@pytest.mark.parametrize(
+    "forward", [list_in_an_object, list_in_a_dict, global_list, activation], ids=lambda forward: forward.__name__
+)
+def test_what_each_call_appends_or_sets_anew_is_done_by_hits(forward):
+    kind = type("Changes", (Holds,), {"forward": forward})
+    x, seen = torch.ones(2, 6), []
+    for is_dispatched in (False, True):
+        torch.manual_seed(0)
+        module = kind()
+        before = str(_seen(module))
+        if is_dispatched:
+            add_tvm_dispatch(module, x)
+        assert str(_seen(module)) == before
+        for _ in range(2):
+            module(x)
+        seen.append(str(_seen(module)))
+        LOG.clear()
+    assert seen[0] == seen[1] and stats(module).hits == 2
 
 
 TOTAL = torch.zeros(4)
