@@ -101,7 +101,8 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  tangents' places; between two steps of ``differentiate``
 ``operator``                                     name:str, arguments:str, tensors.. -> the result (a tuple of them) of
                                                  the library's operator of that name; arguments is JSON
-                                                 ``[args, kwargs]`` in which ``{"$tensor": i}`` is the i-th tensor
+                                                 ``[args, kwargs]`` in which ``{"$tensor": i}`` is the i-th tensor,
+                                                 which may be a size that varies as well
 ``operator_vjp``                                 name:str, arguments:str, wanted:int, (outputs), tensors.., gradients..
                                                  -> gradient of tensor ``wanted``, given one gradient for each listed
                                                  output; the library's own derivative, computing the operator again

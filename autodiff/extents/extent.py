@@ -17,7 +17,7 @@ from tvm import tirx
 from tvm.tirx import IntImm
 
 from autodiff.extents.guard import Guard
-from autodiff.extents.polynomial import Composite, Symbol, Terms, add, constant, divide, multiply, text
+from autodiff.extents.polynomial import Composite, Symbol, Terms, add, constant, divide, multiply, symbols_of, text
 from autodiff.extents.ranges import Range, range_of
 from autodiff.extents.to_tir import to_tir
 
@@ -192,6 +192,11 @@ class Extent:
     def sample(self) -> int:
         """What it is in the call that is lowered; guards nothing."""
         return self.scope._sample(self.terms)
+
+    @property
+    def symbols(self) -> frozenset[Symbol]:
+        """The symbols that it depends on."""
+        return symbols_of(self.terms)
 
     @property
     def linear(self) -> tuple[Symbol, int, int] | None:

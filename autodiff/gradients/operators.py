@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm import relax
 
 from autodiff.gradients.registry import Emit, library_gradient
-from autodiff.ir import Call, Expr, ShapeExpr, TupleGetItem, TupleType, Var, is_float
+from autodiff.ir import Call, Expr, ShapeExpr, TensorType, TupleGetItem, TupleType, Var, is_float
 from autodiff.library import call as library_call
 
 __all__ = []
@@ -23,7 +23,8 @@ def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     partials = []
     for index, tensor in enumerate(tensors):
         args = [name, arguments, relax.prim_value(index), ShapeExpr(outputs), *tensors, *grads]
-        partials.append(library_call("operator_vjp", args, tensor.ty) if is_float(tensor) else None)
+        is_followed = isinstance(tensor.ty, TensorType) and is_float(tensor)
+        partials.append(library_call("operator_vjp", args, tensor.ty) if is_followed else None)
     return [None, None, *partials]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autodiff.extents import Extent
 from autodiff.ir import Expr
 from bridge.aten.complex_value import Complex, joined_form
-from bridge.aten.dims import numbers_only
 from bridge.aten.places import lies_elsewhere
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import OpOverload, aten, pytree
@@ -34,12 +34,12 @@ _NORMS = {
 
 
 def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
-    """``(args, kwargs)`` as JSON in which ``{"$tensor": i}`` stands for the i-th of the returned tensors; for a complex
-    one, which the library takes with its parts side by side, ``{"$complex": i}``."""
+    """``(args, kwargs)`` as JSON in which ``{"$tensor": i}`` stands for the i-th of the returned tensors and sizes that
+    vary; for a complex one, which the library takes with its parts side by side, ``{"$complex": i}``."""
     tensors: list[Any] = []
 
     def written(leaf: Any) -> Any:
-        if isinstance(leaf, Expr):
+        if isinstance(leaf, Expr | Extent):
             tensors.append(leaf)
             return {"$tensor": len(tensors) - 1}
         if isinstance(leaf, Complex):
@@ -71,7 +71,6 @@ def _refuse_without_gradient(node: fx.Node) -> None:
 
 @converts(*WHOLE, *WHOLE_FUNCTIONS)
 def whole(importer, node, *args, **kwargs):
-    numbers_only(f"{node.target}", args, list(kwargs.values()))
     _refuse_without_gradient(node)
     if any(map(lies_elsewhere, _tensors(node))):
         raise UnsupportedUse(f"{node.target} on the host beside a GPU's tensors")

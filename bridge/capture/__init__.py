@@ -2,6 +2,7 @@
 
 from bridge.capture.captured import Captured
 from bridge.capture.copied_call import Copies, copied_call
+from bridge.capture.counted_dims import sized
 from bridge.capture.inplace_rules import share_elements
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.kept_state import KeptPlace
@@ -27,16 +28,18 @@ from bridge.capture.preconditions import check_call, device_of_call, uninitializ
 from bridge.capture.readings import Reading, same_numbers
 from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
 from bridge.capture.record_call import RecordedCall, capture, record_call
-from bridge.capture.sample import DynamicDim, dynamic_dims, normalize_sample
+from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim, dynamic_dims, normalize_sample
 from bridge.capture.symbolic_sizes import TensorForm
 from bridge.capture.thread_isolation import CAPTURES, is_capturing, is_traced_here, one_capture_at_a_time
 from bridge.capture.unrolled import loops_tell
 from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 
 __all__ = [
+    "ALL_COUNTS",
     "CAPTURES",
     "COMPUTED_DRAWS",
     "CUSTOM_GRADIENT",
+    "LEAST",
     "LITERAL",
     "LOOP_MARKS",
     "ONCE",
@@ -93,6 +96,7 @@ __all__ = [
     "same_numbers",
     "share_elements",
     "shown",
+    "sized",
     "uninitialized",
     "where_is",
     "with_generator",

@@ -51,6 +51,8 @@ class Captured:
             shapes and strides in ``observation`` hold extents, and ``arguments`` are of the sample's sizes.
         argument_shapes, argument_strides: of ``arguments``, with extents; empty where ``extents`` is ``None``.
         lines: of the guards that capturing gave ``extents``, where the question was asked.
+        counted: how many of ``arguments``, the last ones, are no argument's leaf: tensors without elements, of which
+            the first dimension is a number that a call computes from its inputs (:mod:`bridge.capture.counted_dims`).
         device: of all tensors.
         loops: whether its graph has one step in the place of a recorded loop's (:mod:`bridge.capture.loops`).
         recording: the folded form of what was recorded then (:mod:`bridge.capture.loops.row_form`), if it has one.
@@ -79,6 +81,7 @@ class Captured:
     argument_shapes: tuple[tuple[Dim, ...], ...] = ()
     argument_strides: tuple[tuple[Dim, ...], ...] = ()
     lines: Mapping[Guard, str] = field(default_factory=dict)
+    counted: int = 0
     device: torch.device = HOST
     loops: bool = False
     recording: Any = None

@@ -40,7 +40,7 @@ from bridge.capture.known_fakes import KnownCalls
 from bridge.capture.observation import Output
 from bridge.capture.own_functions import function_running
 from bridge.capture.packed import PackedSequences
-from bridge.capture.readings import COUNTS, FORMS, SharedArrays, line_of_reading, tensor_of
+from bridge.capture.readings import COUNTS, FORMS, SharedArrays, line_of_reading, names_of_reader, numbers_of, tensor_of
 from bridge.capture.recorder import Recorder
 from bridge.capture.select_at import selected, shared_views
 from bridge.capture.whole_functions import HANDLERS
@@ -72,6 +72,7 @@ class Functions(TorchFunctionMode):
         rules: as given.
         bases: the memory of tensors that were indexed with numbers in tensors.
         arrays: what was given to Python as arrays.
+        integers: the global names of code that made an integer of a tensor, by their ids.
     """
 
     def __init__(self, recorder: Recorder, rules: InPlaceRules | None = None):
@@ -81,6 +82,7 @@ class Functions(TorchFunctionMode):
         self._before: list[tuple[torch.Tensor, str, Any]] = []
         self.bases: set[int] = set()
         self.arrays = SharedArrays()
+        self.integers: dict[int, dict[str, Any]] = {}
         #: A number of :data:`bridge.capture.readings.COUNTS`, which forward reads with that.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
@@ -126,6 +128,9 @@ class Functions(TorchFunctionMode):
     def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a function gives, in the form that a graph can hold."""
         self.recorder.asked = _READ_AS.get(func)
+        if func is torch.Tensor.__int__:
+            names = names_of_reader()
+            self.integers[id(names)] = names
         try:
             return self._packed.called(self._in_form, func, args, kwargs)
         finally:
@@ -206,6 +211,12 @@ class Functions(TorchFunctionMode):
         with torch.no_grad():
             numbers = x.clone()
         return self.recorder.read(numbers, numbers.tolist)
+
+    def integer(self, x: torch.Tensor) -> Any:
+        """``int(x)`` of a tensor of one number."""
+        with no_torch_function(), torch.no_grad():
+            numbers = numbers_of["__int__"](x)
+            return self.recorder.read(numbers, lambda: int(numbers))
 
     def whole(self, x: torch.Tensor, given: Callable[[], Any]) -> Any:
         """What Python is given for all numbers of a tensor, which forward reads with that."""
@@ -369,7 +380,14 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
 
 
 def _at_numbers(run: Functions, x: torch.Tensor, index: Any, *value: Any) -> Any:
-    """``x[t]`` and ``x[t] = v``: masks are counted, and numbers are positions that stay data."""
+    """``x[t]`` and ``x[t] = v``: masks are counted, bounds are read, and numbers are positions that stay data."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(each, slice) and any(map(_is_integer, _bounds(each))) for each in items):
+        bounded = tuple(_bounded(run, each) for each in items)
+        made = _at_numbers(run, x, bounded, *value)
+        if made is not NotImplemented:
+            return made
+        return x.__setitem__(bounded, *value) if value else x[bounded]
     form = FORMS[torch.Tensor.__setitem__ if value else torch.Tensor.__getitem__]
     if value and overlaps_itself(x):
         return form(run.count, x, index, *value)
@@ -381,6 +399,22 @@ def _at_numbers(run: Functions, x: torch.Tensor, index: Any, *value: Any) -> Any
         part[rest] = value[0]
         return None
     return part[rest] if rest else part
+
+
+def _bounded(run: Functions, item: Any) -> Any:
+    """A part of an index, with numbers for bounds that tensors hold, which torch reads in C++."""
+    if not isinstance(item, slice):
+        return item
+    return slice(*[run.numbers(each.reshape(())) if _is_integer(each) else each for each in _bounds(item)])
+
+
+def _bounds(item: slice) -> tuple:
+    return item.start, item.stop, item.step
+
+
+def _is_integer(value: Any) -> bool:
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype is not torch.bool
+    return is_one and not (value.is_floating_point() or value.is_complex())
 
 
 def _of_counts(form: Callable[..., Any]) -> Callable[..., Any]:

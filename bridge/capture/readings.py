@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ __all__ = [
     "SharedArrays",
     "frozen",
     "line_of_reading",
+    "names_of_reader",
     "numbers_of",
     "same_numbers",
     "tensor_of",
@@ -113,7 +115,22 @@ _OWN += tuple(os.path.join(TORCH_DIR, name) for name in ("overrides.py", "_ops.p
 
 def line_of_reading() -> str:
     """The user's line inside forward, or torch's own where forward is torch's."""
-    innermost, frame = None, sys._getframe(2)
+    innermost = _reader(sys._getframe(2))
+    if innermost is None:
+        return "forward"
+    line = line_of((innermost.f_code.co_filename, innermost.f_lineno))
+    return line[len(TORCH_DIR) - len("torch") :] if line.startswith(TORCH_DIR) else line
+
+
+def names_of_reader() -> dict[str, Any]:
+    """The global names of the code that reads."""
+    innermost = _reader(sys._getframe(2))
+    return {} if innermost is None else innermost.f_globals
+
+
+def _reader(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is the user's; else the one of torch's that is nearest to it."""
+    innermost = None
     while frame is not None and frame.f_code is not PreparedTwin.__call__.__code__:
         file = frame.f_code.co_filename
         if is_user_file(file):
@@ -122,10 +139,7 @@ def line_of_reading() -> str:
         if innermost is None and not file.startswith(_OWN):
             innermost = frame
         frame = frame.f_back
-    if innermost is None:
-        return "forward"
-    line = line_of((innermost.f_code.co_filename, innermost.f_lineno))
-    return line[len(TORCH_DIR) - len("torch") :] if line.startswith(TORCH_DIR) else line
+    return innermost
 
 
 # Counted sizes: ``x[mask]``, ``nonzero``, ``repeat_interleave``, ``bincount`` → forms of a size that was counted.

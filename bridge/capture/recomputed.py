@@ -88,12 +88,15 @@ class Recomputed:
         numbers: what was read, flat.
         inputs: indices into module tensors and arguments.
         operations: in order; the last one's result has the numbers.
+        sizes: of each number, which of the counted dimensions it is (:mod:`bridge.capture.counted_dims`), ``None`` for
+            one that has to be the same; nothing where all have to.
     """
 
     where: str
     numbers: tuple[int, ...]
     inputs: tuple[int, ...]
     operations: tuple[Operation, ...]
+    sizes: tuple[int | None, ...] = ()
 
     @property
     def field(self) -> str:
@@ -103,7 +106,9 @@ class Recomputed:
     @property
     def words(self) -> str:
         """What was read, as a guard's failure says it."""
-        return f"compiled for {shown(self.numbers)}"
+        pairs = zip(self.numbers, self.sizes, strict=True) if self.sizes else ()
+        named = [number if size is None else f"count_{size}" for number, size in pairs]
+        return f"compiled for {', '.join(map(str, named)) or shown(self.numbers)}"
 
 
 def shown(numbers: Sequence[int]) -> str:
@@ -123,6 +128,8 @@ def recomputed(
     tensors: Sequence[ModuleTensor],
     bound: Mapping[str, int],
     literals: Mapping[str, torch.Tensor],
+    sizes: Sequence[tuple[int | None, ...]],
+    given: int,
 ) -> tuple[tuple[Recomputed, ...], tuple[fx.Node | None, ...]]:
     """Those readings that are functions of inputs; and ``read`` with ``None`` for these, and for those of constants and
     those that are always the same.
@@ -134,18 +141,20 @@ def recomputed(
         read, readings: the nodes of the numbers; what they were in eager.
         tensors: what the module owns.
         bound, literals: the graph's placeholders, as in :class:`bridge.capture.captured.Captured`.
+        sizes: of each reading, as in :class:`Recomputed`; ``given``: how many inputs come before counted dimensions.
     """
     found, left, gone = [], list(read), set()
     for place, (node, reading) in enumerate(zip(read, readings, strict=True)):
         if node is None:
             continue
-        if (nodes := constant(node, bound)) is not None:
+        is_size = bool(sizes[place])
+        if not is_size and (nodes := constant(node, bound)) is not None:
             left[place] = None
             gone.update(nodes)
             continue
         if reading.dtype.is_floating_point or reading.dtype.is_complex:
             continue
-        always = certain(node)
+        always = None if is_size else certain(node)
         if always is not None and set(_flat(reading)) == {always[0]}:
             left[place] = None
             gone.update(always[1])
@@ -155,8 +164,11 @@ def recomputed(
             walk.visit(node)
         except _NotRecomputedError:
             continue
-        numbers = tuple(_flat(reading))
-        found.append(Recomputed(reading.where, numbers, tuple(walk.inputs), tuple(walk.operations(node))))
+        known = given + sum(size is not None for each in found for size in each.sizes)
+        if any(index >= known for index in walk.inputs):  # of a number that is read later
+            continue
+        numbers, operations = tuple(_flat(reading)), tuple(walk.operations(node))
+        found.append(Recomputed(reading.where, numbers, tuple(walk.inputs), operations, sizes[place]))
         left[place] = None
         gone.update(walk.nodes)
     if gone:
@@ -338,7 +350,10 @@ def too_many(reads: Sequence[Read], nodes: Sequence[Any], bound: Mapping[str, in
 
 
 def uncounted(
-    read: Sequence[fx.Node | None], readings: Sequence[Reading], sizes_vary: bool = False
+    read: Sequence[fx.Node | None],
+    readings: Sequence[Reading],
+    sizes: Sequence[tuple[int | None, ...]],
+    sizes_vary: bool = False,
 ) -> list[Unsupported]:
     """Sizes that a call cannot count before anything else is done: of these each call would have others."""
     reason = (
@@ -348,8 +363,9 @@ def uncounted(
     )
     return [
         shape_by_numbers(reading.where, reason)
-        for node, reading in zip(read, readings, strict=True)
-        if reading.is_size and (sizes_vary or (node is not None and not reading.is_least))
+        for node, reading, size in zip(read, readings, sizes, strict=True)
+        if (size and node is not None)
+        or (reading.is_size and (sizes_vary or (node is not None and not reading.is_least)))
     ]
 
 

@@ -32,7 +32,7 @@ from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.passes.autocast import spell_out_casts, without_casts
 from bridge.capture.passes.stop_gradient import link_functions, prepare
 from bridge.capture.recomputed import recomputed, too_many, uncounted
-from bridge.capture.rows import Record
+from bridge.capture.rows import Record, form_of
 from bridge.capture.sample import DynamicDim
 from bridge.capture.select_at import spell_selections
 from bridge.capture.steady_call import SteadyCall
@@ -79,9 +79,15 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     if rolls:
         rolled = spelled_out(real.loops, record, fakes, fake.mode)
         record, fakes, results = rolled.record, rolled.fakes, rolled.results
-    names = _input_names(module, args, kwargs, real)
+    names = dict(enumerate(_input_names(module, args, kwargs, real)))
+    counts = None if fake.symbols is None else fake.symbols.counts
+    counted = {} if counts is None else dict(enumerate(counts.fakes, len(record.forms)))
     if fake.symbols is not None:  # rows with symbolic sizes, which are equal otherwise
-        record = replace(record, rows=fake.record.rows, same=fake.record.same)
+        forms = [*record.forms, *map(form_of, counted.values())]
+        record = replace(record, rows=fake.record.rows, same=fake.record.same, forms=forms)
+        fakes = {**fakes, **counted}
+        names |= {number: f"count_{place}" for place, number in enumerate(counted)}
+        order = order[0], [*order[1], *counted]
     made = training_graph(record, fakes, fake.mode, names, order, results, torch.is_grad_enabled())
     observation.unsupported += spell_selections(made.graph)
     observation.unsupported += _prepared(made.graph, record, real.functions, made.placeholders)
@@ -92,7 +98,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     draw_of, unmatched = match_draws(functional.drawing, record.rows, observation.draws, forward)
     if not observation.unsupported:
         observation.unsupported += unmatched
-    index_of = {number: index for index, number in enumerate(real.order)}
+    index_of = {number: index for index, number in enumerate([*real.order, *counted])}
     bound = {name: index_of[place] for name, place in made.placeholders.items()}
     count = len(real.results)
     replaced, read = functional.results[count : count + len(real.final)], functional.results[count + len(real.final) :]
@@ -105,15 +111,19 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     drop_unused(functional.graph)
     readings = tuple(each.reading for each in record.reads)
     observation.unsupported += too_many(record.reads, read, bound)
-    conditions, read = recomputed(functional.graph, read, readings, real.tensors, bound, made.literals)
-    observation.unsupported += uncounted(read, readings, fake.symbols is not None)
+    sizes = [() if counts is None else counts.of(place) for place in range(len(readings))]
+    conditions, read = recomputed(
+        functional.graph, read, readings, real.tensors, bound, made.literals, sizes, len(real.order)
+    )
+    observation.unsupported += uncounted(read, readings, sizes, fake.symbols is not None and counts is None)
     present = {node.name for node in functional.graph.nodes}
     captured = Captured(
         module_name=name,
         graph=functional.graph,
         placeholders=bound,
         module_tensors=tuple(real.tensors),
-        arguments=tuple(fake.arguments),
+        arguments=(*fake.arguments, *counted.values()),
+        counted=len(counted),
         argument_leaves=tuple(real.argument_leaves),
         argument_is_tensor=tuple(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))),
         in_spec=real.in_spec,

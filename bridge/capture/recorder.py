@@ -383,6 +383,8 @@ class Recorder(PreDispatchMode):
             if expected is None or (expected.reading.dtype, expected.reading.count) != form:
                 raise ReadsDifferError(where)
             reads.append(expected._replace(numbers=number))
+            if self._symbols is not None and self._symbols.counts is not None:
+                return self._symbols.counts.given(len(reads) - 1, expected.given)
         return copy.copy(reads[-1].given)
 
     @contextmanager

@@ -14,7 +14,7 @@ from torch.export import AdditionalInputs, Dim, ShapesCollection
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_internals import pytree, pytree_node_type
 
-__all__ = ["DynamicDim", "dynamic_dims", "normalize_sample", "refuse_numbers"]
+__all__ = ["ALL_COUNTS", "LEAST", "DynamicDim", "dynamic_dims", "normalize_sample", "refuse_numbers"]
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -132,7 +132,7 @@ def _forward(module: nn.Module) -> str:
 
 
 _FORM = "torch.export's form: None, or by argument (a dict by name, a tuple by position) and by dimension"
-_LEAST = 2
+LEAST = 2
 """Sizes of 0 and 1 are special cases of PyTorch's (nothing, broadcasting), each a program of its own."""
 
 
@@ -158,6 +158,11 @@ class DynamicDim:
     low: int
     high: int | None
     required: bool
+
+
+#: Among dimensions that vary: the numbers of tensors that sizes are made of, counted before a call
+#: (:mod:`bridge.capture.counted_dims`).
+ALL_COUNTS = DynamicDim(-1, 0, "counted sizes", "Dim.AUTO", "count", LEAST, None, required=False)
 
 
 def dynamic_dims(module: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> tuple[DynamicDim, ...]:
@@ -241,7 +246,7 @@ class _Reader:
             node = pytree.SUPPORTED_NODES[pytree_node_type(value)]
             yield from self.inside(spec, tuple(node.flatten_fn(value)[0]), path)
         elif _is_dim(spec):
-            yield DynamicDim(None, 0, _place(path), _words(spec), self._name(spec, path), _LEAST, None, required=True)
+            yield DynamicDim(None, 0, _place(path), _words(spec), self._name(spec, path), LEAST, None, required=True)
         elif spec is not Dim.STATIC:
             kind = type(value).__name__
             raise TypeError(f"dynamic_shapes{_place(path)}: wanted None where the sample has a {kind}, got {spec!r}")
@@ -275,8 +280,8 @@ class _Reader:
                 name, leaf = self._name(entry, (*path, dimension)), self._leaf_of[id(tensor)]
                 low, high = _bounds(entry)
                 required = not isinstance(entry, type(Dim.AUTO)) or entry.type is not Dim.AUTO.type
-                made = DynamicDim(leaf, dimension, here, _words(entry), name, max(low, _LEAST), high, required)
-                if not (size < _LEAST and not required):  # Dim.AUTO: static there
+                made = DynamicDim(leaf, dimension, here, _words(entry), name, max(low, LEAST), high, required)
+                if not (size < LEAST and not required):  # Dim.AUTO: static there
                     _check_sample(made, size)
                     yield made
             else:
@@ -327,4 +332,4 @@ def _words(dim: Any) -> str:
 def _bounds(dim: Any) -> tuple[int, int | None]:
     """Of a named dimension they are sympy's numbers, and infinity has no digits."""
     low, high = (str(bound) for bound in (dim.min, dim.max))
-    return int(low) if low.lstrip("-").isdigit() else _LEAST, int(high) if high.isdigit() else None
+    return int(low) if low.lstrip("-").isdigit() else LEAST, int(high) if high.isdigit() else None

@@ -11,15 +11,16 @@ import torch
 
 from autodiff.extents import Dim, Extent, sample_of
 from bridge.base.complex_views import offset_in
-from bridge.base.errors import Unsupported
+from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.objects import is_plain
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import pytree
-from bridge.base.torch_shapes import SYMBOLIC
+from bridge.base.torch_shapes import SYMBOLIC, hint
 from bridge.capture.captured import Captured
+from bridge.capture.counted_dims import sized
 from bridge.capture.observation import Draw, Observation, Output, Parameter
 from bridge.capture.passes.stop_gradient import where_is
-from bridge.capture.sample import DynamicDim
+from bridge.capture.sample import ALL_COUNTS, DynamicDim
 from bridge.capture.symbolic_sizes import NotTranslatedError, SymbolicSizes, at_sample
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["recorded_with_extents"]
 
 _NO_FORM = "a size that is no expression of the arguments' sizes"
+_FIXED = "forward is for the sample's numbers alone"
 
 
 def recorded_with_extents(
@@ -37,7 +39,11 @@ def recorded_with_extents(
 
     ``real``, ``fake``: its runs; the observation of the captured call is the first one's.
     """
-    eager = captured.observation
+    eager, counted, counts = captured.observation, (), fake.symbols.counts
+    dims = [each for each in dims if each is not ALL_COUNTS]
+    if counts is not None:
+        dims += counts.dims(len(fake.leaves))
+        counted = tuple(counts.fakes)
     symbolic = replace(
         eager,
         draws=fake.symbols.draws,
@@ -45,7 +51,8 @@ def recorded_with_extents(
         out_spec=fake.out_spec,
     )
     captured = replace(captured, observation=symbolic)
-    captured = with_extents(captured, SymbolicSizes(dims, fake.leaves), args, kwargs, fake.symbols.lines)
+    sizes = SymbolicSizes(dims, [*fake.leaves, *counted])
+    captured = with_extents(captured, sizes, args, kwargs, fake.symbols.lines)
     if captured.problems:
         return captured
     observation, problems = strides_of_eager(captured.observation, eager)
@@ -98,9 +105,11 @@ def with_extents(
     captured = replace(
         captured,
         observation=observation,
-        arguments=_arguments_of_sample(args, kwargs),
+        arguments=_arguments_of_sample(args, kwargs, captured.arguments[len(captured.arguments) - captured.counted :]),
     )
     if not sizes.scope.samples:  # forward has fixed them all
+        if captured.counted:
+            raise UnsupportedModule(captured.module_name, [Unsupported("counted sizes", forward, _FIXED)])
         return captured
     return replace(
         captured,
@@ -111,10 +120,13 @@ def with_extents(
     )
 
 
-def _arguments_of_sample(args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Fake tensors of the argument tensors' own sizes."""
+def _arguments_of_sample(
+    args: tuple, kwargs: dict[str, Any], counted: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Fake tensors of the argument tensors' own sizes, and of the sample's counted ones."""
     mode = fake_mode(allow_non_fake_inputs=True)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors += [sized(hint(each.shape[0])) for each in counted]
     made = tuple(mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in tensors)
     clear_fake_memo(mode)
     return made

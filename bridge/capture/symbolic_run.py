@@ -19,6 +19,7 @@ from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.torch_internals import FakeTensorMode, aten, python_kernels
 from bridge.base.torch_recording import no_python_kernels
 from bridge.base.torch_shapes import expression, hint, is_decided, symbolic_fake
+from bridge.capture.counted_dims import CountedDims
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.observation import Draw
 from bridge.capture.passes.preserved_ops import UPSAMPLES
@@ -46,10 +47,11 @@ class Symbols:
     Attributes:
         draws: with symbolic sizes.
         lines: by the place of a condition among torch's, the user's line that the operator is from which asked it.
+        counts: the symbols of numbers that forward reads; ``None``: these are the sample's.
     """
 
-    def __init__(self, real: Record, mode: FakeTensorMode):
-        self._real = real
+    def __init__(self, real: Record, mode: FakeTensorMode, counts: CountedDims | None = None):
+        self._real, self.counts = real, counts
         self._environment = mode.shape_env
         self.draws: list[Draw] = []
         self.lines: dict[int, str] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -50,7 +50,7 @@ def training_graph(
     record: Record,
     fakes: dict[int, torch.Tensor],
     mode: FakeTensorMode,
-    names: Sequence[str],
+    names: Mapping[int, str],
     order: tuple[Sequence[int], Sequence[int]],
     results: Sequence[Any],
     grad: bool,
@@ -59,7 +59,7 @@ def training_graph(
 
     Args:
         fakes: of each value a fake tensor, in ``mode``.
-        names: a name for each input of the run, for placeholders.
+        names: a name for each input of the run, by its value, for placeholders.
         order: the values that get a placeholder, in order: those before the literals, and those behind.
         results: what is returned, with :class:`Value` for tensors.
         grad: whether grad mode is on around the call.
@@ -78,7 +78,7 @@ class _Builder:
         self.sizes = SizeNodes(self.made.graph)
         self.parts = 0
 
-    def build(self, names: Sequence[str], order: Any, results: Sequence[Any]) -> TrainingGraph:
+    def build(self, names: Mapping[int, str], order: Any, results: Sequence[Any]) -> TrainingGraph:
         before, behind = order
         free = {number: f"c_free_{count}" for count, number in enumerate(self.record.free)}
         for number in before:
@@ -206,8 +206,8 @@ class SizeNodes:
         return self._known[expr]
 
     def _made(self, expr: Any) -> fx.Node:
-        for size, tensor, dim in self._places:
-            if fixed(size) == expr:
+        for place, (size, tensor, dim) in enumerate(self._places):
+            if fixed(size) == expr and (expr.is_Symbol or place <= self._latest(expr)):
                 return self._call(aten.sym_size.int, tensor, dim)
         if expr.is_Symbol:  # of what is a multiple of it
             for size, tensor, dim in self._places:
@@ -221,6 +221,11 @@ class SizeNodes:
         if len(args) > 1:
             return reduce(lambda a, b: self._call(make, a, b), args)
         return self._call(make, *args)
+
+    def _latest(self, expr: Any) -> int:
+        """The place from which on all symbols of an expression are known: numbers that are counted are so in order."""
+        known = {fixed(size): place for place, (size, *_) in reversed([*enumerate(self._places)])}
+        return max(known.get(symbol, len(self._places)) for symbol in expr.free_symbols)
 
     def _call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         made = self._graph.call_function(target, args)

@@ -29,6 +29,7 @@ from bridge.base.torch_internals import (
 )
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
+from bridge.capture.counted_dims import CountedDims, integers_as_symbols
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import CachedFunctions, generator_watch
@@ -50,7 +51,7 @@ from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.prepared_twin import PreparedTwin, Protected, copier, own_leaves, with_attributes
 from bridge.capture.recorder import Recorder
 from bridge.capture.rows import Record, Value, memory_of, values_in
-from bridge.capture.sample import DynamicDim
+from bridge.capture.sample import ALL_COUNTS, DynamicDim
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.twin import Twin
 from bridge.guards import Place, Reads, recorded_reads, told_otherwise
@@ -77,6 +78,7 @@ class RealRun:
         loops: its folded form, if it has loops.
         kept: places that it sets, whose values are results behind its own; ``left``: their structure and constants.
         wholes: values that are results only for others to be views of them, the last of the results.
+        integers: the global names of code that made an integer of a tensor.
     """
 
     record: Record
@@ -100,6 +102,7 @@ class RealRun:
     kept: KeptState | None = None
     left: Any = None
     wholes: tuple[int, ...] = ()
+    integers: Sequence[dict[str, Any]] = ()
 
     def changed(self) -> list[str]:
         """What it changed of the module's Python state, and outside of the module: ``"self.log"``, ``"global 'N'"``."""
@@ -329,8 +332,9 @@ def real_run_of(
     given = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     made = recorder.record, twin, tensors, order, real_tensors, list(attributes), inputs, results
     pairs = [(copies[id(each)], each) for each in real_tensors if id(each) in buffers]
+    integers = [*functions_called.integers.values()]
     state = final, prepared, prepared.before, recorder.number_of, pairs
-    places = {"kept": kept, "left": left, "wholes": tuple(wholes)}
+    places = {"kept": kept, "left": left, "wholes": tuple(wholes), "integers": integers}
     return RealRun(*made, observation, functions, given, in_spec, *state, **places)
 
 
@@ -418,7 +422,12 @@ def fake_run_of(
     with fake_results_not_kept() if dims else nullcontext():
         sizes = {"shape_env": size_environment()} if dims else {}
         mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True, **sizes)
-    symbols = Symbols(real.record, mode) if dims else None
+    symbols = counts = None
+    if ALL_COUNTS in dims:
+        trains = [place for place, each in zip(real.order, real.tensors, strict=False) if each.requires_grad]
+        counts = CountedDims(mode, real.record, trains)
+    if dims:
+        symbols = Symbols(real.record, mode, counts)
     fakes: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []
 
@@ -456,13 +465,18 @@ def fake_run_of(
         modes = modes_put_back(), _saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder
         for tensor, _ in real.record.free.values():  # the very tensor in both runs
             recorder.expect(tensor, fake(tensor))
+        integers = nullcontext()
+        if counts is not None and counts.fakes:
+            integers = integers_as_symbols(real.integers, functions_called.integer)
         with ExitStack() as stack:
             watching = functions_called.of_fakes(), functions_called.scripts(), functions_called.parameters()
-            for each in (*watching, functions_called, *modes):
+            for each in (*watching, integers, functions_called, *modes):
                 stack.enter_context(each)
             result = prepared(*fake_args, **fake_kwargs)
         if places is not None:
             result = result, places.values()
+        if counts is not None:
+            counts.end()
         made = packed(result)
         leaves, out_spec = pytree.tree_flatten(with_wholes(made, real.wholes, dims))
         results = values_of(leaves, recorder, real.wholes)

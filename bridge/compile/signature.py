@@ -40,15 +40,15 @@ class SizeSignature:
 
 
 def size_signature(func: Function) -> SizeSignature:
-    """The signature of a function in flat form. A symbol stands in a parameter or a result, or nowhere.
+    """The signature of a function in flat form. A symbol of a backward may stand in neither parameters nor results.
 
     Raises:
         ValueError: the function speaks of symbols of several scopes.
     """
-    outside = [extent for value in (*func.params, *results(func)) for extent in _of_type(value.ty)]
-    if not outside:
+    found = [extent for value in (*func.params, *results(func)) for extent in _of_type(value.ty)]
+    found += [extent for var, value in bindings(func) for extent in _of_binding(var, value)]
+    if not found:
         return SizeSignature()
-    found = [*outside, *(extent for var, value in bindings(func) for extent in _of_binding(var, value))]
     if any(extent.scope is not found[0].scope for extent in found):
         raise ValueError("wanted symbolic extents of one scope, got those of several")
     scope = found[0].scope

@@ -88,8 +88,19 @@ class BoundCalls:
     def of(self, inputs: Sequence[torch.Tensor]) -> Bound:
         """What a call with these inputs, which the guard gave, runs."""
         tensors = inputs[len(inputs) - self._count :]
+        if self._lowered.captured.counted:
+            self._check(tensors)
         key = self._sizes.key(tensors)
         return self._kept.get(key) or self._kept.put(key, self._bind(self._sizes.of(tensors)), self._bytes)
+
+    def _check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises :class:`GuardFailure` for sizes that were counted, about which the guard could not tell."""
+        failure = self._sizes.failure(tensors)
+        if failure is None and not self._sizes.strided(tensors):
+            failure = GuardFailure(RUN, "strides of arguments", "others than for the sizes that were counted")
+        if failure is not None:
+            failure.stage = RUN
+            raise failure
 
     def bind_sample(self) -> None:
         """Binds the sizes of the sample, which waits for machine code; raises what goes wrong."""

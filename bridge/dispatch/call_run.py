@@ -21,7 +21,7 @@ from bridge.dispatch import call_steps as steps
 from bridge.dispatch.beside import Beside
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.held import VERSION, Held, held_apart
-from bridge.dispatch.recompute import same_numbers_read
+from bridge.dispatch.recompute import numbers_read
 from bridge.dispatch.results import assembly, relaid
 from bridge.rng import Draws, swap_state
 
@@ -63,7 +63,7 @@ Action = Callable[[Call], None]
 
 
 class CallRun:
-    """The steps of an entry, bound.
+    """The steps of an entry, bound. Inputs are there when a call begins, counted ones too; the backward is autograd's.
 
     Attributes:
         before: what happens before the forward program.
@@ -78,7 +78,7 @@ class CallRun:
         self.before: list[Action] = []
         self.forward: list[Action] = []
         self.after: list[Action] = []
-        makers[steps.Numbers] = self.before, partial(_numbers, device_type=device_type)
+        makers[steps.Numbers] = self.before, partial(_numbers, device=torch.device(device_type))
         makers[steps.Draws] = self.before, partial(_draws, module_name=module_name)
         makers[steps.Forward] = self.forward, partial(_forward, execute=execute, device_type=device_type)
         makers[steps.Checks] = self.forward, _checks
@@ -89,7 +89,7 @@ class CallRun:
         makers[steps.Results] = self.after, _results
         makers[steps.SetAttributes] = self.after, partial(_set_attributes, guard=guard)
         for step in given:
-            if type(step) in makers:  # inputs are there when a call begins, the backward is autograd's
+            if type(step) in makers and not (type(step) is steps.Numbers and step.counts):
                 actions, make = makers[type(step)]
                 act = make(step)
                 actions.append(partial(_out_of_sight, act) if guard is not None and guard.has_default_device else act)
@@ -101,8 +101,8 @@ def _out_of_sight(act: Action, call: Call) -> None:
         act(call)
 
 
-def _numbers(step: steps.Numbers, device_type: str) -> Action:
-    check = same_numbers_read(step.read, device_type)
+def _numbers(step: steps.Numbers, device: torch.device) -> Action:
+    check = numbers_read(step.read, device)
 
     def read(call: Call) -> None:
         check(call.inputs)

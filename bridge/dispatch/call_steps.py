@@ -141,6 +141,11 @@ class Numbers(CallStep):
     kind = "numbers"
     read: tuple[Recomputed, ...]
 
+    @property
+    def counts(self) -> bool:
+        """Whether some of them are sizes that vary."""
+        return any(each.sizes for each in self.read)
+
     def text(self) -> str:
         return _list(f"{each.field}: {each.words}" for each in self.read)
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -34,7 +34,15 @@ from bridge.base.torch_internals import (
     is_exporting,
     jit_is_tracing,
 )
-from bridge.capture import CAPTURES, DynamicDim, LoopedCall, is_traced_here, same_numbers, uninitialized
+from bridge.capture import (
+    ALL_COUNTS,
+    CAPTURES,
+    DynamicDim,
+    LoopedCall,
+    is_traced_here,
+    same_numbers,
+    uninitialized,
+)
 from bridge.compile import Backend, RecordedGraphs
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
@@ -312,7 +320,13 @@ class Dispatcher:
         if not dims:
             backend = self._options(module, args, kwargs)["backend"]
             self._generalization.of_any_length(module, args, kwargs, lambda known: self._is_alike(known, backend))
-        return self._added(module, args, kwargs, dims)
+            return self._added(module, args, kwargs)
+        try:
+            return self._added(module, args, kwargs, dims)
+        except UnsupportedModule as refused:
+            with suppress(UnsupportedModule):
+                return self._added(module, args, kwargs, (*dims, ALL_COUNTS))
+            raise refused from refused.__cause__
 
     def _added(
         self,
@@ -331,7 +345,7 @@ class Dispatcher:
             tuner(module, args, kwargs, partition=self.partition, backend=backend, freeze=self.freeze)
         if self.freeze:
             self._frozen_anew(module, args, kwargs)  # changes that torch does not count are among what it is called for
-        fitting = [entry for entry in self.entries.all if _serves(entry, module, args, kwargs)]
+        fitting = [entry for entry in self.entries.all if entry.guard.holds(module, args, kwargs)]
         for served in fitting:
             is_alike = self._is_alike(served, backend) and not served.readings and set(dims) <= served.dims
             if is_alike and not has_other_choices(served):
@@ -388,15 +402,6 @@ class Dispatcher:
 
 #: A hook of the deprecated kind is handed the gradients of the module's last operator, which is not there any more.
 _OLD_HOOK = GuardFailure(INTERPRETER, "backward hook of the deprecated kind", "use register_full_backward_hook")
-
-
-def _serves(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-    try:
-        with entry.guard.trial():
-            entry.guard.match(module, args, kwargs)
-    except GuardFailure:
-        return False
-    return True
 
 
 def _is_same(strategy: Any, other: Any) -> bool:

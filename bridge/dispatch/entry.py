@@ -33,6 +33,7 @@ from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import Guard, argument_sizes
 from bridge.dispatch.host_inputs import host_inputs
 from bridge.dispatch.programs import Programs
+from bridge.dispatch.recompute import numbers_read
 from bridge.lowering import LoweredCall
 
 __all__ = ["Entry"]
@@ -106,6 +107,8 @@ class Entry:
         else:
             self.bound.bind_sample()
         self._wanted = picker(lowered.wanted)
+        captured = lowered.captured
+        self._counted = numbers_read(captured.recomputed, captured.device) if captured.counted else None
         self._complex = complex_places(lowered)
         self._hosted = host_inputs(lowered.captured)
         results = next(step for step in self.steps if isinstance(step, Results))
@@ -167,9 +170,9 @@ class Entry:
     def __repr__(self) -> str:
         captured = self.lowered.captured
         dims = captured.argument_shapes or [tensor.shape for tensor in captured.arguments]
+        given = zip(captured.arguments[: len(dims) - captured.counted], dims, strict=False)
         shapes = ", ".join(
-            f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
-            for tensor, shape in zip(captured.arguments, dims, strict=True)
+            f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]" for tensor, shape in given
         )
         sizes = f", {len(self.bound)} sizes" if self.bound is not None else ""
         kind = "training" if self.backward else "frozen" if self.is_frozen else "forward only"
@@ -190,9 +193,11 @@ class Entry:
         self.last_used = next(_CLOCK)
         self.hits += 1  # a checkpoint may leave off once it has what the backward needs
         call = Call()
-        call.inputs = call.primals = inputs
         call.module, call.undo, call.beside = module, None, Beside() if self._chains else None
         try:
+            if self._counted is not None:
+                inputs = self._counted(inputs)
+            call.inputs = call.primals = inputs
             bound = self if self.bound is None else self.bound.of(inputs)
             run = bound.run
             if self._complex is not None:
@@ -227,6 +232,6 @@ class Entry:
 
 def _bound_calls(lowered: LoweredCall, programs: Programs | FrozenPrograms, guard: Guard | None) -> BoundCalls | None:
     captured = lowered.captured
-    names = [f"input {place}" for place in range(len(captured.arguments))]
+    names = [f"input {place}" for place in range(len(captured.arguments) - captured.counted)]
     sizes = guard.sizes if guard is not None else argument_sizes(captured, names)
     return None if sizes is None else BoundCalls(lowered, programs, guard, sizes)

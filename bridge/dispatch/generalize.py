@@ -19,7 +19,7 @@ from bridge.base.errors import UnsupportedModule, is_out_of_memory, is_refused_b
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
-from bridge.capture import DynamicDim, LoopedCall, NumberPlace, Output
+from bridge.capture import ALL_COUNTS, LEAST, DynamicDim, LoopedCall, NumberPlace, Output, sized
 from bridge.dispatch.compile_entry import compile_entry, recorded_call, require_capturable
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
@@ -82,16 +82,18 @@ class Generalization:
         if (found := self.of_any_length(module, args, kwargs)) is not None:
             return found
         for known in reversed(self._entries.all):
-            if dims := varying_dims(known.guard, module.forward, args, kwargs):
+            dims, counts = varying_dims(known.guard, module.forward, args, kwargs), _counts(known)
+            if dims or (counts and ALL_COUNTS not in known.dims and known.guard.holds(module, args, kwargs)):
                 break
         else:
             return None
         if known.lowered.captured.loops:  # traced for all sizes, it would be unrolled
             return None
-        dims = self._fixed.left(module.training, dims)
-        if not dims:
-            return None
-        return self._for_all_sizes(module, args, kwargs, dims, known)
+        for each in dict.fromkeys(((*dims, *counts), dims)):
+            left = self._fixed.left(module.training, each)
+            if left and (found := self._for_all_sizes(module, args, kwargs, left, known)) is not None:
+                return found
+        return None
 
     def of_any_length(
         self,
@@ -163,11 +165,38 @@ class Generalization:
             log.log(logging.WARNING if is_bug else logging.INFO, words, name, _places(dims), error)
             return None
         if entry.bound is None:
+            if dims == (ALL_COUNTS,) and not _counts(entry):  # none of them is one that varies, in this call
+                return entry
             self._fixed.note(module.training, tuple(set(dims) - known.dims) or dims)
             log.info("%s: forward fixes %s; every size gets an entry of its own", name, _places(dims))
         else:
             log.info("%s is compiled for sizes that vary from its second size on: %s", name, entry.bound)
+            if ALL_COUNTS in dims and _covers(entry, known):
+                self._entries.drop(known)
         return entry
+
+
+def _counts(known: Entry) -> tuple[DynamicDim, ...]:
+    """:data:`ALL_COUNTS`, where an entry has numbers that calls compute of their inputs, and that may be sizes."""
+    numbers = [number for each in known.lowered.captured.recomputed for number in each.numbers]
+    return (ALL_COUNTS,) if any(type(each) is int and each >= LEAST for each in numbers) else ()
+
+
+def _covers(entry: Entry, known: Entry) -> bool:
+    """Whether an entry of any count has all that a call needs which another one, of the sample's counts, serves."""
+    read = zip(entry.lowered.captured.recomputed, known.lowered.captured.recomputed, strict=False)
+    if len(entry.lowered.captured.recomputed) != len(known.lowered.captured.recomputed) or known.bound is not None:
+        return False
+    counted: list[torch.Tensor] = []
+    for ours, theirs in read:
+        if ours.where != theirs.where or len(ours.numbers) != len(theirs.numbers):
+            return False
+        sizes = ours.sizes or (None,) * len(ours.numbers)
+        for size, number, then in zip(sizes, ours.numbers, theirs.numbers, strict=True):
+            if size is None and number != then:
+                return False
+            counted += [] if size is None else [sized(then)]
+    return entry.guard.sizes.failure([*known.lowered.captured.arguments, *counted]) is None
 
 
 def _proves(known: Entry, dim: DynamicDim, looped: LoopedCall, size: int, tensors: Sequence[torch.Tensor]) -> bool:

@@ -1,4 +1,5 @@
-"""Recomputed numbers at a call: its inputs → nothing, where forward would read what was compiled for; else a failure.
+"""Recomputed numbers at a call: its inputs → counted dimensions, where forward would read what was compiled for; else a
+failure.
 
 The operations are torch's, outside of autocast, whose casts are among them, and of autograd. They are run in the order
 in which forward reads, up to the first number that is another: what eager reads after it, eager may never come to.
@@ -14,27 +15,43 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.errors import is_out_of_memory
 from bridge.base.guard_failure import RUN, GuardFailure
-from bridge.capture import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
+from bridge.capture import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown, sized
 
-__all__ = ["same_numbers_read"]
+__all__ = ["numbers_read"]
 
 Compute = Callable[[list[Any]], Any]
+Read = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
-def same_numbers_read(read: Sequence[Recomputed], device_type: str) -> Callable[[Sequence[torch.Tensor]], None]:
-    """A function of a call's inputs that raises :class:`GuardFailure` where one of the numbers is another."""
+def numbers_read(read: Sequence[Recomputed], device: torch.device) -> Read:
+    """A function of a call's inputs: these, and what has the counted dimensions.
+
+    It raises :class:`GuardFailure` where one of the other numbers is another than the one that was compiled for.
+    """
     functions = [(each, _function(each)) for each in read]
-    is_host = device_type == HOST.type
+    is_host, counts = device.type == HOST.type, any(each.sizes for each in read)
 
-    def check(inputs: Sequence[torch.Tensor]) -> None:
+    def check(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         if not is_host and torch.cuda.is_current_stream_capturing():
             raise GuardFailure(RUN, read[0].field, "cannot be read while the stream is being captured")
-        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        found = list(inputs) if counts else inputs
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for each, compute in functions:
-                if (now := _computed(each, compute, inputs)) != each.numbers:
+                now = _computed(each, compute, found)
+                if now != each.numbers and not _fits(each, now):
                     raise GuardFailure(RUN, each.field, f"{each.words}, called with {shown(now)}")
+                found += [sized(n, device) for n, size in zip(now, each.sizes, strict=False) if size is not None]
+        return found
 
     return check
+
+
+def _fits(each: Recomputed, now: tuple[int, ...]) -> bool:
+    """Whether numbers are those that were compiled for, or sizes that may vary."""
+    if len(now) != len(each.sizes):
+        return False
+    pairs = zip(now, each.numbers, each.sizes, strict=True)
+    return all(number == then if size is None else number >= 0 for number, then, size in pairs)
 
 
 def _computed(each: Recomputed, compute: Compute, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:

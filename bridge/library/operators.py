@@ -69,7 +69,7 @@ def operator_vjp(name, arguments, wanted, outputs, *tensors_and_grads):
     """
     count = len(tensors_and_grads) - len(outputs)
     grads = tensors_and_grads[count:]
-    tensors = [tensor.detach() for tensor in tensors_and_grads[:count]]
+    tensors = [each.detach() if isinstance(each, torch.Tensor) else each for each in tensors_and_grads[:count]]
     with torch.enable_grad():
         target = tensors[wanted].requires_grad_()
         made = _operator(name, arguments, tuple(tensors))

@@ -69,10 +69,12 @@ class ArgumentGuard:
             same=isinstance,
         )
         names = [self.paths[i] for i in self.tensor_leaves]
-        self._shapes = captured.argument_shapes or tuple(tuple(tensor.shape) for tensor in tensors)
+        shapes = captured.argument_shapes[: len(captured.argument_shapes) - captured.counted]
+        self._shapes = shapes or tuple(tuple(tensor.shape) for tensor in tensors)
         #: Reads the sizes of the argument tensors; ``None`` where every extent is a number.
         self.sizes = argument_sizes(captured, names)
-        self._tensors = (TensorGuard if self.sizes is None else partial(SizedTensorGuard, sizes=self.sizes))(
+        self._given = argument_sizes(captured, names, counted=False) if captured.counted else self.sizes
+        self._tensors = (TensorGuard if self.sizes is None else partial(SizedTensorGuard, sizes=self._given))(
             tensors,
             kinds=[(torch.Tensor, nn.Parameter)] * len(tensors),
             names=names,
@@ -148,7 +150,7 @@ class ArgumentGuard:
         """Whether all argument tensors have the shapes that were compiled; not to be asked of another structure."""
         shapes = self.compiled_shapes(args, kwargs)
         if self.sizes is not None:
-            return bool(shapes) and self.sizes.failure([tensor for *_, tensor in shapes]) is None
+            return bool(shapes) and self._given.failure([tensor for *_, tensor in shapes]) is None
         return all(shape == tuple(tensor.shape) for _, shape, tensor in shapes)
 
     def learn(self, tensors: Sequence[torch.Tensor], inference: bool) -> None:

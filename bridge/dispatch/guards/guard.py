@@ -157,6 +157,15 @@ class Guard:
             settling.undo()
             raise
 
+    def holds(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the call matches; no call is made."""
+        try:
+            with self.trial():
+                self.match(module, args, kwargs)
+        except GuardFailure:
+            return False
+        return True
+
     @contextmanager
     def trial(self) -> Iterator[None]:
         """While active, no call is made: what :meth:`match` does to objects of the user's is undone."""

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from autodiff.extents import Dim, Extent, ExtentScope, Guard
+from autodiff.extents import Dim, Extent, ExtentScope, Guard, Symbol
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.guard_failure import ARGUMENTS, GuardFailure
 from bridge.base.tensor_properties import same_strides
@@ -45,6 +45,8 @@ class ArgumentSizes:
         names: how a failure calls each tensor.
         lines: of guards of the scope, where the question was asked.
         proven: a tensor, a dimension of it, and the sizes that this may have: a growing collection. ``None``: any.
+        known: how many of the tensors there are before counted dimensions are (:mod:`bridge.capture.counted_dims`);
+            ``None``: all. What only later ones tell is not asked then.
 
     Raises:
         ValueError: a symbol that no dimension of an argument tells.
@@ -65,19 +67,28 @@ class ArgumentSizes:
         names: Sequence[str],
         lines: Mapping[Guard, str] = MappingProxyType({}),
         proven: tuple[int, int, Collection[int]] | None = None,
+        known: int | None = None,
     ):
         self.scope, self._lines, self._proven = scope, lines, proven
-        self._shapes = [tuple(shape) for shape in shapes]
-        self._names = names
-        self._places = {symbol.name: _place_of(symbol.name, self._shapes) for symbol in scope.samples}
+        places = {symbol.name: _place_of(symbol.name, shapes) for symbol in scope.samples}
+        count = len(shapes) if known is None else known
+        self._shapes = [tuple(shape) for shape in shapes[:count]]
+        self._names = names[:count]
+        self._places = {name: place for name, place in places.items() if place.tensor < count}
         self._read = [(place.tensor, place.dimension) for place in self._places.values()]
-        flat = [each for dims in zip(shapes, strides, strict=True) for part in dims for each in part]
-        self._values = scope.compiled(flat)
+        flat = [each for dims in zip(self._shapes, strides, strict=False) for part in dims for each in part]
+        self._told = [not isinstance(each, Extent) or self._tells(each.symbols) for each in flat]
+        self._values = scope.compiled([each if told else -1 for each, told in zip(flat, self._told, strict=True)])
+        self._samples = {symbol.name: size for symbol, size in scope.samples.items()}
 
     @property
     def count(self) -> int:
         """How many argument tensors there are."""
         return len(self._shapes)
+
+    def _tells(self, symbols: Collection[Symbol]) -> bool:
+        """Whether the tensors have all that depends on these symbols."""
+        return all(symbol.name in self._places for symbol in symbols)
 
     @cached_property
     def guards(self) -> tuple[Guard, ...]:
@@ -86,7 +97,7 @@ class ArgumentSizes:
 
     @cached_property
     def _broken(self) -> Callable[[Sizes], Guard | None]:
-        return self.scope.broken(self.guards)
+        return self.scope.broken([each for each in self.guards if self._tells(each.symbols)])
 
     def key(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The extents that tell the sizes; equal for two calls if and only if their sizes are."""
@@ -94,10 +105,8 @@ class ArgumentSizes:
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Sizes:
         """The sizes of a call whose argument tensors fit."""
-        return {
-            name: (extent - place.offset) // place.factor
-            for (name, place), extent in zip(self._places.items(), self.key(tensors), strict=True)
-        }
+        found = zip(self._places.items(), self.key(tensors), strict=True)
+        return self._samples | {name: (extent - place.offset) // place.factor for (name, place), extent in found}
 
     def failure(self, tensors: Sequence[torch.Tensor]) -> GuardFailure | None:
         """How the shapes of dense tensors differ from those that were compiled; ``None`` if they do not."""
@@ -113,7 +122,7 @@ class ArgumentSizes:
                 return _another_shape(self._names[place.tensor], self._shapes[place.tensor], tensors[place.tensor])
         sizes = self.of(tensors)
         for (shape, _), expected, name, tensor in zip(
-            self.layouts(sizes), self._shapes, self._names, tensors, strict=True
+            self.layouts(tensors), self._shapes, self._names, tensors, strict=True
         ):
             if tuple(tensor.shape) != shape:
                 return _another_shape(name, expected, tensor)
@@ -134,12 +143,16 @@ class ArgumentSizes:
         """Whether tensors whose shapes fit have the strides that were compiled for these sizes."""
         return all(
             same_strides(tensor.stride(), stride, tensor.shape)
-            for tensor, (_, stride) in zip(tensors, self.layouts(self.of(tensors)), strict=True)
+            for tensor, (_, stride) in zip(tensors, self.layouts(tensors), strict=True)
         )
 
-    def layouts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Shape and strides of each argument tensor for these sizes."""
-        values = iter(self._values(sizes))
+    def layouts(self, tensors: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shape and strides that each of argument tensors should have for their sizes."""
+        values = self._values(self.of(tensors))
+        if not all(self._told):
+            given = [each for tensor in tensors for each in (*tensor.shape, *tensor.stride())]
+            values = [value if told else now for value, told, now in zip(values, self._told, given, strict=True)]
+        values = iter(values)
         return [(_next(values, len(shape)), _next(values, len(shape))) for shape in self._shapes]
 
     def __str__(self) -> str:
@@ -178,11 +191,12 @@ class ArgumentSizes:
         return GuardFailure(ARGUMENTS, field, f"{what}, compiled for {self._range(name)}")
 
 
-def argument_sizes(captured: Captured, names: Sequence[str]) -> ArgumentSizes | None:
+def argument_sizes(captured: Captured, names: Sequence[str], *, counted: bool = True) -> ArgumentSizes | None:
     """The symbolic extents of the argument tensors of a captured call, ``None`` where every extent is a number.
 
     Args:
         names: how a failure calls the tensors.
+        counted: whether the tensors of counted dimensions are there.
 
     Raises:
         UnsupportedModule: a size that no argument tells.
@@ -194,7 +208,9 @@ def argument_sizes(captured: Captured, names: Sequence[str]) -> ArgumentSizes | 
         known, proven = captured.any_length, None
         if known is not None:
             proven = sum(captured.argument_is_tensor[: known.leaf]), known.dimension, known.proven
-        return ArgumentSizes(captured.extents, shapes, strides, names, captured.lines, proven)
+        names = [*names, *(f"count_{place}" for place in range(captured.counted))]
+        known = None if counted else len(shapes) - captured.counted
+        return ArgumentSizes(captured.extents, shapes, strides, names, captured.lines, proven, known)
     except ValueError as error:
         problem = Unsupported("dynamic_shapes", f"{captured.module_name}.forward", str(error))
         raise UnsupportedModule(captured.module_name, [problem], cause=error) from None

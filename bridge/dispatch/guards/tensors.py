@@ -130,7 +130,7 @@ class SizedTensorGuard(TensorGuard):
                 return _explain(_NESTED, self._stage, name, False, True)
         if (failure := self.sizes.failure(tensors)) is not None:
             return failure
-        layouts = self.sizes.layouts(self.sizes.of(tensors))
+        layouts = self.sizes.layouts(tensors)
         return self._difference(tensors, list(map(_laid_out, self._expected, layouts)))
 
     def learn(self, tensors: Sequence[torch.Tensor], inference: bool) -> None:

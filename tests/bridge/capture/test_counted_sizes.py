@@ -1,4 +1,7 @@
-"""Shapes that numbers in arguments decide: compiled for the sample's count, which each call compares with its own."""
+"""Shapes that numbers in arguments decide: compiled for the sample's count, or for all from the second one on."""
+
+import copy
+import os
 
 import pytest
 import torch
@@ -81,12 +84,151 @@ def test_another_count_is_a_miss_and_another_mask_of_the_same_count_is_not():
     assert "compiled for 4" in reason and "test_counted_sizes.py" in reason
 
 
-def test_another_count_is_compiled_where_that_is_asked_for():
-    module = add_tvm_dispatch(Picked(FORMS["rows"]).double(), arguments(), on_miss="compile")
-    for _ in range(2):
-        for mask in ((1, 1, 1, 1, 1, 0), (0, 1, 1, 1, 1, 0)):
-            module(*arguments(mask)).sum().backward()
-    assert len(stats(module).entries) == 2 and stats(module).hits == 4
+def _convolved(module, x, edges):
+    """A graph convolution, without the graph's self-loops and with one for each node."""
+    edges = edges[:, edges[0] != edges[1]]
+    edges = torch.cat([edges, torch.arange(x.shape[0]).expand(2, -1)], 1)
+    degree = torch.zeros(x.shape[0], dtype=x.dtype).scatter_add(0, edges[1], torch.ones(edges.shape[1], dtype=x.dtype))
+    y, scale = module.linear(x), degree.rsqrt()
+    return torch.zeros_like(y).index_add(0, edges[1], y[edges[0]] * (scale[edges[0]] * scale[edges[1]])[:, None])
+
+
+def _detected(module, x, boxes, classes):
+    """A detector's loss of the boxes that are there, by their number."""
+    found = classes > 0
+    (places,) = found.nonzero(as_tuple=True)
+    y = module.linear(x)
+    lost = F.smooth_l1_loss(y[found][:, :4], boxes[places], reduction="sum") / found.sum()
+    return lost + F.cross_entropy(y, classes)
+
+
+def _attended(module, x, lengths):
+    steps = lengths.max()
+    is_padding = torch.arange(int(steps)) >= lengths[:, None]
+    y = module.layer(module.linear(x[:, :steps]), src_key_padding_mask=is_padding)
+    return y.masked_fill(is_padding[:, :, None], 0).sum(1)
+
+
+def _twice(module, x, edges):
+    edges = edges[:, edges[0] != edges[1]]
+    weights = torch.ones(edges.shape[1], dtype=x.dtype) - 0.5 * (edges[0] == 0)
+    few = edges[:, edges[0] < 3]
+    return (module.linear(x)[edges[0]] * weights[:, None]).sum(0) + x[few[1]].mean(0)
+
+
+def _pooled(module, x, graph):
+    count = int(graph.max()) + 1
+    sums = torch.zeros(count, WIDTH, dtype=x.dtype).index_add(0, graph, module.linear(x))
+    return sums / torch.bincount(graph, minlength=count)[:, None]
+
+
+def _padded(module, x, n):
+    y = F.pad(module.linear(x), (0, n)).flip(1).cumsum(1)
+    return torch.cat([y, x.new_zeros(x.shape[0], n)], 1)[:, : 2 * n] * torch.arange(2 * n)
+
+
+def _number(i):
+    return (5, 3, 7, 4, 9, 2, 8, 6)[i % 8]
+
+
+def _random(i, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+
+
+def _integers(i, high, *shape):
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(i))
+
+
+def _mask(i):
+    return torch.randperm(12, generator=torch.Generator().manual_seed(i)) < _number(i)
+
+
+def _graph(i, nodes):
+    loops = torch.tensor([[0, 1, 1], [0, 1, 2]])
+    return _random(i, nodes, WIDTH), torch.cat([loops, _integers(i, nodes, 2, 6 + _number(i))], 1)
+
+
+def _boxes(i):
+    classes = torch.where(_mask(i), 1 + _integers(i, WIDTH - 1, 12), 0)
+    return _random(i, 12, WIDTH), _random(i + 50, 12, 4), classes
+
+
+def _lengths(i):
+    return _random(i, 3, 11, WIDTH), torch.tensor([2, _number(i), _number(i) - 1])
+
+
+VARYING = {
+    "rows": (lambda m, x, mask: m.linear(x[mask]).tanh().mean(0), lambda i: (_random(i, 12, WIDTH), _mask(i))),
+    "edges": (_convolved, lambda i: _graph(i, 6)),
+    "nodes and edges": (_convolved, lambda i: _graph(i, 3 + _number(i + 3))),
+    "boxes": (_detected, _boxes),
+    "the longest sequence": (_attended, _lengths),
+    "repeats": (
+        lambda m, x, times: torch.repeat_interleave(m.linear(x), times, 0).tanh().mean(0),
+        lambda i: (_random(i, 5, WIDTH), _integers(i, 4, 5) + 1),
+    ),
+    "a mask of what a mask selected": (_twice, lambda i: _graph(i, 6)),
+    "a number of graphs, and bins": (_pooled, lambda i: (_random(i, 9, WIDTH), torch.arange(9) % max(3, _number(i)))),
+    "0-d tensors as sizes": (_padded, lambda i: (_random(i, 3, WIDTH), torch.tensor(_number(i)))),
+    "masked_select": (
+        lambda m, x, mask: m.linear(x).masked_select(mask[:, None]).square().mean(),
+        lambda i: (_random(i, 12, WIDTH), _mask(i)),
+    ),
+}
+
+
+class Counted(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 1, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+BATCHES = int(os.environ.get("COUNTED_BATCHES", "8"))
+
+
+@pytest.mark.parametrize("name", sampled(VARYING, lambda name: name not in ("edges", "masked_select", "repeats")))
+def test_all_counts_have_one_entry(name):
+    function, batch = VARYING[name]
+    torch.manual_seed(0)
+    eager = Counted(function).double()
+    module = add_tvm_dispatch(Counted(function).double(), batch(0), on_miss="compile")
+    module.load_state_dict(eager.state_dict())
+    for i in range(BATCHES):
+        call = Call(batch(i))
+        assert_same(run(module, call), run(eager, call))
+    assert (stats(module).hits, len(stats(module).entries)) == (BATCHES, 1), stats(module)
+
+
+def test_counts_that_are_no_sizes_in_general_have_entries_of_their_own():
+    """None, and one: special cases of torch's. A later count finds the entry of all."""
+    function, _ = VARYING["rows"]
+    eager = Counted(function).double()
+    module = add_tvm_dispatch(copy.deepcopy(eager), arguments((1, 0, 1, 1, 0, 0)), on_miss="compile")
+    ones = (0, 3, 1, 5, 0, 1, 2, 6, 4)
+    for count in ones:
+        call = Call(arguments([1] * count + [0] * (ROWS - count)))
+        assert_same(run(module, call), run(eager, call))
+    assert (stats(module).hits, len(stats(module).entries)) == (len(ones), 3)
+
+
+def test_relations_of_counts_are_asked_of_each_call():
+    """As many elements are set in one mask as in another one, here and not there: eager's branch, or its error."""
+    module = Counted(lambda m, x, a, b: m.linear(x[a] + x[b]) if a.sum() == b.sum() else m.linear(x[a]) * 2).double()
+    eager = copy.deepcopy(module)
+    x = _random(0, 12, WIDTH)
+    add_tvm_dispatch(module, (x, _mask(0), _mask(8)), on_miss="compile")
+    for i, k in ((0, 8), (1, 9), (2, 3), (4, 12), (3, 6), (5, 5)):
+        call = Call((x, _mask(i), _mask(k)))
+        assert_same(run(module, call), run(eager, call))
+    unequal = Counted(lambda m, x, a, b: m.linear(x[a] + x[b])).double()
+    add_tvm_dispatch(unequal, (x, _mask(0), _mask(8)), on_miss="compile")
+    unequal(x, _mask(1), _mask(9))
+    with pytest.raises(RuntimeError, match="must match"):
+        unequal(x, _mask(1), _mask(2))
 
 
 def test_bins_of_what_parameters_decide_are_as_many_as_were_asked_for_or_a_miss():

@@ -83,7 +83,7 @@ N = torch.tensor
 BRANCHES = {
     "flag": (padded, [(X, KEPT), (X, PADDED), (X, ~KEPT), (X, KEPT)], 2),
     "nested, of a buffer that changes": (nested, [(X, KEPT), (X, PADDED), (X, KEPT), (X, KEPT), (X, KEPT)], 3),
-    "integer": (counted, [(X, N(2)), (X, N(1)), (X, N(3)), (X, N(2))], 3),
+    "integer": (counted, [(X, N(2)), (X, N(1)), (X, N(3)), (X, N(2))], 2),  # one of all sizes
     "list": (flagged, [(X, PADDED), (X, KEPT), (X, PADDED)], 2),
     "beside a literal": (literal, [(X, KEPT), (X, PADDED)], 2),
 }

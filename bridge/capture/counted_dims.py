@@ -1,0 +1,151 @@
+"""Counted dimensions: numbers that forward reads and makes sizes of → symbols, which have another value in each call.
+
+``x[mask]`` has as many rows as the mask has elements that are set, ``x[:, : lengths.max()]`` as many columns as the
+longest sequence. A call computes such numbers of its inputs before all else (:mod:`bridge.capture.recomputed`). Where
+they are to vary, the run on fake tensors gives forward a symbol for each: the size of a tensor without elements, which
+is a further input of the graph. What is asked about it becomes a guard, as of an argument's size.
+"""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bridge.base.devices import current_device
+from bridge.base.torch_internals import FakeTensorMode
+from bridge.base.torch_shapes import expression, symbolic_fake
+from bridge.capture.rows import Record, values_in, written_operands
+from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim
+
+__all__ = ["CountedDims", "integers_as_symbols", "sized"]
+
+MAX_NUMBERS = 32
+"""Numbers of one list that are symbols; longer ones stay what they are."""
+
+
+def sized(number: int, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor without elements that has a number for its size; of the device that is worked for."""
+    return torch.empty((number, 0), dtype=torch.bool, device=device or current_device())
+
+
+class CountedDims:
+    """The symbols of a run on fake tensors; numbers that are less than two, as sizes are, have none.
+
+    Args:
+        record: of the run on real numbers.
+        trains: the inputs of the run of which a call does not compute numbers: parameters that train.
+
+    Attributes:
+        fakes: the tensors without elements that have the symbols for sizes.
+    """
+
+    def __init__(self, mode: FakeTensorMode, record: Record, trains: Sequence[int]):
+        self.fakes: list[Any] = []
+        self._mode = mode
+        self._given: dict[int, list[Any]] = {}
+        self._made: dict[int, list[Any]] = {}
+        late = _late(record, trains)
+        for place, read in enumerate(record.reads):
+            kind, value = read.reading.dtype, read.given
+            if kind.is_floating_point or kind.is_complex or kind is torch.bool:
+                continue
+            if record.memory[read.numbers.number] in late:
+                continue
+            numbers = value if type(value) is list else [value]
+            if len(numbers) <= MAX_NUMBERS and {*map(type, numbers)} == {int}:
+                self._made[place] = [self._new(each) if each >= LEAST else None for each in numbers]
+                pairs = zip(numbers, self._made[place], strict=True)
+                self._given[place] = [each if made is None else made.shape[0] for each, made in pairs]
+
+    def _new(self, number: int) -> Any:
+        self.fakes.append(symbolic_fake(self._mode, sized(number), {0}, f"count_{len(self.fakes)}"))
+        return self.fakes[-1]
+
+    def given(self, place: int, value: Any) -> Any:
+        """What forward is given for the numbers that it reads at this place, of which eager gives it a value."""
+        if (made := self._given.get(place)) is None:
+            return copy.copy(value)
+        return list(made) if type(value) is list else made[0]
+
+    def end(self) -> None:
+        """To be called after the run: what forward has fixed to the sample's number is none of the symbols any more."""
+        self.fakes = [each for each in self.fakes if not _is_fixed(each.shape[0])]
+
+    def of(self, place: int) -> tuple[int | None, ...]:
+        """Of each of the numbers that forward reads at this place, which of the symbols it is; nothing if none is."""
+        index = {id(each): index for index, each in enumerate(self.fakes)}
+        found = tuple(index.get(id(each)) for each in self._made.get(place, ()))
+        return () if set(found) == {None} else found
+
+    def dims(self, first: int) -> list[DynamicDim]:
+        """The tensors' sizes as dimensions that vary; ``first``: the leaf that the first tensor is."""
+        return [replace(ALL_COUNTS, leaf=first + place, name=f"count_{place}") for place in range(len(self.fakes))]
+
+
+def _is_fixed(size: Any) -> bool:
+    return type(size) is int or bool(expression(size).is_number)
+
+
+def _late(record: Record, trains: Sequence[int]) -> set[int]:
+    """The memory in which there is what depends on these inputs or on draws."""
+    found = {record.memory[number] for number in trains}
+    for row in record.rows:
+        read = {record.memory[number] for number in values_in((row.args, row.kwargs))}
+        if row.draws[0] != row.draws[1] or not found.isdisjoint(read):
+            written = written_operands(row.op, row.args, row.kwargs)
+            found |= {record.memory[number] for number in values_in(written)}
+            found |= {record.memory[number] for number in values_in(row.results)} - read  # but for views of the others
+    return found
+
+
+def _compares_types(names: dict[str, Any]) -> bool:
+    """Whether a module's code may ask of a type whether it is ``int``."""
+    lines = linecache.getlines(names.get("__file__") or "")
+    return any(map(_TYPE.search, lines))
+
+
+_TYPE = re.compile(r"(\bis|\bnot|=|\bin\s*[(\[{][^)\]}]*)\s*\bint\b(?!\()")
+
+
+class _Integer(type):
+    """The type of a stand-in for ``int``."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, int | torch.SymInt)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, int)
+
+
+@contextmanager
+def integers_as_symbols(names: Sequence[dict[str, Any]], read: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """While active, ``int(x)`` of a tensor is ``read(x)`` in this thread, in code with these global names.
+
+    Python itself takes nothing but an integer from ``Tensor.__int__``, and fixes what is a symbol. Code that compares
+    types with ``int`` has it as it is, since other threads may run it.
+    """
+    thread = threading.get_ident()
+
+    class Integer(int, metaclass=_Integer):
+        def __new__(cls, value: Any = 0, *base: Any, **others: Any) -> Any:
+            here = threading.get_ident() == thread and not (base or others)
+            if here and isinstance(value, torch.Tensor) and value.numel() == 1:
+                return read(value)
+            return value if here and isinstance(value, torch.SymInt) else int(value, *base, **others)
+
+    added = [each for each in names if "int" not in each and not _compares_types(each)]
+    for each in added:
+        each["int"] = Integer
+    try:
+        yield
+    finally:
+        for each in added:
+            del each["int"]
