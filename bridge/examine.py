@@ -52,6 +52,8 @@ class Coverage:
     def __str__(self) -> str:
         if not self.operations:
             head = f"{self.module_name}: no graph could be captured"
+        elif self.unsupported and self.percentage == 100:
+            head = f"{self.module_name}: not supported as a whole; each of its {len(self.operations)} operations is"
         else:
             head = (
                 f"{self.module_name}: {len(self.supported)} of {len(self.operations)} distinct operations supported "

@@ -48,7 +48,7 @@ _MAKES_SHAPES = (
 
 _DATA_DEPENDENT = "data-dependent control flow or shape"
 _BRANCH = "use torch.where, or dispatch the submodules on either side of it"
-_SHAPE = "keep the shape (torch.where, masked_fill, a multiplication by the mask), or dispatch the submodules around it"
+_SHAPE = "keep the shape (torch.where, masked_fill, a multiplication by the mask), or dispatch the rest: whole=False"
 _DISTRIBUTION = "pass validate_args=False to the distribution (what is drawn from it then has to be a supported draw)"
 
 #: What begins advice on exporting, compiling, or how to report a bug of torch's: not the user's to follow.

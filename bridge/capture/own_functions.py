@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -256,7 +257,7 @@ def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], args: tuple, 
         raise
     except Exception as error:  # backward runs the user's code, whatever that raises on fake tensors
         swallowed(error)
-        words = " ".join(str(error).split())[:200]
+        words = shorten(str(error), 200, placeholder=" …")
         raise _Refused(f"its backward cannot be traced: {type(error).__name__}: {words}") from error
     found = list(found) if isinstance(found, tuple) else [found]
     if len(found) < len(args) or any(each is not None for each in found[len(args) :]):

@@ -227,13 +227,14 @@ def _same_function(first: RealRun, later: RealRun) -> bool:
     first that read no input have no place in the later one.
     """
     known: dict[int, int] = {}
-    carried = () if later.kept is None else later.kept.carried
     count = first.record.inputs - len(first.attributes)
+    paths = dict(enumerate(later.attributes, later.record.inputs - len(later.attributes)))
+    carried = () if later.kept is None else set(later.kept.carried).intersection(first.attributes)
     for place in range(later.record.inputs):
         if place < count:
             known[place] = place
-        elif (path := later.attributes[place - later.record.inputs]) in carried and path in first.attributes:
-            known[place] = count + first.attributes.index(path)
+        elif paths.get(place) in carried:
+            known[place] = count + first.attributes.index(paths[place])
         elif (number := first.number_of(later.inputs[place])) is not None:
             known[place] = number
     held = {id(tensor): number for number, (tensor, _) in first.record.free.items()}

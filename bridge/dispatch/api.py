@@ -15,7 +15,7 @@ import torch
 import tvm
 from torch import nn
 
-from bridge.base.errors import UnsupportedModule
+from bridge.base.errors import UnsupportedModule, is_refused_by_eager
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import after_pre_hooks, dynamic_dims, normalize_sample
@@ -41,7 +41,7 @@ _NAMED = 8
 def add_tvm_dispatch(
     module: Module,
     sample_input: Any = None,
-    *,
+    *others: Any,
     sample_kwargs: Mapping[str, Any] | None = None,
     partition: str | Strategy = DEFAULT_PARTITION,
     on_miss: Literal["eager", "compile", "error"] | None = None,
@@ -131,6 +131,8 @@ def add_tvm_dispatch(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
+    if others:
+        raise TypeError(f"sample_input: {1 + len(others)} arguments want a tuple, add_tvm_dispatch(module, (x, y))")
     learns = sample_input is None and sample_kwargs is None
     if on_miss is None:
         on_miss = "compile" if learns else "eager"
@@ -167,9 +169,12 @@ def add_tvm_dispatch(
                 raise
             problem = refused
         except Exception as error:
-            if isinstance(sample_input, Mapping) and args and hasattr(error, "add_note"):  # Python 3.11
-                words = "the keys of sample_input name no parameters of forward: it was taken for its one argument"
-                error.add_note(words)
+            if hasattr(error, "add_note"):  # Python 3.11
+                if isinstance(sample_input, Mapping) and args:
+                    words = "the keys of sample_input name no parameters of forward: it was taken for its one argument"
+                    error.add_note(words)
+                elif is_refused_by_eager(error):
+                    error.add_note("PyTorch raises this for the sample that was given, with or without a dispatch")
             raise
         else:
             problem = None
@@ -246,6 +251,8 @@ def stats(module: nn.Module) -> DispatchStats:
 
 
 def _what_is(module: nn.Module) -> str:
+    if hasattr(module, "_orig_mod"):
+        return "torch.compile made it; bridge.dynamo.graphs() has what became of its graphs"
     inside = [path for path, child in module.named_modules() if dispatcher_of(child) is not None]
     if not inside:
         return "call add_tvm_dispatch(module, sample) first (copies and pickles of a dispatched module are plain ones)"

@@ -95,9 +95,8 @@ class Dispatcher:
         self.on_refused: Callable[[str, object], None] | None = None
         self.entries = Entries()
         self.graphs = RecordedGraphs()
-        self.stats = DispatchStats(self.entries, self.graphs)
+        self.stats = DispatchStats(self.entries, self.graphs, lambda: self.on_miss == "compile" or self.learns)
         self.budget = CompileBudget()
-        self._unsupported: dict[str, None] = {}
         self._filled: set[str] = set()  # conditions under which forward has filled a cache
         self._generalization = Generalization(self.entries, self._added, self._options)
         self._missed = ("", 0)  # the cause of the latest misses, and how many they were
@@ -198,7 +197,7 @@ class Dispatcher:
 
     def _may_compile(self, name: str, failure: GuardFailure) -> bool:
         """Whether a call that missed may be compiled; says so once for each cause that has used up its budget."""
-        if failure.reason in self._unsupported or failure.__cause__ is not None:  # eager raises, too
+        if failure.reason in self.entries.refused or failure.__cause__ is not None:  # eager raises, too
             return False
         if active_modes():  # of the code around this call, which says nothing about the next one
             return False
@@ -280,9 +279,9 @@ class Dispatcher:
             return entry, inputs
 
     def _leave_to_eager(self, name: str, failure: GuardFailure, why: object) -> None:
-        while len(self._unsupported) >= MAX_UNSUPPORTED:
-            del self._unsupported[next(iter(self._unsupported))]
-        self._unsupported[failure.reason] = None
+        while len(self.entries.refused) >= MAX_UNSUPPORTED:
+            del self.entries.refused[next(iter(self.entries.refused))]
+        self.entries.refused[failure.reason] = str(why)
         self.budget.note_wasted(failure.field)
         self.learns = False
         if self.on_refused is not None:

@@ -20,6 +20,7 @@ class Entries:
     Attributes:
         all: the entries, oldest first. A change makes another list: calls of other threads may be walking through this.
         misses: calls that ran eager, by the reason; beyond the first thousand reasons, under one name.
+        refused: the misses that are never compiled, by the reason: why.
         eager_backwards: backwards of calls that entries ran which eager's operators computed, by the reason.
     """
 
@@ -27,6 +28,7 @@ class Entries:
         self.all: list[Entry] = []
         self.misses: Counter[str] = Counter()
         self.eager_backwards: Counter[str] = Counter()
+        self.refused: dict[str, str] = {}
         self._hits_of_gone = 0
 
     @property

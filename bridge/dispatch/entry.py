@@ -175,7 +175,7 @@ class Entry:
             f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]" for tensor, shape in given
         )
         sizes = f", {len(self.bound)} sizes" if self.bound is not None else ""
-        kind = "training" if self.backward else "frozen" if self.is_frozen else "forward only"
+        kind = "forward and backward" if self.backward else "frozen" if self.is_frozen else "forward only"
         slower = f", {self.worth}" if self.worth is not None and self.worth.is_slower else ""
         head = f"Entry({captured.module_name}({shapes}), {kind}"
         return f"{head}, {self.hits} hits{sizes}, {self.compile_seconds:.2f} s{slower})"

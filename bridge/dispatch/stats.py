@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from bridge.compile import RecordedGraphs
 from bridge.dispatch.entries import Entries
@@ -21,8 +22,10 @@ _HINT = 'add_tvm_dispatch(module, sample) in the state of such a call adds an en
 class DispatchStats:
     """What became of a dispatched module's calls: a view, which later calls change."""
 
-    def __init__(self, entries: Entries, graphs: RecordedGraphs | None = None):
-        self._entries = entries
+    def __init__(
+        self, entries: Entries, graphs: RecordedGraphs | None = None, compiles: Callable[[], bool] = lambda: False
+    ):
+        self._entries, self._compiles = entries, compiles
         self._graphs = graphs or RecordedGraphs(False)
 
     @property
@@ -55,12 +58,15 @@ class DispatchStats:
         lines = [f"DispatchStats(hits={self.hits}, misses={sum(self.misses.values())})"]
         lines += [f"  {entry!r}" for entry in self.entries]
         lines += [f"  {count} x {reason}" for reason, count in self.eager_backwards.items()]
-        lines += [f"  {count} x {reason}" for reason, count in self.misses.most_common(_REASONS)]
+        refused = self._entries.refused
+        for reason, count in self.misses.most_common(_REASONS):
+            lines.append(f"  {count} x {reason}")
+            lines += [f"    {line}" for line in refused.get(reason, "").splitlines()]
         if len(self.misses) > _REASONS:
             rest = self.misses.most_common()[_REASONS:]
             lines.append(f"  {sum(count for _, count in rest)} x {len(rest)} other reasons (.misses has all)")
         if self.graphs.replays or self.graphs.refused:
             lines += [f"  {line}" for line in repr(self.graphs).splitlines()]
-        if self.misses:
+        if any(reason not in refused for reason in self.misses) and not self._compiles():
             lines.append("  " + _HINT)
         return "\n".join(lines)

@@ -22,6 +22,8 @@ __all__ = ["Looked", "Tree", "TreeConditions", "owned_attributes", "tree_reader"
 
 _STATE = itemgetter("_parameters", "_buffers", "_modules", "training", *MODULE_HOOKS)
 _REGISTRY_OF = {"parameter": "_parameters", "buffer": "_buffers", "attribute": ""}
+_SHOWN = (bool, int, float, str, type(None))
+"""Of these both values are told."""
 _HELD = "held"
 """In the place of a registry: a free tensor, whose place is a reference to it."""
 
@@ -254,7 +256,10 @@ class TreeConditions:
 
         def explain(place: int, then: Any, now: Any) -> GuardFailure:
             i, name, _ = owned[place]
-            return _attribute_failure(self.paths[i], name, "changed")
+            failure = _attribute_failure(self.paths[i], name, "changed")
+            if isinstance(then, _SHOWN) and isinstance(now, _SHOWN):
+                failure = GuardFailure(MODULE, failure.field, f"from {then!r:.40} to {now!r:.40}")
+            return failure
 
         return Condition(
             "attributes",
