@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 TORCH_VENV := .venv-torch-$(VERSION)
 ARGS ?=
 
-.PHONY: train test test-all test-gpu test-torch lint wheel clean
+.PHONY: train test test-all test-gpu test-torch test-wild lint wheel clean
 
 # The main job: train a small BERT eager and dispatched, side by side (ARGS="--help" lists the options).
 train: $(STAMP)
@@ -25,6 +25,15 @@ test-all:
 # torch sees the GPU.
 test-gpu:
 	TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -ra --all $(ARGS)
+
+# Small models of public packages beside eager, in an environment of its own (ARGS: texts of families).
+test-wild: .venv-wild/.installed
+	OMP_NUM_THREADS=1 .venv-wild/bin/python -m tests.wild $(ARGS)
+
+.venv-wild/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -c constraints.txt -e . transformers torchvision timm torch_geometric
+	touch $@
 
 # The same tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0 [PYTHON=python3.13]
 test-torch: $(TORCH_VENV)/.installed

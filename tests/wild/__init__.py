@@ -1,0 +1,1 @@
+"""Small models of public packages, trained beside eager; ``make test-wild``."""
