@@ -95,7 +95,7 @@ def run(build: Callable[[], tuple[nn.Module, Any]]) -> tuple[str, str]:
             return "refused", str(refused.ops[0]).splitlines()[0]
     for i in range(3):
         for wanted, got in zip(_step(eager, sample, i), _step(module, sample, i), strict=True):
-            if not torch.allclose(wanted, got, rtol=1e-6, atol=1e-8):
+            if not torch.allclose(wanted, got, rtol=1e-5, atol=1e-6):  # RMSNorm, T5: norms in float32 whatever the type
                 return "WRONG", f"step {i}: off by {(wanted - got).abs().max():.2g}"
     found = stats(module)
     words = f"{found.hits} hits" + (f", {next(iter(found.misses))}" if found.misses else "")
