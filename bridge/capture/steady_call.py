@@ -41,7 +41,7 @@ from bridge.capture.rows import Record, Row, Value, mapped, values_in
 from bridge.capture.sample import DynamicDim
 from bridge.capture.two_runs import FakeRecord, RealRun, fake_run_of, real_run_of
 from bridge.capture.unrolled import loops_found, unrolled_rows
-from bridge.guards import Undo, undo
+from bridge.guards import Undo, contents_of, put_back, undo
 
 __all__ = ["SteadyCall", "steady_call"]
 
@@ -281,7 +281,7 @@ def _renamed(tree: Any, known: dict[int, int]) -> Any:
 
 
 def _settle(module: nn.Module, real: RealRun, changed: Sequence[str]) -> None:
-    """The module has the attributes that the run has set; containers that it has written are the module's own."""
+    """The module has the attributes that the run has set; containers that it has written are the module's own ones."""
     own = dict(module.named_modules())
     for what in changed:
         if not what.startswith("self."):
@@ -291,7 +291,11 @@ def _settle(module: nn.Module, real: RealRun, changed: Sequence[str]) -> None:
         if twin is None or path not in own:
             continue
         if name in twin.__dict__:
-            own[path].__dict__[name] = real.prepared.twin.original(twin.__dict__[name])
+            made, held = real.prepared.twin.original(twin.__dict__[name]), own[path].__dict__.get(name)
+            if type(held) in (list, dict, set) and type(made) is type(held):
+                put_back(held, contents_of(held)(made))
+            else:
+                own[path].__dict__[name] = made
         else:
             own[path].__dict__.pop(name, None)
 

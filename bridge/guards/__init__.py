@@ -1,6 +1,7 @@
 """Guards of what forward read: recorded reads → conditions, one by one and in one quick check."""
 
 from bridge.guards.conditions import ReadGuard
+from bridge.guards.kinds import contents_of, put_back
 from bridge.guards.recording import Reads, profiled
 from bridge.guards.tensor_reads import TensorReads, told_otherwise
 from bridge.guards.undo import Settling, Undo, recorded_reads, undo
@@ -19,7 +20,9 @@ __all__ = [
     "TensorReads",
     "Undo",
     "alike",
+    "contents_of",
     "profiled",
+    "put_back",
     "recorded_reads",
     "slot_of",
     "told_otherwise",

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from bridge.guards.kinds import contents_of
 from bridge.guards.recording import Reads
+from bridge.guards.watched import ABSENT, Contents, Name, Place
 from bridge.state import Snapshot
 
 __all__ = ["Settling", "Undo", "recorded_reads", "undo"]
@@ -36,7 +38,7 @@ class Undo:
             self._tree.restore()
 
     def take_back(self) -> Settling | None:
-        """Puts back what the runs wrote outside of the module; gives what writes it again, or ``None``."""
+        """Puts back what the runs wrote; gives what writes it again, or ``None``."""
         written: dict[tuple, tuple[Any, Any, Any]] = {}
         for reads in self.runs:
             for key, then in reads.first.items():
@@ -44,9 +46,21 @@ class Undo:
                 if key not in written and getattr(item, "running", None) is None:
                     written[key] = item, then, item.read()
         found = [each for each in written.values() if not each[0].same(each[2], each[1])]
+        found += [] if self._tree is None else _of_tree(self._tree)
         settling = Settling(found)
         settling.undo()
         return settling if found else None
+
+
+def _of_tree(before: Snapshot) -> Iterator[tuple[Any, Any, Any]]:
+    """What was written to the attributes of a module tree, and into containers among them."""
+    for own, name, held in before.written():
+        item = Name(own, name, Place("attribute", name))
+        yield item, held[0] if held else ABSENT, item.read()
+    for value, held in before.contents():
+        item, reader = Contents(value, Place("", "a container")), contents_of(value)
+        if not item.same(now := item.read(), then := reader(held)):
+            yield item, then, now
 
 
 class Settling:

@@ -95,6 +95,20 @@ class Snapshot:
         """Whether the module at ``path`` had the attribute."""
         return any(name in attributes for found, _, attributes in self._modules if found == path)
 
+    def written(self) -> Iterator[tuple[dict[str, Any], str, list[Any]]]:
+        """Attributes that hold another object than before: the dictionary, the name, what it held (nothing: none)."""
+        for _, module, before in self._modules:
+            own = module.__dict__
+            for name in dict.fromkeys((*before, *own)):
+                if not _is_renewed(module, name) and own.get(name, self) is not before.get(name, self):
+                    yield own, name, [before[name]] if name in before else []
+
+    def contents(self) -> Iterator[tuple[Any, Any]]:
+        """Containers among the attributes, and copies of what they held."""
+        for module, name, value, held in self._containers:
+            if not _is_renewed(module, name):
+                yield value, held
+
     def value_of(self, path: str, name: str) -> Any:
         """What the attribute of the module at ``path`` was; ``None`` if it had none."""
         return next(attributes.get(name) for found, _, attributes in self._modules if found == path)

@@ -53,7 +53,7 @@ class Guard:
         sizes: reads the sizes of the argument tensors; ``None`` where every extent is a number.
         has_default_device: whether calls are made under a default device, which is none of the compiled code's.
         addresses: of the inputs that fused dropouts read, in the sample, by place.
-        settling: what the first call writes into objects that are not the module's own; :meth:`match` does it.
+        settling: what the first call writes into attributes and other objects; :meth:`match` does it.
         aligned: bytes at multiples of which inputs have to begin, by place, for eager's dropout of them.
     """
 
@@ -149,7 +149,10 @@ class Guard:
         """
         settling = self.settling
         if settling is None or not settling.is_before():
-            return self._match(module, args, kwargs, changed)
+            inputs = self._match(module, args, kwargs, changed)
+            if settling is not None:  # another entry's call has written it, or eager
+                settling.done = True
+            return inputs
         settling.do()
         try:
             return self._match(module, args, kwargs, changed)
@@ -165,6 +168,14 @@ class Guard:
         except GuardFailure:
             return False
         return True
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """While active, what the first call writes is written."""
+        with self.trial():
+            if self.settling is not None and self.settling.is_before():
+                self.settling.do()
+            yield
 
     @contextmanager
     def trial(self) -> Iterator[None]:
@@ -209,11 +220,13 @@ class Guard:
 
     def tensors(self, module: nn.Module) -> list[torch.Tensor]:
         """The module's tensors as they are now, in the order of the inputs."""
-        return self._tree.tensors(module)
+        with self._settled():
+            return self._tree.tensors(module)
 
     def module_failure(self, module: nn.Module) -> GuardFailure | None:
         """In what the module is no longer as it was compiled, training flags apart."""
-        return self._tree.failure(module)
+        with self._settled():
+            return self._tree.failure(module)
 
     @property
     def places(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a first call writes outside of the module and later ones leave: not done by adding, done by the first hit."""
+"""What a first call writes and later ones leave: not done by adding, done by the first hit."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Net(nn.Module):
         super().__init__()
         self.linear, self.write = nn.Linear(4, 4).double(), write
         self.config, self.history = SimpleNamespace(seen=set(), last=None), [0, 0]
+        self.names, self.table, self.size, self.mask = set(), {}, None, None
+        self.held = self.names, self.table  # the very objects are written
 
     def forward(self, x):
         self.write(self, x)
@@ -38,12 +40,19 @@ WRITES = {
     "a table of the file": lambda net, x: TABLE.update(n=5),
     "a global": sets_flag,
     "sizes": lambda net, x: net.config.seen.add(str(x.shape)),
+    "an attribute": lambda net, x: setattr(net, "size", x.shape),
+    "a new attribute": lambda net, x: setattr(net, "ready", True),
+    "an attribute of a layer": lambda net, x: setattr(net.linear, "ready", True),
+    "a set of the module's": lambda net, x: net.names.add(str(x.shape)),
+    "a table of the module's": lambda net, x: net.table.update(n=x.shape[0]),
+    "a mask": lambda net, x: setattr(net, "mask", torch.ones(2).tolist() if net.mask is None else net.mask),
     "an attribute of a parameter": lambda net, x: setattr(net.linear.weight, "seen", True),
 }
 
 
 def state(net):
-    return str((net.config, net.history, TABLE, FLAG, vars(net.linear.weight)))
+    own = [getattr(net, name, None) for name in ("names", "table", "held", "size", "mask", "ready")]
+    return str((net.config, net.history, TABLE, FLAG, vars(net.linear.weight), own, vars(net.linear).get("ready")))
 
 
 def make(write):
