@@ -73,7 +73,7 @@ class SteadyCall:
 def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> SteadyCall:
     """Runs ``module(*args, **kwargs)`` on real numbers, and again on fake tensors, with symbols for ``dims``.
 
-    Attributes that forward sets once are left set on the module; all else is as it was.
+    Attributes that forward sets once are set on the module; who adds takes them back (:class:`bridge.guards.Undo`).
 
     Raises:
         UnsupportedModule: state that a compiled call cannot have.
