@@ -22,7 +22,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.thread_isolation import note_change_of_generator
-from bridge.guards import Reads, profiled
+from bridge.guards import ABSENT, Reads, profiled
 from bridge.state import moved_generators
 
 __all__ = ["CachedFunctions", "generator_watch", "unwatched"]
@@ -134,8 +134,12 @@ class CachedFunctions:
     def __init__(self) -> None:
         self._made: list[tuple[str, Callable[[], Any], list[tuple[torch.Tensor, int]]]] = []
 
-    def instead(self, value: Any) -> Any:
-        """The function itself, of one that caches; ``None`` for anything else."""
+    def instead(self, value: Any, kept: Callable[..., Any]) -> Any:
+        """The function itself, of one that caches; ``None`` for anything else.
+
+        Args:
+            kept: the function, arguments → what it keeps for these (:class:`bridge.guards.watched.Kept`).
+        """
         if type(value) is not functools._lru_cache_wrapper:
             return None
         name = getattr(value, "__name__", "a function")
@@ -144,9 +148,14 @@ class CachedFunctions:
         def run(*args: Any, **kwargs: Any) -> Any:
             if _tensors((args, kwargs)):
                 raise _refused(name, "keeps results by tensors, whose numbers may change")
+            found = kept(value, args, kwargs)
+            if (result := found.read()) is not ABSENT:
+                return result
             result = value.__wrapped__(*args, **kwargs)
             again = functools.partial(value.__wrapped__, *args, **kwargs)
             self._made.append((name, again, [(each, each._version) for each in _tensors(result)]))
+            found.made, found.free = result, bool(_tensors(result))
+            kept(value, args, kwargs)
             return result
 
         return run

@@ -321,7 +321,7 @@ def real_run_of(
         tensors.append(_spec("free", _reader(recorder.record, row), tensor, held))
     described = [*owned, *(inputs[n] for n in used), *(recorder.record.free[n][0] for n in free), *arguments]
     given = zip(range(len(owned), behind), _tensors((args, kwargs)), arguments, strict=True)
-    rules.unsupported += told_otherwise(observation.reads, list(given), str(type(module).__name__))
+    rules.unsupported += told_otherwise(observation.reads, list(given), real_tensors, str(type(module).__name__))
     asked = [place for place, each in enumerate(inputs) if id(each) in rules.without_grad]
     observation.reads.tensors.update(((place, "grad"), None) for place in asked)
     _in_order(observation, {place: index for index, place in enumerate(order)})

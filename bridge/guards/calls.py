@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
+import sys
 import types
 import weakref
-from collections.abc import Iterable
-from types import CodeType, FrameType, ModuleType
+from collections.abc import Iterable, Sequence
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -15,22 +17,31 @@ from torch import nn
 
 from bridge.base.errors import TORCH_DIR
 from bridge.guards.flow import Call, Source
-from bridge.guards.kinds import ASKED, PLAIN, contents_of, effect_of, effect_of_function, is_a
+from bridge.guards.kinds import ASKED, HIDDEN, PLAIN, contents_of, effect_of, effect_of_function, is_a
 from bridge.guards.machinery import LIBRARY
-from bridge.guards.objects import FrameOf, Instance, dict_of, is_changeable
+from bridge.guards.objects import FrameOf, Instance, dict_of, is_alive, is_changeable
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place, class_entry
-from bridge.guards.world import REGISTRIES
+from bridge.guards.world import REGISTRIES, interesting
 
 __all__ = ["Calls"]
 
-_METHODS_IN_C = ("cython_function_or_method", "wrapper_descriptor", "method_descriptor")
+_UNBOUND = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
+_IN_C = ("cython_function_or_method", *(kind.__name__ for kind in _UNBOUND))
 _TAKE = ("next", "sum", "max", "min", "any", "all", "sorted")
 _TAKING = (list, tuple, dict, set, frozenset, zip, enumerate, map, filter)
 """Functions and classes that take values of iterators."""
 _MOST_RESULTS = 64
 _ACTING = (("_io", "open"), ("io", "open"), ("builtins", "print"))
 """Functions that have effects by their arguments."""
+_BY_KEY = ("get", "__getitem__", "__contains__", "setdefault", "pop", "getitem", "contains")
+_PLAIN_RESULTS = frozenset("isinstance issubclass len id hash callable hasattr repr print setattr delattr".split())
+_KNOWN_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "math", "builtins", ""}
+_INSIDE = frozenset("__reduce_ex__ __reduce__ __getstate__ __sizeof__ dumps getsizeof reduce".split())
+"""Functions in C that look into objects, however deep."""
+_GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
+_MAKES = (*_GETTERS, functools.partial, weakref.ref)
+Given = list[list[Any]]
 
 
 class Calls(Sources):
@@ -38,28 +49,90 @@ class Calls(Sources):
 
     def _c_call(self, frame: FrameType, known: Frame, function: Any) -> None:
         place = known.flow.at(frame.f_lasti)
-        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         call = known.flow.calls.get(place)
+        self._look(known)
         known.called.setdefault(place, [])
-        if owner is None or is_a(owner, ModuleType):
-            module = function.__module__ if is_a(function.__module__, str) else ""
-            if (module, name) in _ACTING or module == "posix":
-                self._acts(known, module, name, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
-            if module == "builtins":
-                known.locals = frame.f_locals
-                if call is not None and call.args:
-                    self._builtin(known, place, name, call)
-                elif name == "globals":
-                    self.know(known.globals, Place("global", known.globals.get("__name__", "")))
-                    self._result(known.called, place, known.globals, known)
-            elif (module, name) == ("sys", "_getframe"):
-                self._result(known.called, place, _frame_of(frame), known)
-            elif (module, name) in ASKED:
-                known.locals = frame.f_locals
-                self._ask(known, place, function, call, f"{module}.{name}()")
-            known.locals = {}
-            return
-        self._method(known, place, owner, name, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        known.locals = frame.f_locals
+        self._invoke(known, place, function, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        known.locals = {}
+
+    def _invoke(
+        self, known: Frame, place: int, function: Any, call: Call | None, where: str, given: Any = None
+    ) -> None:
+        """A function in C is about to be called.
+
+        Args:
+            given: what each argument may be, and of keywords by their names; ``None``: as the call's sources say.
+        """
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        plain = owner is None or is_a(owner, ModuleType)
+        module = function.__module__ if plain and is_a(function.__module__, str) else ""
+        if given is None:
+            if plain and module.startswith("torch") and (module, name) not in ASKED:
+                return
+            if is_a(owner, torch.Tensor):
+                given = [], {}
+            elif call is not None:
+                args = [self._given(known, each) for each in call.args or ()]
+                given = args, {word: self._given(known, each) for word, each in call.kwargs}
+            else:
+                given = [], {}
+        if plain:
+            self._function(known, place, function, (module, name), call, where, given)
+        else:
+            self._method(known, place, owner, function, name, where, given)
+
+    def _given(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
+        """What an argument may be: objects, which are noted, and plain values."""
+        found = self._constants(frame, sources)
+        for value in (value for source in sources for value in self._values(frame, source)):
+            if not any(value is each for each in found):
+                found.append(value)
+        return found
+
+    def _function(
+        self, known: Frame, place: int, function: Any, of: tuple[str, str], call: Call | None, where: str, given: Any
+    ) -> None:
+        """A function of a module."""
+        (module, name), (args, kwargs) = of, given
+        if of in _ACTING or module == "posix":
+            self._acts(module, name, args, kwargs, where)
+        if of == ("sys", "_getframe"):
+            self._result(known.called, place, _frame_of(known.frame), known)
+        elif of in ASKED:
+            self._ask(known, place, function, call, given, f"{module}.{name}()")
+        elif name in ("id", "is_", "is_not") and call is not None:
+            for source in call.arguments:
+                self._identity(known, source)
+        elif name == "globals":
+            self.know(known.globals, Place("global", known.globals.get("__name__", "")))
+            self._result(known.called, place, known.globals, known)
+        elif name == "__import__" and args:
+            for each in args[0]:
+                self._result(known.called, place, self.name(sys.modules, each, Place("module", each)), known)
+        elif name in _BY_KEY and module == "_operator" and len(args) > 1:
+            self._entries(known, place, args[0], args[1])
+        elif module == "builtins" and args:
+            self._builtin(known, place, name, args)
+        everything = [each for arg in (*args, *kwargs.values()) for each in arg if type(each) not in PLAIN]
+        if name in _INSIDE or module.partition(".")[0] not in _KNOWN_PACKAGES:
+            for each in everything:
+                self.deep(each)
+        if name not in _PLAIN_RESULTS and not module.startswith("torch"):
+            for value in everything:
+                self._handed_on(known, place, value, 2)
+
+    def _handed_on(self, known: Frame, place: int, value: Any, deep: int) -> None:
+        """A function in C may give an argument, or what it holds."""
+        for each in (value, *self.inside(value, deep)):
+            if self.knows(each) and not is_a(each, torch.Tensor):
+                self._result(known.called, place, each, known)
+
+    def _entries(self, known: Frame, place: int, owners: Iterable[Any], keys: Sequence[Any]) -> None:
+        for owner in owners:
+            found = [value for key in keys for value in self.entry(owner, key)]
+            for value in found if keys else self._each(known, owner):
+                self._result(known.called, place, value, known)
 
     def _moves(self, frame: Frame, value: Any) -> None:
         """The next value of an iterator is about to be taken; counters of Python's and torch's own do not count."""
@@ -67,45 +140,65 @@ class Calls(Sources):
         if not (library and any(value is each for each in list(frame.globals.values()))):
             self.moved(value, frame.where)
 
-    def _acts(self, known: Frame, module: str, name: str, call: Call | None, where: str) -> None:
+    def _acts(self, module: str, name: str, args: Given, kwargs: dict[str, list[Any]], where: str) -> None:
         """A function in C that may have an effect is about to be called."""
-        modes, streams = ["r"], [None]
-        if call is not None:
-            given = dict(call.kwargs)
-            mode = given.get("mode") or (call.args[1] if call.args and len(call.args) > 1 else None)
-            modes = [each for each in self._constants(known, mode or ()) if type(each) is str] or modes
-            streams = self._constants(known, given.get("file", ())) or streams
-        for mode in modes:
-            for stream in streams:
+        modes = kwargs.get("mode") or (args[1] if len(args) > 1 else [])
+        for mode in [each for each in modes if type(each) is str] or ["r"]:
+            for stream in kwargs.get("file") or [None]:
                 if reason := effect_of_function(module, name, mode, stream):
                     self.refuse(f"{name}()", where, *reason)
 
-    def _method(self, known: Frame, place: int, owner: Any, name: str, call: Call | None, where: str) -> None:
+    def _method(
+        self, known: Frame, place: int, owner: Any, function: Any, name: str, where: str, given: tuple
+    ) -> None:
         """A method in C of an object is about to be called."""
-        kind = type(owner)
+        kind, (args, _) = type(owner), given
         if is_changeable(kind):
             self.class_name(kind, name)
-        if not self.knows(owner):
-            return
-        if reason := effect_of(owner, name):
-            self.refuse(f"{self.place(owner)}.{name}()", where, *reason)
-        if (kind.__name__, name) in ASKED or (issubclass(kind, type) and ("type", name) in ASKED):
-            self._ask(known, place, getattr(owner, name), call, f"{self.place(owner)}.{name}()")
-        elif contents_of(owner) is not None:
-            self._followed.clear()  # it may be written
-            keys = self._constants(known, call.args[0]) if kind is dict and name == "get" and call and call.args else []
-            for key in keys:
-                self.entry(owner, key)
-            if not keys:
+        if is_a(owner, weakref.ref) and name == "__call__":
+            self._reference(known, place, owner)
+        elif name in ("__getattribute__", "__getattr__") and args:
+            if not args[0]:
+                self.all(owner)
+            for value in [each for word in args[0] for each in self.attribute(owner, word)]:
+                self._result(known.called, place, value, known)
+        elif self.knows(owner):
+            if reason := effect_of(owner, name):
+                self.refuse(f"{self.place(owner)}.{name}()", where, *reason)
+            if (kind.__name__, name) in ASKED or (issubclass(kind, type) and ("type", name) in ASKED):
+                self._ask(known, place, getattr(owner, name), None, given, f"{self.place(owner)}.{name}()")
+            elif name in _BY_KEY and is_a(owner, dict | types.MappingProxyType) and args:
+                self._followed.clear()  # it may be written
+                self._entries(known, place, [owner], args[0])
+                return
+            elif name in _INSIDE:
+                self.deep(owner)
+            elif contents_of(owner) is not None:
+                self._followed.clear()
                 self.whole(owner, known.where)
+        if is_a(owner, torch.Tensor | nn.Module):
+            return
+        foreign = str(kind.__module__).partition(".")[0] not in _KNOWN_PACKAGES and not is_a(function, FunctionType)
+        for each in [each for arg in args for each in arg] if foreign else ():
+            self.deep(each)
         for each in self.inside(owner, 2):
             self._result(known.called, place, each, known)
 
-    def _builtin(self, known: Frame, place: int, name: str, call: Call) -> None:
+    def _reference(self, known: Frame, place: int, reference: Any) -> None:
+        """A weak reference is asked for its object, which it keeps until there is none."""
+        if self.knows(reference):
+            self.ask(is_alive, (reference,), {}, f"{self.place(reference)}()")
+        found = weakref.ref.__call__(reference)
+        if found is not None:
+            if self.knows(reference):
+                self.know(found, self.place(reference))
+            self._result(known.results, place, found, known)
+
+    def _builtin(self, known: Frame, place: int, name: str, args: Given) -> None:
         """Functions of Python's own that read names, attributes, classes or iterators."""
-        owners = [value for source in call.args[0] for value in self._values(known, source)]
-        if name in ("getattr", "hasattr", "setattr", "delattr") and len(call.args) > 1:
-            names = [each for each in self._constants(known, call.args[1]) if type(each) is str]
+        owners = [each for each in args[0] if type(each) not in PLAIN]
+        if name in ("getattr", "hasattr", "setattr", "delattr") and len(args) > 1:
+            names = [each for each in args[1] if type(each) is str]
             for owner in owners:
                 for each in names if name in ("setattr", "delattr") else ():
                     self._written(owner, each)
@@ -115,27 +208,29 @@ class Calls(Sources):
                         self._result(known.called, place, value, known)
                 if not names:
                     self.all(owner)
+                    for value in (dict_of(owner) or {}).values():
+                        self._result(known.called, place, value, known)
+            for each in interesting(args[2][0]) if len(args) > 2 and args[2] else ():
+                self._result(known.called, place, each, known)
         elif name in ("vars", "dir"):
             for owner in owners:
-                self.all(owner)
-                held = dict_of(owner)
-                if held is not None and self.knows(owner):
-                    self.know(held, self.place(owner))
+                if name == "dir":
+                    self.all(owner)
+                for held in self.attribute(owner, "__dict__"):
                     self._result(known.called, place, held, known)
         elif name in _TAKE:
             for each in owners:
                 self._moves(known, each)
-        elif name in ("isinstance", "issubclass") and len(call.args) == 2:
-            kinds = [each for value in self._constants(known, call.args[1]) for each in _classes(value)]
+        elif name in ("isinstance", "issubclass") and len(args) == 2:
+            kinds = [each for value in args[1] for each in _classes(value)]
             for value in owners:
                 one = value.kind if is_a(value, Instance) else value if name == "issubclass" else type(value)
+                if name == "isinstance":
+                    self._class(value)
                 if is_a(one, type):
                     self._relation(one, kinds)
                 if id(value) in self.inputs and torch.Tensor not in kinds:
                     self.tensors.setdefault((self.inputs[id(value)], "__class__"))
-        elif name == "id":
-            for source in call.args[0]:
-                self._identity(known, source)
         elif name == "callable":
             for value in owners:
                 self.attribute(value, "__call__")
@@ -149,15 +244,12 @@ class Calls(Sources):
             if own and not issubclass(one, torch.Tensor) and not kind.__module__.startswith("torch"):
                 self.ask(issubclass, (one, kind), {}, f"issubclass({one.__name__}, {kind.__name__})")
 
-    def _ask(self, known: Frame, place: int, function: Any, call: Call | None, words: str) -> None:
+    def _ask(self, known: Frame, place: int, function: Any, call: Call | None, given: tuple, words: str) -> None:
         """Notes a call of a function that tells hidden state, if its arguments are known."""
-        if call is None or call.args is None:
+        args, kwargs = given
+        if (call is not None and call.args is None) or not all(len(each) == 1 for each in (*args, *kwargs.values())):
             return
-        given = [self._constants(known, each) for each in call.args]
-        named = {name: self._constants(known, each) for name, each in call.kwargs}
-        if not all(len(each) == 1 for each in (*given, *named.values())):
-            return
-        args, kwargs = tuple(each[0] for each in given), {name: each[0] for name, each in named.items()}
+        args, kwargs = tuple(each[0] for each in args), {name: each[0] for name, each in kwargs.items()}
         self.ask(function, args, kwargs, words)
         try:
             found = function(*args, **kwargs)
@@ -169,7 +261,10 @@ class Calls(Sources):
 
     def _identity(self, frame: Frame, source: Source) -> None:
         """A value is compared by identity."""
-        self.identities |= any(id(value) in self.inputs for value in self._values(frame, source))
+        for value in self._values(frame, source):
+            self.identities |= id(value) in self.inputs
+            if is_a(value, torch.Tensor) and id(value) not in self.inputs and self.knows(value):
+                self.others[id(value)] = value
         if source[0] == "attr":
             name = source[2]
             for owner in self._values(frame, source[1]):
@@ -192,68 +287,137 @@ class Calls(Sources):
             self.attribute(owner, name)
 
     def _called(self, frame: Frame, place: int, value: Any, call: Call, source: Source) -> None:
-        """Notes a call of which the profiler hears nothing: a slot in C (``ref()``, ``list(it)``, ``cached(n)``)."""
-        if is_changeable(type(value)) and not is_a(value, type):
+        """Notes a call of which the profiler hears nothing: a slot in C (``ref()``, ``list(it)``, ``partial(n)``)."""
+        kind = type(value)
+        if is_changeable(kind) and not is_a(value, type):
             self.attribute(value, "__call__")
+        given = [self._given(frame, each) for each in call.args or ()], {}
+        given[1].update((name, self._given(frame, each)) for name, each in call.kwargs)
         if is_a(value, weakref.ref):
-            self.ask(value, (), {}, f"{self.place(value)}()")
-            if (found := value()) is not None:
-                self.know(found, self.place(value))
-                self._result(frame.results, place, found, frame)
-        elif type(value) is functools.partial:
-            for each in (*value.args, *value.keywords.values()):
-                self.whole(each, frame.where)
+            self._reference(frame, place, value)
+        elif kind is functools.partial:
+            self._partial(frame, place, value, call, given)
+        elif kind in _GETTERS:
+            self._getter(frame, place, value, given[0])
+        elif value is super:
+            pair = given[0] or [[frame.cells.get("__class__")], [next(iter(frame.args.values()), None)]]
+            for owner in pair[1] if len(pair) > 1 else ():
+                kinds = [each for each in pair[0] if is_a(each, type) and not is_a(owner, Instance)]
+                for each in kinds:
+                    if issubclass(type(owner), each) or (is_a(owner, type) and issubclass(owner, each)):
+                        self._result(frame.results, place, super(each, owner), frame)
         elif value is type and call.args is not None and len(call.args) == 1:
-            for owner in (each for one in call.args[0] for each in self._values(frame, one)):
-                kind = owner.kind if is_a(owner, Instance) else type(owner)
-                self.know(kind, Place("class", kind.__name__))
-                self._result(frame.results, place, kind, frame)
-        elif is_a(value, type) and value in _TAKING:
-            for given in call.arguments:
-                for each in self._values(frame, given):
-                    self._moves(frame, each)
-        elif type(value) is types.MethodWrapperType:
-            self.know(value.__self__, self.place(value))
-            self.whole(value.__self__, frame.where)
-        elif type(value) is types.WrapperDescriptorType and value.__name__ == "__getattribute__" and call.args:
-            names = self._constants(frame, call.args[1]) if len(call.args) > 1 else []
-            for owner in (each for one in call.args[0] for each in self._values(frame, one)):
-                for name in names:
-                    for each in self.attribute(owner, name):
-                        self._result(frame.results, place, each, frame)
-        elif source[0] == "attr" and type(value).__name__ in _METHODS_IN_C:
-            for owner in self._values(frame, source[1]):
+            for owner in given[0][0]:
+                one = owner.kind if is_a(owner, Instance) else type(owner)
+                self.know(one, Place("class", one.__name__))
+                if not is_a(owner, Instance):
+                    self._class(owner)
+                self._result(frame.results, place, one, frame)
+        elif is_a(value, type):
+            self._made(frame, place, value, given[0])
+        elif kind is types.MethodWrapperType:
+            self._method(frame, place, value.__self__, value, value.__name__, frame.where, given)
+        elif kind.__name__ in _IN_C:
+            owners = self._values(frame, source[1]) if source[0] == "attr" else []
+            for owner in owners:
                 if not is_a(owner, ModuleType | type | Instance | FrameOf):
-                    self._method(frame, place, owner, source[2], call, frame.where)
-        elif type(value) is functools._lru_cache_wrapper:
+                    self._method(frame, place, owner, value, source[2], frame.where, given)
+            if all(is_a(each, ModuleType | type) for each in owners):
+                self._unbound(frame, place, value, given[0])
+        elif kind is functools._lru_cache_wrapper:
             self.function(value.__wrapped__, self.place(value))
-            args = [self._constants(frame, each) for each in call.args or ()]
             owners = self._values(frame, source[1]) if source[0] == "attr" else ()
-            bound = any(not is_a(each, ModuleType | type) for each in owners)
-            if not bound and call.args is not None and not call.kwargs and all(len(each) == 1 for each in args):
-                self.ask(value, tuple(each[0] for each in args), {}, f"{self.place(value)}()")
+            bound = next(([each] for each in owners if _binds(each, source[2])), [])
+            args, words = [*([bound] if bound else []), *given[0]], given[1]
+            if call.args is not None and all(len(each) == 1 for each in (*args, *words.values())):
+                named = {name: each[0] for name, each in words.items()}
+                for each in interesting(self.kept(value, tuple(each[0] for each in args), named).read()):
+                    self._result(frame.results, place, each, frame)
+
+    def _made(self, frame: Frame, place: int, kind: type, args: Given) -> None:
+        """A class is called: what makes its objects, and what they may hold."""
+        if is_changeable(kind):
+            for name in ("__new__", "__init__"):
+                self.class_name(kind, name)
+        if is_changeable(type(kind)):
+            self.class_name(type(kind), "__call__")
+        if kind in _TAKING:
+            for each in (each for arg in args for each in arg):
+                self._moves(frame, each)
+        if kind in _MAKES and all(len(each) == 1 for each in args) and args:
+            self._result(frame.results, place, kind(*(each[0] for each in args)), frame)
+        elif not is_changeable(kind) and kind not in PLAIN:
+            for value in (value for arg in args for value in arg if type(value) not in PLAIN):
+                self._handed_on(frame, place, value, 1)
+        if (asks := HIDDEN.get((kind.__module__, kind.__name__))) is not None:
+            self.ask(asks, (), {}, f"{asks.__name__}()")
+
+    def _partial(self, frame: Frame, place: int, value: functools.partial, call: Call, given: tuple) -> None:
+        """A function with some of its arguments is called."""
+        args = [*([each] for each in value.args), *given[0]]
+        for each in (*value.args, *value.keywords.values()):
+            self.whole(each, frame.where)
+        function = value.func
+        if is_a(function, types.BuiltinFunctionType):
+            self._invoke(frame, place, function, call, frame.where, (args, {}))
+        elif is_a(function, _UNBOUND):
+            self._unbound(frame, place, function, args)
+
+    def _unbound(self, frame: Frame, place: int, function: Any, args: Given) -> None:
+        """A method of a class in C, whose first argument is its object."""
+        for owner in args[0] if args else ():
+            if type(owner) not in PLAIN and not is_a(owner, Instance | FrameOf):
+                self._method(frame, place, owner, function, function.__name__, frame.where, (args[1:], {}))
+
+    def _getter(self, frame: Frame, place: int, getter: Any, args: Given) -> None:
+        """``attrgetter``, ``itemgetter`` and ``methodcaller``: what they are made for."""
+        names = getter.__reduce__()[1]
+        for owner in (each for each in (args[0] if args else ()) if type(each) not in PLAIN):
+            if type(getter) is operator.itemgetter:
+                self._entries(frame, place, [owner], names)
+            elif type(getter) is operator.attrgetter:
+                for path in names:
+                    found = [owner]
+                    for name in path.split("."):
+                        found = [value for each in found for value in self.attribute(each, name)]
+                    for value in found:
+                        self._result(frame.results, place, value, frame)
+            else:
+                self.attribute(owner, names[0])
+                self._method(frame, place, owner, None, names[0], frame.where, ([[each] for each in names[1:]], {}))
 
     def _ask_python(self, frame: FrameType, code: CodeType) -> None:
         """A function of Python's own library that is asked again, whatever it reads."""
         given = [frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]]
         function = frame.f_globals.get(code.co_name)
-        if function is None and given and is_a(given[0], logging.Logger):
-            self.know(given[0], Place("logger", getattr(given[0], "name", "")))
-            function, given = getattr(given[0], code.co_name, None), given[1:]
+        if function is None and given:
+            if is_a(given[0], logging.Logger):
+                self.know(given[0], Place("logger", getattr(given[0], "name", "")))
+            function = getattr(given[0], code.co_name, None) if self.knows(given[0]) else None
+            given = given[1:]
         if callable(function) and all(type(each) in PLAIN for each in given):
             self.ask(function, tuple(given), {}, f"{code.co_name}({', '.join(map(repr, given))})")
 
     def _result(self, results: dict[int, list[Any]], place: int, value: Any, outer: Frame) -> None:
         value = _frame_of(value) if is_a(value, FrameType) else value
         kept, known = self._kept(value), results.setdefault(place, [])
-        same = kept.__eq__ if type(kept) is Instance else lambda each: each is kept
-        if len(known) < _MOST_RESULTS and not any(same(each) is True for each in known):
+        kind = kept.kind if type(kept) is Instance else None
+        there = any(each is kept or (type(each) is Instance and each.kind is kind) for each in known)
+        if len(known) < _MOST_RESULTS and not there:
             known.append(kept)
-            outer.new = True
+            outer.fresh.add(place)
 
     def _kept(self, value: Any) -> Any:
         """A value, or its class alone, if it is a tensor of the call's own."""
         return Instance(type(value)) if is_a(value, torch.Tensor) and not self.knows(value) else value
+
+
+def _binds(owner: Any, name: str) -> bool:
+    """Whether a function in C is given the object that it is found in."""
+    if is_a(owner, ModuleType):
+        return False
+    raw = class_entry(owner if is_a(owner, type) else type(owner), name)
+    return is_a(raw, classmethod) if is_a(owner, type) else not is_a(raw, staticmethod)
 
 
 def _classes(value: Any) -> list[type]:

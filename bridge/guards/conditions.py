@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
+from types import MemberDescriptorType
 from typing import Any
 
 from torch import nn
@@ -17,14 +18,26 @@ from torch import nn
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.recording import Reads
-from bridge.guards.watched import ABSENT, Cell, Class, ClassName, Code, Contents, Name, Place, class_entry
+from bridge.guards.watched import (
+    ABSENT,
+    Cell,
+    Class,
+    ClassName,
+    Code,
+    Contents,
+    Name,
+    Place,
+    Slot,
+    class_entry,
+    entry_of,
+)
 from bridge.state import dict_behind, write_counter
 
 __all__ = ["ReadGuard"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *MODULE_HOOKS)
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_BASES, _HELD = attrgetter("__mro__"), attrgetter("cell_contents")
+_BASES, _HELD, _CALL = attrgetter("__mro__"), attrgetter("cell_contents"), methodcaller("__call__")
 
 
 class _Names:
@@ -35,7 +48,9 @@ class _Names:
         self._names = [item.name for item in items]
         self.values = [item.read() for item in items]
         if isinstance(first, Name):
-            self._of: tuple = (first.space.get, self._names, repeat(ABSENT))
+            exact = type(first.space) is dict
+            of: tuple = (first.space.get, self._names, repeat(ABSENT))
+            self._of = of if exact else (entry_of, repeat(first.space), self._names)
         else:
             self._of = (class_entry, repeat(first.kind), self._names)
 
@@ -51,7 +66,7 @@ class _Held:
 
     def unchanged(self) -> bool:
         (item,), (then,) = self.items, self.values
-        return item.same(item.read(), then)
+        return not item.differs(then)
 
 
 class ReadGuard:
@@ -102,7 +117,10 @@ class ReadGuard:
         self._functions = [item.function for item in codes]
         self._parts = list(chain.from_iterable(map(_PARTS, self._functions)))
         typed = [item for item in items if isinstance(item, Class)]
-        self._typed, self._types = [item.value for item in typed], [type(item.value) for item in typed]
+        self._owners, read = [item.value for item in typed], [item.read() for item in typed]
+        self._types = [kind for kind, _ in read]
+        self._having = [owner for owner, (_, held) in zip(self._owners, read, strict=True) if held is not None]
+        self._held = [held for _, held in read if held is not None]
         cells = [(item, item.read()) for item in items if isinstance(item, Cell)]
         self._cells, self._in_cells = [item.cell for item, _ in cells], [value for _, value in cells]
         looked_at = (*self._names, *self._uncounted)
@@ -110,6 +128,11 @@ class ReadGuard:
         known.update(map(id, (*codes, *typed, *(item for item, _ in cells))))
         exact = [item for item in items if isinstance(item, Name) and item.exact]
         self._others = [(item, item.read()) for item in (*(each for each in items if id(each) not in known), *exact)]
+        slots = [(item, then) for item, then in self._others if isinstance(item, Slot) and item.get is not None]
+        slots = [(item, then) for item, then in slots if then is not ABSENT]
+        self._slots, self._slotted = [item.get for item, _ in slots], [item.value for item, _ in slots]
+        self._in_slots, fast = [then for _, then in slots], {id(item) for item, _ in slots}
+        self._slow = [(item, then) for item, then in self._others if id(item) not in fast]
         self._all = [*((item, item.read()) for item in (*typed, *codes)), *cells, *self._others]
 
     @property
@@ -120,18 +143,23 @@ class ReadGuard:
 
     def unchanged(self) -> bool:
         """The quick path: whether every place holds the very same object, or contents that mean the same."""
-        if list(map(type, self._typed)) != self._types or not all(map(is_, map(_BASES, self._classes), self._mros)):
+        if list(map(type, map(_CALL, self._owners))) != self._types:
+            return False
+        if not all(map(is_, map(object.__getattribute__, map(_CALL, self._having), repeat("__dict__")), self._held)):
+            return False
+        if not all(map(is_, map(_BASES, self._classes), self._mros)):
             return False
         if not all(map(is_, chain.from_iterable(map(_PARTS, self._functions)), self._parts)):
             return False
         try:
             if not all(map(is_, map(_HELD, self._cells), self._in_cells)):
                 return False
-        except ValueError:  # an empty cell
+            if not all(map(is_, map(MemberDescriptorType.__get__, self._slots, self._slotted), self._in_slots)):
+                return False
+        except (ValueError, AttributeError):  # an empty cell, an empty slot
             return False
-        for item, then in self._others:
-            now = item.read()
-            if now is not then and not item.same(now, then):
+        for item, then in self._slow:
+            if item.differs(then):
                 return False
         for names in self._uncounted:
             if not names.unchanged():
@@ -157,15 +185,13 @@ class ReadGuard:
         """What is not what it was, in words."""
         found = False
         for item, then in self._all:
-            now = item.read()
-            if now is not then and not item.same(now, then):
-                code = isinstance(item, Code) and now[0] is then[0]
+            if item.differs(then):
+                code = isinstance(item, Code) and item.read()[0] is then[0]
                 found = True
                 yield f"default arguments of {item.function.__qualname__}" if code else str(item.place)
         for names in self._names:
             for item, then in zip(names.items, names.values, strict=True):
-                now = item.read()
-                if now is not then and not item.same(now, then):
+                if item.differs(then):
                     found = True
                     yield str(item.place)
         for kind, bases in () if found else self._bases:

@@ -25,17 +25,6 @@ _NOTHING: frozenset = frozenset()
 _NULL = frozenset((("null",),))
 _MOST_SOURCES, _MOST_DEEP = 12, 9
 
-_PURE_STACK = {
-    "POP_TOP",
-    "NOP",
-    "RESUME",
-    "CACHE",
-    "EXTENDED_ARG",
-    "PRECALL",
-    "KW_NAMES",
-    "COPY_FREE_VARS",
-    "MAKE_CELL",
-}
 _DEREFS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"}
 _NAMES = {"LOAD_NAME", "LOAD_GLOBAL"}
 _BUILDS = {"BUILD_TUPLE", "BUILD_LIST", "BUILD_SET"}
@@ -148,10 +137,10 @@ class _Interpreter:
                 found.add(made)
         return frozenset(found)
 
-    def _whole(self, value: frozenset) -> None:
+    def _whole(self, value: frozenset, compared: bool = False) -> None:
         for source in value:
             if source[0] not in ("null", "const", "unknown", "local"):
-                self.flow.wholes[source] = None
+                self.flow.wholes[source] = compared or self.flow.wholes.get(source, False)
 
     def _iterated(self, value: frozenset) -> None:
         self._whole(value)
@@ -253,11 +242,11 @@ class _Interpreter:
                 stack.append(found)
         elif name in ("LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "LOAD_ZERO_SUPER_ATTR", "LOAD_ZERO_SUPER_METHOD"):
             pop(), pop(), pop()
-            flow.loose.add(argument)
+            found = _joined(self._read("super", argument), frozenset((("result", each.offset),)))
             if name == "LOAD_SUPER_ATTR" and not raw & 1:
-                stack.append(_NOWHERE)
+                stack.append(found)
             else:
-                stack += [_NULL, _NOWHERE] if not _NULL_BEHIND else [_NOWHERE, _NULL]
+                stack += [_NULL, found] if not _NULL_BEHIND else [found, _NULL]
         elif name in ("STORE_ATTR", "DELETE_ATTR"):
             owner = pop()
             if name == "STORE_ATTR":
@@ -291,7 +280,7 @@ class _Interpreter:
             stack.append(_joined(*parts, frozenset((("result", each.offset),))))
         elif name == "COMPARE_OP":
             right, left = pop(), pop()
-            self._whole(_joined(left, right))
+            self._whole(_joined(left, right), compared=True)
             symbol = next(
                 (symbol for symbol in sorted(_COMPARES, key=len, reverse=True) if symbol in str(each.argrepr)), None
             )
@@ -321,9 +310,9 @@ class _Interpreter:
         elif name in ("GET_ITER", "GET_YIELD_FROM_ITER"):
             value = pop()
             self._iterated(value)
-            stack.append(value)
+            stack.append(_joined(value, frozenset((("result", each.offset),))))
         elif name == "FOR_ITER":
-            stack.append(self._each(stack[-1] if stack else _NOWHERE))
+            stack.append(_joined(self._each(stack[-1] if stack else _NOWHERE), frozenset((("result", each.offset),))))
         elif name in ("UNPACK_SEQUENCE", "UNPACK_EX"):
             value = pop()
             self._iterated(value)
@@ -382,10 +371,11 @@ class _Interpreter:
             flow.calls[each.offset] = Call(function, None)
             spread = _joined(self._each(args), self._each(keywords))
             for source in spread:
-                flow.wholes.setdefault(("passed", source, each.offset), None)
+                flow.wholes.setdefault(("passed", source, each.offset), False)
             stack.append(frozenset((("result", each.offset),)))
         elif name in ("BEFORE_WITH", "SETUP_WITH", "BEFORE_ASYNC_WITH"):
             manager = pop()
+            self._whole(manager)
             self._of("attr", manager, "__enter__")
             self._of("attr", manager, "__exit__")
             stack += [_NOTHING, _joined(frozenset((("result", each.offset),)), manager)]
@@ -394,7 +384,12 @@ class _Interpreter:
             levels = [source[1] for source in level if source[0] == "const"]
             stack.append(self._read("import", argument, levels[0] if levels else 0, ("const", None) not in names))
         elif name == "IMPORT_FROM":
-            stack.append(self._of("attr", stack[-1] if stack else _NOWHERE, argument))
+            found = self._of("attr", stack[-1] if stack else _NOWHERE, argument)
+            stack.append(_joined(found, frozenset((("result", each.offset),))))
+        elif name in ("BUILD_STRING", "BUILD_SLICE"):
+            for _ in range(raw):
+                self._whole(pop())
+            stack.append(_NOTHING)
         elif name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "CONVERT_VALUE", "FORMAT_WITH_SPEC"):
             if (name == "FORMAT_VALUE" and raw & 4) or name == "FORMAT_WITH_SPEC":
                 pop()
@@ -419,7 +414,7 @@ class _Interpreter:
                 if _deep(made) > _MOST_DEEP:
                     found.add(UNKNOWN)
                 else:
-                    self.flow.by_results |= which[0] == "result"
+                    self.flow.by_results |= which[0] in ("result", "called")
                     self.flow.reads[made] = None
                     found.add(made)
         return _joined(frozenset(found))
@@ -464,7 +459,7 @@ class _Interpreter:
         for value in args:
             for source in value:
                 if source[0] not in ("null", "const", "unknown", "made", "local"):
-                    self.flow.wholes.setdefault(("passed", source, each.offset), None)
+                    self.flow.wholes.setdefault(("passed", source, each.offset), False)
         stack.append(frozenset((("result", each.offset), ("called", each.offset))))
 
     def _other(self, each: Any, stack: list[frozenset], pop: Any) -> None:

@@ -5,8 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 __all__ = ["Call", "Flow", "Source"]
+
+@lru_cache(maxsize=8192)
+def _places(source: tuple) -> frozenset[int]:
+    """The calls whose results a source, or what is written, comes from."""
+    if source and source[0] in ("result", "called"):
+        return frozenset(source[1:])
+    inner = (each for each in source if isinstance(each, tuple | frozenset))
+    return frozenset().union(*(_places(tuple(each) if isinstance(each, frozenset) else each) for each in inner))
+
 
 Source = tuple
 """``(kind, ...)``, see :func:`bridge.guards.recording.Reads.values_of` for each."""
@@ -36,7 +46,7 @@ class Flow:
 
     Attributes:
         reads: sources that are looked up: names, attributes, items.
-        wholes: sources whose contents are looked at: iterated, compared, tested, handed to an operator.
+        wholes: sources whose contents are looked at: iterated, compared (true), tested, handed to an operator.
         calls: by the offset of the instruction.
         writes: what is written: ``("attr", source of the object, name)``, ``("item", source of the container, sources
             of the key)``, ``("global", name)``, ``("cell", name)``.
@@ -49,7 +59,7 @@ class Flow:
     """
 
     reads: dict[Source, None] = field(default_factory=dict)
-    wholes: dict[Source, None] = field(default_factory=dict)
+    wholes: dict[Source, bool] = field(default_factory=dict)
     calls: dict[int, Call] = field(default_factory=dict)
     writes: dict[tuple, None] = field(default_factory=dict)
     operators: set[str] = field(default_factory=set)
@@ -58,6 +68,18 @@ class Flow:
     iterated: dict[Source, None] = field(default_factory=dict)
     by_results: bool = False
     offsets: Sequence[int] = ()
+    _about: dict[int, Flow] = field(default_factory=dict)
+
+    def about(self, place: int) -> Flow:
+        """The part that depends on the result of the call there."""
+        if place not in self._about:
+            part = self._about[place] = Flow()
+            for name in ("reads", "wholes", "identities", "iterated", "writes"):
+                held = getattr(self, name)
+                setattr(part, name, {source: held[source] for source in held if place in _places(source)})
+            used = {at: (*call.function, *call.arguments) for at, call in self.calls.items()}
+            part.calls = {at: self.calls[at] for at in used if any(place in _places(source) for source in used[at])}
+        return self._about[place]
 
     def at(self, last: int) -> int:
         """The offset of the instruction that a frame is at, which may point at a cache behind it."""

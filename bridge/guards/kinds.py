@@ -7,7 +7,8 @@ which a compiled call cannot have.
 
 from __future__ import annotations
 
-import functools
+import decimal
+import gc
 import sys
 import types
 from collections import OrderedDict, deque
@@ -19,6 +20,7 @@ import torch
 __all__ = [
     "ASKED",
     "CONTAINERS",
+    "HIDDEN",
     "PLAIN",
     "answer_of",
     "contents_of",
@@ -26,6 +28,7 @@ __all__ = [
     "effect_of_function",
     "is_a",
     "is_iterator",
+    "parts_of",
     "put_back",
 ]
 
@@ -37,6 +40,8 @@ PLAIN = frozenset(
 )
 """Types of values that never change and hold nothing."""
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+
+_SHOWN = (types.MappingProxyType, *(type(view({})) for view in (dict.keys, dict.values, dict.items)))
 
 _FILES = "writes to or reads from a file or a data base that lies outside of the call; a compiled call does not"
 _QUEUES = "puts something into a queue or takes something out of it; a compiled call does not"
@@ -110,114 +115,163 @@ def is_iterator(value: Any) -> bool:
 
 def _array(value: Any) -> Any:
     numbers = value.tolist() if value.dtype.hasobject else value.tobytes()
-    return [str(value.dtype), value.shape, numbers]
+    return [str(value.dtype), value.shape, value.flags.writeable, numbers]
 
 
-def _state_of(generator: Any) -> Any:
-    """The state of a generator of NumPy's, in plain numbers."""
-    return _plain(generator.state)
+def _write_array(value: Any, contents: Any) -> None:
+    *_, numbers = contents
+    value[...] = numbers if value.dtype.hasobject else type(value)(value.shape, value.dtype, bytearray(numbers))
 
 
 def _plain(state: Any) -> Any:
+    """The state of a generator of NumPy's, in plain numbers."""
     if is_a(state, dict):
         return {name: _plain(each) for name, each in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
 
 
-def _partial(value: functools.partial) -> list[Any]:
-    return [value.func, *value.args, *value.keywords.items()]
+def _write_stream(value: Any, contents: Any) -> None:
+    text, place = contents
+    value.seek(0)
+    value.truncate()
+    value.write(text)
+    value.seek(place)
 
 
-def _by_class(kind: type) -> Callable[[Any], Any] | None:
-    module, name = kind.__module__, kind.__name__
-    if module == "numpy" and name in ("ndarray", "memmap", "recarray"):
-        return _array
-    if module == "numpy.ma" or (module.startswith("numpy") and name == "MaskedArray"):
-        return lambda value: [_array(value.data), _array(value.mask)]
-    known = {
-        ("builtins", "bytearray"): bytes,
-        ("builtins", "memoryview"): bytes,
-        ("array", "array"): lambda value: [value.typecode, value.tobytes()],
-        ("mmap", "mmap"): lambda value: value[:],
-        ("_io", "StringIO"): lambda value: [value.getvalue(), value.tell()],
-        ("_io", "BytesIO"): lambda value: [value.getvalue(), value.tell()],
-        ("numpy.random._generator", "Generator"): lambda value: _state_of(value.bit_generator),
-        ("numpy.random.mtrand", "RandomState"): lambda value: _state_of(value._bit_generator),
-        ("_random", "Random"): lambda value: value.getstate(),
-        ("random", "Random"): lambda value: value.getstate(),
-        ("decimal", "Context"): repr,
-        ("_thread", "lock"): lambda value: value.locked(),
-        ("_thread", "RLock"): repr,
-        ("functools", "partial"): _partial,
-    }
-    return known.get((module, name))
+def _write_dict(value: dict, contents: Any) -> None:
+    then, kind = dict(contents), OrderedDict if is_a(value, OrderedDict) else dict
+    for key in dict.keys(value) - then.keys():
+        kind.pop(value, key, None)
+    moved = list(kind.__iter__(value)) != list(then)[: len(value)]
+    for key, each in then.items():
+        if moved:
+            kind.pop(value, key, None)
+        kind.__setitem__(value, key, each)
+
+
+def _write_set(value: set, contents: Any) -> None:
+    set.intersection_update(value, contents)
+    set.update(value, contents)
+
+
+def _write_deque(value: deque, contents: Any) -> None:
+    deque.clear(value)
+    deque.extend(value, contents)
+
+
+def _write_slice(value: Any, contents: Any) -> None:
+    value[:] = contents
+
+
+def _pointed(value: Any) -> Any:
+    """A pointer of ctypes: where it points, and what is there."""
+    return [bytes(value), bytes(value.contents) if value else None]
+
+
+def _precision(value: Any) -> Any:
+    """A context of decimals, without the flags that each operator sets."""
+    return [getattr(value, name) for name in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")]
+
+
+def _write_memory(value: Any, contents: Any) -> None:
+    ctypes = sys.modules["ctypes"]
+    ctypes.memmove(ctypes.addressof(value), contents, len(contents))
+
+
+def _stored(kind: type) -> Any:
+    return lambda held: list(kind.__iter__(held))
+
+
+_stream = (lambda value: [value.getvalue(), value.tell()], _write_stream)
+_numpys = (
+    lambda value: _plain((getattr(value, "bit_generator", None) or value._bit_generator).state),
+    lambda value, state: setattr(getattr(value, "bit_generator", None) or value._bit_generator, "state", state),
+)
+_memory = (bytes, _write_memory)
+_ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], None] | None]] = {
+    ("collections", "OrderedDict"): (lambda value: list(OrderedDict.items(value)), _write_dict),
+    ("builtins", "dict"): (lambda value: list(dict.items(value)), _write_dict),
+    ("builtins", "list"): (_stored(list), lambda value, contents: list.__setitem__(value, slice(None), contents)),
+    ("builtins", "set"): (lambda value: set(set.__iter__(value)), _write_set),
+    ("builtins", "frozenset"): (lambda value: set(frozenset.__iter__(value)), None),
+    ("collections", "deque"): (_stored(deque), _write_deque),
+    ("builtins", "mappingproxy"): (lambda value: list(value.items()), None),
+    **{("builtins", f"dict_{each}"): (list, None) for each in ("keys", "values", "items")},
+    ("builtins", "bytearray"): (bytes, _write_slice),
+    ("builtins", "memoryview"): (bytes, None),
+    ("array", "array"): (
+        lambda value: [value.typecode, value.tobytes()],
+        lambda value, contents: _write_slice(value, type(value)(*contents)),
+    ),
+    ("mmap", "mmap"): (lambda value: value[:], _write_slice),
+    ("_io", "StringIO"): _stream,
+    ("_io", "BytesIO"): _stream,
+    ("numpy", "ndarray"): (_array, _write_array),
+    ("numpy", "void"): (lambda value: [str(value.dtype), value.tolist()], None),
+    ("numpy.ma", "MaskedArray"): (lambda value: [_array(value.data), _array(value.mask), value._fill_value], None),
+    ("numpy.random._generator", "Generator"): _numpys,
+    ("numpy.random.mtrand", "RandomState"): _numpys,
+    ("_random", "Random"): (lambda value: value.getstate(), lambda value, state: value.setstate(state)),
+    ("_ctypes", "_SimpleCData"): _memory,
+    ("_ctypes", "Array"): _memory,
+    ("_ctypes", "Structure"): _memory,
+    ("_ctypes", "Union"): _memory,
+    ("_ctypes", "_Pointer"): (_pointed, None),
+    ("_thread", "RLock"): (repr, None),
+    ("numpy._core.multiarray", "flagsobj"): (str, None),
+    ("decimal", "Context"): (_precision, None),
+    ("functools", "partial"): (lambda value: [value.func, *value.args, *value.keywords.items()], None),
+    ("_contextvars", "Context"): (lambda value: list(value.items()), None),
+    ("xml.etree.ElementTree", "Element"): (lambda value: value.__getstate__(), None),
+}
+"""A type → what its objects hold, in a form that can be compared, and how they are made to hold it again."""
+
+
+def _row(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None] | None] | None:
+    for base in kind.__mro__:
+        module = "numpy.ma" if base.__name__ == "MaskedArray" else base.__module__
+        if (found := _ROWS.get((module, base.__name__))) is not None:
+            return found
+    return None
 
 
 def contents_of(value: Any) -> Callable[[Any], Any] | None:
     """The function that gives a comparable snapshot of what an object holds; ``None``: its type is not in the table."""
-    kind = type(value)
-    if issubclass(kind, OrderedDict | dict):
-        return lambda held: list(dict.items(held)) if not is_a(held, OrderedDict) else list(OrderedDict.items(held))
-    if issubclass(kind, types.MappingProxyType):
-        return lambda held: list(held.items())
-    if kind.__name__ in ("dict_keys", "dict_values", "dict_items", "odict_keys", "odict_values", "odict_items"):
-        return list
-    for each in (list, deque, set, frozenset):
-        if issubclass(kind, each):
-            return functools.partial(_as_stored, each)
-    if kind is tuple:
-        return None
-    for base in kind.__mro__:
-        if (found := _by_class(base)) is not None:
-            return found
-    if "_ctypes" in sys.modules and is_a(value, (sys.modules["_ctypes"]._SimpleCData, sys.modules["_ctypes"].Array)):
-        return bytes
-    return None
+    found = _row(type(value))
+    return None if found is None else found[0]
 
 
 def put_back(value: Any, contents: Any) -> None:
     """Makes an object hold what :func:`contents_of` gave; never empties it first: another thread may be looking."""
-    if is_a(value, dict):
-        then, kind = dict(contents), OrderedDict if is_a(value, OrderedDict) else dict
-        for key in dict.keys(value) - then.keys():
-            kind.pop(value, key, None)
-        moved = list(kind.__iter__(value)) != list(then)[: len(value)]
-        for key, each in then.items():
-            if moved:
-                kind.pop(value, key, None)
-            kind.__setitem__(value, key, each)
-    elif is_a(value, list):
-        list.__setitem__(value, slice(None), contents)
-    elif is_a(value, set):
-        set.intersection_update(value, contents)
-        set.update(value, contents)
-    elif is_a(value, deque):
-        value.clear()
-        value.extend(contents)
-    elif is_a(value, bytearray):
-        value[:] = contents
-    elif type(value).__name__ in _IN_MEMORY:
-        text, place = contents
-        value.seek(0)
-        value.truncate()
-        value.write(text)
-        value.seek(place)
-    elif type(value).__module__ == "array":
-        value[:] = type(value)(contents[0], contents[1])
-    elif "_ctypes" in sys.modules and type(value).__mro__[-2].__module__ == "_ctypes":
-        ctypes = sys.modules["ctypes"]
-        ctypes.memmove(ctypes.addressof(value), contents, len(contents))
-    elif hasattr(value, "setstate"):
-        value.setstate(contents)
-    elif hasattr(value, "bit_generator") or hasattr(value, "_bit_generator"):
-        getattr(value, "bit_generator", getattr(value, "_bit_generator", None)).state = contents
-    elif type(value).__module__ == "numpy" and hasattr(value, "dtype"):
-        _, _, numbers = contents
-        value[...] = numbers if value.dtype.hasobject else type(value)(value.shape, value.dtype, bytearray(numbers))
+    found = _row(type(value))
+    if found is not None and found[1] is not None:
+        found[1](value, contents)
 
 
-def _as_stored(kind: type, held: Any) -> Any:
-    return set(kind.__iter__(held)) if kind in (set, frozenset) else list(kind.__iter__(held))
+def parts_of(value: Any) -> list[Any]:
+    """The objects that one holds, as they are stored; of an iterator what it goes through."""
+    kind = next((each for each in (*CONTAINERS, *_SHOWN) if is_a(value, each)), None)
+    if kind is dict:
+        return list(dict.values(value))
+    if kind is types.MappingProxyType:
+        return list(value.values())
+    if kind is not None:
+        return list(kind.__iter__(value))
+    if is_iterator(value):
+        found, waiting = [], [(value, 0)]
+        while waiting:
+            each, deep = waiting.pop()
+            if is_a(each, dict):
+                each = list(dict.values(each))
+            if deep < 4 and (is_iterator(each) or is_a(each, CONTAINERS)):
+                waiting += [(part, deep + 1) for part in gc.get_referents(each) if type(part) not in PLAIN]
+            found.append(each)
+        return found[1:]
+    reader = contents_of(value)
+    if reader is _array:
+        return value.ravel().tolist() if value.dtype.hasobject else []
+    held = () if reader is None else reader(value)
+    return list(held.values()) if type(held) is dict else held if type(held) is list else []
 
 
 _ASKED = """
@@ -226,7 +280,8 @@ nt getcwd|nt stat|_signal getsignal|signal getsignal|_locale localeconv|_locale 
 decimal getcontext|_decimal getcontext|gc isenabled|gc get_threshold|gc get_count|sys getrecursionlimit
 sys getswitchinterval|sys gettrace|sys getdefaultencoding|_thread get_ident|_thread get_native_id
 ContextVar get|_lru_cache_wrapper cache_info|_contextvars copy_context|lock locked|type __subclasses__|numpy geterr
-numpy.core.umath geterrobj
+numpy.core.umath geterrobj|SimpleQueue qsize|SimpleQueue empty|SemLock _is_zero|SemLock _count|SemLock _is_mine
+SemLock _get_value|_weakref getweakrefcount|sys getrefcount|Token old_value
 numpy._core._multiarray_umath _get_extobj_dict|Generator initial_seed|torch._C get_num_threads|torch get_num_threads
 torch._C get_num_interop_threads|torch get_num_interop_threads|torch._C _get_deterministic_algorithms
 torch._C _get_deterministic_algorithms_warn_only|torch._C _get_float32_matmul_precision|torch._C get_default_dtype
@@ -240,6 +295,8 @@ ASKED: frozenset[tuple[str, str]] = frozenset(
     tuple(each.split()) for line in _ASKED.split("\n") for each in line.split("|") if each
 )
 """Functions in C that tell hidden state, by module or type, and name: cheap and free of effects."""
+HIDDEN: dict[tuple[str, str], Callable[[], Any]] = {("decimal", "Decimal"): decimal.getcontext}
+"""Types whose operators depend on hidden state: what tells it."""
 
 
 def answer_of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -252,7 +309,7 @@ def answer_of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any])
     if kind.__name__ == "stat_result":
         return found.st_mode, found.st_ino, found.st_size, found.st_mtime_ns
     if kind.__module__ == "decimal":
-        return repr(found)
+        return _precision(found)
     if kind.__name__ == "ModuleSpec":
         return found.name, found.origin
     if kind.__name__ == "Context":

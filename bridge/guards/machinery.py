@@ -12,7 +12,7 @@ from typing import Any
 
 from bridge.base.errors import TORCH_DIR
 
-__all__ = ["ASKED_PYTHON", "LIBRARY", "OPAQUE", "OWN", "PACKAGES", "is_machinery"]
+__all__ = ["ASKED_PYTHON", "LIBRARY", "LOOKING", "OPAQUE", "OWN", "PACKAGES", "is_machinery"]
 
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCHS = ("_ops.py", "overrides.py", "_library", "_subclasses", "fx", "_prims", "_prims_common", "_refs", "_decomp")
@@ -48,8 +48,6 @@ _PYTHONS += (
     "typing.py",
     "abc.py",
     "_collections_abc.py",
-    "copyreg.py",
-    "functools.py",
     "dis.py",
     "ast.py",
     "tempfile.py",
@@ -78,8 +76,11 @@ ASKED_PYTHON = frozenset(
         for name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers")
     ]
     + [(LIBRARY + os.path.join("importlib", "util.py"), "find_spec"), ("<frozen importlib.util>", "find_spec")]
-    + [(LIBRARY + "threading.py", name) for name in ("current_thread", "main_thread", "active_count", "get_ident")]
+    + [(LIBRARY + "threading.py", name) for name in "current_thread main_thread active_count get_ident is_set".split()]
+    + [(LIBRARY + os.path.join("multiprocessing", "synchronize.py"), name) for name in ("is_set", "get_value")]
 )
+LOOKING = (LIBRARY + "inspect.py", LIBRARY + "typing.py")
+"""What these are given they look into."""
 
 
 PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton", "filelock"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
+from weakref import ProxyTypes, ref
 
 from bridge.guards.kinds import is_a
 from bridge.state import dict_of
@@ -34,9 +35,10 @@ def is_changeable(kind: type) -> bool:
     return bool(kind.__flags__ & _HEAP_TYPE)
 
 
-def is_alive(proxy: Any) -> bool:
+def is_alive(reference: Any) -> bool:
+    """Whether there still is what a weak reference or a proxy leads to."""
     try:
-        return proxy.__dir__ is not None
+        return reference.__dir__ is not None if type(reference) in ProxyTypes else ref.__call__(reference) is not None
     except ReferenceError:
         return False
 

@@ -24,7 +24,7 @@ from bridge.guards.calls import _MOST_RESULTS, Calls
 from bridge.guards.dataflow import flow_of
 from bridge.guards.flow import Flow
 from bridge.guards.kinds import PLAIN, is_a
-from bridge.guards.machinery import ASKED_PYTHON, LIBRARY, OPAQUE, OWN, PACKAGES, is_machinery
+from bridge.guards.machinery import ASKED_PYTHON, LIBRARY, LOOKING, OPAQUE, OWN, PACKAGES, is_machinery
 from bridge.guards.objects import Instance, dict_of, inner_function, is_changeable
 from bridge.guards.sources import Frame
 from bridge.guards.watched import ABSENT, Place, class_entry
@@ -91,14 +91,18 @@ class Reads(Calls):
         try:
             flow = self.codes[code]
         except KeyError:
-            flow = self.codes[code] = _flow(code, frame.f_globals)
+            flow = self.codes[code] = _flow(code, frame.f_globals, frame.f_back in self._frames)
         if flow is None:
             if event == "return":
                 outer = self._frames.get(frame.f_back)
                 if outer is not None and arg is not None and not code.co_filename.startswith(OWN):
                     self._returned(outer, outer.flow.at(frame.f_back.f_lasti), arg)
-            elif event == "call" and (code.co_filename, code.co_name) in ASKED_PYTHON and frame.f_back in self._frames:
-                self._ask_python(frame, code)
+            elif event == "call" and frame.f_back in self._frames:
+                if (code.co_filename, code.co_name) in ASKED_PYTHON:
+                    self._ask_python(frame, code)
+                elif code.co_filename.startswith(LOOKING):
+                    for each in frame.f_locals.values():
+                        self.deep(each)
         elif event == "call":
             self._begin(frame, code, flow)
         elif event == "return":
@@ -111,8 +115,7 @@ class Reads(Calls):
         outer = self._frames.get(back)
         if outer is not None:
             outer.python.add(outer.flow.at(back.f_lasti))
-            if outer.new:
-                self._look(outer)
+            self._look(outer)
         elif self._is_ours(back, code):
             self._ours.add(frame)
             return
@@ -123,7 +126,7 @@ class Reads(Calls):
         made = self._frames[frame] = Frame(frame, flow, args, cells)
         if self._key(made) not in self._followed:
             self._running(made, next(iter(args.values()), None))
-        self._look(made)
+        self._look(made, everything=True)
 
     def _running(self, frame: Frame, first: Any) -> None:
         """Notes where the function that runs was found: as a method of its first argument, or as a global."""
@@ -156,10 +159,12 @@ class Reads(Calls):
     def _end(self, frame: FrameType, value: Any) -> None:
         self._ours.discard(frame)
         made = self._frames.pop(frame, None)
-        if made is not None and (made.new or made.flow.by_results):
+        if made is not None:
             made.over = True
-            self._look(made)
+            self._look(made, everything=made.flow.by_results)
         outer = self._frames.get(frame.f_back)
+        if made is not None and made.code.co_name == "__init__":
+            value = next(iter(made.args.values()), None)
         if outer is not None and value is not None:
             self._returned(outer, outer.flow.at(frame.f_back.f_lasti), value)
 
@@ -171,23 +176,31 @@ class Reads(Calls):
             known = outer.plain.setdefault(place, [])
             if value not in known and len(known) < _MOST_RESULTS:
                 known.append(value)
-                outer.new = True
+                outer.fresh.add(place)
         elif type(value) not in PLAIN:
             self._result(outer.results, place, value, outer)
 
     # Sources
 
-    def _look(self, frame: Frame) -> None:
-        """Follows what the function reads, as far as it is known: once for the same arguments and results, as a loop
-        has them in each step, unless something may have been written since."""
+    def _look(self, frame: Frame, everything: bool = False) -> None:
+        """Follows what the function reads, as far as it is known: what depends on fresh results, or all of it.
+
+        Once for the same arguments and results, as a loop has them in each step, unless something may have been written
+        since.
+        """
+        if not frame.fresh and not everything:
+            return
         if (key := self._key(frame)) in self._followed:
-            frame.new = False
+            frame.fresh.clear()
             return
         for _ in range(4):
-            frame.new = False
-            self._look_once(frame)
-            if not frame.new:
+            fresh, frame.fresh = frame.fresh, set()
+            if not fresh and not everything:
                 break
+            frame.memo.clear()
+            for part in [frame.flow] if everything else map(frame.flow.about, fresh):
+                self._look_at(frame, part)
+            everything = False
         if frame.flow.writes:
             self._followed.clear()
         elif key is not None:
@@ -212,20 +225,18 @@ class Reads(Calls):
                 return None
         return tuple(told)
 
-    def _look_once(self, frame: Frame) -> None:
-        frame.memo.clear()
-        flow = frame.flow
+    def _look_at(self, frame: Frame, flow: Flow) -> None:
         for source in flow.reads:
             self._values(frame, source)
         for source in flow.identities:
             self._identity(frame, source)
-        for source in flow.wholes:
+        for source, compared in flow.wholes.items():
             if source[0] == "passed":
-                if source[2] in frame.python or source[2] in frame.called:
+                if source[2] in frame.python:
                     continue
                 source = source[1]
             for value in self._values(frame, source):
-                self.whole(value, frame.where)
+                self.whole(value, frame.where, compared)
         for source in flow.iterated:
             for value in self._values(frame, source):
                 self._moves(frame, value)
@@ -266,10 +277,9 @@ def profiled(hear: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
             sys.setprofile(before)
 
 
-def _flow(code: CodeType, namespace: dict[str, Any]) -> Flow | None:
-    if is_machinery(code, namespace):
-        return None
-    if not code.co_flags & _OPTIMIZED and code.co_name == "<module>" and not code.co_filename.startswith("<"):
+def _flow(code: CodeType, namespace: dict[str, Any], called: bool) -> Flow | None:
+    """The flow of code that runs; ``called``: by forward, as ``exec`` does, where ``import`` runs files."""
+    if is_machinery(code, namespace) or (not code.co_flags & _OPTIMIZED and code.co_name == "<module>" and not called):
         return None
     return flow_of(code)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterable
+from importlib.util import find_spec
 from types import FrameType, ModuleType
 from typing import Any
 
 from bridge.guards.flow import Flow, Source
-from bridge.guards.kinds import PLAIN, is_a
+from bridge.guards.kinds import PLAIN, answer_of, is_a
 from bridge.guards.objects import FrameOf, Instance, dict_of
-from bridge.guards.watched import ABSENT, Place, class_entry
+from bridge.guards.watched import ABSENT, Missing, Place, class_entry
 from bridge.guards.world import World, interesting
 
 __all__ = ["Frame", "Sources"]
@@ -25,7 +26,7 @@ class Frame:
         results, plain: what functions in Python gave it, by the offset of the call: objects, and plain values.
         called: likewise what functions in C may have given it.
         python: offsets of calls of functions in Python.
-        new: whether there are results that were not followed yet.
+        fresh: offsets of calls whose results were not followed yet.
         over: whether it has returned.
         locals: its variables, while a function in C is about to be called.
     """
@@ -37,10 +38,11 @@ class Frame:
         "cells",
         "code",
         "flow",
+        "frame",
+        "fresh",
         "globals",
         "locals",
         "memo",
-        "new",
         "over",
         "plain",
         "python",
@@ -49,14 +51,15 @@ class Frame:
 
     def __init__(self, frame: FrameType, flow: Flow, args: dict[str, Any], cells: dict[str, Any]):
         self.flow, self.args, self.cells, self.code = flow, args, cells, frame.f_code
-        self.globals, self.builtins = frame.f_globals, frame.f_builtins
+        self.globals, self.builtins, self.frame = frame.f_globals, frame.f_builtins, frame
         self.results: dict[int, list[Any]] = {}
         self.plain: dict[int, list[Any]] = {}
         self.called: dict[int, list[Any]] = {}
         self.python: set[int] = set()
         self.memo: dict[Source, list[Any]] = {}
         self.locals: dict[str, Any] = {}
-        self.new = self.over = False
+        self.fresh: set[int] = set()
+        self.over = False
 
     @property
     def where(self) -> str:
@@ -129,20 +132,34 @@ class Sources(World):
             return (frame.results if kind == "result" else frame.called).get(of, [])
         if kind == "held" or (kind in ("each", "item", "in") and of[0] == "held"):
             return self._values(frame, of)
+        if kind == "super":
+            frame.cells.get("__class__")
+            first = next(iter(frame.args.values()), None)
+            one = frame.cells.get("__class__")
+            found = is_a(one, type) and (is_a(first, one) or (is_a(first, type) and issubclass(first, one)))
+            return self.attribute(super(one, first), of) if found else []
         if kind == "each":
-            return [value for owner in self._values(frame, of) for value in self._each(frame, owner)]
-        if kind in ("item", "in"):
-            keys = self._constants(frame, (source[2],))
             owners = self._values(frame, of)
+            made = owners if of[0] in ("result", "called") else []
+            return [*made, *(value for owner in owners for value in self._each(frame, owner))]
+        if kind in ("item", "in"):
+            keys = self._keys(frame, source[2])
+            owners = self._values(frame, of)
+            made = owners if of[0] in ("result", "called") else []
+            kind, offset = source[2][0], source[2][1]
+            unheard = (kind == "called" and offset in frame.python) or (kind == "result" and offset in frame.called)
+            if not keys and (not frame.over or unheard):
+                return []  # the key is not there yet, or is found as what another function gives
             if not keys:
-                kind, place = source[2][0], source[2][1]
-                if kind == "called" and place not in frame.called:
-                    return []
-                if kind == "result" and not (frame.over and place in frame.python):
-                    return []
-                return [value for owner in owners for value in self._each(frame, owner)]
-            return [value for owner in owners for key in keys for value in self.entry(owner, key)]
+                return [*made, *(value for owner in owners for value in self._each(frame, owner))]
+            return [*made, *(value for owner in owners for key in keys for value in self.entry(owner, key))]
         return []
+
+    def _keys(self, frame: Frame, source: Source) -> list[Any]:
+        """The keys that a source may be; none where a function in C makes them."""
+        if source[0] == "called" or (source[0] == "result" and source[1] not in frame.python):
+            return []
+        return self._constants(frame, (source,))
 
     def _each(self, frame: Frame, owner: Any) -> list[Any]:
         self.whole(owner, frame.where)
@@ -155,6 +172,8 @@ class Sources(World):
         full = f"{package}.{name}".strip(".") if level else name
         full = full if several or level else full.partition(".")[0]
         value = self.name(sys.modules, full, Place("module", full))
+        if value is ABSENT and answer_of(find_spec, (full,), {}) is None:
+            self.items.setdefault(("missing", full), Missing(full, Place("module", full)))
         return interesting(value)
 
 

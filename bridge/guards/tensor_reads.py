@@ -21,7 +21,7 @@ _PRESENT = ("grad", "grad_fn", "_base", "_backward_hooks", "_post_accumulate_gra
 
 def is_asked(name: str) -> bool:
     """Whether an attribute or method of a tensor tells what no other condition is about."""
-    return name in _VALUES or name in _PRESENT or not hasattr(torch.Tensor, name)
+    return name in _VALUES or name == "untyped_storage" or name in _PRESENT or not hasattr(torch.Tensor, name)
 
 
 def asked_of(tensor: torch.Tensor, name: str) -> Any:
@@ -33,6 +33,8 @@ def asked_of(tensor: torch.Tensor, name: str) -> Any:
         return found() if callable(found) else found
     if name in _PRESENT:
         return getattr(tensor, name) is not None
+    if name == "untyped_storage":
+        return tensor.untyped_storage().nbytes()
     return tensor.__dict__.get(name, ABSENT)
 
 
@@ -42,15 +44,20 @@ class TensorReads:
     Args:
         tensors: as they were given, with their names.
         asked: place among them and name of what was asked.
-        identities: whether forward asked if some are the same object.
+        others: tensors from elsewhere, where forward asked if some are the same object; ``None``: it did not.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], names: Sequence[str], asked: Sequence[tuple[int, str]], identities: bool
+        self,
+        tensors: Sequence[torch.Tensor],
+        names: Sequence[str],
+        asked: Sequence[tuple[int, str]],
+        others: Sequence[torch.Tensor] | None,
     ):
         self._asked = [(place, name, asked_of(tensors[place], name)) for place, name in asked]
         self._names = names
-        self._pattern = _pattern(tensors) if identities else None
+        self._others = others or ()
+        self._pattern = None if others is None else _pattern((*tensors, *self._others))
 
     def __bool__(self) -> bool:
         return bool(self._asked) or self._pattern is not None
@@ -61,7 +68,7 @@ class TensorReads:
             now = asked_of(tensors[place], name)
             if now is not then and not alike(now, then):
                 return f"attribute '{name}' of '{self._names[place]}' changed"
-        if self._pattern is not None and _pattern(tensors) != self._pattern:
+        if self._pattern is not None and _pattern((*tensors, *self._others)) != self._pattern:
             return "which of the tensors are the same object changed"
         return None
 
@@ -72,14 +79,17 @@ def _pattern(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
 
 
-def told_otherwise(reads: Any, given: Sequence[tuple[int, Any, Any]], name: str) -> Iterator[Unsupported]:
-    """What forward asked of an argument, where the run's own tensor tells something else."""
+def told_otherwise(
+    reads: Any, given: Sequence[tuple[int, Any, Any]], owned: Sequence[Any], name: str
+) -> Iterator[Unsupported]:
+    """What forward asked of an argument, where the run's own tensor tells something else; ``owned``: the module's."""
     hint = "do not let forward depend on it"
     for place, argument, own in given:
         for asked in [asked for of, asked in reads.tensors if of == place]:
             if not alike(asked_of(argument, asked), asked_of(own, asked)):
                 reason = "what forward reads of an argument is another one while it is recorded"
                 yield Unsupported(f"{asked} of an argument", f"{name}.forward", reason, hint)
-    if reads.identities and len({id(argument) for _, argument, _ in given}) < len(given):
-        reason = "forward asks which tensors are the same object, and the sample has one twice"
+    elsewhere = {*map(id, owned), *reads.others}
+    if reads.identities and len({id(argument) for _, argument, _ in given} - elsewhere) < len(given):
+        reason = "forward asks which tensors are the same object, and the sample has one twice, or one of the module's"
         yield Unsupported("is, id()", f"{name}.forward", reason, "pass a sample of different tensors")

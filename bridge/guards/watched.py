@@ -5,12 +5,17 @@ The same objects serve a run (what did it change?) and a guard (does a call read
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 import threading
 import types
-from collections import deque
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from operator import is_
+from functools import partial
+from importlib.util import find_spec
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -18,7 +23,8 @@ import torch
 from torch import nn
 
 from bridge.guards.kinds import answer_of, contents_of, is_a, put_back
-from bridge.state import same
+from bridge.guards.objects import dict_of, is_changeable
+from bridge.state import kept, same
 
 __all__ = [
     "ABSENT",
@@ -28,11 +34,15 @@ __all__ = [
     "ClassName",
     "Code",
     "Contents",
+    "Kept",
+    "Missing",
     "Name",
     "Place",
     "Slot",
+    "Watched",
     "alike",
     "class_entry",
+    "entry_of",
     "slot_of",
 ]
 
@@ -65,8 +75,29 @@ class Place(NamedTuple):
         return self.root or str(self)
 
 
+class Watched:
+    """One place: what it holds, whether that means the same as before, and how it is put back."""
+
+    place: Place
+
+    def read(self, run: bool = False) -> Any:
+        """What it holds; ``run``: in the run's own copy, if there is one."""
+        raise NotImplementedError
+
+    def same(self, now: Any, then: Any) -> bool:
+        return alike(now, then)
+
+    def differs(self, then: Any, run: bool = False) -> bool:
+        """Whether it holds something else than ``then``."""
+        now = self.read(run)
+        return now is not then and not self.same(now, then)
+
+    def write(self, value: Any) -> None:
+        """Puts back what can be put back."""
+
+
 @dataclass(eq=False)
-class Name:
+class Name(Watched):
     """A name in a namespace: of a file, of an object, a key of a dictionary; or that there is none.
 
     Attributes:
@@ -74,20 +105,20 @@ class Name:
         exact: whether its value was compared by identity.
     """
 
-    space: dict[Any, Any]
+    space: Mapping[Any, Any]
     name: Any
     place: Place
     running: dict[Any, Any] | None = None
     exact: bool = False
 
     def read(self, run: bool = False) -> Any:
-        return (self.space if self.running is None or not run else self.running).get(self.name, ABSENT)
+        return entry_of(self.space if self.running is None or not run else self.running, self.name)
 
     def same(self, now: Any, then: Any) -> bool:
         return now is then if self.exact and not _is_constant(then) else alike(now, then)
 
     def write(self, value: Any) -> None:
-        if self.running is not None:
+        if self.running is not None or not is_a(self.space, dict):
             return
         if value is ABSENT:
             self.space.pop(self.name, None)
@@ -96,49 +127,60 @@ class Name:
 
 
 @dataclass(eq=False)
-class ClassName:
+class ClassName(Watched):
     """A name in a class and its bases."""
 
     kind: type
     name: str
     place: Place
+    _homes: dict[int, type] = field(default_factory=dict, repr=False)
 
     def read(self, run: bool = False) -> Any:
-        return class_entry(self.kind, self.name)
-
-    def same(self, now: Any, then: Any) -> bool:
-        return alike(now, then)
+        value = class_entry(self.kind, self.name)
+        if value is not ABSENT:
+            self._homes[id(value)] = next(base for base in self.kind.__mro__ if self.name in vars(base))
+        return value
 
     def write(self, value: Any) -> None:
-        if value is ABSENT:
-            delattr(self.kind, self.name)
-        elif self.name in vars(self.kind) or all(self.name not in vars(base) for base in self.kind.__mro__):
-            setattr(self.kind, self.name, value)
+        """Puts it where it was; what hides it goes."""
+        now = (base for base in self.kind.__mro__ if self.name in vars(base))
+        home = None if value is ABSENT else self._homes.get(id(value)) or next(now, self.kind)
+        for base in self.kind.__mro__:
+            if base is home:
+                break
+            if self.name in vars(base):
+                delattr(base, self.name)
+        if home is not None and vars(home).get(self.name, ABSENT) is not value:
+            setattr(home, self.name, value)
 
 
 @dataclass(eq=False)
-class Slot:
+class Slot(Watched):
     """An attribute that lies in no dictionary: a slot, a field of an object of C's, what a thread has for its own."""
 
     value: Any
     name: str
     place: Place
 
+    @property
+    def get(self) -> Any:
+        """The descriptor that reads it quickly, as long as the object's class is what it is."""
+        raw = ABSENT if is_a(self.value, _LOCAL) else class_entry(type(self.value), self.name)
+        return raw if is_a(raw, types.MemberDescriptorType) else None
+
     def read(self, run: bool = False) -> Any:
         return slot_of(self.value, self.name)
 
-    def same(self, now: Any, then: Any) -> bool:
-        return alike(now, then)
-
     def write(self, value: Any) -> None:
-        if value is not ABSENT:
-            setattr(self.value, self.name, value)
-        elif self.read() is not ABSENT:
-            delattr(self.value, self.name)
+        with suppress(AttributeError, TypeError):  # one that C alone writes
+            if value is not ABSENT:
+                setattr(self.value, self.name, value)
+            elif self.read() is not ABSENT:
+                delattr(self.value, self.name)
 
 
 @dataclass(eq=False)
-class Cell:
+class Cell(Watched):
     """A variable of an enclosing function; ``running``: as of :class:`Name`."""
 
     cell: CellType
@@ -151,16 +193,17 @@ class Cell:
         except ValueError:
             return ABSENT
 
-    def same(self, now: Any, then: Any) -> bool:
-        return alike(now, then)
-
     def write(self, value: Any) -> None:
-        if value is not ABSENT and self.running is None:
+        if self.running is not None:
+            return
+        if value is not ABSENT:
             self.cell.cell_contents = value
+        elif self.read() is not ABSENT:
+            del self.cell.cell_contents
 
 
 @dataclass(eq=False)
-class Contents:
+class Contents(Watched):
     """What a container, an array or another object of C's holds."""
 
     value: Any
@@ -181,35 +224,38 @@ class Contents:
             return [pair for pair in self._reader(self.value) if pair[0] not in self._but]
         return self._reader(self.value if self.running is None or not run else self.running)
 
-    def same(self, now: Any, then: Any) -> bool:
-        if type(now) is list and type(then) is list:
-            return len(now) == len(then) and (all(map(is_, now, then)) or all(map(_same_entry, now, then)))
-        return bool(now == then)
-
     def write(self, value: Any) -> None:
         if self.running is None:
             put_back(self.value, value)
 
 
-@dataclass(eq=False)
-class Class:
-    """The class of an object, whose attributes were looked up."""
+class Class(Watched):
+    """The class of an object whose attributes were looked up, and its dictionary; the object is not kept alive."""
 
-    value: Any
-    place: Place
+    def __init__(self, value: Any, place: Place):
+        self.place = place
+        try:
+            self.value: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self.value = lambda: value
 
     def read(self, run: bool = False) -> Any:
-        return type(self.value)
+        value = self.value()
+        return type(value), dict_of(value)
 
     def same(self, now: Any, then: Any) -> bool:
-        return now is then
+        return now[0] is then[0] and now[1] is then[1]
 
     def write(self, value: Any) -> None:
-        self.value.__class__ = value
+        kind, held = value
+        if type(self.value()) is not kind:
+            self.value().__class__ = kind
+        if dict_of(self.value()) is not held:
+            self.value().__dict__ = held
 
 
 @dataclass(eq=False)
-class Code:
+class Code(Watched):
     """The code of a function, and its default arguments where it ran."""
 
     function: FunctionType
@@ -227,8 +273,8 @@ class Code:
 
 
 @dataclass(eq=False)
-class Answer:
-    """What a function in C tells of hidden state: it is called again."""
+class Answer(Watched):
+    """What a function in C tells of hidden state, which is not put back: it is called again."""
 
     function: Callable[..., Any]
     args: tuple
@@ -238,16 +284,63 @@ class Answer:
     def read(self, run: bool = False) -> Any:
         return answer_of(self.function, self.args, self.kwargs)
 
-    def same(self, now: Any, then: Any) -> bool:
-        if same(now, then):
-            return True
-        if type(now) is list and type(then) is list:
-            return len(now) == len(then) and all(map(self.same, now, then))
-        plain = is_a(now, str | int | float | tuple | dict | bytes) and type(now) is type(then)
-        return plain and bool(now == then)
 
-    def write(self, value: Any) -> None:
-        """Hidden state is not put back."""
+class Missing(Watched):
+    """A file that ``import`` does not find: looked for again where one of the folders has changed."""
+
+    def __init__(self, name: str, place: Place):
+        self.name, self.place = name, place
+        self._folders, self._found = None, None
+
+    def read(self, run: bool = False) -> Any:
+        folders = list(map(_changed, sys.path)), list(sys.meta_path)
+        if folders != self._folders:
+            self._folders, self._found = folders, answer_of(find_spec, (self.name,), {})
+        return self._found
+
+
+def _changed(folder: str) -> Any:
+    try:
+        return folder, os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return folder
+
+
+class Kept(Watched):
+    """What a function under ``lru_cache`` keeps for some arguments: looked up, not asked, which would fill it.
+
+    Attributes:
+        made: what a run has made instead, as long as there is nothing. ``free``: each call makes its own.
+    """
+
+    def __init__(self, function: Any, args: tuple, kwargs: dict[str, Any], place: Place):
+        self._call, self.place = partial(function, *args, **kwargs), place
+        self.made, self.free, self._found = ABSENT, False, (ABSENT, ABSENT)
+        inside = gc.get_referents(function)
+        self._cache = next(each for each in inside if type(each) is dict and each is not function.__dict__)
+        typed = function.cache_parameters()["typed"]
+        types_of = tuple(map(type, (*args, *kwargs.values()))) if typed else ()
+        words = tuple(part for pair in kwargs.items() for part in pair)
+        marks = [(each,) for each in inside if type(each) is object] if words else [()]
+        alone = len(args) == 1 and not words and not typed and type(args[0]) in (int, str)
+        self._keys = [args[0]] if alone else [(*args, *mark, *words, *types_of) for mark in marks]
+
+    def read(self, run: bool = False) -> Any:
+        if self.free:
+            return ABSENT
+        held = next((self._cache[key] for key in self._keys if key in self._cache), ABSENT)
+        if held is ABSENT:
+            return self.made
+        if type(held).__name__ != "_lru_list_elem":
+            return held
+        if held is not self._found[0]:
+            self._found = held, self._call()
+        return self._found[1]
+
+
+def entry_of(space: Mapping[Any, Any], name: Any) -> Any:
+    """An entry of a dictionary, or of a view of one, as it is stored."""
+    return (dict.get if is_a(space, dict) else type(space).get)(space, name, ABSENT)
 
 
 def class_entry(kind: type, name: str) -> Any:
@@ -274,12 +367,6 @@ def _is_constant(value: Any) -> bool:
     return is_a(value, int | float | str | bytes | type(None)) or value is ABSENT
 
 
-def _same_entry(now: Any, then: Any) -> bool:
-    if type(now) is tuple and type(then) is tuple:
-        return len(now) == len(then) and all(map(same, now, then))
-    return same(now, then)
-
-
 _IDENTITIES = (torch.Tensor, nn.Module, type, types.ModuleType, FunctionType, types.MethodType)
 
 
@@ -289,12 +376,28 @@ def alike(now: Any, then: Any, deep: int = 8) -> bool:
         return True
     if type(now) is not type(then) or now is ABSENT or not deep or is_a(now, _IDENTITIES):
         return False
-    if is_a(now, list | tuple | deque):
+    if type(now) is list or is_a(now, tuple):
+        now, then = kept(now), kept(then)
         return len(now) == len(then) and all(alike(a, b, deep - 1) for a, b in zip(now, then, strict=True))
-    if is_a(now, dict):
-        return list(now) == list(then) and all(alike(now[name], then[name], deep - 1) for name in now)
-    if is_a(now, set | frozenset):
-        return now == then and all(map(_is_constant, now))
-    if contents_of(now) is not None or not hasattr(now, "__dict__") or type(now).__module__ == "builtins":
+    if type(now) is set:
+        return len(now) == len(then) and (set(map(id, now)) == set(map(id, then)) or _equal_constants(now, then))
+    if (held := contents_of(now)) is not None and not alike(held(now), held(then), deep - 1):
         return False
-    return type(vars(now)) is dict and alike(vars(now), vars(then), deep - 1)
+    own, slots = dict_of(now), _slots(type(now))
+    if type(now).__module__ == "builtins" or (own is None and not slots):
+        return held is not None
+    if any(not alike(slot_of(now, name), slot_of(then, name), deep - 1) for name in slots):
+        return False
+    return own is None or (type(own) is dict and alike(list(own.items()), list(dict_of(then).items()), deep - 1))
+
+
+def _slots(kind: type) -> list[str]:
+    """The slots of a class that is Python's own all the way."""
+    if not all(map(is_changeable, kind.__mro__[:-1])):
+        return []
+    bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [name for held in bases for name, raw in held.items() if is_a(raw, types.MemberDescriptorType)]
+
+
+def _equal_constants(now: set, then: set) -> bool:
+    return all(map(_is_constant, now)) and now == then

@@ -11,9 +11,8 @@ import os
 import threading
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch import nn
 from torch.distributions import Distribution
 
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_a, is_iterator
+from bridge.guards.changes import Changes
+from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_a, is_iterator, parts_of
 from bridge.guards.machinery import is_machinery
 from bridge.guards.objects import FrameOf, Instance, dict_of, inner_function, is_alive, is_changeable, is_ours
 from bridge.guards.tensor_reads import is_asked
@@ -34,38 +34,42 @@ from bridge.guards.watched import (
     ClassName,
     Code,
     Contents,
+    Kept,
     Name,
     Place,
     Slot,
     class_entry,
+    entry_of,
     slot_of,
 )
 
 __all__ = ["REGISTRIES", "World", "interesting"]
 
 _NOWHERE = Place("", "")
+_SPECIAL = "__getattribute__ __getattr__ __bool__ __len__ __eq__ __iter__ __contains__ __getitem__ __call__".split()
+"""What Python looks for in the class of an object, whatever forward writes."""
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-class World:
+class World(Changes):
     """What a run reads of the state outside of it.
 
     Args:
         originals: of objects that are copies for the run, by id: what they are copies of.
         modules: the modules that run, with their paths.
-        instead: a function that keeps its results (``lru_cache``) → what is called in its place; ``None``: itself.
+        instead: a function that keeps its results (``lru_cache``), and :meth:`kept` → what is called in its place;
+            ``None``: itself.
 
     Attributes:
         originals: as given.
-        items: the places that were read, each once.
-        first: what they held when they were first read, by the same keys.
         modules: by id of an ``nn.Module``, a reference to it and the names of its attributes that were looked up
             (``"*"``: all).
         bases: classes whose bases decided something.
         hidden: ids of tensors that modules outside of the tree hold.
         inputs: of the run, by id: their places.
         tensors: what was asked of which of them (:mod:`bridge.guards.tensor_reads`).
-        identities: whether it was asked if some of them are the same object.
+        identities: whether it was asked if some of them are the same object. ``others``: tensors from elsewhere that
+            were compared, by id.
         validates: whether code of ``torch.distributions`` ran, which checks its arguments or does not.
         refused: what forward was about to do to something outside that cannot be put back.
     """
@@ -74,19 +78,18 @@ class World:
         self,
         originals: Mapping[int, Any],
         modules: Iterable[tuple[str, nn.Module]] = (),
-        instead: Callable[[Any], Any] | None = None,
+        instead: Callable[..., Any] | None = None,
     ):
-        self._instead, self._replaced = instead, []
+        super().__init__(instead)
         self.originals = originals
         self._known: dict[int, Any] = {}
         self._places: dict[int, Place] = {}
-        self.items: dict[tuple, Any] = {}
-        self.first: dict[tuple, Any] = {}
         self.modules: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
         self.bases: dict[type, None] = {}
         self.inputs: dict[int, int] = {}
         self.tensors: dict[tuple[int, str], None] = {}
         self.identities = self.validates = False
+        self.others: dict[int, torch.Tensor] = {}
         self.refused: UnsupportedModule | None = None
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
         self._held: dict[int, dict[str, Any]] = {}
@@ -130,13 +133,6 @@ class World:
     def original(self, value: Any) -> Any:
         return self.originals.get(id(value), value)
 
-    def _note(self, key: tuple, item: Any) -> Any:
-        """Notes a place, and what it holds in the run, once: key, item → the item of that key."""
-        if key not in self.items:
-            self.items[key] = item
-            self.first[key] = item.read(run=True)
-        return self.items[key]
-
     def refuse(self, what: str, where: str, reason: str, hint: str) -> None:
         """Ends the run before it does what cannot be undone."""
         if self.refused is None:
@@ -148,7 +144,7 @@ class World:
     def name(self, space: dict[Any, Any], name: Any, place: Place, running: dict[Any, Any] | None = None) -> Any:
         """A name that was looked up in a namespace; its value, ``ABSENT`` if there is none."""
         held = space if running is None else running
-        value, key = held.get(name, ABSENT), ("name", id(space), name)
+        value, key = entry_of(held, name), ("name", id(space), name)
         try:
             item = self._note(key, Name(space, name, place, None if running is space else running))
         except TypeError:  # no hashable key
@@ -158,6 +154,15 @@ class World:
         if value is not ABSENT and value is self.first[key]:  # else the call has put it there
             self.know(value, place)
         return value
+
+    def kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Kept:
+        """What a function under ``lru_cache`` keeps for these arguments, which is what eager is given."""
+        named = tuple((name, _key_of(each)) for name, each in kwargs.items())
+        key = "kept", id(function), tuple(map(_key_of, args)), named
+        if key not in self.items:
+            self.items[key] = Kept(function, args, kwargs, Place("", f"what {function.__name__}() keeps"))
+        self.know(self.items[key].read(), self.items[key].place)
+        return self.items[key]
 
     def function(self, function: Any, place: Place) -> None:
         """A function in Python that may run."""
@@ -216,18 +221,30 @@ class World:
         if type(owner) in weakref.ProxyTypes:
             return self._behind_proxy(owner, name)
         kind, place = type(owner), self.place(owner)
+        if kind is super:
+            return self._of_super(owner, name)
         if name == "__class__":
             self.know(kind, Place("class", kind.__name__))
             self._class(owner)
             return [kind]
-        if name == "__dict__" and not issubclass(kind, ModuleType):
-            self.all(owner)
+        if name == "__dict__":
+            return self._dict(owner)
         if issubclass(kind, ModuleType):
-            return interesting(self.name(owner.__dict__, name, Place("global", f"{owner.__name__}.{name}")))
-        if issubclass(kind, type):
-            if kind is not type:
+            self._class(owner)
+            if is_changeable(kind):
                 self.class_name(kind, name)
-            return interesting(self.class_name(owner, name))
+            value = self.name(owner.__dict__, name, Place("global", f"{owner.__name__}.{name}"))
+            if value is ABSENT:
+                self.name(owner.__dict__, "__getattr__", Place("global", f"{owner.__name__}.__getattr__"))
+            return interesting(value)
+        if issubclass(kind, type):
+            if name in ("__mro__", "__bases__", "__base__"):
+                found = getattr(owner, name)
+                for each in found if is_a(found, tuple) else (found,):
+                    self.know(each, Place("class", each.__name__))
+                return [found]
+            value, of_kind = self.class_name(owner, name), self.class_name(kind, name) if kind is not type else ABSENT
+            return _bound(of_kind if value is ABSENT else value)
         raw = self.class_name(kind, name) if is_changeable(kind) else class_entry(kind, name)
         if issubclass(kind, torch.Tensor) and (place_of := self.inputs.get(id(owner))) is not None:
             if not is_asked(name):
@@ -240,6 +257,7 @@ class World:
         if issubclass(kind, nn.Module):
             return self._of_module(owner, name, raw)
         known = self.knows(owner)
+        self._class(owner)
         if raw is not ABSENT and hasattr(type(raw), "__set__"):  # it comes before the dictionary
             computed = is_a(raw, property) or is_a(class_entry(type(raw), "__get__"), FunctionType)
             if known and not computed and not is_a(owner, torch.Tensor) and name not in ("__dict__", "__class__"):
@@ -252,14 +270,43 @@ class World:
             return self._slot(owner, name, place)
         if not known:
             held = dict_of(owner)
+            if held is not None and self.knows(held):
+                self.name(held, name, self.place(held).then(f".{name}"))
             return interesting(held[name]) if held is not None and name in held else _bound(raw)
-        self._class(owner)
         held, own = dict_of(owner), dict_of(self.original(owner))
         if held is not None and own is not None:
             value = self.name(own, name, place.then(f".{name}"), None if held is own else held)
             if value is not ABSENT:
                 return interesting(value)
         return _bound(raw) if raw is not ABSENT else self._computed(owner, kind, name)
+
+    def _of_super(self, owner: Any, name: str) -> list[Any]:
+        """An attribute that ``super()`` finds: in the classes behind one."""
+        kind, value = owner.__self_class__, owner.__self__
+        for base in kind.__mro__[kind.__mro__.index(owner.__thisclass__) + 1 :]:
+            raw = self.class_name(base, name) if is_changeable(base) else class_entry(base, name)
+            if name in vars(base):
+                slot = is_a(raw, types.WrapperDescriptorType) and is_a(value, kind)
+                return [raw.__get__(value)] if slot else _bound(raw)
+        return []
+
+    def _dict(self, owner: Any) -> list[Any]:
+        """The dictionary of an object, whose entries are its attributes."""
+        if is_a(owner, nn.Module):
+            self.all(owner)
+            return []
+        if is_a(owner, threading.local):
+            return self._slot(owner, "__dict__", self.place(owner)) if self.knows(owner) else []
+        held = vars(owner) if is_a(owner, type) else dict_of(owner)
+        if held is None:
+            return []
+        if self.knows(owner) or is_a(owner, type | ModuleType):
+            self._class(owner)
+            own = vars(owner) if is_a(owner, type) else dict_of(self.original(owner))
+            if own is not held:
+                self.originals[id(held)] = own
+            self.know(held, Place("class", owner.__name__) if is_a(owner, type) else self.place(owner))
+        return [held]
 
     def _behind_proxy(self, owner: Any, name: str) -> list[Any]:
         try:
@@ -282,9 +329,14 @@ class World:
         return []
 
     def _class(self, owner: Any) -> None:
-        if self.knows(owner) and is_changeable(type(owner)):
+        """The class of an object decides what becomes of it, and its dictionary what it holds."""
+        if self.knows(owner) and (is_changeable(type(owner)) or is_a(owner, ModuleType)) and not is_a(owner, type):
             own = self.original(owner)
-            self._note(("type", id(own)), Class(own, Place("", f"class of {self.place(owner) or type(own).__name__}")))
+            if ("type", id(own)) not in self.items:
+                place = Place("", f"class of {self.place(owner) or type(own).__name__}")
+                self._note(("type", id(own)), Class(own, place))
+                for name in () if is_a(owner, torch.Tensor | nn.Module) else _SPECIAL:
+                    self.class_name(type(owner), name)
 
     def _looked_up(self, module: nn.Module, name: str) -> None:
         self.modules.setdefault(id(module), (weakref.ref(module), set()))[1].add(name)
@@ -324,7 +376,7 @@ class World:
             return []
         if not self.knows(owner):
             return self.inside(owner, 1)
-        if is_a(owner, dict) and is_a(key, str | int | bytes | tuple):
+        if is_a(owner, dict | types.MappingProxyType) and _is_key(key):
             self._class(owner)
             own = self.original(owner)
             return interesting(
@@ -335,18 +387,8 @@ class World:
 
     def inside(self, owner: Any, deep: int) -> list[Any]:
         """What a container holds."""
-        if is_a(owner, types.MappingProxyType):
-            values: Iterable[Any] = owner.values()
-        elif is_a(owner, dict):
-            values = dict.values(owner)
-        elif is_a(owner, CONTAINERS):
-            values = next(kind for kind in (list, tuple, set, frozenset, deque) if is_a(owner, kind)).__iter__(owner)
-        else:
-            return []
         known, place, found = self.knows(owner), self.place(owner), []
-        for value in list(values):
-            if type(value) in PLAIN:
-                continue
+        for value in parts_of(owner):
             if known:
                 self.know(value, place)
             found.append(value)
@@ -354,15 +396,18 @@ class World:
                 found += self.inside(value, deep - 1)
         return found
 
-    def whole(self, value: Any, where: str = "forward") -> None:
-        """The contents of an object are looked at."""
+    def whole(self, value: Any, where: str = "forward", compared: bool = False) -> None:
+        """The contents of an object are looked at; ``compared``: with those of another one."""
         if is_a(value, Instance | FrameOf) or not self.knows(value):
             return
         if is_a(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
             return
         own = self.original(value)
+        self._class(value)
         if ("contents", id(own)) in self.items:
             return
+        if is_a(value, defaultdict):
+            self._slot(value, "default_factory", self.place(value))
         if is_a(value, tuple):
             for each in self.inside(value, 1):
                 self.whole(each, where)
@@ -371,6 +416,26 @@ class World:
             for each in self.inside(value, 1):
                 if is_a(each, CONTAINERS):
                     self.whole(each, where)
+        elif compared and is_a(value, types.SimpleNamespace):
+            self.all(value)
+
+    def deep(self, value: Any, levels: int = 5) -> None:
+        """All that can be found in an object is looked at."""
+        if type(value) in PLAIN or not self.knows(value) or not levels:
+            return
+        self.whole(value)
+        if is_a(value, FunctionType):
+            for name in value.__code__.co_names:
+                self.name(value.__globals__, name, Place("global", name))
+        if is_a(value, torch.Tensor | nn.Module | ModuleType | FunctionType):
+            return
+        if not is_a(value, CONTAINERS):
+            self.all(value)
+        of_class = [each for each in vars(value).values() if is_a(each, CONTAINERS)] if is_a(value, type) else []
+        for each in of_class:
+            self.know(each, self.place(value))
+        for each in of_class if is_a(value, type) else (*self.inside(value, 1), *(dict_of(value) or {}).values()):
+            self.deep(each, levels - 1)
 
     def moved(self, value: Any, where: str) -> None:
         """The next value of an iterator is about to be taken."""
@@ -382,11 +447,11 @@ class World:
         """All attributes of an object."""
         if is_a(owner, Instance | FrameOf) or not self.knows(owner):
             return
-        held = dict_of(self.original(owner))
+        held = vars(owner) if is_a(owner, type | ModuleType) else dict_of(self.original(owner))
         if is_a(owner, nn.Module):
             self._looked_up(self.original(owner), "*")
-        elif held is not None and not is_a(owner, ModuleType | type):
-            for name in list(held):
+        elif held is not None:
+            for name in () if is_a(owner, type | ModuleType) else list(held):
                 self.attribute(owner, name)
             self._note(("contents", id(held)), Contents(held, self.place(owner)))
 
@@ -408,63 +473,18 @@ class World:
             each.clear()
         self.originals = {}
 
-    # What the run changed
-
-    def changes(self) -> list[str]:
-        """Places that do not hold what they held when they were first read."""
-        found = []
-        for key, then in self.first.items():
-            item = self.items[key]
-            now = item.read(run=True)
-            if now is not then and not item.same(now, then):
-                found.append(item.place.changed)
-        return list(dict.fromkeys(found))
-
-    def state(self) -> dict[tuple, Any]:
-        """What all places hold now."""
-        return {key: self.items[key].read() for key in self.first}
-
-    @contextmanager
-    def unchanged(self) -> Iterator[list[str]]:
-        """While active, no cached function is called; then places hold what they held, and the list has changes."""
-        state, changed = self.state(), []
-        for item, _, made in self._replaced:
-            item.write(made)
-        own = {id(item) for item, *_ in self._replaced}
-        try:
-            yield changed
-        finally:
-            changed += [str(item.place) for item in self.restore(state) if id(item) not in own]
-
-    def put_back_functions(self) -> None:
-        """Names lead to cached functions again, as they did before the run."""
-        for item, value, made in self._replaced:
-            if item.read() is made:
-                item.write(value)
-
-    def _replace(self, item: Any, value: Any) -> None:
-        """A name of a function that keeps its results leads to another one, for the time of the run."""
-        made = None if self._instead is None or getattr(item, "running", None) is not None else self._instead(value)
-        if made is not None:
-            self._replaced.append((item, value, made))
-            item.write(made)
-
-    def restore(self, state: dict[tuple, Any] | None = None) -> list[Any]:
-        """Puts back what places held first, or in ``state``; gives the places that held something else."""
-        found = []
-        for key, then in (self.first if state is None else state).items():
-            item = self.items[key]
-            if getattr(item, "running", None) is not None:  # a copy's, which goes with the run
-                continue
-            now = item.read()
-            if now is not then and not item.same(now, then):
-                item.write(then)
-                found.append(item)
-        return found
-
 
 def interesting(value: Any) -> list[Any]:
     return [] if value is ABSENT or type(value) in PLAIN else [value]
+
+
+def _is_key(key: Any) -> bool:
+    """Whether a key can be looked for, with none of the user's code."""
+    return type(key) in PLAIN or type(key).__hash__ is object.__hash__ or is_a(key, type | str | int | tuple)
+
+
+def _key_of(value: Any) -> Any:
+    return (type(value), value) if type(value) in PLAIN else id(value)
 
 
 def _bound(raw: Any) -> list[Any]:

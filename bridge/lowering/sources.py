@@ -124,9 +124,9 @@ _WITH_MODULE = (type, FunctionType)
 def _named_in(module: ModuleType) -> Iterator[str]:
     """Modules that a module's names are of."""
     for value in list(vars(module).values()):
-        if isinstance(value, ModuleType):
+        if issubclass(type(value), ModuleType):
             yield value.__name__
-        elif isinstance(value, _WITH_MODULE):
+        elif issubclass(type(value), _WITH_MODULE):
             yield value.__module__ or ""
 
 

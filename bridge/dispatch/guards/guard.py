@@ -103,7 +103,7 @@ class Guard:
         shift = len(self.numbers)
         asked = [(place + shift if place >= len(owned) else place, name) for place, name in reads.tensors]
         given = [*owned, *(None for _ in numbers), *arguments]
-        self._asked = TensorReads(given, self._names, asked, reads.identities)
+        self._asked = TensorReads(given, self._names, asked, [*reads.others.values()] if reads.identities else None)
         read = {draw.operand.of for draw in captured.draws if draw.operand is not None} - {None}
         inputs = [*self._tree.tensors(module), *(None for _ in numbers), *arguments] if read else []
         self.addresses = {of: inputs[of].data_ptr() for of in sorted(read)}

@@ -1,0 +1,85 @@
+"""Changes: the places that a run read, each noted once with what it held → which of them it changed, and back again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Changes"]
+
+
+class Changes:
+    """The places that a run read.
+
+    Args:
+        instead: a function that keeps its results (``lru_cache``), and what gives what it keeps → what is called in its
+            place; ``None``: itself.
+
+    Attributes:
+        items: the places, each once. ``first``: what they held when they were first read, by the same keys.
+    """
+
+    def __init__(self, instead: Callable[..., Any] | None):
+        self._instead = instead
+        self._replaced: list[tuple[Any, Any, Any]] = []
+        self.items: dict[tuple, Any] = {}
+        self.first: dict[tuple, Any] = {}
+
+    def _note(self, key: tuple, item: Any) -> Any:
+        """Notes a place, and what it holds in the run, once: key, item → the item of that key."""
+        if key not in self.items:
+            self.items[key] = item
+            self.first[key] = item.read(run=True)
+        return self.items[key]
+
+    def changes(self) -> list[str]:
+        """Places that do not hold what they held when they were first read."""
+        found = []
+        for key, then in self.first.items():
+            item = self.items[key]
+            if item.differs(then, run=True):
+                found.append(item.place.changed)
+        return list(dict.fromkeys(found))
+
+    def state(self) -> dict[tuple, Any]:
+        """What all places hold now."""
+        return {key: self.items[key].read() for key in self.first}
+
+    @contextmanager
+    def unchanged(self) -> Iterator[list[str]]:
+        """While active, no cached function is called; then places hold what they held, and the list has changes."""
+        state, changed = self.state(), []
+        for item, _, made in self._replaced:
+            item.write(made)
+        own = {id(item) for item, *_ in self._replaced}
+        try:
+            yield changed
+        finally:
+            changed += [str(item.place) for item in self.restore(state) if id(item) not in own]
+
+    def put_back_functions(self) -> None:
+        """Names lead to cached functions again, as they did before the run."""
+        for item, value, made in self._replaced:
+            if item.read() is made:
+                item.write(value)
+
+    def _replace(self, item: Any, value: Any) -> None:
+        """A name of a function that keeps its results leads to another one, for the time of the run."""
+        alone = self._instead is None or getattr(item, "running", None) is not None
+        made = None if alone else self._instead(value, self.kept)
+        if made is not None:
+            self._replaced.append((item, value, made))
+            item.write(made)
+
+    def restore(self, state: dict[tuple, Any] | None = None) -> list[Any]:
+        """Puts back what places held first, or in ``state``; gives the places that held something else."""
+        found = []
+        for key, then in (self.first if state is None else state).items():
+            item = self.items[key]
+            if getattr(item, "running", None) is not None:  # a copy's, which goes with the run
+                continue
+            if item.differs(then):
+                item.write(then)
+                found.append(item)
+        return found

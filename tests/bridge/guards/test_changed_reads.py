@@ -1,0 +1,237 @@
+"""State that forward reads, in its file and in an installed package: changed, the next call is eager's."""
+
+from __future__ import annotations
+
+import decimal
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+
+from bridge import add_tvm_dispatch, stats
+
+HEAD = """
+import collections, contextlib, contextvars, copy, ctypes, dataclasses, decimal, enum, functools, gc, importlib, inspect
+import io, itertools, json, logging, multiprocessing, operator, os, queue, sys, threading, types, weakref
+import xml.etree.ElementTree as ET
+import numpy as np, torch
+from torch import nn
+from types import SimpleNamespace as NS
+class Cfg:
+    def __init__(self, **held): self.__dict__.update(held)
+    def get(self): return self.k
+"""
+CHANGED = """
+slice of a list: H = [2.] | H[:1][0] | H[0] = 3.
+computed key: H = {'k1': 2.} | H[f'k{1}'] | H['k1'] = 3.
+key by str(): H = {'1': 2.} | H[str(1)] | H['1'] = 3.
+view held: D = {'k': [2.]}; H = D.values() | next(iter(H))[0] | D['k'][0] = 3.
+proxy of a class: class C: k = 2. | C.__dict__['k'] | C.k = 3.
+late in a proxy: class C: pass | 2. + ('late' in C.__dict__) | C.late = 1
+over the mro: class B: k = 2.~class C(B): pass | [c.__dict__['k'] for c in C.__mro__ if 'k' in c.__dict__][0] | B.k = 3.
+default_factory: H = collections.defaultdict(lambda: 2.) | H.copy()['k'] | H.default_factory = lambda: 3.
+equal namespaces: H = NS(k=2.) | 2. if H == NS(k=2.) else 3. | H.k = 3.
+shown over the base: class B: k = 3.~class C(B): k = 2.~H = C() | [h.k for h in [H]][0] | del C.k
+enum iterated: class E(enum.Enum): A = 1~E.A.k = 2. | sum(e.k for e in E) | E.A.k = 3.
+metaclass's dictionary: class Me(type): d = {'k': 2.}~class C(metaclass=Me): pass | C.d['k'] | Me.d['k'] = 3.
+bound __getattribute__: H = NS(k=2.).__getattribute__ | H('k') | H.__self__.k = 3.
+attrgetter: H = NS(a=NS(k=2.)) | operator.attrgetter('a.k')(H) | H.a.k = 3.
+methodcaller held: D = {'k': 2.}; H = operator.methodcaller('get', 'k') | H(D) | D['k'] = 3.
+partial of getattr: O = NS(k=2.); H = functools.partial(getattr, O, 'k') | H() | O.k = 3.
+partial of dict.get: D = {'k': 2.}; H = functools.partial(dict.get, D) | H('k') | D['k'] = 3.
+getattr down a path: H = NS(a=NS(b=NS(k=2.))) | functools.reduce(getattr, 'a.b'.split('.'), H).k | H.a.b.k = 3.
+generator gives objects: H = [NS(k=2.)]~def all_of(): yield from H | [h.k for h in all_of()][0] | H[0].k = 3.
+pair of a comprehension: H = {'q': np.array([[2.], None], object)}
+  | {n: h[0][0] for n, h in H.items()}['q'] | H['q'][0][0] = 3.
+queue's size: H = queue.SimpleQueue() | 2. + H.qsize() | H.put(1)
+event: def f(): pass~f.e = threading.Event() | 2. + f.e.is_set() | f.e.set()
+event of processes: H = [multiprocessing.Event()] | 2. + H[0].is_set() | H[0].set()
+semaphore of processes: H = multiprocessing.Semaphore(2) | float(H.get_value()) | H.release()
+pointer: V = ctypes.c_double(2.); H = ctypes.pointer(V) | H[0] | V.value = 3.
+element: H = ET.fromstring('<a k="2"/>') | (lambda h: float(h.get('k')))(*[H]) | H.set('k', '3')
+child element: H = [ET.fromstring('<a><b>2</b></a>')] | float(H[0].find('b').text) | H[0][0].text = '3'
+structured scalar: H = np.array([(1, 2.)], [('a', int), ('k', float)])[0] | float(H['k']) | H['k'] = 3.
+may be written: H = {'a': np.ones(1)} | [2. + h.flags.writeable for h in H.values()][0] | H['a'].flags.writeable = False
+polynomial: H = np.poly1d([2.]) | float(H(1.)) | H.coeffs[0] = 3.
+property of another class: class A: k = property(lambda s: 2.)~class B: k = property(lambda s: 3.)~H = A()
+  | H.k | H.__class__ = B
+item of another class: class A: __getitem__ = lambda s, i: 2.~class B: __getitem__ = lambda s, i: 3.~H = A()
+  | H[0] | H.__class__ = B
+isinstance: class A: pass~class B: pass~H = A() | 2. + isinstance(H, B) | H.__class__ = B
+type(): class A: pass~class B: pass~H = A() | 2. + (type(H) is B) | H.__class__ = B
+dictionary assigned: H = Cfg(k=2.) | H.get() | H.__dict__ = {'k': 3.}
+dictionary read: H = Cfg(k=2.) | H.__dict__['k'] | H.k = 3.
+flags in a dictionary: class F:~    def __init__(s): s.__dict__['_v'] = {'k': 2.}
+  ~    def __getattr__(s, n): return s.__dict__['_v'][n]~H = F()
+  | H.k | H._v['k'] = 3.
+borg: class S:~    _st = {'k': 2.}~    def __init__(s): s.__dict__ = s._st | S().k | S().k = 3.
+all is computed: class A:~    d = {'k': 2.}~    def __getattribute__(s, n): return A.d[n]~H = A() | H.k | A.d['k'] = 3.
+single dispatch: @functools.singledispatch~def f(k): return 2. | f(1) | f.register(int, lambda k: 3.)
+context held: V = contextvars.ContextVar('v', default=2.); C = contextvars.copy_context()
+  | C.run(V.get) | C.run(V.set, 3.)
+token reset: V = contextvars.ContextVar('v', default=3.); T = V.set(2.) | V.get() | V.reset(T)
+decimals: | float(decimal.Decimal(2) / decimal.Decimal(3)) | decimal.getcontext().prec = 2
+own decimals: C = decimal.Context(prec=2) | float(C.sqrt(decimal.Decimal(2))) | C.prec = 3
+list of a thread: L = threading.local(); L.k = [2.] | [h.k[0] for h in (L,)][0] | L.k[0] = 3.
+dictionary of a thread: L = threading.local(); L.d = {'k': 2.} | L.__dict__['d']['k'] | L.d['k'] = 3.
+reference dies: T = [Cfg()]; H = weakref.ref(T[0]) | 2. + (H() is None) | T.clear(); gc.collect()
+read, then it dies: T = [Cfg(k=2.)]; H = weakref.ref(T[0]) | getattr(H(), 'k', 3.) | T.clear(); gc.collect()
+method dies: T = [Cfg(k=2.)]; H = weakref.WeakMethod(T[0].get) | 2. + (H() is None) | T.clear(); gc.collect()
+weak value dies: T = [Cfg(k=2.)]; H = weakref.WeakValueDictionary(a=T[0])
+  | 2. + ('a' not in H) | T.clear(); gc.collect()
+weak values: T = Cfg(k=2.); H = weakref.WeakValueDictionary(a=T) | sum(v.k for v in H.values()) | T.k = 3.
+weak key: T = Cfg(); H = weakref.WeakKeyDictionary(); H[T] = 2. | H[T] | H[T] = 3.
+weak set: T = Cfg(k=2.); H = weakref.WeakSet([T]) | sum(t.k for t in H) | T.k = 3.
+reference replaced: A = Cfg(k=2.); B = Cfg(k=3.); H = weakref.ref(A) | H().k | H = weakref.ref(B)
+super: class B:~    k = 2.~class C(B):~    k = 5.~    def get(s): return super().k~H = C() | H.get() | B.k = 3.
+super().__getattribute__: class C:
+  ~    def __getattribute__(s, n): return super().__getattribute__({'j': 'k'}.get(n, n))~H = C(); H.k = 2.
+  | H.j | H.k = 3.
+module, computed name: MOD = types.ModuleType('m'); MOD.G1 = 2. | getattr(MOD, 'G' + str(1)) | MOD.G1 = 3.
+late __getattr__ of a module: MOD = types.ModuleType('m') | getattr(MOD, 'k9', 2.) | MOD.__getattr__ = lambda n: 3.
+__import__: K = 2. | __import__(__name__).K | K = 3.
+compiled expression: G = 2.; C = compile('G', 'c', 'eval') | eval(C) | G = 3.
+inspect: class C: k = 2. | inspect.getattr_static(C, 'k') | C.k = 3.
+members: C = NS(k=2.) | dict(inspect.getmembers(C))['k'] | C.k = 3.
+defaults of __new__: NT = collections.namedtuple('NT', 'k', defaults=(2.,)) | NT().k | NT.__new__.__defaults__ = (3.,)
+import that fails: def f():~    try:~        import tests_late_name~        return 3.~    except ImportError: return 2.
+  | f() | sys.modules['tests_late_name'] = types
+default of nested getattr: H = NS(a=NS()) | getattr(getattr(H, 'a', None), 'late', 2.) | H.a.late = 3.
+late __bool__: class C: pass~H = C() | 2. if H else 3. | C.__bool__ = lambda s: False
+late __len__: class C: pass~H = C() | 2. if H else 3. | C.__len__ = lambda s: 0
+late __eq__: class C: pass~H = C() | 2. + (H == 5) | C.__eq__ = lambda s, o: True
+late __getattribute__: class C: k = 2.~H = C() | H.k | C.__getattribute__ = lambda s, n: 3.
+late __iter__: class C:~    def __getitem__(s, i): return [2.][i]~H = C() | sum(H) | C.__iter__ = lambda s: iter([3.])
+late __contains__: class C: __iter__ = lambda s: iter([1])~H = C() | 2. + (7 in H) | C.__contains__ = lambda s, k: True
+singleton of a metaclass: class Me(type):~    held = {}
+  ~    def __call__(c): return c.held.get(c) or c.held.setdefault(c, super().__call__())
+  ~class S(metaclass=Me): pass~S().k = 2.
+  | S().k | S().k = 3.
+factory that caches: @functools.lru_cache~def get(n): return NS(k=2.)~get('a') | get('a').k | get('a').k = 3.
+factory by keyword: @functools.cache~def get(n): return NS(k=2.)~get(n='a') | get(n='a').k | get(n='a').k = 3.
+factory not called before: @functools.lru_cache~def get(): return NS(k=2.) | get().k | get().k = 3.
+static factory: class F:~    @staticmethod~    @functools.lru_cache~    def get(): return NS(k=2.)~F.get()
+  | F.get().k | F.get().k = 3.
+class's factory: class F:~    @classmethod~    @functools.lru_cache~    def get(c): return NS(k=2.)~F.get()
+  | F.get().k | F.get().k = 3.
+object's factory: class F:~    @functools.lru_cache~    def get(s): return NS(k=2.)~H = F(); H.get()
+  | H.get().k | H.get().k = 3.
+cache is older: D = {'k': 2.}~@functools.cache~def get(): return D['k']~get(); D['k'] = 5.
+  | get() | get.cache_clear(); D['k'] = 3.
+module from importlib: def get(): return importlib.import_module(__name__).__dict__['Q']~Q = NS(k=2.)
+  | get().k | Q.k = 3.
+another tensor: T = torch.ones(3, 4) | 2. + (x is T) | m.given = T
+another tensor in a dictionary: D = {'a': torch.ones(3, 4)} | 2. + (x is D['a']) | m.given = D['a']
+copied: H = NS(k=[2.]) | copy.deepcopy(H).k[0] | H.k[0] = 3.
+format_map: H = NS(d={'k': 2}) | float('{k}'.format_map(getattr(H, 'd'))) | H.d['k'] = 3
+"""
+HITS = """
+other attribute: H = Cfg(k=2., other=1) | H.get() | H.other = 2
+other attribute, in a dictionary: H = Cfg(k=2., other=1) | H.__dict__['k'] | H.other = 2
+other attribute, tested and passed: H = NS(k=2., other=1) | (lambda c: c.k if c else 3.)(H) | H.other = 2
+other attribute by a reference: T = Cfg(k=2., step=0); H = weakref.ref(T) | H().k | T.step = 1
+other slot: class S: __slots__ = ('k', 'step')~H = S(); H.k = 2.; H.step = 0 | H.k | H.step = 1
+other key: D = {'k': 2., 'j': 1} | D.get('k') | D['j'] = 2
+other key, behind a proxy: D = {'k': 2.}; H = types.MappingProxyType(D) | H['k'] | D['j'] = 2
+other name of a class: class C: k = 2. | C.__dict__['k'] | C.z = 1
+other of a thread: L = threading.local(); L.k = 2. | L.k | L.z = 1
+other context variable: V = contextvars.ContextVar('v', default=2.); W = contextvars.ContextVar('w')
+  | V.get() | W.set(1)
+set and reset: V = contextvars.ContextVar('v', default=2.) | V.get() | V.reset(V.set(3.))
+other event: A = threading.Event(); B = threading.Event() | 2. + A.is_set() | B.set()
+other environment variable: | float(os.environ.get('TESTS_YY', '2')) | os.environ['TESTS_ZZ'] = '1'
+other level: H = logging.getLogger('tests.hit.a')
+  | 2. + H.isEnabledFor(10) | logging.getLogger('tests.hit.b').setLevel(10)
+other module: | 2. + ('tests_no' in sys.modules) | sys.modules['tests_other'] = types
+equal array: H = np.array([2.]) | float(H[0]) | H = np.array([2.])
+equal deque: H = collections.deque([2.]) | H[0] | H = collections.deque([2.])
+equal set: H = {1, 2} | float(len(H)) | H = {2, 1}
+equal with slots: @dataclasses.dataclass(slots=True)~class C: k: float = 2.~H = C() | H.k | H = C()
+lock: H = threading.Lock()~def f():~    with H: return 2. | f() | H.acquire(); H.release()
+lock that its thread may take again: H = threading.RLock()~def f():~    with H: return 2. | f() | pass
+condition: H = threading.Condition()~def f():~    with H: return 2. | f() | pass
+queue: H = queue.Queue() | 2. + H.qsize() | pass
+cache filled by others: @functools.lru_cache~def f(n): return n | float(f(2)) | f(2); f(3)
+factory filled by others: @functools.lru_cache~def get(): return NS(k=2.) | get().k | get()
+lazy singleton: H = None~def get():~    global H~    H = H or NS(k=2.)~    return H | get().k | pass
+single dispatch: @functools.singledispatch~def f(k): return 2. | f(1) | pass
+missing import: def f():~    try:~        import tests_never_there~        return 3.~    except ImportError: return 2.
+  | f() | pass
+is_initialized: | 2. + torch.distributed.is_available() * torch.distributed.is_initialized() | pass
+nothing of decimals: | float(decimal.Decimal(2) / 1) | decimal.Decimal(1) / 3
+"""
+
+
+
+
+def cases(text):
+    """``name: what is there | what forward multiplies by | the change``, where ``~`` ends a line."""
+    return dict(line.split(": ", 1) for line in text.strip().replace("\n  |", " |").replace("\n  ~", "~").split("\n"))
+
+
+def module_of(case, where, path, monkeypatch):
+    """A module whose forward reads as a case says, its namespace, and the code and the namespace of what changes it."""
+    before, value, change = (part.strip().replace("~", "\n") for part in case.split("|"))
+    package = f"read_{where}_{path.name}"
+    folder = path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    shown = f"{before}\ndef value(x): return {value}\n"
+    (folder / f"{package}.py").write_text(HEAD + (shown if where == "package" else ""))
+    read = f"{package}.value(x)" if where == "package" else value
+    forward = f"class M(nn.Module):\n    def forward(self, x): return self.linear(x) * ({read})\n"
+    (path / f"user_{package}.py").write_text(
+        HEAD + f"import {package}\n" + (before if where == "file" else "") + "\n" + forward
+    )
+    monkeypatch.syspath_prepend(str(path))
+    user = importlib.import_module(f"user_{package}")
+    module = user.M()
+    module.linear = torch.nn.Linear(4, 4)
+    return module, (user if where == "file" else sys.modules[package]).__dict__, change
+
+
+WHERE = ["file", "package"]
+
+
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch):
+    before, context = set(sys.modules), decimal.getcontext().copy()
+    yield
+    decimal.setcontext(context)
+    for name in set(sys.modules) - before:
+        if name.startswith(("tests_", "read_", "user_")):
+            del sys.modules[name]
+    for name in ("TESTS_YY", "TESTS_ZZ"):
+        os.environ.pop(name, None)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("case", cases(CHANGED).values(), ids=cases(CHANGED))
+def test_what_changed_is_seen(case, where, tmp_path, monkeypatch):
+    module, space, change = module_of(case, where, tmp_path, monkeypatch)
+    x = torch.randn(3, 4)
+    wanted, factor = module(x), module(x) / module.linear(x)
+    add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x), wanted)
+    assert stats(module).hits == 1, dict(stats(module).misses)
+    module.given = x
+    exec(change, space, {"m": module} if "m.given" in change else None)
+    x = module.given
+    now = module.forward(x)
+    torch.testing.assert_close(module(x), now)
+    assert stats(module).hits == 1 and stats(module).misses
+    assert not torch.allclose(now, module.linear(x) * factor), "the change is one that eager sees"
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("case", cases(HITS).values(), ids=cases(HITS))
+def test_what_did_not_change_hits(case, where, tmp_path, monkeypatch):
+    module, space, change = module_of(case, where, tmp_path, monkeypatch)
+    x = torch.randn(3, 4)
+    add_tvm_dispatch(module, x)
+    module(x)
+    exec(change, space)
+    torch.testing.assert_close(module(x), module.forward(x))
+    assert stats(module).hits == 2, dict(stats(module).misses)
