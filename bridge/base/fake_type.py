@@ -13,15 +13,13 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from torch import nn
-
 from bridge.base.errors import is_user_file
 from bridge.base.torch_internals import FakeTensor, find
 
 __all__ = ["fake_type_hidden"]
 
 _MODULES: tuple[ModuleType, ...] = find("torch._subclasses"), find("torch._subclasses.fake_tensor")
-_CONVERTING = nn.Module._apply.__code__.co_filename
+_CONVERTING = find("torch.nn.modules.module").__file__
 """Where ``module.to()`` goes another way for modules of fake tensors."""
 
 

@@ -78,6 +78,10 @@ def dropping_attention_backward(kernel, grad_out, q, k, v, out, logsumexp, has_m
     return _backward(kernel, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout, of_mask)
 
 
+class MovedOtherwise(RuntimeError):
+    """A kernel drew another count of random numbers than eager's; the call is eager's."""
+
+
 @contextmanager
 def _drawing(device: torch.device, advance: int, state: Tensor) -> Iterator[None]:
     """While active, a device's default generator is in this state; then it has moved by ``advance`` and is put back."""
@@ -86,7 +90,7 @@ def _drawing(device: torch.device, advance: int, state: Tensor) -> Iterator[None
         yield
         moved = generator.get_offset() - offset
     if moved != advance:
-        raise RuntimeError(f"attention's dropout moved the generator by {moved}, where eager's moved it by {advance}")
+        raise MovedOtherwise(f"attention's dropout moved the generator by {moved}, where eager's moved it by {advance}")
 
 
 def _forward(name, q, k, v, mask, is_causal, scale, dropout=None):

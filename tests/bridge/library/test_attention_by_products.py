@@ -15,7 +15,7 @@ from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.capture import draw_recorder
-from bridge.capture.passes import attention_draws
+from bridge.capture.passes import attention as attention_pass
 from bridge.compile import IN_A_ROW, CallLibrary, DrawnMask
 from bridge.dispatch import computed_masks
 from bridge.library import attention_kernels
@@ -35,7 +35,7 @@ EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention
 def on_gpu(operator, query, key, value, rate=0.0):
     """The rule's answer for tensors that lie on the host, as if they lay on a GPU."""
     forms = [SimpleNamespace(shape=each.shape, dtype=each.dtype, device=CUDA) for each in (query, key, value)]
-    return attention_draws.attends_by_products(operator, *forms, rate)
+    return attention_pass.attends_by_products(operator, *forms, rate)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_where_products_are_taken(shapes, chosen):
 def test_where_they_are_not():
     given = [torch.empty(2, 3, 8, 8)] * 3
     assert on_gpu(EFFICIENT.default, *given)
-    assert not attention_draws.attends_by_products(EFFICIENT.default, *given)  # on the host
+    assert not attention_pass.attends_by_products(EFFICIENT.default, *given)  # on the host
     assert not on_gpu(EFFICIENT.default, *(each.bfloat16() for each in given))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
         assert not on_gpu(EFFICIENT.default, *given)
@@ -160,7 +160,7 @@ def test_where_they_are_not():
 def test_weights_that_would_fill_the_gpu_are_the_kernels(monkeypatch):
     given = [torch.empty(16, 8, 64, 64)] * 3
     for total, chosen in ((256 * given[0].nbytes, True), (256 * given[0].nbytes - 256, False)):
-        monkeypatch.setattr(attention_draws, "memory_of", lambda _, total=total: total)
+        monkeypatch.setattr(attention_pass, "memory_of", lambda _, total=total: total)
         assert on_gpu(EFFICIENT.default, *given) is chosen
 
 

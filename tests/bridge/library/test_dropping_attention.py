@@ -15,7 +15,7 @@ from torch.export import Dim
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.base import generators
 from bridge.capture import isolated_rng
-from bridge.capture.passes import attention_draws
+from bridge.capture.passes import attention as attention_pass
 from bridge.compile import CallLibrary
 from bridge.library import attention, attention_kernels
 from bridge.library.attention_kernels import FORMULA, KERNELS, SUMS, Dropout
@@ -282,7 +282,7 @@ def sized(batch, length):
 @pytest.mark.parametrize("name", sampled(KERNELS, spread(KERNELS, 3)))
 def test_sizes_that_vary(name, generator):
     """Where the kernel moves its generator as the rule says: one entry for all sizes."""
-    generator.advance = attention_draws.attention_advance
+    generator.advance = attention_pass.attention_advance
     module, eager = Layers(name).double(), Layers(name).double()
     eager.load_state_dict(module.state_dict())
     batch, length = Dim("batch"), Dim("length")
