@@ -241,17 +241,21 @@ class Class(Watched):
 
     def read(self, run: bool = False) -> Any:
         value = self.value()
-        return type(value), dict_of(value)
+        return None if value is None else (type(value), dict_of(value))
 
     def same(self, now: Any, then: Any) -> bool:
-        return now[0] is then[0] and now[1] is then[1]
+        """An object that is gone is none that a call can meet."""
+        return now is None or then is None or (now[0] is then[0] and now[1] is then[1])
 
     def write(self, value: Any) -> None:
+        owner = self.value()
+        if owner is None or value is None:
+            return
         kind, held = value
-        if type(self.value()) is not kind:
-            self.value().__class__ = kind
-        if dict_of(self.value()) is not held:
-            self.value().__dict__ = held
+        if type(owner) is not kind:
+            owner.__class__ = kind
+        if dict_of(owner) is not held:
+            owner.__dict__ = held
 
 
 @dataclass(eq=False)
