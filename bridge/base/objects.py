@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+import struct
 from collections.abc import Iterator
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
@@ -34,10 +35,6 @@ _PLAIN = (
 def is_plain(value: Any) -> bool:
     """Whether a value cannot change, and holds nothing else."""
     return isinstance(value, _PLAIN)
-
-
-class _Ordinary:
-    """What the instances of an ordinary class are like in memory: attributes in ``__dict__`` and nothing else."""
 
 
 class WithWholes(NamedTuple):
@@ -163,12 +160,14 @@ def _is_object(value: Any) -> bool:
         return False
     if dataclasses.is_dataclass(kind):
         return not isinstance(value, (tuple, list, dict, str, int, float)) and not hasattr(kind, "__del__")
-    like = _OrdinaryDict if isinstance(value, dict) else _Ordinary
-    return kind.__basicsize__ == like.__basicsize__ and kind.__itemsize__ == 0 and not hasattr(kind, "__del__")
+    base = dict if isinstance(value, dict) else object
+    return _memory(kind) == base.__basicsize__ and kind.__itemsize__ == 0 and not hasattr(kind, "__del__")
 
 
-class _OrdinaryDict(dict):
-    """As :class:`_Ordinary`, of a dict."""
+def _memory(kind: type) -> int:
+    """Bytes of an instance but for pointers to its attributes and to weak references, where they lie in it."""
+    pointers = (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__basicsize__ - pointers * struct.calcsize("P")
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

@@ -345,7 +345,11 @@ class Calls(Sources):
             for each in (each for arg in args for each in arg):
                 self._moves(frame, each)
         if kind in _MAKES and all(len(each) == 1 for each in args) and args:
-            self._result(frame.results, place, kind(*(each[0] for each in args)), frame)
+            try:
+                made = kind(*(each[0] for each in args))
+            except TypeError:  # forward is about to meet it, or has another argument than the one that is known
+                return
+            self._result(frame.results, place, made, frame)
         elif not is_changeable(kind) and kind not in PLAIN:
             for value in (value for arg in args for value in arg if type(value) not in PLAIN):
                 self._handed_on(frame, place, value, 1)

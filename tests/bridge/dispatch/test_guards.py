@@ -365,6 +365,7 @@ FEW_FRAMES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.cpu("a GPU has streams, and graphs that replay")
 @pytest.mark.skipif(write_counter() is None, reason="this Python counts no writes: reads are compared one by one")
 @pytest.mark.parametrize("name", list(FEW_FRAMES))
 def test_a_hit_runs_few_frames_of_python(name):
