@@ -92,7 +92,7 @@ class _OfForward(_DeviceContext):
         return func(*args, **kwargs)
 
 
-_PASSES_ON = frozenset({"_watched", "_called", "called", "_in_form", "call"})
+_PASSES_ON = frozenset({"_any", "_watched", "_called", "called", "_in_form", "call"})
 """Functions of a capture's function mode that call a function of forward's."""
 
 
