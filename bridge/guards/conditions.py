@@ -117,10 +117,7 @@ class ReadGuard:
         self._functions = [item.function for item in codes]
         self._parts = list(chain.from_iterable(map(_PARTS, self._functions)))
         typed = [item for item in items if isinstance(item, Class)]
-        self._owners, read = [item.value for item in typed], [item.read() for item in typed]
-        self._types = [kind for kind, _ in read]
-        self._having = [owner for owner, (_, held) in zip(self._owners, read, strict=True) if held is not None]
-        self._held = [held for _, held in read if held is not None]
+        self._watch_classes([(item, item.read()) for item in typed])
         cells = [(item, item.read()) for item in items if isinstance(item, Cell)]
         self._cells, self._in_cells = [item.cell for item, _ in cells], [value for _, value in cells]
         looked_at = (*self._names, *self._uncounted)
@@ -135,6 +132,13 @@ class ReadGuard:
         self._slow = [(item, then) for item, then in self._others if id(item) not in fast]
         self._all = [*((item, item.read()) for item in (*typed, *codes)), *cells, *self._others]
 
+    def _watch_classes(self, typed: Sequence[tuple[Class, Any]]) -> None:
+        """Notes the classes and dictionaries of those of the objects that are alive: no call can meet the others."""
+        self._typed = [(item, read) for item, read in typed if item.value() is not None and read is not None]
+        self._owners, self._types = [item.value for item, _ in self._typed], [kind for _, (kind, _) in self._typed]
+        self._having = [item.value for item, (_, held) in self._typed if held is not None]
+        self._held = [held for _, (_, held) in self._typed if held is not None]
+
     @property
     def places(self) -> tuple[str, ...]:
         """The places, in words."""
@@ -143,8 +147,12 @@ class ReadGuard:
 
     def unchanged(self) -> bool:
         """The quick path: whether every place holds the very same object, or contents that mean the same."""
-        if list(map(type, map(_CALL, self._owners))) != self._types:
-            return False
+        owners = list(map(_CALL, self._owners))
+        if list(map(type, owners)) != self._types:
+            if None not in owners:
+                return False
+            self._watch_classes(self._typed)
+            return self.unchanged()
         if not all(map(is_, map(object.__getattribute__, map(_CALL, self._having), repeat("__dict__")), self._held)):
             return False
         if not all(map(is_, map(_BASES, self._classes), self._mros)):

@@ -272,4 +272,4 @@ def test_an_attribute_is_no_global(monkeypatch):
     assert stats(module).hits == 1
     module.loose_scale = 3.0
     module(torch.ones(4, 6))
-    assert list(stats(module).misses) == ["attribute 'loose_scale' of the module changed"]
+    assert list(stats(module).misses) == ["attribute 'loose_scale' of the module changed: from 2.0 to 3.0"]
