@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, examine, lower, remove_tvm_dispatch
-from bridge.base.modes import autocast_depth, autocast_setting
+from bridge.base.modes import autocast_setting
 from bridge.base.torch_internals import has_saved_tensors_hooks, len_dispatch_stack, len_function_stack
 from tests.bridge.models import bert_layer
 
@@ -83,13 +83,19 @@ WAYS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 }
 
 
+def _autocast_depth() -> int:
+    """How many autocast contexts this place is in: torch tells only where one is left."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 def process_state() -> dict[str, Any]:
     """What torch, Python and this package keep for the process or the thread."""
     return {
         "generators": (torch.get_rng_state().tolist(), random.getstate()),
         "grad mode": torch.is_grad_enabled(),
         "modes": (len_function_stack(), len_dispatch_stack(), has_saved_tensors_hooks()),
-        "autocast": (autocast_setting(), autocast_depth()),
+        "autocast": (autocast_setting(), _autocast_depth()),
         "flags": (
             torch.is_inference_mode_enabled(),
             torch.get_default_dtype(),

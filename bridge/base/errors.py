@@ -31,9 +31,9 @@ __all__ = [
 
 TORCH_DIR = os.path.dirname(torch.__file__)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
-_OWN_DIR = os.path.dirname(os.path.dirname(__file__))
 _PACKAGES = ("bridge", "autodiff", "partition")
-_OWN = tuple(os.path.join(os.path.dirname(_OWN_DIR), package, "") for package in _PACKAGES)
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_OWN = tuple(os.path.join(_ROOT, package, "") for package in _PACKAGES)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from bridge.base.torch_internals import set_grad_enabled
 
 __all__ = [
     "ambient_autocast",
-    "autocast_depth",
     "autocast_setting",
     "autocast_settings",
     "autocast_to",
@@ -73,12 +72,6 @@ def _uncached(dtype: torch.dtype) -> str:
 
 distributions_validate: Callable[[], bool | None] = partial(getattr, Distribution, "_validate_args", None)
 """Whether ``torch.distributions`` check their arguments unless told otherwise; Dynamo switches that off."""
-
-
-def autocast_depth() -> int:
-    """How many autocast contexts this place is in: torch tells only where one is left."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
 
 
 @contextmanager

@@ -84,34 +84,33 @@ class _Thread(threading.local):
     depth = 0
 
 
-_thread = _Thread()
-CAPTURES = _thread
+CAPTURES = _Thread()
 """Its ``depth``: how many captures of this package the calling thread is in."""
 
 
 def is_capturing() -> bool:
     """Whether the calling thread is capturing a module for this package."""
-    return _thread.depth > 0
+    return CAPTURES.depth > 0
 
 
 @contextmanager
 def marked_capturing() -> Iterator[None]:
     """While active, :func:`is_capturing` in this thread."""
-    _thread.depth += 1
+    CAPTURES.depth += 1
     try:
         yield
     finally:
-        _thread.depth -= 1
+        CAPTURES.depth -= 1
 
 
 def note_change_of_generator() -> None:
     """To be called when the traced code seeds a generator of torch's, or sets its state."""
-    _thread.changes = changes_of_generators() + 1
+    CAPTURES.changes = changes_of_generators() + 1
 
 
 def changes_of_generators() -> int:
     """How often this thread has called :func:`note_change_of_generator`."""
-    return getattr(_thread, "changes", 0)
+    return getattr(CAPTURES, "changes", 0)
 
 
 def is_traced_here() -> bool:
@@ -135,14 +134,14 @@ def one_capture_at_a_time() -> Iterator[None]:
             importing.enter_context(collection_paused())
         dynamos = compile_lock()
         with held(_capturing), held(dynamos):
-            if getattr(_thread, "holds", False):  # to ask for frozen objects is to count them all
+            if getattr(CAPTURES, "holds", False):  # to ask for frozen objects is to count them all
                 importing.close()
                 yield
                 return
-            _thread.holds = True
+            CAPTURES.holds = True
             try:
                 with only_new_objects_collected():
                     importing.close()  # what was imported is among what there was before
                     yield
             finally:
-                _thread.holds = False
+                CAPTURES.holds = False

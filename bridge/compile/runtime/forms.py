@@ -45,13 +45,16 @@ class InputForms:
         Raises:
             ValueError: their number, a shape, an element type or a device is another one.
         """
+        found = None
         if not any(map(is_nested, inputs)):
             for alike, strided in self._looks:
-                if not strided and alike.exact(*inputs):
-                    return self._in_order(inputs) if self._turned else inputs
-        if self._strided(inputs) == ():
-            return self._in_order(inputs)
-        return [tensor.contiguous() for tensor in self._in_order(inputs)]
+                if alike.exact(*inputs) or alike.again(inputs):
+                    found = strided
+                    break
+        if found is None:
+            found = self._look(inputs)
+        in_order = self._in_order(inputs) if self._turned else inputs
+        return in_order if found == () else [tensor.contiguous() for tensor in in_order]
 
     def _in_order(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not self._turned:
@@ -64,7 +67,9 @@ class InputForms:
     def as_they_lie(self, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Strided]:
         """The inputs, with the strides of those that lie otherwise than their slots have them; of too many kinds of
         strides, copies that lie so. Raises what :meth:`dense` does."""
-        strided = self._strided(inputs)
+        known = () if any(map(is_nested, inputs)) else self._looks
+        strided = next((strided for alike, strided in known if alike(inputs)), None)
+        strided = self._look(inputs) if strided is None else strided
         if strided is not None:
             return inputs, strided
         copies = [tensor.contiguous() for tensor in self._in_order(inputs)]
@@ -72,12 +77,8 @@ class InputForms:
             copies[place] = copies[place].permute(inverse(order))
         return copies, ()
 
-    def _strided(self, inputs: Sequence[torch.Tensor]) -> Strided | None:
-        """``None``: some may be strided, in one of too many ways."""
-        if not any(map(is_nested, inputs)):
-            for alike, strided in self._looks:
-                if alike(inputs):
-                    return strided
+    def _look(self, inputs: Sequence[torch.Tensor]) -> Strided | None:
+        """Which of inputs of a new look are strided; ``None``: some may be, in one of too many ways."""
         if list(map(_KIND, inputs)) != self._kinds or list(map(_DEVICE, inputs)) != self._devices:
             self._reject(inputs)
         in_order = self._in_order(inputs)

@@ -57,7 +57,6 @@ class ArgumentGuard:
             lambda leaves: [leaves[i] for i in self._constant_leaves],
             [AnyNumber(numbers[i]) if i in numbers else leaves[i][0] for i in self._constant_leaves],
             self._explain_constant,
-            exact=same_or_any_number if numbers else same,
             same=same_or_any_number if numbers else same,
         )
         self._are_tensors = Condition(
@@ -65,7 +64,6 @@ class ArgumentGuard:
             lambda leaves: [leaves[i] for i in self.tensor_leaves],
             [torch.Tensor] * len(self.tensor_leaves),
             self._explain_no_tensor,
-            exact=isinstance,
             same=isinstance,
         )
         names = [self.paths[i] for i in self.tensor_leaves]
