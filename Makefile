@@ -26,13 +26,15 @@ test-all:
 test-gpu:
 	TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -ra --all $(ARGS)
 
-# Small models of public packages beside eager, in an environment of its own (ARGS: texts of families).
+# Small models of public packages beside eager, in an environment of its own; fails where one is wrong or raises (ARGS: texts of families,
+# --out FILE: results, from which a later run goes on).
 test-wild: .venv-wild/.installed
 	OMP_NUM_THREADS=1 .venv-wild/bin/python -m tests.wild $(ARGS)
 
 .venv-wild/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install -c constraints.txt -e . transformers torchvision timm torch_geometric
+	$(@D)/bin/pip install -c constraints.txt -e . accelerate transformers torchvision timm torch_geometric peft diffusers \
+		vit-pytorch monai kornia pytorch-metric-learning gpytorch botorch e3nn
 	touch $@
 
 # The same tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0 [PYTHON=python3.13]

@@ -1,121 +1,101 @@
-"""Public packages' models, a small one a family, trained three steps beside eager → a table: hits, parts, refusals.
+"""Public packages' models, a small one a family, trained some steps beside eager → a table: hits, parts, refusals.
 
-    python -m tests.wild [TEXT …]     families whose names have one of these texts
+    python -m tests.wild [--out FILE] [TEXT …]     families whose names have one of these texts
 
-A package that is not installed is told and left out: ``make test-wild`` installs them in an environment of its own.
+A process a family, one at a time, with a limit of its time. ``--out``: lines of JSON; families that are there already
+are not run again. ``make test-wild`` installs the packages in an environment of its own.
 """
 
 from __future__ import annotations
 
-import copy
-import importlib
+import argparse
+import contextlib
+import json
+import logging
+import os
+import signal
 import sys
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
+import time
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
 
-import torch
-from torch import nn
+from tests.wild.compare import verdict_on
+from tests.wild.families import Family, families
 
-from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.base.objects import packed
-from bridge.base.torch_internals import pytree
-
-IDS = torch.randint(2, 50, (2, 9), generator=torch.Generator().manual_seed(0))
-PICTURES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-EDGES = torch.tensor([[0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0, 2]])
-SMALL = {
-    **{name: 16 for name in ("hidden_size", "d_model", "n_embd", "dim", "intermediate_size", "ffn_dim", "d_ff")},
-    **{name: 2 for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")},
-    **{name: 2 for name in ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads")},
-    **{"decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_kv": 8, "head_dim": 8},
-    **{"vocab_size": 50, "pad_token_id": 0, "embedding_size": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},
-}
+LIMIT_S = 300
+VERDICTS = ("hit", "entries", "parts", "misses", "refused", "WRONG", "CRASH", "left out")
+"""Every call a hit, likewise by an entry for each size, in parts, not every call a hit, not at all, other than eager, a
+raw error or a signal, not run."""
 
 
-def _language(name: str, **sample: Any) -> Callable[[], tuple[nn.Module, Any]]:
-    def build() -> tuple[nn.Module, Any]:
-        transformers = importlib.import_module("transformers")
-        config = getattr(transformers, f"{name}Config")
-        fields = {key: value for key, value in SMALL.items() if hasattr(config(), key)}
-        return getattr(transformers, f"{name}Model")(config(**fields)), {"input_ids": IDS, **sample}
-
-    return build
-
-
-def _picture(name: str) -> Callable[[], tuple[nn.Module, Any]]:
-    return lambda: (importlib.import_module("timm").create_model(name, num_classes=4), (PICTURES,))
-
-
-def _graph(name: str) -> Callable[[], tuple[nn.Module, Any]]:
-    layers = "torch_geometric.nn"
-    return lambda: (getattr(importlib.import_module(layers), name)(4, 8), (torch.randn(5, 4), EDGES))
-
-
-LANGUAGE = "Bert Roberta Electra Albert DistilBert GPT2 GPTNeoX OPT Bloom Llama Mistral Qwen2 Gemma Phi MPNet DebertaV2"
-PICTURE = "resnet10t mobilenetv3_small_050 efficientnet_lite0 regnetx_002 test_vit test_convnext test_byobnet"
-GRAPH = "GCNConv SAGEConv GraphConv GATConv GATv2Conv TransformerConv TAGConv ARMAConv ChebConv SGConv"
-FAMILIES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    **{f"transformers {name}": _language(name) for name in LANGUAGE.split()},
-    **{f"transformers {name}": _language(name, decoder_input_ids=IDS) for name in ("T5", "Bart")},
-    **{f"timm {name}": _picture(name) for name in PICTURE.split()},
-    **{f"torch_geometric {name}": _graph(name) for name in GRAPH.split()},
-}
-
-
-def _step(module: nn.Module, sample: Any, i: int) -> list[torch.Tensor]:
-    torch.manual_seed(i)
-    out = module(**sample) if isinstance(sample, dict) else module(*sample)
-    leaves = [leaf for leaf in pytree.tree_leaves(packed(out)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    sum(leaf.square().mean() for leaf in leaves).backward()
-    with torch.no_grad():
-        for each in module.parameters():
-            if each.grad is not None:
-                each -= 0.01 * each.grad
-                each.grad = None
-    return [*leaves, *module.state_dict().values()]
-
-
-def run(build: Callable[[], tuple[nn.Module, Any]]) -> tuple[str, str]:
-    """The verdict on a family, and words."""
-    torch.manual_seed(0)
-    try:
-        module, sample = build()
-    except ImportError as error:
-        return "left out", str(error)
-    module = module.double()
-    sample = pytree.tree_map(lambda each: each.double() if each.is_floating_point() else each, sample)
-    eager = copy.deepcopy(module)
-    try:
-        add_tvm_dispatch(module, sample, on_miss="compile")
-    except UnsupportedModule as refused:
+def in_a_process(family: Family) -> tuple[str, str]:
+    """:func:`verdict_on` a family in a fork, which may die or take too long."""
+    read, write = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        signal.alarm(LIMIT_S)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
-            add_tvm_dispatch(module, sample, on_miss="compile", whole=False)
-        except UnsupportedModule:
-            return "refused", str(refused.ops[0]).splitlines()[0]
-    for i in range(3):
-        for wanted, got in zip(_step(eager, sample, i), _step(module, sample, i), strict=True):
-            if not torch.allclose(wanted, got, rtol=1e-5, atol=1e-6):  # RMSNorm, T5: norms in float32 whatever the type
-                return "WRONG", f"step {i}: off by {(wanted - got).abs().max():.2g}"
-    found = stats(module)
-    words = f"{found.hits} hits" + (f", {next(iter(found.misses))}" if found.misses else "")
-    return ("parts" if hasattr(found, "parts") else "hit" if found.hits == 3 else "missed"), words
+            found = verdict_on(family)
+        except BaseException as error:  # noqa: BLE001 - told in the table
+            traceback.print_exc()
+            found = "CRASH", f"{type(error).__name__}: {' '.join(str(error).split())}"
+        os.write(write, json.dumps(found).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        verdict, words = json.loads(answer)
+        return verdict, words
+    number = os.WTERMSIG(status)
+    return "CRASH", f"more than {LIMIT_S} s" if number == signal.SIGALRM else signal.Signals(number).name
+
+
+def table(found: dict[str, tuple[str, str]]) -> str:
+    """Counts by package."""
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for name, (verdict, _) in found.items():
+        counts[name.split()[0]][verdict] += 1
+    counts["all"] = sum(counts.values(), Counter())
+    lines = [f"{'package':24s} tried {' '.join(f'{each:>8s}' for each in VERDICTS)}    hit    in parts"]
+    for package, each in counts.items():
+        tried = each.total() - each["left out"]
+        hits, parts = (sum(map(each.get, names, [0] * 3)) / max(tried, 1) for names in (VERDICTS[:1], VERDICTS[:3]))
+        cells = " ".join(f"{each[name]:8d}" for name in VERDICTS)
+        lines.append(f"{package:24s} {tried:5d} {cells} {hits:6.1%} {parts:11.1%}")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Prints the table; exits with 1 where one is wrong or raises."""
-    texts, verdicts = sys.argv[1:], Counter[str]()
-    for name, build in FAMILIES.items():
-        if texts and not any(text in name for text in texts):
+    """Prints a line a family, then the table; exits with 1 where one is wrong or raises."""
+    parser = argparse.ArgumentParser(prog="python -m tests.wild", description="public models beside eager")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="run families whose names have one of these")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write results there, go on from what is there")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    out = options.out
+    found = dict(map(json.loads, out.read_text().splitlines())) if out and out.exists() else {}
+    for family in families():
+        name = f"{family.package} {family.name}"
+        if name in found or (options.texts and not any(text in name for text in options.texts)):
             continue
-        try:
-            verdict, words = run(build)
-        except Exception as error:  # noqa: BLE001 - told in the table
-            verdict, words = "CRASH", f"{type(error).__name__}: {' '.join(str(error).split())}"
-        verdicts[verdict] += 1
-        print(f"{verdict:9s} {name:36s} {words[:110]}", flush=True)
-    print(dict(verdicts))
-    sys.exit(bool(verdicts["WRONG"] or verdicts["CRASH"]))
+        with contextlib.suppress(ImportError):
+            family.imported()  # once, not in each fork
+        began = time.monotonic()
+        verdict, words = found[name] = in_a_process(family)
+        print(f"{verdict:9s} {name:48s} {time.monotonic() - began:4.0f} s  {words[:200]}", flush=True)
+        if out:
+            with out.open("a") as file:
+                file.write(json.dumps([name, [verdict, words]]) + "\n")
+    print(table(found))
+    sys.exit(any(verdict in ("WRONG", "CRASH") for verdict, _ in found.values()))
 
 
 if __name__ == "__main__":

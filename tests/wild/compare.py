@@ -1,0 +1,159 @@
+"""A family's steps in float32, eager beside dispatched, with eager in float64 as the judge → a verdict, and words."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge.base.objects import packed
+from bridge.base.torch_internals import pytree
+from tests.wild.families import Call, Family
+
+__all__ = ["verdict_on"]
+
+STEPS = 5
+ENTRIES = 2
+"""One for the sample's sizes, one for all others."""
+LIKE_EAGER = 20.0
+"""Ours may be so many times as far from float64 as eager is, in each kind of results."""
+ROUNDING = 2e-5
+"""Of the largest number of a tensor; sums in another order differ by less."""
+OTHER = 1e-3
+"""Where eager's float32 is farther from float64 than that, float64 is no judge: it drew other numbers, mostly."""
+
+
+def _step(module: nn.Module, call: Call, i: int) -> dict[str, Any]:
+    """One step of training: what there is to compare."""
+    args, kwargs = call
+    given = [each for each in pytree.tree_leaves(call) if isinstance(each, torch.Tensor)]
+    torch.manual_seed(i)
+    out = module(*args, **kwargs)
+    leaves = [each for each in pytree.tree_leaves(packed(out)) if isinstance(each, torch.Tensor)]
+    found: dict[str, Any] = {f"result {k}": each.detach().clone() for k, each in enumerate(leaves)}
+    found["generator"] = torch.get_rng_state()
+    weights = torch.Generator().manual_seed(i)
+    loss = [
+        (each * torch.randn(each.shape, generator=weights).to(each)).sum() / each.numel() ** 0.5
+        for each in (torch.view_as_real(each) if each.is_complex() else each for each in leaves if each.requires_grad)
+        if each.numel()
+    ]
+    if loss:
+        sum(loss).backward()
+    found |= {f"gradient of argument {k}": each.grad for k, each in enumerate(given) if each.is_leaf}
+    found |= {f"gradient of {name}": each.grad for name, each in module.named_parameters()}
+    with torch.no_grad():
+        for each in module.parameters():
+            if each.grad is not None:
+                each -= 0.01 * each.grad.clamp(-1, 1)
+                each.grad = None
+    found |= {
+        f"state {name}": each.clone() for name, each in module.state_dict().items() if isinstance(each, torch.Tensor)
+    }
+    return found
+
+
+def _wide(tree: Any) -> Any:
+    def wide(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor) or not each.is_floating_point():
+            return each
+        return each.detach().double().requires_grad_(each.requires_grad)
+
+    return pytree.tree_map(wide, tree)
+
+
+def _differ(eager: dict[str, Any], ours: dict[str, Any], exact: dict[str, Any]) -> str | None:
+    """What is wrong of a step, or None."""
+    if list(eager) != list(ours):
+        return f"{sorted(set(eager) ^ set(ours))[:3]} only in one"
+    kinds: dict[str, float] = {}
+    for name, each in eager.items():
+        if isinstance(each, torch.Tensor) and each.is_floating_point() and each.numel():
+            kind = name.split()[0]
+            kinds[kind] = max(kinds.get(kind, 0.0), float(each.nan_to_num().abs().max()))
+    for name, each in eager.items():
+        got = ours[name]
+        if each is None or got is None:
+            if each is not got:
+                return f"{name}: None {'here' if got is None else 'in eager'} alone"
+            continue
+        if (each.shape, each.dtype) != (got.shape, got.dtype):
+            return f"{name}: {tuple(got.shape)} {got.dtype}, eager's {tuple(each.shape)} {each.dtype}"
+        if not each.is_floating_point() and not each.is_complex():
+            if not torch.equal(each, got) and (name == "generator" or not each.numel()):
+                return f"{name}: another than eager's"
+            continue
+        if not each.numel():
+            continue
+        scale = max(float(each.abs().nan_to_num().max()), 1e-2 * kinds.get(name.split()[0], 0.0))
+        judge = exact.get(name)
+        if judge is None or judge.shape != each.shape or _off(each, judge) > OTHER * scale:
+            judge = each
+        bound = ROUNDING * scale if judge is not each else 10 * ROUNDING * scale
+        off, eagers = _off(got, judge), _off(each, judge)
+        if off > max(bound, LIKE_EAGER * eagers) + 1e-12:
+            return f"{name}: off by {off:.2g} of {scale:.2g}, eager by {eagers:.2g}"
+    return None
+
+
+def _off(each: torch.Tensor, judge: torch.Tensor) -> float:
+    kind = torch.complex128 if each.is_complex() else torch.float64
+    each, judge = each.to(kind), judge.to(kind)
+    same = (each == judge) | (each.isnan() & judge.isnan())
+    return float(torch.where(same, 0.0, (each - judge).abs()).nan_to_num(torch.inf).max())
+
+
+def verdict_on(family: Family) -> tuple[str, str]:
+    """The verdict on a family, and words."""
+
+    begun: dict[str, Any] = {}  # the first one's state: parameters may be memory that nobody has written
+
+    def made() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        module, calls = family.build()
+        begun.update(begun or copy.deepcopy(dict(module.state_dict())))
+        module.load_state_dict(begun)
+        return module, calls
+
+    try:
+        eager, calls = made()
+    except ImportError as error:
+        return "left out", str(error)
+    try:
+        wanted = [_step(eager, calls(i), i) for i in range(STEPS)]
+    except Exception as error:  # noqa: BLE001 - eager's, which is told
+        return "left out", f"eager raises {type(error).__name__}: {error}"
+    try:
+        judge = made()[0].double()
+        exact = [_step(judge, _wide(calls(i)), i) for i in range(STEPS)]
+    except Exception:  # noqa: BLE001 - a module that makes float32 by itself
+        exact = [{}] * STEPS
+    module = made()[0]
+    args, kwargs = calls(0)
+    sample = {"sample_input": args or None, "sample_kwargs": kwargs or None}
+    refused = ""
+    try:
+        if args or kwargs:
+            add_tvm_dispatch(module, **sample, on_miss="compile")
+        else:
+            add_tvm_dispatch(module)
+    except UnsupportedModule as error:
+        refused = str(error.ops[0]).splitlines()[0]
+        try:
+            add_tvm_dispatch(module, **sample, on_miss="compile", whole=False)
+        except UnsupportedModule:
+            return "refused", refused
+    for i in range(STEPS):
+        words = _differ(wanted[i], _step(module, calls(i), i), exact[i])
+        if words:
+            return "WRONG", f"step {i}: {words}"
+    found = stats(module)
+    words = f"{found.hits} hits, {len(found.entries)} entries"
+    if refused:
+        return "parts", f"{refused}; {words}, {100 * found.coverage:.0f} %"
+    if found.misses:
+        return "misses", f"{words}: {next(iter(found.misses))}"
+    return ("hit" if len(found.entries) <= ENTRIES else "entries"), words

@@ -1,0 +1,279 @@
+"""Families of public packages: lines of ``families.txt`` → modules and their calls' arguments, by generic builders."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Family", "families"]
+
+Call = tuple[tuple, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A module of a package, by expressions: what makes it, and what each call is given."""
+
+    package: str
+    name: str
+    constructor: str
+    arguments: str
+
+    def imported(self) -> list[Any]:
+        """The modules whose names the expressions use."""
+        _without_cuda()
+        modules = [importlib.import_module(each) for each in _MODULES.get(self.package, [self.package])]
+        for name in ("schnet", "dimenet", "gnnff", "visnet") if self.package == "torch_geometric" else ():
+            importlib.import_module(f"torch_geometric.nn.models.{name}").radius_graph = _radius_graph
+        return modules
+
+    def build(self) -> tuple[nn.Module, Callable[[int], Call]]:
+        """The module, and call i → its arguments; ``ImportError`` where the package is not installed."""
+        names = _names(self.constructor, self.imported()) | {"torch": torch, "nn": nn} | _OWN
+        names |= {name: importlib.import_module(name) for name in {self.package, *_ALSO.get(self.package, ())}}
+        made = eval(self.constructor, names)
+        if self.package == "peft":
+            made = _adapted(made)
+        module, sample = made if isinstance(made, tuple) else (made, None)
+        size = re.search(r"img_size=(\d+)", self.constructor)
+        arguments = f"picture({size[1] if size else 64})" if self.package == "timm" else self.arguments
+
+        def call(i: int) -> Call:
+            torch.manual_seed(i)
+            return sample() if sample else eval(f"call({arguments})", {**names, **_given(i), "call": _call})
+
+        return module, call
+
+
+def families() -> Iterator[Family]:
+    """Those of ``families.txt``, in its order."""
+    text = Path(__file__).with_suffix(".txt").read_text()
+    package = ""
+    for line in re.sub(r"\n +", " ", text).splitlines():
+        if line.startswith("["):
+            package = line.strip("[]")
+        elif line and not line.startswith("#"):
+            constructor, _, arguments = line.partition(" : ")
+            named = re.match(r"(\w+) = (.*)", constructor)
+            constructors = constructor.split() if package in ("transformers", "peft") else [constructor]
+            for each in constructors:
+                short = re.sub(r"^(\w+\.)*|Config(?=\()|\((\)|.*=\*\*.*|(?!use_|.*dropout).*)$", "", each)
+                if package == "transformers":
+                    each = re.sub(r"^(\w+)\(?(.*?)\)?$", r"transformer(\1, \2)", each)
+                yield Family(package, named[1] if named else short, named[2] if named else each, arguments)
+
+
+def _call(*args: Any, **kwargs: Any) -> Call:
+    return args, kwargs
+
+
+def _given(i: int) -> dict[str, Any]:
+    """Names of call ``i``'s arguments: graphs of another number of nodes and edges at each, the others of one size."""
+    n = 7 + 3 * i
+    edges = torch.randint(0, n, (2, 3 * n + i))
+    kinds = torch.arange(edges.shape[1]) % 3
+    image = torch.rand(2, 3, 32, 32)
+    return {
+        "n": n,
+        "x": torch.randn(n, 4),
+        "e": edges,
+        "w": torch.rand(edges.shape[1]),
+        "a": torch.randn(edges.shape[1], 3),
+        "t": kinds,
+        "p": torch.randn(n, 3),
+        "z": torch.arange(n) % 5 + 1,
+        "b": torch.arange(n) * 2 // n,
+        "picture": lambda size=32: torch.randn(2, 3, size, size),
+        "image": image.requires_grad_(),
+        "grey": torch.randn(2, 1, 32, 32),
+        "latent": torch.randn(2, 4, 8, 8),
+        "words": torch.randn(2, 5, 16),
+        "video": torch.randn(2, 4, 2, 8, 8),
+        "step": torch.tensor([3, 7]),
+        "embedding": torch.randn(12, 8, requires_grad=True),
+        "label": torch.randint(0, 3, (12,)),
+        "points": torch.randn(9, 4),
+    }
+
+
+def _names(expression: str, modules: list[Any]) -> dict[str, Any]:
+    """What an expression's names are in a package."""
+    found = {}
+    for name in re.findall(r"[A-Za-z_]\w*", expression):
+        for module in modules:
+            try:
+                found[name] = getattr(module, name)
+            except AttributeError:
+                with contextlib.suppress(ImportError):
+                    found[name] = importlib.import_module(f"{module.__name__}.{name}")
+    return found
+
+
+def _mlp(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 8), nn.ReLU(), nn.Linear(8, outputs))
+
+
+# transformers and peft: a class's configuration with each size cut down
+
+_SIZES = (
+    (r"^type_vocab|^num_channels$|^num_labels|max_.*position|^num_buckets", None),
+    (r"vocab_size", 64),
+    (r"heads?$", 2),
+    (r"layers$|n_layer$|depth$|blocks$", 2),
+    (r"head_dim|d_kv|kv_channels|rotary_dim", 8),
+    (r"image_size", 32),
+    (r"patch_size", 8),
+    (r"num_mel_bins", 16),
+    (r"hidden_size|d_model|n_embd|_dim$|^dim$|intermediate|d_ff|inner|embedding_size|ffn|channels|rank|projection", 16),
+)
+
+
+def _small(fields: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's sizes, cut down by what they are called; lists keep their lengths."""
+    found = {}
+    for name, value in fields.items():
+        size = next((size for pattern, size in _SIZES if re.search(pattern, name)), None)
+        if name.endswith("token_id"):
+            found[name] = {"pad": 0, "bos": 1, "eos": 2}.get(name.split("_")[0], 3)
+        elif size is not None and type(value) is int:
+            found[name] = min(value, size)
+        elif re.search("hidden_sizes|embed_dims|neck", name) and isinstance(value, list):
+            found[name] = [min(each, 16) for each in value]
+        elif name == "depths":
+            found[name] = [1] * len(value)
+    return found
+
+
+def _transformer(cls: type, **more: Any) -> tuple[nn.Module, Callable[[], Call]]:
+    defaults = cls.config_class().to_dict()
+    module = cls(cls.config_class(**_small(defaults) | more))
+    takes = inspect.signature(cls.forward).parameters
+    main, length = module.main_input_name, 12
+
+    def call() -> Call:
+        ids = torch.randint(4, 60, (2, length))
+        given: dict[str, Any] = {
+            "input_ids": {"input_ids": ids},
+            "pixel_values": {"pixel_values": torch.randn(2, 3, 32, 32)},
+            "input_values": {"input_values": torch.randn(2, 1600)},
+            "input_features": {"input_features": torch.randn(2, 16, 40)},
+        }[main].copy()
+        if "attention_mask" in takes and main == "input_ids":
+            given["attention_mask"] = torch.ones_like(ids)
+        if "labels" in takes:
+            token = re.search("LM|ConditionalGeneration|CTC", cls.__name__)
+            given["labels"] = ids if token else torch.tensor([0, 1])
+        elif "decoder_input_ids" in takes:
+            given["decoder_input_ids"] = ids
+        if "start_positions" in takes:
+            given |= {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])}
+        return (), given
+
+    return module, call
+
+
+def _adapted(config: Any) -> tuple[nn.Module, Callable[[], Call]]:
+    import peft
+    import transformers
+
+    config.task_type = "CAUSAL_LM"
+    base, call = _transformer(transformers.LlamaForCausalLM)
+    if config.__dict__.get("target_modules", config) is None:
+        config.target_modules = ["q_proj", "v_proj"]
+    if config.__dict__.get("feedforward_modules", config) is None:
+        config.feedforward_modules = []
+    return peft.get_peft_model(base, config), call
+
+
+def _unet(down: str, up: str, suffix: str, **more: Any) -> dict[str, Any]:
+    """A configuration that diffusers' U-Nets share: two levels, attention in the lower one."""
+    return {
+        "down_block_types": (f"DownBlock{suffix}", down),
+        "up_block_types": (up, f"UpBlock{suffix}"),
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "attention_head_dim": 2,
+        **more,
+    }
+
+
+def _radius_graph(pos: torch.Tensor, r: float, batch: torch.Tensor, loop: bool = False, **_: Any) -> torch.Tensor:
+    """The edges of nodes of one graph that are nearer than r, which PyTorch Geometric has of a library in C."""
+    near = (torch.cdist(pos, pos) < r) & (batch[:, None] == batch)
+    return (near if loop else near & ~torch.eye(len(pos), dtype=torch.bool)).nonzero().t().flip(0)
+
+
+@functools.cache
+def _without_cuda() -> torch.library.Library:
+    """Operators that torchvision counts on: its build for CUDA cannot load its own beside a torch without it."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    if torch.version.cuda is None:
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+def _gaussian() -> dict[str, Any]:
+    gpytorch, botorch = importlib.import_module("gpytorch"), importlib.import_module("botorch")
+
+    class Covariance(nn.Module):
+        def __init__(self, kernel: nn.Module):
+            super().__init__()
+            self.kernel = kernel
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.kernel(x).to_dense()
+
+    class Exact(gpytorch.models.ExactGP):
+        def __init__(self, x: torch.Tensor, y: torch.Tensor):
+            super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+            self.mean = gpytorch.means.ConstantMean()
+            self.kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
+
+    class Likelihood(nn.Module):
+        def __init__(self, model: nn.Module):
+            super().__init__()
+            self.model = model
+            self.loss = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+
+        def forward(self) -> torch.Tensor:
+            return self.loss(self.model(*self.model.train_inputs), self.model.train_targets)
+
+    return {"gpytorch": gpytorch, "botorch": botorch, "kernels": gpytorch.kernels} | {
+        each.__name__: each for each in (Covariance, Exact, Likelihood)
+    }
+
+
+_MODULES = {
+    "torch_geometric": ["torch_geometric.nn"],
+    "timm": ["timm.models"],
+    "torchvision": ["torchvision.models", "torchvision.models.segmentation"],
+    "monai": ["monai.networks.nets"],
+    "pytorch_metric_learning": ["pytorch_metric_learning.losses"],
+    "gpytorch": ["gpytorch"],
+}
+"""Where the names of a package's lines are looked for; elsewhere in the package itself."""
+_ALSO = {"gpytorch": ["botorch"]}
+_OWN = {
+    "mlp": _mlp,
+    "transformer": _transformer,
+    "unet": _unet,
+    "sizes": {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 16, "depth": 2, "heads": 2, "mlp_dim": 32},
+    "Covariance": lambda *args: _gaussian()["Covariance"](*args),
+    "Exact": lambda *args: _gaussian()["Exact"](*args),
+    "Likelihood": lambda *args: _gaussian()["Likelihood"](*args),
+}
