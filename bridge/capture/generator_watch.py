@@ -22,7 +22,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.thread_isolation import note_change_of_generator
-from bridge.guards import ABSENT, Reads, profiled
+from bridge.guards import ABSENT, Reads, audited, profiled
 from bridge.state import moved_generators
 
 __all__ = ["CachedFunctions", "generator_watch", "unwatched"]
@@ -59,7 +59,7 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
         elif isinstance(owner, random.Random) and called.__name__ in _PYTHONS_DRAWS and not _is_of_no_numbers(frame):
             rules.foreign_draw("random", user_line(traceback.extract_stack()))
 
-    with profiled(listen), moved_generators() as moved:
+    with profiled(listen), audited(reads.audit), moved_generators() as moved:
         yield
     for name in moved:
         rules.foreign_draw(name)
@@ -158,6 +158,8 @@ class CachedFunctions:
             kept(value, args, kwargs)
             return result
 
+        for each in ("cache_info", "cache_clear", "cache_parameters"):
+            setattr(run, each, getattr(value, each))
         return run
 
     def check(self) -> None:

@@ -32,6 +32,7 @@ from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_l
 from bridge.base.replaced import replaced
 from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function, node_class
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
+from bridge.guards import read_later
 
 __all__ = [
     "AGAIN",
@@ -188,7 +189,7 @@ class OwnFunctions:
                         WITH_GRADIENT(each, None)
             else:
                 (node,) = nodes
-                without = self._backward(node, made, args, number, inside, ctx.partial, name, where)
+                without = self._backward(node, made, args, number, inside, ctx, name, where)
         again = ONCE if _is_once(kind) else UNKNOWN if inside.sets_modes else AGAIN
         self.uses.append(Use(name, without, again))
         memory = {storage_id(each) for each in given}
@@ -206,12 +207,12 @@ class OwnFunctions:
         args: tuple,
         number: int,
         inside: Inside,
-        partial: bool,
+        ctx: NotedContext,
         name: str,
         where: str,
     ) -> frozenset[int]:
         """Leaves backward in the graph; the places of the tensor arguments that get no gradient from it."""
-        results = made if isinstance(made, tuple) else (made,)
+        results, partial = made if isinstance(made, tuple) else (made,), ctx.partial
         followed = [each for each in results if isinstance(each, torch.Tensor) and each.grad_fn is node]
         if len({id(each) for each in followed}) != len(followed):
             raise _Refused("returns a tensor twice")
@@ -227,10 +228,14 @@ class OwnFunctions:
                 for each in results
             ]
             versions = {id(each): each._version for each in upstream if each is not None}
-            with inside.reading() as read:
-                found = _gradients(node, upstream, args, needed)
+            with inside.reading() as read, read_later():
+                found, used = _gradients(node, upstream, args, needed, inside)
             if inside.unheld is not None:
                 raise _Refused(f"its backward cannot be traced: it {inside.unheld}")
+            known = {*map(id, ctx.saved), *map(id, results), *inside.made_by_forward}
+            memory = {storage_id(each) for each in upstream if each is not None}
+            if any(id(each) not in known and storage_id(each) not in memory for each in used):
+                raise _Refused("its backward reads a tensor that forward did not save, and that may change until then")
             read = [*read, *((each, versions[id(each)]) for each in upstream if each is not None)]
             if any(each._version != version for each, version in read):
                 raise _Refused("its backward changes a tensor in place that was there before")
@@ -249,8 +254,10 @@ def _is_once(kind: type) -> bool:
     return getattr(kind.backward, "__code__", None) is once_differentiable(lambda *_: None).__code__
 
 
-def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], args: tuple, needed: Sequence[int]) -> list[Any]:
-    """What backward gives for each argument, as autograd's engine takes it."""
+def _gradients(
+    node: Any, upstream: Sequence[torch.Tensor | None], args: tuple, needed: Sequence[int], inside: Inside
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """What backward gives for each argument, as autograd's engine takes it, and the tensors that it used."""
     try:
         found = node.apply(*upstream)
     except UnsupportedModule:
@@ -259,10 +266,10 @@ def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], args: tuple, 
         swallowed(error)
         words = shorten(str(error), 200, placeholder=" …")
         raise _Refused(f"its backward cannot be traced: {type(error).__name__}: {words}") from error
-    found = list(found) if isinstance(found, tuple) else [found]
+    found, used = list(found) if isinstance(found, tuple) else [found], inside.used
     if len(found) < len(args) or any(each is not None for each in found[len(args) :]):
         raise _Refused(f"its backward returns {len(found)} gradients for {len(args)} arguments")
-    return [_fitting(each, args[i]) if i in needed else None for i, each in enumerate(found[: len(args)])]
+    return [_fitting(each, args[i]) if i in needed else None for i, each in enumerate(found[: len(args)])], used
 
 
 def _fitting(gradient: Any, argument: torch.Tensor) -> torch.Tensor | None:
@@ -359,6 +366,7 @@ class Inside:
         self.unheld: str | None = None
         self._made: set[int] | None = None
         self._kept: list[Any] = []
+        self._own: list[Any] = []
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
 
     def __enter__(self) -> None:
@@ -374,7 +382,10 @@ class Inside:
             with no_torch_function():
                 return func(*args)
         if self._made is None:
-            return call(func, args, kwargs)
+            result = call(func, args, kwargs)
+            if self.runs_forward:
+                self._own.append(result)
+            return result
         for each in pytree.tree_leaves((args, kwargs)):
             if isinstance(each, torch.Tensor) and id(each) not in self._made:
                 self._seen.setdefault(id(each), (each, each._version))
@@ -382,6 +393,16 @@ class Inside:
         self._kept.append(result)  # while it lives, nothing else has its id
         self._made.update(id(each) for each in tensors_in(result) if id(each) not in self._seen)
         return result
+
+    @property
+    def used(self) -> list[torch.Tensor]:
+        """Tensors from elsewhere that backward has used so far."""
+        return [each for each, _ in self._seen.values()]
+
+    @property
+    def made_by_forward(self) -> set[int]:
+        """Ids of what forward computed."""
+        return {id(each) for made in self._own for each in tensors_in(made)}
 
     @property
     def runs_backward(self) -> bool:

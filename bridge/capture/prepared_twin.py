@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
 from types import MethodType
 from typing import Any
 
@@ -72,9 +73,12 @@ class PreparedTwin:
         layer.__dict__[name] = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward, past a ``__call__`` of the class's own, which will run around the compiled call."""
+        """Runs forward, past a ``__call__`` of the class's own, which will run around the compiled call.
+
+        Context variables that it sets are the run's own.
+        """
         self._derived.begin()
-        result = nn.Module.__call__(self.module, *args, **kwargs)
+        result = copy_context().run(nn.Module.__call__, self.module, *args, **kwargs)
         self._derived.check()
         return result
 

@@ -49,6 +49,7 @@ from bridge.capture.outputs import (
 )
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.prepared_twin import PreparedTwin, Protected, copier, own_leaves, with_attributes
+from bridge.capture.quiet import quiet
 from bridge.capture.recorder import Recorder
 from bridge.capture.rows import Record, Value, memory_of, values_in
 from bridge.capture.sample import ALL_COUNTS, DynamicDim
@@ -255,7 +256,8 @@ def real_run_of(
         changed_modes = stack.enter_context(modes_put_back())
         stack.enter_context(draws)
         stack.enter_context(functions.traced())
-        originals = {made: origin.get(id(each), each) for made, each in prepared.twin.originals.items()}
+        originals = {id(made): each for each in real_tensors if (made := copies.get(id(each))) is not None}
+        originals |= {made: origin.get(id(each), each) for made, each in prepared.twin.originals.items()}
         cached = CachedFunctions()
         observation.reads = recorded_reads(Reads(originals, twin.named_modules(), cached.instead))
         for path, each in module.named_modules():
@@ -302,6 +304,11 @@ def real_run_of(
     result = packed(result)
     observation.objects = objects_of(result)
     result_leaves, observation.out_spec = pytree.tree_flatten(result)
+    known = set(map(id, inputs))
+    for leaf in result_leaves:
+        if type(leaf) is torch.Tensor and leaf.__dict__ and id(leaf) not in known:
+            reason = "sets attributes of a tensor that the module returns; a compiled call makes another tensor"
+            rules.complain(f"result.{next(iter(leaf.__dict__))}", reason, "return them")
     if unknown := unknown_results(result_leaves):
         raise UnsupportedModule("", [*observation.unsupported, *unknown])
     wholes = whole_tensors(result_leaves, recorder, inputs, rules)
@@ -462,7 +469,7 @@ def fake_run_of(
         recorder = Recorder(inputs, paths_of(twin), draws, **answers)
         functions_called = Functions(recorder)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)
-        modes = modes_put_back(), _saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder
+        modes = modes_put_back(), quiet(), _saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder
         for tensor, _ in real.record.free.values():  # the very tensor in both runs
             recorder.expect(tensor, fake(tensor))
         integers = nullcontext()

@@ -38,7 +38,7 @@ class _Dispatched(torch.autograd.Function):
         values = call.values
         ctx.save_for_backward(*call.saved)
         ctx.types = [each.dtype for each in call.saved] if saved_tensors_hooks() is not None else None
-        ctx.held, ctx.beside = call.held, call.beside
+        ctx.held, ctx.beside, ctx.later = call.held, call.beside, call.later
         call.values = call.saved = call.held = None  # autograd's from here on
         ctx.programs = programs
         ctx.set_materialize_grads(False)
@@ -49,6 +49,8 @@ class _Dispatched(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outs: torch.Tensor | None):
         programs = ctx.programs
+        if ctx.later is not None:
+            ctx.later()
         present, is_eagers = [], torch.is_grad_enabled()
         for i in programs.differentiable:
             if grad_outs[i] is not None:

@@ -42,10 +42,12 @@ class Call:
         beside: gradients that nodes of chained results compute; ``None``: there are none.
         computed: the results that are the caller's, as autograd returns them.
         result: what the module returns.
+        later: what the backward asks before it runs; ``None``: nothing.
         undo: takes the draws back; ``None`` where none were made.
     """
 
-    __slots__ = ("beside", "computed", "held", "inputs", "module", "primals", "result", "saved", "undo", "values")
+    __slots__ = ("beside", "computed", "held", "inputs", "later", "module", "primals", "result", "saved")
+    __slots__ += ("undo", "values")
 
     module: nn.Module | None
     inputs: list[torch.Tensor]
@@ -56,6 +58,7 @@ class Call:
     beside: Beside | None
     computed: Sequence[torch.Tensor]
     result: Any
+    later: Callable[[], None] | None
     undo: Callable[[], None] | None
 
 

@@ -361,6 +361,9 @@ class Dispatcher:
         if entry.worth is not None and entry.worth.is_slower and TOO_SMALL not in self._warned:
             self._warned.add(TOO_SMALL)
             log.warning("%s: %s. %s", type(module).__name__, entry.worth, TOO_SMALL)
+        for said in entry.guard.reads.says.keys() - self._warned:
+            self._warned.add(said)
+            log.warning("%s.forward %s: a compiled call does not", type(module).__name__, said)
         raise_deferred()  # before the module is changed, not after it
         with self._adding:
             self.entries.replace(replaced, entry)

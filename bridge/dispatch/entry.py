@@ -193,6 +193,7 @@ class Entry:
         self.last_used = next(_CLOCK)
         self.hits += 1  # a checkpoint may leave off once it has what the backward needs
         call = Call()
+        call.later = None if self.guard is None else self.guard.later
         call.module, call.undo, call.beside = module, None, Beside() if self._chains else None
         try:
             if self._counted is not None:

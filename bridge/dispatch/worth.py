@@ -73,6 +73,8 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
         return None
     if any(vars(child).get(COMPILED_CALL) is not None for child in module.modules() if child is not module):
         return None  # eager would run, and count, what is compiled already
+    if entry.guard.reads.says:
+        return None
     if captured.draws and not is_alone():  # numbers that another thread draws meanwhile would come again
         return None
     try:

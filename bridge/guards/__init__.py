@@ -1,5 +1,7 @@
 """Guards of what forward read: recorded reads → conditions, one by one and in one quick check."""
 
+from bridge.guards.audited import audited
+from bridge.guards.changes import read_later
 from bridge.guards.conditions import ReadGuard
 from bridge.guards.kinds import contents_of, put_back
 from bridge.guards.recording import Reads, profiled
@@ -20,9 +22,11 @@ __all__ = [
     "TensorReads",
     "Undo",
     "alike",
+    "audited",
     "contents_of",
     "profiled",
     "put_back",
+    "read_later",
     "recorded_reads",
     "slot_of",
     "told_otherwise",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
-import logging
 import operator
 import sys
 import types
@@ -17,12 +17,21 @@ from torch import nn
 
 from bridge.base.errors import TORCH_DIR
 from bridge.guards.flow import Call, Source
-from bridge.guards.kinds import ASKED, HIDDEN, PLAIN, contents_of, effect_of, effect_of_function, is_a
+from bridge.guards.kinds import (
+    CLOCKS,
+    PLAIN,
+    RAISING_WARNINGS,
+    contents_of,
+    effect_of,
+    effect_of_function,
+    is_a,
+    is_asked,
+)
 from bridge.guards.machinery import LIBRARY
 from bridge.guards.objects import FrameOf, Instance, dict_of, is_alive, is_changeable
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place, class_entry
-from bridge.guards.world import REGISTRIES, interesting
+from bridge.guards.world import interesting
 
 __all__ = ["Calls"]
 
@@ -32,8 +41,8 @@ _TAKE = ("next", "sum", "max", "min", "any", "all", "sorted")
 _TAKING = (list, tuple, dict, set, frozenset, zip, enumerate, map, filter)
 """Functions and classes that take values of iterators."""
 _MOST_RESULTS = 64
-_ACTING = (("_io", "open"), ("io", "open"), ("builtins", "print"))
-"""Functions that have effects by their arguments."""
+_SPECIAL = frozenset("float int bool abs len divmod pow round complex hash reversed format".split())
+"""Functions and classes of Python's own that call a special method."""
 _BY_KEY = ("get", "__getitem__", "__contains__", "setdefault", "pop", "getitem", "contains")
 _PLAIN_RESULTS = frozenset("isinstance issubclass len id hash callable hasattr repr print setattr delattr".split())
 _KNOWN_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "math", "builtins", ""}
@@ -65,10 +74,11 @@ class Calls(Sources):
             given: what each argument may be, and of keywords by their names; ``None``: as the call's sources say.
         """
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-        plain = owner is None or is_a(owner, ModuleType)
+        bound = type(owner).__name__ == "PyCapsule" or type(owner).__module__ == "pybind11_builtins"
+        plain = owner is None or is_a(owner, ModuleType) or bound
         module = function.__module__ if plain and is_a(function.__module__, str) else ""
         if given is None:
-            if plain and module.startswith("torch") and (module, name) not in ASKED:
+            if plain and not bound and module.startswith("torch") and not is_asked(module, name):
                 return
             if is_a(owner, torch.Tensor):
                 given = [], {}
@@ -77,6 +87,11 @@ class Calls(Sources):
                 given = args, {word: self._given(known, each) for word, each in call.kwargs}
             else:
                 given = [], {}
+        if bound and call is not None:  # a function of pybind11's, or a method of an object of its classes
+            sources = [each[1] for each in call.function if each[0] == "attr"]
+            for each in [each for one in sources for each in self._values(known, one)]:
+                if not is_a(each, ModuleType | type | Instance | FrameOf):
+                    self._method(known, place, each, function, name, where, given)
         if plain:
             self._function(known, place, function, (module, name), call, where, given)
         else:
@@ -95,11 +110,18 @@ class Calls(Sources):
     ) -> None:
         """A function of a module."""
         (module, name), (args, kwargs) = of, given
-        if of in _ACTING or module == "posix":
-            self._acts(module, name, args, kwargs, where)
+        self._acts(module, name, args, kwargs, where)
+        if of == ("builtins", "print"):
+            self.says.setdefault(f"prints at {where}")
         if of == ("sys", "_getframe"):
             self._result(known.called, place, _frame_of(known.frame), known)
-        elif of in ASKED:
+        elif module == "_warnings" and name in ("warn", "warn_explicit"):
+            self.says.setdefault(f"warns at {where}")
+            self.ask(RAISING_WARNINGS[0], (), {}, RAISING_WARNINGS[1])
+        elif module == "time" and name in CLOCKS:
+            if ("result", place) in known.flow.compared:
+                self._ask(known, place, function, call, given, f"{module}.{name}()")
+        elif is_asked(module, name):
             self._ask(known, place, function, call, given, f"{module}.{name}()")
         elif name in ("id", "is_", "is_not") and call is not None:
             for source in call.arguments:
@@ -113,7 +135,7 @@ class Calls(Sources):
         elif name in _BY_KEY and module == "_operator" and len(args) > 1:
             self._entries(known, place, args[0], args[1])
         elif module == "builtins" and args:
-            self._builtin(known, place, name, args)
+            self._builtin(known, place, name, given, call)
         everything = [each for arg in (*args, *kwargs.values()) for each in arg if type(each) not in PLAIN]
         if name in _INSIDE or module.partition(".")[0] not in _KNOWN_PACKAGES:
             for each in everything:
@@ -137,24 +159,26 @@ class Calls(Sources):
     def _moves(self, frame: Frame, value: Any) -> None:
         """The next value of an iterator is about to be taken; counters of Python's and torch's own do not count."""
         library = frame.code.co_filename.startswith((LIBRARY, TORCH_DIR, "<frozen"))
-        if not (library and any(value is each for each in list(frame.globals.values()))):
+        held = list(frame.globals.values()) if library else ()
+        if not any(value is each or getattr(each, "__self__", None) is value for each in held):
             self.moved(value, frame.where)
 
     def _acts(self, module: str, name: str, args: Given, kwargs: dict[str, list[Any]], where: str) -> None:
         """A function in C that may have an effect is about to be called."""
-        modes = kwargs.get("mode") or (args[1] if len(args) > 1 else [])
-        for mode in [each for each in modes if type(each) is str] or ["r"]:
-            for stream in kwargs.get("file") or [None]:
-                if reason := effect_of_function(module, name, mode, stream):
-                    self.refuse(f"{name}()", where, *reason)
+        count = 1 if len(args) == 2 and args[1] == [None] else len(args)
+        for stream in kwargs.get("file") or [None]:
+            if reason := effect_of_function(module, name, count, stream):
+                self.refuse(f"{name}()", where, *reason)
 
-    def _method(
-        self, known: Frame, place: int, owner: Any, function: Any, name: str, where: str, given: tuple
-    ) -> None:
+    def _method(self, known: Frame, place: int, owner: Any, function: Any, name: str, where: str, given: tuple) -> None:
         """A method in C of an object is about to be called."""
         kind, (args, _) = type(owner), given
         if is_changeable(kind):
             self.class_name(kind, name)
+        torchs = known.code.co_filename.startswith(TORCH_DIR)
+        if is_a(owner, contextvars.ContextVar) and name in ("set", "reset") and self.knows(owner) and not torchs:
+            self._unset[id(owner)] = self._unset.get(id(owner), 0) + (1 if name == "set" else -1)
+            self._set_at[id(owner)] = str(self.place(owner)) or owner.name, where
         if is_a(owner, weakref.ref) and name == "__call__":
             self._reference(known, place, owner)
         elif name in ("__getattribute__", "__getattr__") and args:
@@ -165,7 +189,11 @@ class Calls(Sources):
         elif self.knows(owner):
             if reason := effect_of(owner, name):
                 self.refuse(f"{self.place(owner)}.{name}()", where, *reason)
-            if (kind.__name__, name) in ASKED or (issubclass(kind, type) and ("type", name) in ASKED):
+            if name == "__next__":
+                self._moves(known, owner)
+            if name == "__dir__":
+                self.all(owner)
+            if is_asked(kind.__name__, name) or (issubclass(kind, type) and is_asked("type", name)):
                 self._ask(known, place, getattr(owner, name), None, given, f"{self.place(owner)}.{name}()")
             elif name in _BY_KEY and is_a(owner, dict | types.MappingProxyType) and args:
                 self._followed.clear()  # it may be written
@@ -194,9 +222,12 @@ class Calls(Sources):
                 self.know(found, self.place(reference))
             self._result(known.results, place, found, known)
 
-    def _builtin(self, known: Frame, place: int, name: str, args: Given) -> None:
+    def _builtin(self, known: Frame, place: int, name: str, given: Any, call: Call | None) -> None:
         """Functions of Python's own that read names, attributes, classes or iterators."""
+        args, kwargs = given
         owners = [each for each in args[0] if type(each) not in PLAIN]
+        if name in _SPECIAL:
+            self._operators.add(f"__{name}__")
         if name in ("getattr", "hasattr", "setattr", "delattr") and len(args) > 1:
             names = [each for each in args[1] if type(each) is str]
             for owner in owners:
@@ -212,6 +243,9 @@ class Calls(Sources):
                         self._result(known.called, place, value, known)
             for each in interesting(args[2][0]) if len(args) > 2 and args[2] else ():
                 self._result(known.called, place, each, known)
+            sources = call.args[0] if call is not None and call.args else ()
+            if not owners and not any(source[0] == "made" for source in sources):
+                self._loose.update(names)
         elif name in ("vars", "dir"):
             for owner in owners:
                 if name == "dir":
@@ -221,25 +255,37 @@ class Calls(Sources):
         elif name in _TAKE:
             for each in owners:
                 self._moves(known, each)
+            for getter in [each for each in (*kwargs.get("key", ()), *args[0]) if type(each) in _GETTERS]:
+                for value in [each for arg in args for owner in arg for each in self.inside(owner, 1)]:
+                    self._getter(known, place, getter, [[value]])
         elif name in ("isinstance", "issubclass") and len(args) == 2:
             kinds = [each for value in args[1] for each in _classes(value)]
             for value in owners:
                 one = value.kind if is_a(value, Instance) else value if name == "issubclass" else type(value)
-                if name == "isinstance":
+                if name == "isinstance" and not (torch.Tensor in kinds and is_a(value, torch.Tensor)):
                     self._class(value)
                 if is_a(one, type):
                     self._relation(one, kinds)
-                if id(value) in self.inputs and torch.Tensor not in kinds:
-                    self.tensors.setdefault((self.inputs[id(value)], "__class__"))
         elif name == "callable":
             for value in owners:
                 self.attribute(value, "__call__")
+
+    def _related(self, frame: Frame, value: frozenset, sources: frozenset) -> None:
+        """Notes what ``match`` and ``except`` ask of values; of an exception that is raised, the classes' bases."""
+        kinds = [each for found in self._constants(frame, sources) for each in _classes(found)]
+        for kind in kinds:
+            self.bases.setdefault(kind)
+        for owner in (each for source in value for each in self._values(frame, source)):
+            self._class(owner)
+            self._relation(owner.kind if is_a(owner, Instance) else type(owner), kinds)
 
     def _relation(self, one: type, kinds: Iterable[type]) -> None:
         """Notes what ``isinstance`` or ``issubclass`` asks: a class, and the classes that it is compared with."""
         if is_changeable(one):
             self.bases.setdefault(one)
         for kind in kinds:
+            if is_changeable(type(kind)) and not kind.__module__.startswith("torch"):
+                self.class_name(type(kind), "__instancecheck__")
             own = class_entry(type(kind), "__subclasscheck__") is not class_entry(type, "__subclasscheck__")
             if own and not issubclass(one, torch.Tensor) and not kind.__module__.startswith("torch"):
                 self.ask(issubclass, (one, kind), {}, f"issubclass({one.__name__}, {kind.__name__})")
@@ -248,6 +294,8 @@ class Calls(Sources):
         """Notes a call of a function that tells hidden state, if its arguments are known."""
         args, kwargs = given
         if (call is not None and call.args is None) or not all(len(each) == 1 for each in (*args, *kwargs.values())):
+            return
+        if any(is_a(each, torch.Tensor | tuple) for each in (each for arg in args for each in arg)):
             return
         args, kwargs = tuple(each[0] for each in args), {name: each[0] for name, each in kwargs.items()}
         self.ask(function, args, kwargs, words)
@@ -261,28 +309,23 @@ class Calls(Sources):
 
     def _identity(self, frame: Frame, source: Source) -> None:
         """A value is compared by identity."""
-        for value in self._values(frame, source):
-            self.identities |= id(value) in self.inputs
+        values = self._given(frame, (source,))
+        self.identities |= any(id(value) in self.inputs for value in values)
+        known = [self.original(value) for value in values if value is not None and type(value) is not bool]
+        self.identical.update((id(value), value) for value in known)
+        for value in values:
             if is_a(value, torch.Tensor) and id(value) not in self.inputs and self.knows(value):
                 self.others[id(value)] = value
-        if source[0] == "attr":
-            name = source[2]
-            for owner in self._values(frame, source[1]):
-                own = None if is_a(owner, Instance | FrameOf) or not self.knows(owner) else self.original(owner)
-                held = dict_of(own)
-                registries = [held[each] for each in REGISTRIES] if is_a(own, nn.Module) else []
-                for space in (held, *registries) if held is not None else ():
-                    if name in space and type(space[name]) not in PLAIN:
-                        self.exactly(space, name, Place("attribute", name, self.place(owner).of))
-        elif source[0] == "global" and type(frame.globals.get(source[1])) not in PLAIN:
-            self.exactly(frame.globals, source[1], Place("global", source[1]))
 
     def _written(self, owner: Any, name: str) -> None:
         """An attribute is about to be set."""
         if is_a(owner, torch.Tensor) and self.knows(owner):
             own = self.original(owner)
             place = Place("attribute", name, f" of {self.place(own)}")
-            self.name(own.__dict__, name, place, None if own is owner else owner.__dict__)
+            if own is not owner:
+                reason = "sets an attribute of a tensor of the module's; a compiled call does not"
+                self.refuse(str(place), "forward", reason, "keep it in an attribute of the module")
+            self.name(own.__dict__, name, place)
         else:
             self.attribute(owner, name)
 
@@ -317,6 +360,8 @@ class Calls(Sources):
             self._made(frame, place, value, given[0])
         elif kind is types.MethodWrapperType:
             self._method(frame, place, value.__self__, value, value.__name__, frame.where, given)
+        elif kind is types.MethodType and type(value.__func__).__name__ in _IN_C:
+            self._method(frame, place, value.__self__, value, value.__name__, frame.where, given)
         elif kind.__name__ in _IN_C:
             owners = self._values(frame, source[1]) if source[0] == "attr" else []
             for owner in owners:
@@ -341,7 +386,9 @@ class Calls(Sources):
                 self.class_name(kind, name)
         if is_changeable(type(kind)):
             self.class_name(type(kind), "__call__")
-        if kind in _TAKING:
+        if kind.__module__ == "builtins" and kind.__name__ in _SPECIAL:
+            self._operators.add(f"__{kind.__name__}__")
+        if kind in _TAKING or kind.__module__ in ("itertools", "_collections"):
             for each in (each for arg in args for each in arg):
                 self._moves(frame, each)
         if kind in _MAKES and all(len(each) == 1 for each in args) and args:
@@ -353,8 +400,6 @@ class Calls(Sources):
         elif not is_changeable(kind) and kind not in PLAIN:
             for value in (value for arg in args for value in arg if type(value) not in PLAIN):
                 self._handed_on(frame, place, value, 1)
-        if (asks := HIDDEN.get((kind.__module__, kind.__name__))) is not None:
-            self.ask(asks, (), {}, f"{asks.__name__}()")
 
     def _partial(self, frame: Frame, place: int, value: functools.partial, call: Call, given: tuple) -> None:
         """A function with some of its arguments is called."""
@@ -394,11 +439,9 @@ class Calls(Sources):
         """A function of Python's own library that is asked again, whatever it reads."""
         given = [frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]]
         function = frame.f_globals.get(code.co_name)
-        if function is None and given:
-            if is_a(given[0], logging.Logger):
-                self.know(given[0], Place("logger", getattr(given[0], "name", "")))
-            function = getattr(given[0], code.co_name, None) if self.knows(given[0]) else None
-            given = given[1:]
+        if function is None and given and hasattr(type(given[0]), code.co_name):
+            self.know(given[0], Place(type(given[0]).__name__.lower(), getattr(given[0], "name", "")))
+            function, given = getattr(given[0], code.co_name, None), given[1:]
         if callable(function) and all(type(each) in PLAIN for each in given):
             self.ask(function, tuple(given), {}, f"{code.co_name}({', '.join(map(repr, given))})")
 

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Changes"]
+from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.guards.kinds import PLAIN
+from bridge.guards.watched import Answer, Place
+
+__all__ = ["Changes", "read_later", "reads_later"]
+
+_thread = threading.local()
+
+
+@contextmanager
+def read_later() -> Iterator[None]:
+    """While active, in this thread: what is read is read by eager's backward, not by its forward."""
+    _thread.later = True
+    try:
+        yield
+    finally:
+        _thread.later = False
+
+
+def reads_later() -> bool:
+    return getattr(_thread, "later", False)
 
 
 class Changes:
@@ -18,6 +39,8 @@ class Changes:
 
     Attributes:
         items: the places, each once. ``first``: what they held when they were first read, by the same keys.
+        later: keys of places that eager's backward reads, too.
+        refused: what forward was about to do to something outside that cannot be put back.
     """
 
     def __init__(self, instead: Callable[..., Any] | None):
@@ -25,13 +48,34 @@ class Changes:
         self._replaced: list[tuple[Any, Any, Any]] = []
         self.items: dict[tuple, Any] = {}
         self.first: dict[tuple, Any] = {}
+        self.later: set[tuple] = set()
+        self.refused: UnsupportedModule | None = None
 
     def _note(self, key: tuple, item: Any) -> Any:
         """Notes a place, and what it holds in the run, once: key, item → the item of that key."""
         if key not in self.items:
             self.items[key] = item
             self.first[key] = item.read(run=True)
+        if reads_later():
+            self.later.add(key)
         return self.items[key]
+
+    def ask(self, function: Any, args: tuple, kwargs: dict[str, Any], words: str) -> None:
+        """A function in C that tells hidden state, which is asked again."""
+        owner = getattr(function, "__self__", None)
+        of = id(function) if owner is None else id(owner)
+        given = [repr(each) if type(each) in PLAIN else id(each) for each in (*args, *kwargs.values())]
+        key = "asked", of, getattr(function, "__name__", ""), *given, *kwargs
+        if key not in self.items:
+            self.items[key] = Answer(function, args, kwargs, Place("", f"what {words} gives"))
+        if reads_later():
+            self.later.add(key)
+
+    def refuse(self, what: str, where: str, reason: str, hint: str) -> None:
+        """Ends the run before it does what cannot be undone."""
+        if self.refused is None:
+            self.refused = UnsupportedModule("", [Unsupported(what, where, reason, hint)])
+        raise self.refused
 
     def changes(self) -> list[str]:
         """Places that do not hold what they held when they were first read."""

@@ -7,7 +7,7 @@ gives the reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, methodcaller
 from types import MemberDescriptorType
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.recording import Reads
@@ -92,6 +93,8 @@ class ReadGuard:
         for reference, names in reads.modules.values():
             if (module := reference()) is not None and id(module) not in tree:
                 items += _of_module(module, names, reads.place(module))
+        later = [item for key, item in reads.items.items() if key in reads.later]
+        self._later = [(item, item.read()) for item in later]
         self._bases = [(kind, kind.__mro__) for kind in reads.bases]
         self._classes, self._mros = [kind for kind, _ in self._bases], [bases for _, bases in self._bases]
         spaces: dict[int, list[Any]] = {}
@@ -183,6 +186,22 @@ class ReadGuard:
                     return False
         self._versions, self._empty = versions, [each for each in self._dicts if not each]
         return True
+
+    @property
+    def later(self) -> Callable[[], None] | None:
+        """What a backward asks before it runs: whether eager's would read the same; ``None``: eager's reads nothing.
+
+        Raises :class:`UnsupportedModule`: forward has run, so there is no way back to eager's operators.
+        """
+        return self._check_later if self._later else None
+
+    def _check_later(self) -> None:
+        for item, then in self._later:
+            now = item.read()
+            if now is not then and not item.same(now, then):
+                reason = "the backward of an autograd.Function reads it, and it changed after forward"
+                hint = "change it before forward, or after backward"
+                raise UnsupportedModule("", [Unsupported(str(item.place), "backward", reason, hint)])
 
     def match(self) -> None:
         """Raises :class:`GuardFailure`, naming the first thing that is not what it was."""

@@ -15,53 +15,41 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-from bridge.guards.flow import Call, Flow, Source
+from bridge.guards.bytecode import (
+    BUILDS,
+    COMPARES,
+    DEREFS,
+    ENDS,
+    FLAGGED,
+    JOINS,
+    JUMPS,
+    MOST_DEEP,
+    NEW,
+    NEW_ATTR,
+    NO_PLACES,
+    NOTHING,
+    NOWHERE,
+    NULL,
+    NULL_BEHIND,
+    OLD_OPERATOR,
+    SYMBOLS,
+    UNKNOWN,
+    argument_is_subscript,
+    computed,
+    deep,
+    handlers,
+    joined,
+    without_locals,
+)
+from bridge.guards.flow import Call, Flow
 
 __all__ = ["UNKNOWN", "flow_of"]
-
-UNKNOWN: Source = ("unknown",)
-_NOWHERE = frozenset((UNKNOWN,))
-_NOTHING: frozenset = frozenset()
-_NULL = frozenset((("null",),))
-_MOST_SOURCES, _MOST_DEEP = 12, 9
-
-_DEREFS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"}
-_NAMES = {"LOAD_NAME", "LOAD_GLOBAL"}
-_BUILDS = {"BUILD_TUPLE", "BUILD_LIST", "BUILD_SET"}
-_JOINS = {"LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE", "LIST_APPEND", "SET_ADD"}
-_ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"}
-_ENDS |= {"JUMP_BACKWARD_NO_INTERRUPT", "INTERPRETER_EXIT"}
-_OLD_BINARY = {"POWER", "MULTIPLY", "MATRIX_MULTIPLY", "FLOOR_DIVIDE", "TRUE_DIVIDE", "MODULO", "ADD", "SUBTRACT"}
-_OLD_BINARY |= {"LSHIFT", "RSHIFT", "AND", "XOR", "OR"}
-_OLD_OPERATOR = {"MULTIPLY": "mul", "MATRIX_MULTIPLY": "matmul", "FLOOR_DIVIDE": "floordiv", "TRUE_DIVIDE": "truediv"}
-_OLD_OPERATOR |= {"POWER": "pow", "MODULO": "mod", "SUBTRACT": "sub"}
-_SYMBOLS = {
-    "+": "add",
-    "-": "sub",
-    "*": "mul",
-    "/": "truediv",
-    "//": "floordiv",
-    "%": "mod",
-    "**": "pow",
-    "@": "matmul",
-}
-_SYMBOLS |= {"&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift"}
-_COMPARES = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
 
 
 @lru_cache(maxsize=4096)
 def flow_of(code: CodeType) -> Flow:
     """The data flow of a code object."""
     return _Interpreter(code).run()
-
-
-def _deep(source: Source) -> int:
-    return 1 + max((_deep(each) for each in source if type(each) is tuple), default=0)
-
-
-def _joined(*sets: frozenset) -> frozenset:
-    found = frozenset().union(*sets)
-    return found if len(found) <= _MOST_SOURCES else frozenset([*list(found)[:_MOST_SOURCES], UNKNOWN])
 
 
 class _Interpreter:
@@ -75,6 +63,7 @@ class _Interpreter:
         self.states: dict[int, tuple[frozenset, ...]] = {}
         self.keywords: tuple[str, ...] = ()
         self.flow = Flow()
+        self.derived: dict[int, frozenset] = {}
         self.changed = False
 
     def run(self) -> Flow:
@@ -82,9 +71,9 @@ class _Interpreter:
             self.flow, self.states, self.changed = Flow(), {}, False
             waiting = [0]
             self.states[0] = ()
-            for target, depth in _handlers(self.code, self.instructions):
+            for target, depth in handlers(self.code, self.instructions):
                 if target in self.at:
-                    self.states[self.at[target]] = (_NOTHING,) * depth
+                    self.states[self.at[target]] = (NOTHING,) * depth
                     waiting.append(self.at[target])
             rounds = 0
             while waiting and rounds < 40 * len(self.instructions) + 100:
@@ -104,22 +93,22 @@ class _Interpreter:
             self.states[index] = tuple(stack)
             return True
         height = min(len(known), len(stack))
-        made = tuple(map(_joined, known[len(known) - height :], stack[len(stack) - height :]))
+        made = tuple(map(joined, known[len(known) - height :], stack[len(stack) - height :]))
         if made == known:
             return False
         self.states[index] = made
         return True
 
     def _store(self, name: str, value: frozenset) -> None:
-        known = self.locals.get(name, _NOTHING)
+        known = self.locals.get(name, NOTHING)
         if not value <= known:
-            made = _joined(known, value)
+            made = joined(known, value)
             if made != known:
                 self.locals[name] = made
                 self.changed = True
 
     def _local(self, name: str) -> frozenset:
-        return self.locals.get(name, _NOTHING)
+        return self.locals.get(name, NOTHING)
 
     def _of(self, kind: str, value: frozenset, *more: Any) -> frozenset:
         """The sources ``(kind, source, *more)`` of each, which are read."""
@@ -128,7 +117,7 @@ class _Interpreter:
             made = (kind, source, *more)
             if source[0] == "local":
                 continue
-            if source == UNKNOWN or source[0] == "null" or _deep(made) > _MOST_DEEP:
+            if source == UNKNOWN or source[0] == "null" or deep(made) > MOST_DEEP:
                 if kind == "attr" and source[0] != "null":
                     self.flow.loose.add(more[0])
                 found.add(UNKNOWN)
@@ -139,14 +128,12 @@ class _Interpreter:
 
     def _whole(self, value: frozenset, compared: bool = False) -> None:
         for source in value:
-            if source[0] not in ("null", "const", "unknown", "local"):
+            if source[0] not in NO_PLACES:
                 self.flow.wholes[source] = compared or self.flow.wholes.get(source, False)
 
     def _iterated(self, value: frozenset) -> None:
         self._whole(value)
-        self.flow.iterated.update(
-            (source, None) for source in value if source[0] not in ("null", "const", "unknown", "local")
-        )
+        self.flow.iterated.update((source, None) for source in value if source[0] not in NO_PLACES)
 
     def _read(self, *source: Any) -> frozenset:
         self.flow.reads[source] = None
@@ -155,33 +142,33 @@ class _Interpreter:
     def _step(self, index: int, stack: list[frozenset]) -> Iterator[tuple[int, list[frozenset]]]:
         each = self.instructions[index]
         name, argument = each.opname, each.argval
-        jump = each.argval if each.opcode in _JUMPS else None
+        jump = each.argval if each.opcode in JUMPS else None
         target = None if jump is None else self.at.get(jump)
         height = len(stack)
 
         def pop(raw: bool = False) -> frozenset:
-            found = stack.pop() if stack else _NOWHERE
-            return found if raw else frozenset(source for source in found if source[0] != "local")
+            found = stack.pop() if stack else NOWHERE
+            return found if raw else without_locals(found)
 
         before = list(stack)
         self._do(each, name, argument, stack, pop)
         if target is not None:
             other = stack
             if name == "FOR_ITER":
-                other = before[:-1] if sys.version_info < (3, 12) else [*before, _NOTHING]
+                other = before[:-1] if sys.version_info < (3, 12) else [*before, NOTHING]
             elif name in ("JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP"):
                 other = before
             elif name in ("SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"):
-                other = [*before[: height - (name != "SETUP_FINALLY")], *[_NOTHING] * 6]
+                other = [*before[: height - (name != "SETUP_FINALLY")], *[NOTHING] * 6]
             yield target, list(other)
-        if name not in _ENDS:
+        if name not in ENDS:
             yield index + 1, stack
 
     def _do(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> None:
         flow, raw = self.flow, each.arg or 0
         if name in ("NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "COPY_FREE_VARS", "MAKE_CELL", "NOT_TAKEN"):
             return
-        if name in ("POP_TOP", "POP_EXCEPT", "POP_ITER", "END_FOR") and (name != "POP_EXCEPT" or _NEW):
+        if name in ("POP_TOP", "POP_EXCEPT", "POP_ITER", "END_FOR") and (name != "POP_EXCEPT" or NEW):
             pop()
         elif name == "KW_NAMES":
             self.keywords = argument if isinstance(argument, tuple) else self.code.co_consts[raw]
@@ -190,7 +177,7 @@ class _Interpreter:
             constants = isinstance(argument, tuple) and all(
                 isinstance(n, str | int | float | None.__class__) for n in argument
             )
-            stack.append(frozenset((("const", argument),)) if plain or constants else _NOTHING)
+            stack.append(frozenset((("const", argument),)) if plain or constants else NOTHING)
         elif name.startswith(("LOAD_FAST", "STORE_FAST")):
             names = argument if isinstance(argument, tuple) else (argument,)
             if name == "STORE_FAST_LOAD_FAST":
@@ -203,12 +190,12 @@ class _Interpreter:
                 self._store(names[0], pop())
             else:
                 stack.extend(self._local(each) | {("local", each)} for each in names)
-        elif name in _DEREFS or name == "LOAD_FROM_DICT_OR_DEREF":
+        elif name in DEREFS or name == "LOAD_FROM_DICT_OR_DEREF":
             if name == "LOAD_FROM_DICT_OR_DEREF":
                 pop()
             own = self.locals.get(argument) if argument not in self.code.co_freevars else None
-            cell = self._read("cell", argument) if argument in self.code.co_freevars else _NOTHING
-            stack.append(_joined(cell, own or _NOTHING))
+            cell = self._read("cell", argument) if argument in self.code.co_freevars else NOTHING
+            stack.append(joined(cell, own or NOTHING))
         elif name == "STORE_DEREF":
             if argument in self.code.co_freevars:
                 flow.writes["cell", argument] = None
@@ -218,14 +205,14 @@ class _Interpreter:
         elif name in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"):
             if name == "LOAD_FROM_DICT_OR_GLOBALS":
                 pop()
-            null = name == "LOAD_GLOBAL" and _FLAGGED and raw & 1
-            if null and not _NULL_BEHIND:
-                stack.append(_NULL)
+            null = name == "LOAD_GLOBAL" and FLAGGED and raw & 1
+            if null and not NULL_BEHIND:
+                stack.append(NULL)
             stack.append(
-                _joined(self._read("global", argument), self._local(argument) if name == "LOAD_NAME" else _NOTHING)
+                joined(self._read("global", argument), self._local(argument) if name == "LOAD_NAME" else NOTHING)
             )
-            if null and _NULL_BEHIND:
-                stack.append(_NULL)
+            if null and NULL_BEHIND:
+                stack.append(NULL)
         elif name == "STORE_NAME":
             self._store(argument, pop())
             flow.writes["global", argument] = None
@@ -235,18 +222,20 @@ class _Interpreter:
                 pop()
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             owner = pop()
-            found = _joined(self._of("attr", owner, argument), frozenset((("result", each.offset),)))
-            if name == "LOAD_METHOD" or (_NEW_ATTR and raw & 1):
-                stack += [_NULL, found] if not _NULL_BEHIND else [found, _NULL]
+            found = joined(self._of("attr", owner, argument), frozenset((("result", each.offset),)))
+            if argument == "__self__":  # of a bound method: what it was looked up in
+                found = joined(found, frozenset(source[1] for source in owner if source[0] == "attr"))
+            if name == "LOAD_METHOD" or (NEW_ATTR and raw & 1):
+                stack += [NULL, found] if not NULL_BEHIND else [found, NULL]
             else:
                 stack.append(found)
         elif name in ("LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "LOAD_ZERO_SUPER_ATTR", "LOAD_ZERO_SUPER_METHOD"):
             pop(), pop(), pop()
-            found = _joined(self._read("super", argument), frozenset((("result", each.offset),)))
+            found = joined(self._read("super", argument), frozenset((("result", each.offset),)))
             if name == "LOAD_SUPER_ATTR" and not raw & 1:
                 stack.append(found)
             else:
-                stack += [_NULL, found] if not _NULL_BEHIND else [found, _NULL]
+                stack += [NULL, found] if not NULL_BEHIND else [found, NULL]
         elif name in ("STORE_ATTR", "DELETE_ATTR"):
             owner = pop()
             if name == "STORE_ATTR":
@@ -255,9 +244,11 @@ class _Interpreter:
                 flow.writes["attr", source, argument] = None
         elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and argument_is_subscript(each)):
             key, owner = pop(), pop()
+            flow.operators.add("__getitem__")
             stack.append(self._item(owner, key, each.offset))
         elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
             key, owner = pop(), pop()
+            flow.operators.add("__setitem__")
             if name == "STORE_SUBSCR":
                 pop()
             for source in owner:
@@ -266,53 +257,70 @@ class _Interpreter:
             pop(), pop()
             owner = pop()
             self._whole(owner)
-            stack.append(_joined(self._each(owner), frozenset((("result", each.offset),))))
+            stack.append(joined(self._each(owner), frozenset((("result", each.offset),))))
         elif name == "STORE_SLICE":
             pop(), pop()
             for source in pop():
-                flow.writes["item", source, _NOWHERE] = None
+                flow.writes["item", source, NOWHERE] = None
             pop()
         elif name == "BINARY_OP" or name.startswith(("BINARY_", "INPLACE_")):
-            right, left = pop(), pop()
-            self._whole(_joined(left, right))
+            right, left = pop(raw=True), pop(raw=True)
+            made = computed(str(each.argrepr).rstrip("="), left, right)
+            right, left = without_locals(right), without_locals(left)
+            self._whole(joined(left, right))
             self._operator(each, name)
             parts = [self._parts(value) for value in (left, right) if str(each.argrepr).startswith(("+", "|"))]
-            stack.append(_joined(*parts, frozenset((("result", each.offset),))))
+            self.derived[each.offset] = left | right
+            stack.append(joined(*parts, made, frozenset((("result", each.offset),))))
         elif name == "COMPARE_OP":
             right, left = pop(), pop()
-            self._whole(_joined(left, right), compared=True)
+            self._whole(joined(left, right), compared=True)
+            self._compared(left | right)
             symbol = next(
-                (symbol for symbol in sorted(_COMPARES, key=len, reverse=True) if symbol in str(each.argrepr)), None
+                (symbol for symbol in sorted(COMPARES, key=len, reverse=True) if symbol in str(each.argrepr)), None
             )
             if symbol:
-                flow.operators.add(f"__{_COMPARES[symbol]}__")
-            stack.append(_NOTHING)
+                flow.operators.add(f"__{COMPARES[symbol]}__")
+            stack.append(NOTHING)
         elif name == "IS_OP":
             right, left = pop(), pop()
             if not any(source[0] == "const" for source in (*left, *right)):  # ``is None`` asks for no object
                 flow.identities.update((source, None) for source in (*left, *right))
-            stack.append(_NOTHING)
+            stack.append(NOTHING)
         elif name == "CONTAINS_OP":
             container, key = pop(), pop()
+            flow.iterated.update((source, None) for source in container if source[0] not in NO_PLACES)
             for source in container:
                 for which in key:
                     if which[0] == "const" and source[0] not in ("null", "unknown"):
                         flow.reads["in", source, which] = None
                     else:
                         self._whole(frozenset((source,)))
-            stack.append(_NOTHING)
+            stack.append(NOTHING)
         elif name.startswith("UNARY_") or name in ("TO_BOOL", "GET_LEN"):
             value = stack[-1] if name == "GET_LEN" and stack else pop()
             self._whole(value)
             if name.startswith("UNARY_") and name != "UNARY_NOT":
                 flow.operators.add({"UNARY_NEGATIVE": "__neg__", "UNARY_POSITIVE": "__pos__"}.get(name, "__invert__"))
-            stack.append(value if name == "TO_BOOL" else _NOTHING)
+            stack.append(value if name == "TO_BOOL" else NOTHING)
+        elif name == "RAISE_VARARGS":
+            raised = [pop() for _ in range(raw)]
+            flow.relations[each.offset] = NOTHING, joined(*raised)
+        elif name in ("CHECK_EXC_MATCH", "MATCH_CLASS"):
+            names = pop() if name == "MATCH_CLASS" else NOTHING
+            kinds = pop()
+            value = pop() if name == "MATCH_CLASS" else stack[-1] if stack else NOWHERE
+            flow.relations[each.offset] = value, kinds
+            parts = [part for source in names if source[0] == "const" for part in source[1] or ()]
+            found = [self._of("attr", value, part) for part in parts]
+            found += [self._each(value)] if raw and name == "MATCH_CLASS" else []
+            stack.append(frozenset(("held", part) for one in found for part in one) | NOTHING)
         elif name in ("GET_ITER", "GET_YIELD_FROM_ITER"):
             value = pop()
             self._iterated(value)
-            stack.append(_joined(value, frozenset((("result", each.offset),))))
+            stack.append(joined(value, frozenset((("result", each.offset),))))
         elif name == "FOR_ITER":
-            stack.append(_joined(self._each(stack[-1] if stack else _NOWHERE), frozenset((("result", each.offset),))))
+            stack.append(joined(self._each(stack[-1] if stack else NOWHERE), frozenset((("result", each.offset),))))
         elif name in ("UNPACK_SEQUENCE", "UNPACK_EX"):
             value = pop()
             self._iterated(value)
@@ -320,87 +328,94 @@ class _Interpreter:
             known = [self._item(value, frozenset((("const", place),)), None) for place in range(parts)]
             several = name == "UNPACK_EX"
             stack += [self._each(value) if several else part for part in reversed(known)]
-        elif name in _BUILDS:
+        elif name in BUILDS:
             parts = [pop() for _ in range(raw)]
             stack.append(
-                _joined(
+                joined(
                     frozenset((("made",),)),
                     *(frozenset(("held", p) for p in part if p[0] != "const") for part in parts),
                 )
                 if parts
-                else _NOTHING
+                else NOTHING
             )
         elif name in ("BUILD_MAP", "BUILD_CONST_KEY_MAP"):
             parts = [pop() for _ in range(2 * raw if name == "BUILD_MAP" else raw + 1)]
             stack.append(
-                _joined(*(frozenset(("held", p) for p in part if p[0] != "const") for part in parts))
+                joined(*(frozenset(("held", p) for p in part if p[0] != "const") for part in parts))
                 if parts
-                else _NOTHING
+                else NOTHING
             )
-        elif name in _JOINS:
+        elif name in JOINS:
             value = pop()
             extends = name not in ("LIST_APPEND", "SET_ADD")
             if extends:
                 self._iterated(value)
             held = value if extends else frozenset(("held", p) for p in value if p[0] != "const")
             if len(stack) >= raw > 0:
-                stack[-raw] = _joined(stack[-raw], held)
+                stack[-raw] = joined(stack[-raw], held)
         elif name == "MAP_ADD":
             value, _ = pop(), pop()
             if len(stack) >= raw > 0:
-                stack[-raw] = _joined(stack[-raw], frozenset(("held", p) for p in value if p[0] != "const"))
+                stack[-raw] = joined(stack[-raw], frozenset(("held", p) for p in value if p[0] != "const"))
         elif name == "LIST_TO_TUPLE":
             pass
         elif name == "COPY":
-            stack.append(stack[-raw] if len(stack) >= raw else _NOWHERE)
+            stack.append(stack[-raw] if len(stack) >= raw else NOWHERE)
         elif name == "SWAP":
             if len(stack) >= raw:
                 stack[-1], stack[-raw] = stack[-raw], stack[-1]
         elif name == "PUSH_NULL":
-            stack.append(_NULL)
+            stack.append(NULL)
         elif name in ("CALL", "CALL_KW", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_KW"):
             self._call(each, name, raw, stack, pop)
         elif name == "CALL_FUNCTION_EX":
-            keywords = pop() if raw & 1 or _NULL_BEHIND else _NOTHING
+            keywords = pop() if raw & 1 or NULL_BEHIND else NOTHING
             args, function = pop(), pop()
-            if _NULL_BEHIND and function == _NULL:
+            if NULL_BEHIND and function == NULL:
                 function = pop()
             elif sys.version_info >= (3, 11):
                 pop()
-            self._whole(_joined(args, keywords))
+            self._whole(joined(args, keywords))
             flow.calls[each.offset] = Call(function, None)
-            spread = _joined(self._each(args), self._each(keywords))
+            spread = joined(self._each(args), self._each(keywords))
             for source in spread:
                 flow.wholes.setdefault(("passed", source, each.offset), False)
             stack.append(frozenset((("result", each.offset),)))
         elif name in ("BEFORE_WITH", "SETUP_WITH", "BEFORE_ASYNC_WITH"):
             manager = pop()
-            self._whole(manager)
+            self._whole(manager)  # a lock, before it is held
             self._of("attr", manager, "__enter__")
             self._of("attr", manager, "__exit__")
-            stack += [_NOTHING, _joined(frozenset((("result", each.offset),)), manager)]
+            stack += [NOTHING, joined(frozenset((("result", each.offset),)), manager)]
         elif name == "IMPORT_NAME":
             names, level = pop(), pop()
             levels = [source[1] for source in level if source[0] == "const"]
             stack.append(self._read("import", argument, levels[0] if levels else 0, ("const", None) not in names))
         elif name == "IMPORT_FROM":
-            found = self._of("attr", stack[-1] if stack else _NOWHERE, argument)
-            stack.append(_joined(found, frozenset((("result", each.offset),))))
+            found = self._of("attr", stack[-1] if stack else NOWHERE, argument)
+            stack.append(joined(found, frozenset((("result", each.offset),))))
         elif name in ("BUILD_STRING", "BUILD_SLICE"):
             for _ in range(raw):
                 self._whole(pop())
-            stack.append(_NOTHING)
+            stack.append(NOTHING)
         elif name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "CONVERT_VALUE", "FORMAT_WITH_SPEC"):
             if (name == "FORMAT_VALUE" and raw & 4) or name == "FORMAT_WITH_SPEC":
                 pop()
             self._whole(pop())
-            stack.append(_NOTHING)
+            stack.append(NOTHING)
         elif name == "POP_JUMP_IF_NONE" or name == "POP_JUMP_IF_NOT_NONE" or name.endswith("_IF_NONE"):
             pop()
         elif name.startswith(("POP_JUMP", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP")):
             self._whole(pop())
         else:
             self._other(each, stack, pop)
+
+    def _compared(self, value: frozenset) -> None:
+        """Notes results that decide something, and what they were computed of."""
+        for source in value - self.flow.compared:
+            if source[0] == "result":
+                self.flow.compared.add(source)
+                self._compared(self.derived.get(source[1], NOTHING))
 
     def _item(self, owner: frozenset, key: frozenset, offset: int | None) -> frozenset:
         found = set() if offset is None else {("result", offset)}
@@ -411,13 +426,13 @@ class _Interpreter:
             for which in key or (UNKNOWN,):
                 known = which[0] in ("const", "arg", "global", "attr", "cell", "item", "result", "called")
                 made = ("item", source, which) if known else ("each", source)
-                if _deep(made) > _MOST_DEEP:
+                if deep(made) > MOST_DEEP:
                     found.add(UNKNOWN)
                 else:
                     self.flow.by_results |= which[0] in ("result", "called")
                     self.flow.reads[made] = None
                     found.add(made)
-        return _joined(frozenset(found))
+        return joined(frozenset(found))
 
     def _each(self, value: frozenset) -> frozenset:
         return self._of("each", frozenset(source for source in value if source[0] not in ("const", "made")))
@@ -431,11 +446,11 @@ class _Interpreter:
     def _operator(self, each: Any, name: str) -> None:
         if name == "BINARY_OP":
             symbol = str(each.argrepr)
-            operator = _SYMBOLS.get(symbol.rstrip("=") if symbol not in _SYMBOLS else symbol)
+            operator = SYMBOLS.get(symbol.rstrip("=") if symbol not in SYMBOLS else symbol)
             inplace = symbol.endswith("=")
         else:
             word = name.partition("_")[2]
-            operator, inplace = _OLD_OPERATOR.get(word, word.lower()), name.startswith("INPLACE")
+            operator, inplace = OLD_OPERATOR.get(word, word.lower()), name.startswith("INPLACE")
         if operator:
             self.flow.operators |= {f"__{operator}__", f"__r{operator}__"} | (
                 {f"__i{operator}__"} if inplace else set()
@@ -450,9 +465,9 @@ class _Interpreter:
             keywords, self.keywords = self.keywords, ()
         args = [pop(raw=True) for _ in range(count)][::-1]
         one = pop()
-        other = _NULL if name in ("CALL_FUNCTION", "CALL_FUNCTION_KW") else pop()
+        other = NULL if name in ("CALL_FUNCTION", "CALL_FUNCTION_KW") else pop()
         # either NULL and a function, or a method and its object; both orders occur
-        function = _joined(one, other) - _NULL
+        function = joined(one, other) - NULL
         positional = args[: len(args) - len(keywords)]
         made = Call(function, tuple(positional), tuple(zip(keywords, args[len(positional) :], strict=True)))
         self.flow.calls[each.offset] = made
@@ -472,23 +487,4 @@ class _Interpreter:
             self._whole(pop())
         if effect == 0 and stack and each.opname.startswith(("ROT_", "MATCH_", "SET_FUNCTION_ATTRIBUTE")):
             return
-        stack.extend([_NOTHING] * max(0, effect))
-
-
-def argument_is_subscript(each: Any) -> bool:
-    """Whether a binary operator is ``a[b]``, as it is from Python 3.14 on."""
-    return str(each.argrepr) == "[]"
-
-
-def _handlers(code: CodeType, instructions: list[Any]) -> Iterator[tuple[int, int]]:
-    """The beginnings of exception handlers and the height of the stack there."""
-    entries = getattr(dis.Bytecode(code), "exception_entries", ()) if sys.version_info >= (3, 11) else ()
-    for entry in entries:
-        yield entry.target, entry.depth + bool(entry.lasti) + 1
-
-
-_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
-_NEW = sys.version_info >= (3, 11)
-_FLAGGED = sys.version_info >= (3, 11)
-_NEW_ATTR = sys.version_info >= (3, 12)
-_NULL_BEHIND = sys.version_info >= (3, 13)
+        stack.extend([NOTHING] * max(0, effect))

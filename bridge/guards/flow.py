@@ -54,6 +54,8 @@ class Flow:
         loose: names of attributes that are read of values from nowhere known.
         identities: sources that are compared by ``is``.
         iterated: sources whose next values are taken, if they are iterators.
+        relations: values and the classes that ``match`` and ``except`` compare them with.
+        compared: results of calls and operators that are compared.
         offsets: of its instructions.
         by_results: whether an entry is looked up by a key that another function gives.
     """
@@ -66,6 +68,8 @@ class Flow:
     loose: set[str] = field(default_factory=set)
     identities: dict[Source, None] = field(default_factory=dict)
     iterated: dict[Source, None] = field(default_factory=dict)
+    compared: set[Source] = field(default_factory=set)
+    relations: dict[int, tuple[frozenset, frozenset]] = field(default_factory=dict)
     by_results: bool = False
     offsets: Sequence[int] = ()
     _about: dict[int, Flow] = field(default_factory=dict)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import decimal
 import gc
+import re
 import sys
 import types
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -18,16 +20,21 @@ from typing import Any
 import torch
 
 __all__ = [
-    "ASKED",
+    "CHANGES_FILES",
+    "CLOCKS",
     "CONTAINERS",
-    "HIDDEN",
     "PLAIN",
+    "RAISING_WARNINGS",
     "answer_of",
     "contents_of",
     "effect_of",
     "effect_of_function",
+    "implicit_of",
     "is_a",
+    "is_asked",
     "is_iterator",
+    "is_key",
+    "key_of",
     "parts_of",
     "put_back",
 ]
@@ -46,6 +53,8 @@ _SHOWN = (types.MappingProxyType, *(type(view({})) for view in (dict.keys, dict.
 _FILES = "writes to or reads from a file or a data base that lies outside of the call; a compiled call does not"
 _QUEUES = "puts something into a queue or takes something out of it; a compiled call does not"
 _STREAMS = "moves a stream or a digest that lies outside of the call on; a compiled call does not"
+_STORES = "reads or writes a store of several processes; a compiled call does not"
+_MOVES = "moves a generator or changes an object that lies outside of the call; a compiled call does not"
 _OUTSIDE = "do it outside of forward"
 _EFFECTS: dict[tuple[str, str], tuple[str, str]] = {
     ("sqlite3", "execute executemany executescript commit rollback fetchone fetchall fetchmany"): (_FILES, _OUTSIDE),
@@ -56,6 +65,8 @@ _EFFECTS: dict[tuple[str, str], tuple[str, str]] = {
     ("_hashlib", "update"): (_STREAMS, _OUTSIDE),
     ("_socket", "send sendall sendto recv recv_into recvfrom"): (_FILES, _OUTSIDE),
     ("_multiprocessing", "send recv send_bytes recv_bytes"): (_QUEUES, _OUTSIDE),
+    ("builtins", "send throw close add_note with_traceback"): (_MOVES, _OUTSIDE),
+    ("torch.distributed.distributed_c10d", "set add get wait delete_key append num_keys"): (_STORES, _OUTSIDE),
 }
 _BY_MODULE = {module: (frozenset(names.split()), told) for (module, names), told in _EFFECTS.items()}
 _IN_MEMORY = ("StringIO", "BytesIO")
@@ -80,23 +91,43 @@ def effect_of(owner: Any, name: str) -> tuple[str, str] | None:
 
 
 _PROCESS = "changes files, the process or another one; a compiled call does not"
-_OF_THE_PROCESS = frozenset(
-    "mkdir rmdir remove unlink rename replace write system chdir putenv unsetenv kill truncate ftruncate symlink link "
-    "fork forkpty posix_spawn execv execve umask".split()
-)
+_CHANGING = {
+    "sys": "excepthook displayhook",
+    "gc": "enable disable freeze unfreeze",
+    "posix": "umask write nice dup2 lockf fchmod fchown posix_fallocate sendfile setuid setgid setsid",
+    "_signal": "signal alarm raise_signal pause",
+    "_thread": "start_new_thread start_joinable_thread stack_size",
+    "time": "tzset",
+    "atexit": "register unregister",
+    "_csv": "register_dialect unregister_dialect field_size_limit",
+    "faulthandler": "enable disable register",
+    "_tracemalloc": "start stop",
+    "fcntl": "fcntl ioctl flock lockf",
+    "_codecs": "register unregister register_error",
+    "_locale": "textdomain bindtextdomain",
+}
+"""Functions in C that change the process, by module, beside those that begin with ``set``: what Python audits is none
+of them (:mod:`bridge.guards.audited`)."""
 
 
-def effect_of_function(module: str, name: str, mode: str = "r", stream: Any = None) -> tuple[str, str] | None:
+CHANGES_FILES = _PROCESS, _OUTSIDE
+
+
+def effect_of_function(module: str, name: str, arguments: int, stream: Any = None) -> tuple[str, str] | None:
     """Likewise of a function in C.
 
     Args:
-        mode: in which ``open`` opens a file.
+        arguments: how many are given.
         stream: what ``print`` is told to write to.
     """
-    if module in ("posix", "nt") and name in _OF_THE_PROCESS:
-        return _PROCESS, _OUTSIDE
-    if module in ("_io", "io") and name == "open" and set(mode) & set("wax+"):
-        return _FILES, _OUTSIDE
+    if (module, name) == ("_locale", "setlocale"):
+        return CHANGES_FILES if arguments > 1 else None
+    if module == "_csv" and name == "field_size_limit" and not arguments:
+        return None
+    if name in ("setprofile", "settrace"):
+        return None
+    if module in _CHANGING and (name.startswith(("set_", "set", "sched_set")) or name in _CHANGING[module].split()):
+        return CHANGES_FILES
     if name == "print" and stream not in (None, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         return _FILES, _OUTSIDE
     return None
@@ -170,12 +201,17 @@ def _pointed(value: Any) -> Any:
 
 def _precision(value: Any) -> Any:
     """A context of decimals, without the flags that each operator sets."""
-    return [getattr(value, name) for name in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")]
+    traps = [kind.__name__ for kind, raises in value.traps.items() if raises]
+    return [*(getattr(value, name) for name in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")), *traps]
 
 
 def _write_memory(value: Any, contents: Any) -> None:
     ctypes = sys.modules["ctypes"]
     ctypes.memmove(ctypes.addressof(value), contents, len(contents))
+
+
+def _write_lock(value: Any, held: bool) -> None:
+    value.acquire(False) if held else value.release()
 
 
 def _stored(kind: type) -> Any:
@@ -188,6 +224,7 @@ _numpys = (
     lambda value, state: setattr(getattr(value, "bit_generator", None) or value._bit_generator, "state", state),
 )
 _memory = (bytes, _write_memory)
+_FUTURES = ("Future", "Task")
 _ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], None] | None]] = {
     ("collections", "OrderedDict"): (lambda value: list(OrderedDict.items(value)), _write_dict),
     ("builtins", "dict"): (lambda value: list(dict.items(value)), _write_dict),
@@ -218,6 +255,16 @@ _ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], No
     ("_ctypes", "Union"): _memory,
     ("_ctypes", "_Pointer"): (_pointed, None),
     ("_thread", "RLock"): (repr, None),
+    ("_thread", "lock"): (lambda value: value.locked(), _write_lock),
+    ("_queue", "SimpleQueue"): (lambda value: value.qsize(), None),
+    ("_hashlib", "HASH"): (lambda value: value.digest(), None),
+    **{("_asyncio", each): (lambda value: [value.done(), value._result, value._exception], None) for each in _FUTURES},
+    ("numpy", "flatiter"): (lambda value: [value.index, value.base.tobytes()], None),
+    ("numpy", "nditer"): (lambda value: [each.tobytes() for each in value.operands], None),
+    ("torch._C", "StorageBase"): (lambda value: [value.data_ptr(), bytes(value.tolist())], None),
+    ("torch._C", "Future"): (lambda value: value.done(), None),
+    ("itertools", "count"): (repr, None),
+    ("builtins", "BaseException"): (lambda value: list(value.args), None),
     ("numpy._core.multiarray", "flagsobj"): (str, None),
     ("decimal", "Context"): (_precision, None),
     ("functools", "partial"): (lambda value: [value.func, *value.args, *value.keywords.items()], None),
@@ -275,28 +322,66 @@ def parts_of(value: Any) -> list[Any]:
 
 
 _ASKED = """
-posix getcwd|posix getcwdb|posix stat|posix lstat|posix access|posix listdir|posix getpid|posix getppid
-nt getcwd|nt stat|_signal getsignal|signal getsignal|_locale localeconv|_locale setlocale|locale localeconv
-decimal getcontext|_decimal getcontext|gc isenabled|gc get_threshold|gc get_count|sys getrecursionlimit
-sys getswitchinterval|sys gettrace|sys getdefaultencoding|_thread get_ident|_thread get_native_id
-ContextVar get|_lru_cache_wrapper cache_info|_contextvars copy_context|lock locked|type __subclasses__|numpy geterr
-numpy.core.umath geterrobj|SimpleQueue qsize|SimpleQueue empty|SemLock _is_zero|SemLock _count|SemLock _is_mine
-SemLock _get_value|_weakref getweakrefcount|sys getrefcount|Token old_value
-numpy._core._multiarray_umath _get_extobj_dict|Generator initial_seed|torch._C get_num_threads|torch get_num_threads
-torch._C get_num_interop_threads|torch get_num_interop_threads|torch._C _get_deterministic_algorithms
-torch._C _get_deterministic_algorithms_warn_only|torch._C _get_float32_matmul_precision|torch._C get_default_dtype
-torch get_default_dtype|torch._C _get_cudnn_enabled|torch._C _get_cudnn_benchmark|torch._C _get_cudnn_deterministic
-torch._C _get_mkldnn_enabled|torch._C _get_flash_sdp_enabled|torch._C _get_math_sdp_enabled|torch is_anomaly_enabled
-torch._C _get_mem_efficient_sdp_enabled|torch._C _get_cudnn_sdp_enabled|torch._C _get_cublas_allow_tf32
-torch._C is_anomaly_enabled|torch._C is_anomaly_check_nan_enabled|torch is_anomaly_check_nan_enabled
-torch._C _get_cudnn_allow_tf32|torch._C _cuda_getDeviceCount|torch._C _get_default_device
+posix stat|posix lstat|posix access|posix readlink|posix sched_getaffinity|posix isatty|sys getsizeof|sys getrefcount
+_decimal getcontext|decimal getcontext|_lru_cache_wrapper cache_info|_contextvars copy_context|ContextVar get
+type __subclasses__|type mro|_locale setlocale|_locale localeconv|_csv field_size_limit|_csv list_dialects
+atexit _ncallbacks|_codecs lookup|_warnings _filters_mutated|Generator initial_seed
+RandomState get_state|time localtime|time ctime|_imp lock_held|numpy geterr
+numpy._core._multiarray_umath _get_extobj_dict|lock locked|Context get|Context keys|Context values|Context items
+Context copy|datetime fromtimestamp|date fromtimestamp|numpy.core.umath getbufsize|_weakref getweakrefcount
+_weakref getweakrefs|torch._C _check_sparse_tensor_invariants|_abc get_cache_token|gc get_referents|_thread _count
+SimpleQueue qsize|SimpleQueue empty|SemLock _is_zero|SemLock _count|SemLock _is_mine|SemLock _get_value
+Token old_value|numpy.core.umath geterrobj
 """
 ASKED: frozenset[tuple[str, str]] = frozenset(
     tuple(each.split()) for line in _ASKED.split("\n") for each in line.split("|") if each
 )
 """Functions in C that tell hidden state, by module or type, and name: cheap and free of effects."""
-HIDDEN: dict[tuple[str, str], Callable[[], Any]] = {("decimal", "Decimal"): decimal.getcontext}
-"""Types whose operators depend on hidden state: what tells it."""
+_TELLS = re.compile(r"_*(get|is|are|has|cuda_get|current)_?.*|.*_enabled|.*_allowed")
+_STATE = ("posix", "nt", "sys", "gc", "_locale", "_signal", "_thread", "_socket", "resource", "_tracemalloc", "torch")
+_STATE += ("faulthandler", "_asyncio", "_csv")
+_OF_CALLS = re.compile(r"_?is_grad_enabled|is_inference_mode_enabled|_getframe|getallocatedblocks|_?get_tracing_state")
+_OF_CALLS_IN_C = ("get_objects", "get_referrers", "get_count", "get_stats", "getrandom", "getloadavg", "getrusage")
+
+
+def is_asked(module: str, name: str) -> bool:
+    """Whether a function in C tells hidden state: it is listed, or a getter in a module that has state.
+
+    Modes of the call (grad mode) have conditions of their own.
+    """
+    if (module, name) in ASKED:
+        return True
+    known = module in _STATE or module.startswith("torch")
+    return known and bool(_TELLS.fullmatch(name)) and not _OF_CALLS.fullmatch(name) and name not in _OF_CALLS_IN_C
+
+
+CLOCKS = frozenset(
+    f"{name}{unit}"
+    for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
+    for unit in ("", "_ns")
+)
+"""Functions of ``time`` that tell the time: asked where it is compared, since nothing else of it decides anything."""
+
+
+def _raising_warnings() -> tuple[Any, ...]:
+    return tuple(map(str, (each for each in warnings.filters if each[0] == "error")))
+
+
+def _numpy_errors() -> Any:
+    return sys.modules["numpy"].geterr()
+
+
+def implicit_of(value: Any) -> tuple[Callable[[], Any], str] | None:
+    """What the results of a module or an object depend on that no argument holds: who tells it, and what it is."""
+    module = value.__name__ if is_a(value, types.ModuleType) else type(value).__module__
+    if module in ("decimal", "_decimal", "_pydecimal") or (is_a(value, type) and value.__module__ == "decimal"):
+        return decimal.getcontext, "the decimal context"
+    if module == "numpy":
+        return _numpy_errors, "what NumPy does at errors"
+    return None
+
+
+RAISING_WARNINGS = _raising_warnings, "which warnings raise"
 
 
 def answer_of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -315,3 +400,16 @@ def answer_of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any])
     if kind.__name__ == "Context":
         return [each for pair in sorted(found.items(), key=lambda pair: pair[0].name) for each in pair]
     return found
+
+
+def is_key(key: Any) -> bool:
+    """Whether a key can be looked for, with none of the user's code."""
+    if is_a(key, tuple):
+        return all(map(is_key, key))
+    if type(key).__hash__ is None:
+        return False
+    return type(key) in PLAIN or type(key).__hash__ is object.__hash__ or is_a(key, type | str | int)
+
+
+def key_of(value: Any) -> Any:
+    return (type(value), value) if type(value) in PLAIN else id(value)

@@ -12,69 +12,40 @@ from typing import Any
 
 from bridge.base.errors import TORCH_DIR
 
-__all__ = ["ASKED_PYTHON", "LIBRARY", "LOOKING", "OPAQUE", "OWN", "PACKAGES", "is_machinery"]
+__all__ = ["ASKED_PYTHON", "CALLED", "CALLING", "CHANGING_PYTHON", "LIBRARY", "LOOKING", "OWN", "is_machinery"]
 
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TORCHS = ("_ops.py", "overrides.py", "_library", "_subclasses", "fx", "_prims", "_prims_common", "_refs", "_decomp")
-_TORCHS += ("_meta_registrations.py", "_guards.py", "_higher_order_ops", "_functorch", "_dispatch")
-_TORCHS += ("_jit_internal.py", "_logging")
-_TORCHS += ("utils/_python_dispatch.py", "utils/_pytree.py", "utils/_contextlib.py", "utils/_config_module.py")
-_TORCHS += ("utils/_device.py", "utils/_cxx_pytree.py", "_compile.py", "_dynamo", "_inductor", "_C", "utils/_stats.py")
-_TORCHS += ("autograd", "jit", "_export", "export", "_weights_only_unpickler.py", "storage.py", "types.py")
-_TORCHS += (
-    "nn/modules/module.py",
-    "_linalg_utils.py",
-    "_classes.py",
-    "_vmap_internals.py",
-    "hub.py",
-    "package",
-    "utils/_typing_utils.py",
-)
+_TORCHS = """
+_ops.py overrides.py _library _subclasses fx _prims _prims_common _refs _decomp _meta_registrations.py _guards.py
+_higher_order_ops _functorch _dispatch _jit_internal.py _logging utils/_python_dispatch.py utils/_pytree.py
+utils/_contextlib.py utils/_device.py utils/_cxx_pytree.py utils/_stats.py _compile.py _dynamo _inductor _C autograd jit
+_export export nn/modules/module.py _classes.py _vmap_internals.py package
+""".split()
 LIBRARY = os.path.dirname(os.__file__) + os.sep
-_PROCESSES = ("util.py", "context.py", "synchronize.py", "process.py", "popen", "resource")
-_LOCKS = tuple(os.path.join("multiprocessing", each) for each in _PROCESSES)
-_PYTHONS = (
-    "logging",
-    "warnings.py",
-    "importlib",
-    "re",
-    "sre_",
-    "inspect.py",
-    "linecache.py",
-    "traceback.py",
-    "tokenize",
+_PYTHONS = "logging warnings.py tempfile.py importlib abc.py typing.py re/ sre_".split()
+_PYTHONS += "inspect.py linecache.py traceback.py tokenize".split()
+_PROCESSES = "util.py context.py synchronize.py process.py popen resource".split()
+_PYTHONS += [f"multiprocessing/{each}" for each in _PROCESSES]
+CALLED = tuple(os.path.join(TORCH_DIR, each) for each in ("utils/_config_module.py", "hub.py", "storage.py"))
+"""Of torch's files: these are machinery where machinery calls them, as Python's library is."""
+CALLING = tuple(
+    os.path.join(TORCH_DIR, each) for each in ("nn/modules/module.py", "autograd", "utils/_contextlib.py", "utils/_py")
 )
-_PYTHONS += (
-    "typing.py",
-    "abc.py",
-    "_collections_abc.py",
-    "dis.py",
-    "ast.py",
-    "tempfile.py",
-    "threading.py",
-    *_LOCKS,
-)
+"""Of torch's machinery: what calls functions of the user's."""
 _UNREAD = (
     *(os.path.join(TORCH_DIR, each) for each in _TORCHS),
     *(LIBRARY + each for each in _PYTHONS),
     OWN,
     "<frozen importlib",
+    "<frozen abc>",
     "<frozen zipimport",
-    "<frozen abc",
-    "<frozen _collections_abc",
 )
-OPAQUE = (
-    *(LIBRARY + each for each in ("threading.py", "logging", "tempfile.py", "warnings.py", *_LOCKS)),
-    *(LIBRARY + each for each in ("inspect.py", "traceback.py")),
-    *(os.path.join(TORCH_DIR, each) for each in ("_dynamo", "_inductor", "_functorch", "_export", "_higher_order_ops")),
-    *(os.path.join(TORCH_DIR, each) for each in ("_ops.py", "overrides.py", "utils/_python_dispatch.py")),
-)
-"""Of these also what they call in Python's library is machinery."""
 ASKED_PYTHON = frozenset(
     [
         (LIBRARY + os.path.join("logging", "__init__.py"), name)
-        for name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers")
+        for name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers", "getLevelName")
     ]
+    + [(LIBRARY + os.path.join("multiprocessing", "context.py"), "get_start_method")]
     + [(LIBRARY + os.path.join("importlib", "util.py"), "find_spec"), ("<frozen importlib.util>", "find_spec")]
     + [(LIBRARY + "threading.py", name) for name in "current_thread main_thread active_count get_ident is_set".split()]
     + [(LIBRARY + os.path.join("multiprocessing", "synchronize.py"), name) for name in ("is_set", "get_value")]
@@ -83,7 +54,11 @@ LOOKING = (LIBRARY + "inspect.py", LIBRARY + "typing.py")
 """What these are given they look into."""
 
 
-PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton", "filelock"))
+CHANGING_PYTHON = frozenset(
+    (LIBRARY + os.path.join("logging", "__init__.py"), name)
+    for name in "addHandler removeHandler setLevel addFilter removeFilter disable basicConfig captureWarnings".split()
+)
+_PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton", "filelock"))
 """Packages that torch's machinery calls: progress bars, the compiler of kernels and locks of its files."""
 _REFERENCES = ("weakref.py", "_weakrefset.py")
 """Where callbacks of references are from, which run whenever something dies."""
@@ -93,7 +68,7 @@ _FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values(
 def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:
     """Whether what a function's code reads is none of forward's; ``namespace``: its globals."""
     if (
-        any(each in code.co_filename for each in PACKAGES)
+        any(each in code.co_filename for each in _PACKAGES)
         or code in _FINALIZERS
         or (code.co_name in ("_remove", "remove") and code.co_filename.endswith(_REFERENCES))
     ):

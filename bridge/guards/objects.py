@@ -10,9 +10,10 @@ from weakref import ProxyTypes, ref
 from bridge.guards.kinds import is_a
 from bridge.state import dict_of
 
-__all__ = ["FrameOf", "Instance", "dict_of", "inner_function", "is_alive", "is_changeable", "is_ours"]
+__all__ = ["FrameOf", "Instance", "dict_of", "inner_function", "is_alive", "is_changeable", "is_ours", "names_of"]
 
 _HEAP_TYPE = 1 << 9
+_NOTES = ("__abstractmethods__", "_abc_impl", "__doc__", "__weakref__", "__dict__", "__annotations__")
 
 
 @dataclass(frozen=True)
@@ -57,3 +58,9 @@ def is_ours(value: Any) -> bool:
     return type(value).__module__.startswith("bridge.") or (
         made is not None and str(made.__module__).startswith("bridge.")
     )
+
+
+def names_of(kind: type) -> list[tuple[str, Any]]:
+    """What a class and its bases hold, but for what torch and Python note there."""
+    held = [each for base in kind.__mro__ if is_changeable(base) for each in vars(base).items()]
+    return [each for each in held if each[0] not in _NOTES]

@@ -9,7 +9,9 @@ modules, classes and objects, entries of containers.
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,14 +22,25 @@ import torch
 from torch import nn
 
 from bridge.base.errors import TORCH_DIR
+from bridge.guards.audited import OPENS, audited, changes_files, entries_of, file_state
 from bridge.guards.calls import _MOST_RESULTS, Calls
 from bridge.guards.dataflow import flow_of
 from bridge.guards.flow import Flow
-from bridge.guards.kinds import PLAIN, is_a
-from bridge.guards.machinery import ASKED_PYTHON, LIBRARY, LOOKING, OPAQUE, OWN, PACKAGES, is_machinery
+from bridge.guards.kinds import CHANGES_FILES, CONTAINERS, PLAIN, is_a
+from bridge.guards.machinery import (
+    ASKED_PYTHON,
+    CALLED,
+    CALLING,
+    CHANGING_PYTHON,
+    LIBRARY,
+    LOOKING,
+    OWN,
+    is_machinery,
+)
 from bridge.guards.objects import Instance, dict_of, inner_function, is_changeable
 from bridge.guards.sources import Frame
-from bridge.guards.watched import ABSENT, Place, class_entry
+from bridge.guards.watched import ABSENT, Name, Place
+from bridge.guards.world import REGISTRIES
 
 __all__ = ["Reads", "profiled"]
 
@@ -43,6 +56,8 @@ class Reads(Calls):
 
     Attributes:
         codes: the code that ran, with its data flow; ``None``: torch's, Python's and this package's machinery.
+        says: what it prints, logs or warns, with the line.
+        identical: what was compared by identity, by id.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -52,11 +67,16 @@ class Reads(Calls):
         self._loose: set[str] = set()
         self._frames: dict[FrameType, Frame] = {}
         self._ours: set[FrameType] = set()
+        self._temporary: set[Any] = set()
+        self.says: dict[str, None] = {}
+        self.identical: dict[int, Any] = {}
+        self._unset: dict[int, int] = {}
+        self._set_at: dict[int, tuple[str, str]] = {}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """While active, notes what code of this thread reads; a profiler of the user's pauses."""
-        with profiled(self.hear):
+        with profiled(self.hear), audited(self.audit):
             yield
         self.finish()
 
@@ -65,6 +85,14 @@ class Reads(Calls):
         self._frames.clear()
         self._ours.clear()
         self.put_back_functions()
+        self._compared_by_identity()
+        for path in self._temporary if self.refused is None else ():
+            os.remove(path)
+            self.refuse(f"open({path!s:.80})", "forward", *CHANGES_FILES)
+        for of, times in self._unset.items():
+            if times > 0 and self.refused is None:
+                what, where = self._set_at[of]
+                self.refuse(f"{what}.set()", where, "sets a context variable; a compiled call does not", "reset it")
         for name in self._loose:  # attributes of values from nowhere known: of all objects that have one of that name
             for value in list(self._known.values()):
                 held = (
@@ -85,6 +113,22 @@ class Reads(Calls):
 
     # Events
 
+    def _compared_by_identity(self) -> None:
+        """Places that hold objects that were compared by identity: what is merely equal makes another condition."""
+        if not self.identical:
+            return
+        for key, item in self.items.items():
+            if is_a(item, Name) and id(self.original(self.first[key])) in self.identical:
+                item.exact = True
+        for module, names in [(each(), names) for each, names in self.modules.values()]:
+            own = module.__dict__
+            for space in (own, *(own[each] for each in REGISTRIES)):
+                for name in names & space.keys():
+                    if id(space[name]) in self.identical:
+                        place = Place("attribute", name, self.place(module).of)
+                        self._note(("name", id(space), name), Name(space, name, place)).exact = True
+        self.identical.clear()
+
     def hear(self, frame: FrameType, event: str, arg: Any) -> None:
         """An event of the interpreter's profiler."""
         code = frame.f_code
@@ -97,8 +141,15 @@ class Reads(Calls):
                 outer = self._frames.get(frame.f_back)
                 if outer is not None and arg is not None and not code.co_filename.startswith(OWN):
                     self._returned(outer, outer.flow.at(frame.f_back.f_lasti), arg)
+            elif event == "call" and code.co_name == "handle" and code.co_filename == logging.__file__:
+                while frame is not None and frame not in self._frames:
+                    frame = frame.f_back
+                if frame is not None:
+                    self.says.setdefault(f"logs at {frame.f_code.co_filename}:{frame.f_lineno}")
             elif event == "call" and frame.f_back in self._frames:
-                if (code.co_filename, code.co_name) in ASKED_PYTHON:
+                if _named(code) in CHANGING_PYTHON:
+                    self.refuse(f"{code.co_name}()", f"{code.co_filename}:{code.co_firstlineno}", *CHANGES_FILES)
+                elif _named(code) in ASKED_PYTHON:
                     self._ask_python(frame, code)
                 elif code.co_filename.startswith(LOOKING):
                     for each in frame.f_locals.values():
@@ -109,6 +160,26 @@ class Reads(Calls):
             self._end(frame, arg)
         elif event == "c_call" and (known := self._frames.get(frame)) is not None:
             self._c_call(frame, known, arg)
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """An event that Python audits: a file is about to be opened, a process started."""
+        frame, temporary = sys._getframe(2), False
+        while frame is not None and frame.f_code.co_filename == tempfile.__file__:
+            frame, temporary = frame.f_back, True
+        if frame not in self._frames:  # machinery's
+            return
+        if temporary and event == OPENS:
+            if not os.path.isdir(args[0]):  # a file without a name
+                self._temporary.add(args[0])
+            return
+        if event == "os.remove" and args and args[0] in self._temporary:
+            self._temporary.discard(args[0])
+            return
+        what = f"{event.rpartition('.')[2]}({args[0] if args else ''!s:.80})"
+        if changes_files(event, args):
+            self.refuse(what, f"{frame.f_code.co_filename}:{frame.f_lineno}", *CHANGES_FILES)
+        if args[0] is not None and not is_a(args[0], int):
+            self.ask(file_state if event == OPENS else entries_of, (args[0],), {}, what)
 
     def _begin(self, frame: FrameType, code: CodeType, flow: Flow) -> None:
         back = frame.f_back
@@ -133,9 +204,8 @@ class Reads(Calls):
         code, name = frame.code, frame.code.co_name
         kind = first.kind if is_a(first, Instance) else type(first)
         for each in (kind, first) if is_a(first, type) else (kind,):
-            raw = class_entry(each, name) if is_changeable(each) else ABSENT
-            if getattr(inner_function(raw), "__code__", None) is code:
-                self.class_name(each, name)
+            for called in _methods(each, code) if is_changeable(each) else ():
+                self.class_name(each, called)
         found = frame.globals.get(name, ABSENT)
         if is_a(found, FunctionType) and found.__code__ is code:
             self.name(frame.globals, name, Place("global", name))
@@ -148,11 +218,12 @@ class Reads(Calls):
             file = back.f_code.co_filename
             if file.startswith(OWN):
                 return not file.endswith(_RUN_FORWARD) and code.co_filename.startswith((LIBRARY, TORCH_DIR))
-            opaque = file.startswith(OPAQUE) or any(each in file for each in PACKAGES)
-            if opaque and code.co_filename.startswith((LIBRARY, "<frozen")):
-                return True
-            if self.codes.get(back.f_code) is not None:
+            flow = self.codes.get(back.f_code)
+            if flow is not None:
                 return False
+            library = code.co_filename.startswith((LIBRARY, "<frozen", *CALLED))
+            if library and back.f_code in self.codes and not file.startswith(CALLING):
+                return True
             back = back.f_back
         return False
 
@@ -170,7 +241,7 @@ class Reads(Calls):
 
     def _returned(self, outer: Frame, place: int, value: Any) -> None:
         """A function in Python has returned."""
-        if is_a(value, logging.Logger | threading.Thread):
+        if is_a(value, logging.Logger | threading.Thread) or type(value).__module__ == "multiprocessing.process":
             self.know(value, Place("logger" if is_a(value, logging.Logger) else "thread", value.name))
         if type(value) in (str, bytes, int):
             known = outer.plain.setdefault(place, [])
@@ -232,6 +303,10 @@ class Reads(Calls):
             self._identity(frame, source)
         for source, compared in flow.wholes.items():
             if source[0] == "passed":
+                if source[1][0] == "attr":  # ``append`` of a list, handed on
+                    for owner in self._values(frame, source[1][1]):
+                        if is_a(owner, CONTAINERS) and callable(getattr(type(owner), source[1][2], None)):
+                            self.whole(owner, frame.where)
                 if source[2] in frame.python:
                     continue
                 source = source[1]
@@ -242,6 +317,8 @@ class Reads(Calls):
                 self._moves(frame, value)
         for write in flow.writes:
             self._write(frame, write)
+        for value, kinds in flow.relations.values():
+            self._related(frame, value, kinds)
         for place, call in flow.calls.items():
             if place not in frame.python and place not in frame.called:
                 for source in call.function:
@@ -260,6 +337,16 @@ class Reads(Calls):
                 self._written(owner, write[2])
             else:
                 self.whole(owner, frame.where)
+
+
+def _methods(kind: type, code: CodeType) -> Iterator[str]:
+    """The names under which a class or its bases hold the function of this code."""
+    for base in kind.__mro__:
+        held = vars(base)
+        names = [code.co_name] if code.co_name in held else held if code.co_name == "<lambda>" else ()
+        for name in names:
+            if getattr(inner_function(held[name]), "__code__", None) is code:
+                yield name
 
 
 @contextmanager
@@ -282,6 +369,10 @@ def _flow(code: CodeType, namespace: dict[str, Any], called: bool) -> Flow | Non
     if is_machinery(code, namespace) or (not code.co_flags & _OPTIMIZED and code.co_name == "<module>" and not called):
         return None
     return flow_of(code)
+
+
+def _named(code: CodeType) -> tuple[str, str]:
+    return code.co_filename, code.co_name
 
 
 def _mentions(code: CodeType, names: Iterable[str]) -> bool:

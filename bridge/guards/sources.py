@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import types
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 from types import FrameType, ModuleType
 from typing import Any
@@ -16,6 +18,8 @@ from bridge.guards.watched import ABSENT, Missing, Place, class_entry
 from bridge.guards.world import World, interesting
 
 __all__ = ["Frame", "Sources"]
+
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "%": operator.mod}
 
 
 class Frame:
@@ -102,9 +106,20 @@ class Sources(World):
                     except (KeyError, IndexError, TypeError):
                         continue
             return found
+        if kind == "op":
+            return self._operated(frame, *source[1:])
         if kind == "result":
             return [*frame.plain.get(source[1], ()), *frame.results.get(source[1], ())]
         return self._values(frame, source)
+
+    def _operated(self, frame: Frame, symbol: str, left: Source, right: Source) -> list[Any]:
+        found, kinds = [], (str, bytes, int, float)
+        for a in self._plain(frame, left):
+            for b in self._plain(frame, right) if type(a) in kinds else ():
+                if type(b) in kinds or (symbol == "%" and type(b) is tuple):
+                    with suppress(TypeError, ValueError):
+                        found.append(_OPERATORS[symbol](a, b))
+        return found
 
     def _values(self, frame: Frame, source: Source) -> list[Any]:
         """The objects that a source may be; what is read on the way is noted."""

@@ -16,12 +16,13 @@ from bridge.guards.watched import ABSENT, alike
 __all__ = ["TensorReads", "asked_of", "is_asked", "told_otherwise"]
 
 _VALUES = ("is_leaf", "_version", "output_nr", "retains_grad", "storage_offset", "data_ptr", "is_shared", "is_pinned")
+_STORAGES = ("untyped_storage", "storage", "_typed_storage", "is_set_to")
 _PRESENT = ("grad", "grad_fn", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def is_asked(name: str) -> bool:
     """Whether an attribute or method of a tensor tells what no other condition is about."""
-    return name in _VALUES or name == "untyped_storage" or name in _PRESENT or not hasattr(torch.Tensor, name)
+    return name in (*_VALUES, *_STORAGES, *_PRESENT, "__dict__") or not hasattr(torch.Tensor, name)
 
 
 def asked_of(tensor: torch.Tensor, name: str) -> Any:
@@ -31,10 +32,12 @@ def asked_of(tensor: torch.Tensor, name: str) -> Any:
     if name in _VALUES:
         found = getattr(tensor, name)
         return found() if callable(found) else found
+    if name == "__dict__":
+        return dict(tensor.__dict__)
+    if name in _STORAGES:
+        return tensor.data_ptr(), tensor.untyped_storage().nbytes()
     if name in _PRESENT:
         return getattr(tensor, name) is not None
-    if name == "untyped_storage":
-        return tensor.untyped_storage().nbytes()
     return tensor.__dict__.get(name, ABSENT)
 
 

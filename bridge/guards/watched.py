@@ -115,7 +115,7 @@ class Name(Watched):
         return entry_of(self.space if self.running is None or not run else self.running, self.name)
 
     def same(self, now: Any, then: Any) -> bool:
-        return now is then if self.exact and not _is_constant(then) else alike(now, then)
+        return now is then if self.exact else alike(now, then)
 
     def write(self, value: Any) -> None:
         if self.running is not None or not is_a(self.space, dict):

@@ -20,15 +20,32 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 
-from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.guards.changes import Changes
-from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_a, is_iterator, parts_of
+from bridge.guards.changes import Changes, reads_later
+from bridge.guards.kinds import (
+    CONTAINERS,
+    PLAIN,
+    contents_of,
+    implicit_of,
+    is_a,
+    is_iterator,
+    is_key,
+    key_of,
+    parts_of,
+)
 from bridge.guards.machinery import is_machinery
-from bridge.guards.objects import FrameOf, Instance, dict_of, inner_function, is_alive, is_changeable, is_ours
+from bridge.guards.objects import (
+    FrameOf,
+    Instance,
+    dict_of,
+    inner_function,
+    is_alive,
+    is_changeable,
+    is_ours,
+    names_of,
+)
 from bridge.guards.tensor_reads import is_asked
 from bridge.guards.watched import (
     ABSENT,
-    Answer,
     Cell,
     Class,
     ClassName,
@@ -71,7 +88,6 @@ class World(Changes):
         identities: whether it was asked if some of them are the same object. ``others``: tensors from elsewhere that
             were compared, by id.
         validates: whether code of ``torch.distributions`` ran, which checks its arguments or does not.
-        refused: what forward was about to do to something outside that cannot be put back.
     """
 
     def __init__(
@@ -90,7 +106,6 @@ class World(Changes):
         self.tensors: dict[tuple[int, str], None] = {}
         self.identities = self.validates = False
         self.others: dict[int, torch.Tensor] = {}
-        self.refused: UnsupportedModule | None = None
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
         self._held: dict[int, dict[str, Any]] = {}
         self.hidden: set[int] = set()
@@ -108,11 +123,15 @@ class World(Changes):
             return
         self._known[id(value)] = value
         self._places.setdefault(id(value), place)
+        if (told := implicit_of(value)) is not None:
+            self.ask(told[0], (), {}, told[1])
         if is_a(value, FunctionType):
             self.function(value, place)
         elif is_a(value, type) and issubclass(value, torch.autograd.Function):
             for name in ("forward", "setup_context", "backward", "jvp", "vmap"):
                 self.class_name(value, name)
+            backward = inner_function(class_entry(value, "backward"))
+            self.later |= {("class", id(value), "backward"), ("code", id(backward))}
         elif is_a(value, types.MethodType):
             self.know(value.__func__, place)
             self.know(value.__self__, place)
@@ -133,12 +152,6 @@ class World(Changes):
     def original(self, value: Any) -> Any:
         return self.originals.get(id(value), value)
 
-    def refuse(self, what: str, where: str, reason: str, hint: str) -> None:
-        """Ends the run before it does what cannot be undone."""
-        if self.refused is None:
-            self.refused = UnsupportedModule("", [Unsupported(what, where, reason, hint)])
-        raise self.refused
-
     # Places
 
     def name(self, space: dict[Any, Any], name: Any, place: Place, running: dict[Any, Any] | None = None) -> Any:
@@ -157,8 +170,8 @@ class World(Changes):
 
     def kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Kept:
         """What a function under ``lru_cache`` keeps for these arguments, which is what eager is given."""
-        named = tuple((name, _key_of(each)) for name, each in kwargs.items())
-        key = "kept", id(function), tuple(map(_key_of, args)), named
+        named = tuple((name, key_of(each)) for name, each in kwargs.items())
+        key = "kept", id(function), tuple(map(key_of, args)), named
         if key not in self.items:
             self.items[key] = Kept(function, args, kwargs, Place("", f"what {function.__name__}() keeps"))
         self.know(self.items[key].read(), self.items[key].place)
@@ -170,6 +183,7 @@ class World(Changes):
             return
         own = self.original(function)
         if ("code", id(own)) in self.items:
+            self._note(("code", id(own)), None)
             return
         self._note(("code", id(own)), Code(own, Place("", f"code of {function.__qualname__}")))
         held = Place("", f"default arguments of {function.__qualname__}")
@@ -235,7 +249,7 @@ class World(Changes):
                 self.class_name(kind, name)
             value = self.name(owner.__dict__, name, Place("global", f"{owner.__name__}.{name}"))
             if value is ABSENT:
-                self.name(owner.__dict__, "__getattr__", Place("global", f"{owner.__name__}.__getattr__"))
+                value = self.name(owner.__dict__, "__getattr__", Place("global", f"{owner.__name__}.__getattr__"))
             return interesting(value)
         if issubclass(kind, type):
             if name in ("__mro__", "__bases__", "__base__"):
@@ -243,6 +257,8 @@ class World(Changes):
                 for each in found if is_a(found, tuple) else (found,):
                     self.know(each, Place("class", each.__name__))
                 return [found]
+            if hasattr(type(class_entry(kind, name)), "__set__") and not is_a(class_entry(kind, name), property):
+                return self._slot(owner, name, place)
             value, of_kind = self.class_name(owner, name), self.class_name(kind, name) if kind is not type else ABSENT
             return _bound(of_kind if value is ABSENT else value)
         raw = self.class_name(kind, name) if is_changeable(kind) else class_entry(kind, name)
@@ -330,7 +346,9 @@ class World(Changes):
 
     def _class(self, owner: Any) -> None:
         """The class of an object decides what becomes of it, and its dictionary what it holds."""
-        if self.knows(owner) and (is_changeable(type(owner)) or is_a(owner, ModuleType)) and not is_a(owner, type):
+        if (place := self.inputs.get(id(owner))) is not None:
+            self.tensors.setdefault((place, "__class__"))
+        elif self.knows(owner) and (is_changeable(type(owner)) or is_a(owner, ModuleType)) and not is_a(owner, type):
             own = self.original(owner)
             if ("type", id(own)) not in self.items:
                 place = Place("", f"class of {self.place(owner) or type(own).__name__}")
@@ -347,8 +365,12 @@ class World(Changes):
             spaces = (held, *(held.get(each, {}) for each in REGISTRIES))
             return _bound(next((space[name] for space in spaces if name in space), raw))
         own = self.original(owner)
+        if is_a(owner, torch.jit.ScriptModule) and name not in dir(torch.jit.ScriptModule):
+            self.ask(getattr, (own, name, None), {}, f"{self.place(owner)}.{name}")
         self._looked_up(own, name)
         held = owner.__dict__
+        if reads_later() and name in held:
+            self.name(own.__dict__, name, Place("attribute", name, self.place(owner).of), held)
         value = held.get(name, ABSENT)
         if value is ABSENT:
             value = next((held[each][name] for each in REGISTRIES if name in held.get(each, ())), raw)
@@ -376,7 +398,7 @@ class World(Changes):
             return []
         if not self.knows(owner):
             return self.inside(owner, 1)
-        if is_a(owner, dict | types.MappingProxyType) and _is_key(key):
+        if is_a(owner, dict | types.MappingProxyType) and is_key(key):
             self._class(owner)
             own = self.original(owner)
             return interesting(
@@ -405,10 +427,13 @@ class World(Changes):
         own = self.original(value)
         self._class(value)
         if ("contents", id(own)) in self.items:
+            self._note(("contents", id(own)), None)
             return
         if is_a(value, defaultdict):
             self._slot(value, "default_factory", self.place(value))
-        if is_a(value, tuple):
+        if is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
+            self.whole(value.__self__, where)
+        elif is_a(value, tuple):
             for each in self.inside(value, 1):
                 self.whole(each, where)
         elif contents_of(own) is not None:
@@ -447,6 +472,11 @@ class World(Changes):
         """All attributes of an object."""
         if is_a(owner, Instance | FrameOf) or not self.knows(owner):
             return
+        for kind in (owner,) if is_a(owner, type) else (type(owner),):
+            if is_changeable(kind) and not issubclass(kind, nn.Module | torch.Tensor):
+                self.ask(names_of, (kind,), {}, f"names in class {kind.__name__}")
+        if (place := self.inputs.get(id(owner))) is not None:
+            self.tensors.setdefault((place, "__dict__"))
         held = vars(owner) if is_a(owner, type | ModuleType) else dict_of(self.original(owner))
         if is_a(owner, nn.Module):
             self._looked_up(self.original(owner), "*")
@@ -454,18 +484,6 @@ class World(Changes):
             for name in () if is_a(owner, type | ModuleType) else list(held):
                 self.attribute(owner, name)
             self._note(("contents", id(held)), Contents(held, self.place(owner)))
-
-    def ask(self, function: Any, args: tuple, kwargs: dict[str, Any], words: str) -> None:
-        """A function in C that tells hidden state, which is asked again."""
-        owner = getattr(function, "__self__", None)
-        of = id(function) if owner is None else id(owner)
-        key = "asked", of, getattr(function, "__name__", ""), repr(args), repr(kwargs)
-        if key not in self.items:
-            self.items[key] = Answer(function, args, kwargs, Place("", f"what {words} gives"))
-
-    def exactly(self, space: dict[Any, Any], name: str, place: Place) -> None:
-        """Notes that a value is compared by identity: one that is merely equal makes another condition."""
-        self._note(("name", id(space), name), Name(space, name, place)).exact = True
 
     def forget(self) -> None:
         """Drops what only the run needed: a guard lives on."""
@@ -476,15 +494,6 @@ class World(Changes):
 
 def interesting(value: Any) -> list[Any]:
     return [] if value is ABSENT or type(value) in PLAIN else [value]
-
-
-def _is_key(key: Any) -> bool:
-    """Whether a key can be looked for, with none of the user's code."""
-    return type(key) in PLAIN or type(key).__hash__ is object.__hash__ or is_a(key, type | str | int | tuple)
-
-
-def _key_of(value: Any) -> Any:
-    return (type(value), value) if type(value) in PLAIN else id(value)
 
 
 def _bound(raw: Any) -> list[Any]:

@@ -84,6 +84,7 @@ class Guard:
             kept=captured.kept,
             reads=reads,
         )
+        self.later = self._tree.later
         self.sets_attributes = bool(captured.counters or captured.kept or self._tree.derived)
         exact = exact_modes or self._tree.reads_grad_mode
         self._modes = ModeGuard(requires_grad, exact, captured.observation.reads_validation, captured.device)

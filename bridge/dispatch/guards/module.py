@@ -8,7 +8,7 @@ what has no such count, and how the tensors look.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, getitem
 from types import MappingProxyType
@@ -141,6 +141,11 @@ class ModuleGuard:
             explain_type=_explain_type,
         )
         self.unwritten: _Unwritten | None = None
+
+    @property
+    def later(self) -> Callable[[], None] | None:
+        """See :attr:`bridge.guards.ReadGuard.later`."""
+        return self._outside.later
 
     @property
     def reads_grad_mode(self) -> bool:

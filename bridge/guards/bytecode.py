@@ -1,0 +1,104 @@
+"""Bytecode: names of instructions by what they do; sources of values joined, and of what operators make of them."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from bridge.guards.flow import Source
+
+__all__ = [
+    "BUILDS",
+    "COMPARES",
+    "DEREFS",
+    "ENDS",
+    "FLAGGED",
+    "JOINS",
+    "JUMPS",
+    "MOST_DEEP",
+    "NEW",
+    "NEW_ATTR",
+    "NOTHING",
+    "NOWHERE",
+    "NO_PLACES",
+    "NULL",
+    "NULL_BEHIND",
+    "OLD_OPERATOR",
+    "SYMBOLS",
+    "UNKNOWN",
+    "argument_is_subscript",
+    "computed",
+    "deep",
+    "handlers",
+    "joined",
+    "without_locals",
+]
+
+UNKNOWN: Source = ("unknown",)
+NOWHERE = frozenset((UNKNOWN,))
+NOTHING: frozenset = frozenset()
+NULL = frozenset((("null",),))
+MOST_SOURCES, MOST_DEEP = 12, 9
+
+NO_PLACES = ("null", "const", "unknown", "local")
+DEREFS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"}
+BUILDS = {"BUILD_TUPLE", "BUILD_LIST", "BUILD_SET"}
+JOINS = {"LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE", "LIST_APPEND", "SET_ADD"}
+ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"}
+ENDS |= {"JUMP_BACKWARD_NO_INTERRUPT", "INTERPRETER_EXIT"}
+OLD_OPERATOR = {"MULTIPLY": "mul", "MATRIX_MULTIPLY": "matmul", "FLOOR_DIVIDE": "floordiv", "TRUE_DIVIDE": "truediv"}
+OLD_OPERATOR |= {"POWER": "pow", "MODULO": "mod", "SUBTRACT": "sub"}
+SYMBOLS = {
+    "+": "add",
+    "-": "sub",
+    "*": "mul",
+    "/": "truediv",
+    "//": "floordiv",
+    "%": "mod",
+    "**": "pow",
+    "@": "matmul",
+}
+SYMBOLS |= {"&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift"}
+COMPARES = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
+JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+NEW = sys.version_info >= (3, 11)
+FLAGGED = sys.version_info >= (3, 11)
+NEW_ATTR = sys.version_info >= (3, 12)
+NULL_BEHIND = sys.version_info >= (3, 13)
+
+
+def deep(source: Source) -> int:
+    return 1 + max((deep(each) for each in source if type(each) is tuple), default=0)
+
+
+def joined(*sets: frozenset) -> frozenset:
+    found = frozenset().union(*sets)
+    return found if len(found) <= MOST_SOURCES else frozenset([*list(found)[:MOST_SOURCES], UNKNOWN])
+
+
+def without_locals(value: frozenset) -> frozenset:
+    return frozenset(source for source in value if source[0] != "local")
+
+
+def computed(symbol: str, left: frozenset, right: frozenset) -> frozenset:
+    """The result of an operator on texts and numbers that may be known: a path, a key."""
+    plain = ("const", "global", "attr", "arg", "cell", "op", "local")
+    pairs = [(a, b) for a in left if a[0] in plain for b in right if b[0] in plain]
+    if symbol not in ("+", "%", "-", "*") or len(pairs) > 2:
+        return NOTHING
+    return frozenset(("op", symbol, a, b) for a, b in pairs if deep(a) + deep(b) < MOST_DEEP)
+
+
+def argument_is_subscript(each: Any) -> bool:
+    """Whether a binary operator is ``a[b]``, as it is from Python 3.14 on."""
+    return str(each.argrepr) == "[]"
+
+
+def handlers(code: CodeType, instructions: list[Any]) -> Iterator[tuple[int, int]]:
+    """The beginnings of exception handlers and the height of the stack there."""
+    entries = getattr(dis.Bytecode(code), "exception_entries", ()) if sys.version_info >= (3, 11) else ()
+    for entry in entries:
+        yield entry.target, entry.depth + bool(entry.lasti) + 1
