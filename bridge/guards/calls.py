@@ -322,7 +322,7 @@ class Calls(Sources):
         if is_a(owner, torch.Tensor) and self.knows(owner):
             own = self.original(owner)
             place = Place("attribute", name, f" of {self.place(own)}")
-            if own is not owner:
+            if own is not owner and not hasattr(torch.Tensor, name):  # ``data``, ``grad``: capture sees these itself
                 reason = "sets an attribute of a tensor of the module's; a compiled call does not"
                 self.refuse(str(place), "forward", reason, "keep it in an attribute of the module")
             self.name(own.__dict__, name, place)

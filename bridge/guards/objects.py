@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -10,7 +11,8 @@ from weakref import ProxyTypes, ref
 from bridge.guards.kinds import is_a
 from bridge.state import dict_of
 
-__all__ = ["FrameOf", "Instance", "dict_of", "inner_function", "is_alive", "is_changeable", "is_ours", "names_of"]
+__all__ = ["FrameOf", "Instance", "dict_of", "inner_function", "is_alive", "is_changeable"]
+__all__ += ["is_library", "is_ours", "names_of"]
 
 _HEAP_TYPE = 1 << 9
 _NOTES = ("__abstractmethods__", "_abc_impl", "__doc__", "__weakref__", "__dict__", "__annotations__")
@@ -34,6 +36,11 @@ class FrameOf:
 def is_changeable(kind: type) -> bool:
     """Whether Python code may set attributes of a class."""
     return bool(kind.__flags__ & _HEAP_TYPE)
+
+
+def is_library(kind: type) -> bool:
+    """Whether a class is of C or of Python's own library, which nobody changes."""
+    return not is_changeable(kind) or kind.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
 def is_alive(reference: Any) -> bool:

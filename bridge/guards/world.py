@@ -40,6 +40,7 @@ from bridge.guards.objects import (
     inner_function,
     is_alive,
     is_changeable,
+    is_library,
     is_ours,
     names_of,
 )
@@ -78,7 +79,6 @@ class World(Changes):
             ``None``: itself.
 
     Attributes:
-        originals: as given.
         modules: by id of an ``nn.Module``, a reference to it and the names of its attributes that were looked up
             (``"*"``: all).
         bases: classes whose bases decided something.
@@ -472,9 +472,9 @@ class World(Changes):
         """All attributes of an object."""
         if is_a(owner, Instance | FrameOf) or not self.knows(owner):
             return
-        for kind in (owner,) if is_a(owner, type) else (type(owner),):
-            if is_changeable(kind) and not issubclass(kind, nn.Module | torch.Tensor):
-                self.ask(names_of, (kind,), {}, f"names in class {kind.__name__}")
+        kind = owner if is_a(owner, type) else type(owner)
+        if not is_library(kind) and not issubclass(kind, nn.Module | torch.Tensor):
+            self.ask(names_of, (kind,), {}, f"names in class {kind.__name__}")
         if (place := self.inputs.get(id(owner))) is not None:
             self.tensors.setdefault((place, "__dict__"))
         held = vars(owner) if is_a(owner, type | ModuleType) else dict_of(self.original(owner))
