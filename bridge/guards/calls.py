@@ -28,10 +28,9 @@ from bridge.guards.kinds import (
     is_asked,
 )
 from bridge.guards.machinery import LIBRARY
-from bridge.guards.objects import FrameOf, Instance, dict_of, is_alive, is_changeable
+from bridge.guards.objects import FrameOf, Instance, dict_of, interesting, is_alive, is_changeable
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place, class_entry
-from bridge.guards.world import interesting
 
 __all__ = ["Calls"]
 
@@ -204,6 +203,8 @@ class Calls(Sources):
             elif contents_of(owner) is not None:
                 self._followed.clear()
                 self.whole(owner, known.where)
+            elif not is_a(owner, torch.Tensor | nn.Module | type | ModuleType):
+                self.refuse_unwatched(owner, str(self.place(owner)), where)
         if is_a(owner, torch.Tensor | nn.Module):
             return
         foreign = str(kind.__module__).partition(".")[0] not in _KNOWN_PACKAGES and not is_a(function, FunctionType)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.guards.kinds import PLAIN
+from bridge.guards.kinds import PLAIN, unwatched
 from bridge.guards.watched import Answer, Place
 
 __all__ = ["Changes", "read_later", "reads_later"]
@@ -76,6 +76,12 @@ class Changes:
         if self.refused is None:
             self.refused = UnsupportedModule("", [Unsupported(what, where, reason, hint)])
         raise self.refused
+
+    def refuse_unwatched(self, value: Any, what: str, where: str) -> None:
+        """Ends the run where forward looks into an object of a class in C that no row of the types table tells."""
+        if (kind := unwatched(type(value))) is not None:
+            reason = f"a {kind.__module__}.{kind.__name__}: its state cannot be watched"
+            self.refuse(what or "an object", where, reason, "read it outside of forward, and pass what was read")
 
     def changes(self) -> list[str]:
         """Places that do not hold what they held when they were first read."""

@@ -37,6 +37,7 @@ __all__ = [
     "key_of",
     "parts_of",
     "put_back",
+    "unwatched",
 ]
 
 PLAIN = frozenset(
@@ -242,12 +243,14 @@ _ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], No
     ),
     ("mmap", "mmap"): (lambda value: value[:], _write_slice),
     ("_io", "StringIO"): _stream,
+    ("_io", "_IOBase"): (lambda value: value.closed or (value.seekable() and value.tell()), None),
     ("_io", "BytesIO"): _stream,
     ("numpy", "ndarray"): (_array, _write_array),
     ("numpy", "void"): (lambda value: [str(value.dtype), value.tolist()], None),
     ("numpy.ma", "MaskedArray"): (lambda value: [_array(value.data), _array(value.mask), value._fill_value], None),
     ("numpy.random._generator", "Generator"): _numpys,
     ("numpy.random.mtrand", "RandomState"): _numpys,
+    ("numpy.random.bit_generator", "BitGenerator"): (lambda value: _plain(value.state), None),
     ("_random", "Random"): (lambda value: value.getstate(), lambda value, state: value.setstate(state)),
     ("_ctypes", "_SimpleCData"): _memory,
     ("_ctypes", "Array"): _memory,
@@ -286,6 +289,48 @@ def contents_of(value: Any) -> Callable[[Any], Any] | None:
     """The function that gives a comparable snapshot of what an object holds; ``None``: its type is not in the table."""
     found = _row(type(value))
     return None if found is None else found[0]
+
+
+_UNCHANGING = {
+    "builtins": """
+        type module function builtin_function_or_method method method-wrapper wrapper_descriptor code cell super
+        method_descriptor classmethod_descriptor getset_descriptor member_descriptor property staticmethod classmethod
+        PyCapsule tuple int str float complex bytes range frame traceback
+    """,
+    "types": "GenericAlias UnionType",
+    "typing": "TypeVar ParamSpec TypeVarTuple TypeAliasType Union",
+    "weakref": "ReferenceType weakref",
+    "re": "Pattern Match",
+    "decimal": "Decimal",
+    "datetime": "date time timedelta tzinfo datetime timezone",
+    "zoneinfo": "ZoneInfo",
+    "functools": "_lru_cache_wrapper partialmethod",
+    "operator": "attrgetter itemgetter methodcaller",
+    "numpy": "generic dtype ufunc",
+    "_contextvars": "ContextVar Token",
+    "_thread": "_local _ThreadHandle",
+    "_struct": "Struct",
+    "_multiprocessing": "SemLock",
+    "_csv": "Dialect",
+    "unicodedata": "UCD",
+    "pydantic_core._pydantic_core": "SchemaValidator SchemaSerializer",
+}
+UNCHANGING = frozenset((module, name) for module, names in _UNCHANGING.items() for name in names.split())
+"""Classes in C whose objects never change, or whose state has places of its own, by module and name."""
+
+
+def unwatched(kind: type) -> type | None:
+    """The class in C that gives objects of a class a state that no row tells; ``None``: there is none."""
+    bases = kind.__mro__[:-1]
+    if any((of := (base.__module__, base.__name__)) in _ROWS or of in UNCHANGING for base in bases):
+        return None
+    for base in bases:
+        slots = base.__dict__.get("__slots__", ())
+        own = 8 * (2 + (1 if is_a(slots, str) else len(slots)))  # what ``class`` adds to an object of its base
+        if base.__basicsize__ - base.__base__.__basicsize__ > own or base.__itemsize__ != base.__base__.__itemsize__:
+            known = hasattr(base, "__next__") or base.__module__.partition(".")[0] == "torch"
+            return None if known or "cython_function" in base.__name__ else base
+    return None
 
 
 def put_back(value: Any, contents: Any) -> None:

@@ -8,12 +8,14 @@ from types import FunctionType
 from typing import Any
 from weakref import ProxyTypes, ref
 
-from bridge.guards.kinds import is_a
+from bridge.guards.kinds import PLAIN, is_a
 from bridge.state import dict_of
 
-__all__ = ["FrameOf", "Instance", "dict_of", "inner_function", "is_alive", "is_changeable"]
-__all__ += ["is_library", "is_ours", "names_of"]
+__all__ = ["ABSENT", "FrameOf", "Instance", "dict_of", "function_or_object", "inner_function", "interesting"]
+__all__ += ["is_alive", "is_changeable", "is_library", "is_ours", "names_of"]
 
+ABSENT = object()
+"""In the place of what is not there."""
 _HEAP_TYPE = 1 << 9
 _NOTES = ("__abstractmethods__", "_abc_impl", "__doc__", "__weakref__", "__dict__", "__annotations__")
 
@@ -71,3 +73,13 @@ def names_of(kind: type) -> list[tuple[str, Any]]:
     """What a class and its bases hold, but for what torch and Python note there."""
     held = [each for base in kind.__mro__ if is_changeable(base) for each in vars(base).items()]
     return [each for each in held if each[0] not in _NOTES]
+
+
+def interesting(value: Any) -> list[Any]:
+    """An object as a list; none, if it is not there or never changes."""
+    return [] if value is ABSENT or type(value) in PLAIN else [value]
+
+
+def function_or_object(raw: Any) -> list[Any]:
+    """What a class holds under a name, as a list: of a static or class method its function."""
+    return interesting(raw.__func__ if is_a(raw, staticmethod | classmethod) else raw)

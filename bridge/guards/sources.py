@@ -13,9 +13,9 @@ from typing import Any
 
 from bridge.guards.flow import Flow, Source
 from bridge.guards.kinds import PLAIN, answer_of, is_a
-from bridge.guards.objects import FrameOf, Instance, dict_of
+from bridge.guards.objects import FrameOf, Instance, dict_of, interesting
 from bridge.guards.watched import ABSENT, Missing, Place, class_entry
-from bridge.guards.world import World, interesting
+from bridge.guards.world import World
 
 __all__ = ["Frame", "Sources"]
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from bridge.guards.kinds import answer_of, contents_of, is_a, put_back
-from bridge.guards.objects import dict_of, is_changeable
+from bridge.guards.objects import ABSENT, dict_of, is_changeable
 from bridge.state import kept, same
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "slot_of",
 ]
 
-ABSENT = object()
 _LOCAL = threading.local
 
 

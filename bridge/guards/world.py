@@ -34,10 +34,13 @@ from bridge.guards.kinds import (
 )
 from bridge.guards.machinery import is_machinery
 from bridge.guards.objects import (
+    ABSENT,
     FrameOf,
     Instance,
     dict_of,
+    function_or_object,
     inner_function,
+    interesting,
     is_alive,
     is_changeable,
     is_library,
@@ -46,7 +49,6 @@ from bridge.guards.objects import (
 )
 from bridge.guards.tensor_reads import is_asked
 from bridge.guards.watched import (
-    ABSENT,
     Cell,
     Class,
     ClassName,
@@ -61,7 +63,7 @@ from bridge.guards.watched import (
     slot_of,
 )
 
-__all__ = ["REGISTRIES", "World", "interesting"]
+__all__ = ["REGISTRIES", "World"]
 
 _NOWHERE = Place("", "")
 _SPECIAL = "__getattribute__ __getattr__ __bool__ __len__ __eq__ __iter__ __contains__ __getitem__ __call__".split()
@@ -260,11 +262,11 @@ class World(Changes):
             if hasattr(type(class_entry(kind, name)), "__set__") and not is_a(class_entry(kind, name), property):
                 return self._slot(owner, name, place)
             value, of_kind = self.class_name(owner, name), self.class_name(kind, name) if kind is not type else ABSENT
-            return _bound(of_kind if value is ABSENT else value)
+            return function_or_object(of_kind if value is ABSENT else value)
         raw = self.class_name(kind, name) if is_changeable(kind) else class_entry(kind, name)
         if issubclass(kind, torch.Tensor) and (place_of := self.inputs.get(id(owner))) is not None:
             if not is_asked(name):
-                return _bound(raw)
+                return function_or_object(raw)
             self.tensors.setdefault((place_of, name))
             value = owner.__dict__.get(name, ABSENT)
             if value is not ABSENT:
@@ -288,13 +290,13 @@ class World(Changes):
             held = dict_of(owner)
             if held is not None and self.knows(held):
                 self.name(held, name, self.place(held).then(f".{name}"))
-            return interesting(held[name]) if held is not None and name in held else _bound(raw)
+            return interesting(held[name]) if held is not None and name in held else function_or_object(raw)
         held, own = dict_of(owner), dict_of(self.original(owner))
         if held is not None and own is not None:
             value = self.name(own, name, place.then(f".{name}"), None if held is own else held)
             if value is not ABSENT:
                 return interesting(value)
-        return _bound(raw) if raw is not ABSENT else self._computed(owner, kind, name)
+        return function_or_object(raw) if raw is not ABSENT else self._computed(owner, kind, name)
 
     def _of_super(self, owner: Any, name: str) -> list[Any]:
         """An attribute that ``super()`` finds: in the classes behind one."""
@@ -303,7 +305,7 @@ class World(Changes):
             raw = self.class_name(base, name) if is_changeable(base) else class_entry(base, name)
             if name in vars(base):
                 slot = is_a(raw, types.WrapperDescriptorType) and is_a(value, kind)
-                return [raw.__get__(value)] if slot else _bound(raw)
+                return [raw.__get__(value)] if slot else function_or_object(raw)
         return []
 
     def _dict(self, owner: Any) -> list[Any]:
@@ -363,7 +365,7 @@ class World(Changes):
         if not self.knows(owner):  # the call has made it
             held = owner.__dict__
             spaces = (held, *(held.get(each, {}) for each in REGISTRIES))
-            return _bound(next((space[name] for space in spaces if name in space), raw))
+            return function_or_object(next((space[name] for space in spaces if name in space), raw))
         own = self.original(owner)
         if is_a(owner, torch.jit.ScriptModule) and name not in dir(torch.jit.ScriptModule):
             self.ask(getattr, (own, name, None), {}, f"{self.place(owner)}.{name}")
@@ -382,7 +384,7 @@ class World(Changes):
             of = self.place(owner)
             path = f"self.{of.text}.{name}" if of.text else f"self.{name}"
             self.know(value, Place("attribute", name, of.of, path if of.root == "self" else ""))
-        return _bound(value)
+        return function_or_object(value)
 
     def _slot(self, owner: Any, name: str, place: Place) -> list[Any]:
         own, told = self.original(owner), place.then(f".{name}")
@@ -443,6 +445,8 @@ class World(Changes):
                     self.whole(each, where)
         elif compared and is_a(value, types.SimpleNamespace):
             self.all(value)
+        else:
+            self.refuse_unwatched(value, str(self.place(value)), where)
 
     def deep(self, value: Any, levels: int = 5) -> None:
         """All that can be found in an object is looked at."""
@@ -490,11 +494,3 @@ class World(Changes):
         for each in (self._known, self._held, self.first, self.inputs, self._places):
             each.clear()
         self.originals = {}
-
-
-def interesting(value: Any) -> list[Any]:
-    return [] if value is ABSENT or type(value) in PLAIN else [value]
-
-
-def _bound(raw: Any) -> list[Any]:
-    return interesting(raw.__func__ if is_a(raw, staticmethod | classmethod) else raw)

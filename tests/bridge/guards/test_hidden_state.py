@@ -12,13 +12,17 @@ import itertools
 import logging
 import operator
 import os
+import pickle
 import queue
+import sqlite3
 import subprocess
 import sys
 import threading
 import warnings
 import xml.etree.ElementTree as ET
+import zlib
 from types import SimpleNamespace
+from xml.parsers import expat
 
 import numpy as np
 import pytest
@@ -209,6 +213,24 @@ def test_hidden_state_is_guarded(name, tmp_path):
     assert not torch.allclose(now, wanted), "the change is one that eager sees"
     torch.testing.assert_close(module(x), now)
     assert stats(module).hits == 2 and len(stats(module).misses) == 1
+
+
+# objects of classes in C that no row of the types table tells
+UNKNOWN = {
+    "a parser": (expat.ParserCreate, lambda h: h.GetBase()),
+    "a decompressor": (zlib.decompressobj, lambda h: h.copy()),
+    "a pickler": (lambda: pickle.Pickler(io.BytesIO()), lambda h: h.clear_memo()),
+    "a connection": (lambda: sqlite3.connect(":memory:"), lambda h: h.getlimit(0)),
+    "compared": (zlib.decompressobj, lambda h: h == [1]),
+    "in an attribute": (lambda: SimpleNamespace(a=[zlib.decompressobj()]), lambda h: h.a[0].copy()),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_watched_is_refused_by_name(name):
+    make, read = UNKNOWN[name]
+    with pytest.raises(UnsupportedModule, match=r"attribute 'held' of the module: .* its state cannot be watched"):
+        add_tvm_dispatch(Net(make(), lambda held: (read(held), 2.0)[1]), torch.randn(3, 4))
 
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
