@@ -114,6 +114,8 @@ def must_save_reason(graph: Graph, name: str) -> str | None:
     A side value never has to be saved: either half computes them for the first time.
     """
     node = graph.nodes[name]
+    if name in graph.kept:
+        return "the caller may change what it is computed from"
     if name in graph.side or is_view(node) or is_creation(node):
         return None
     hard = product(node)
@@ -145,6 +147,8 @@ def save_cost(graph: Graph, name: str) -> int | None:
     Views are saved as their base, tuples as their items, bools as bools; what is made from nothing is recomputed.
     """
     node = graph.nodes[name]
+    if name in graph.kept:
+        return node.bytes * (HOLD + MOVE)
     if not node.is_tensor or is_creation(node) or is_widened(graph, name):
         return None
     if is_view(node) and not is_item(graph, node):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from autodiff import Body
 from autodiff.ir import Function
@@ -51,6 +52,8 @@ def partition(
     rows_again: bool = False,
     short_chains: bool = False,
     joined_behind: bool = False,
+    again: Mapping[int, bool] = MappingProxyType({}),
+    owners: Mapping[str, str] = MappingProxyType({}),
 ) -> Partitioned:
     """Cut a joint function into a forward and a backward.
 
@@ -67,6 +70,8 @@ def partition(
         short_chains: whether what would be computed from one block to the next is saved, see
             :mod:`partition.short_chains`.
         joined_behind: whether what the backward would join of results is saved, see :mod:`partition.joined_behind`.
+        again: indices of primals that the backward reads as they are then, and whether autograd saves views of one.
+        owners: by variable name, the operation that a value is a part of, see :mod:`partition.read_again`.
 
     Raises:
         ValueError: unknown strategy; counts that do not fit; a forward output that depends on a grad_out; a random
@@ -74,7 +79,7 @@ def partition(
         TypeError: a strategy that is neither a name nor has a ``choose``.
     """
     chosen = resolve(strategy)
-    graph = build_graph(joint, num_primals, num_outputs, module_paths, as_read=as_read)
+    graph = build_graph(joint, num_primals, num_outputs, module_paths, as_read=as_read, again=again, owners=owners)
     choice = chosen.choose(graph)
     if rows_again:
         choice = with_rows_again(graph, choice)

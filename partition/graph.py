@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from autodiff import Body
 from autodiff.body import Binding
@@ -27,6 +28,7 @@ from autodiff.ir import shape as tensor_shape
 from .normalize import normalize
 from .ops import RANDOM
 from .permuted import permute_once
+from .read_again import results_of
 
 __all__ = ["Graph", "Node", "build_graph"]
 
@@ -90,7 +92,8 @@ class Graph:
 
     ``outputs`` and ``gradients`` hold one entry per result: a node's name, or ``None`` where the result is a constant
     (then ``output_values`` / ``gradient_values`` has it). ``required`` are the values the adjoint side reads, or that
-    are gradients themselves, and that do not depend on a ``grad_out``.
+    are gradients themselves, and that do not depend on a ``grad_out``. ``kept`` are values of the forward that the
+    backward must not compute again (:mod:`partition.read_again`).
     """
 
     nodes: dict[str, Node]
@@ -104,6 +107,7 @@ class Graph:
     side: frozenset[str]
     adjoint: frozenset[str]
     required: tuple[str, ...]
+    kept: frozenset[str] = frozenset()
 
     @functools.cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
@@ -145,6 +149,8 @@ def build_graph(
     module_paths: Mapping[str, str] | None = None,
     *,
     as_read: bool = False,
+    again: Mapping[int, bool] = MappingProxyType({}),
+    owners: Mapping[str, str] = MappingProxyType({}),
 ) -> Graph:
     """The graph of a joint function in flat form.
 
@@ -152,7 +158,7 @@ def build_graph(
         joint: a function, or its body, which is edited; parameters are ``num_primals`` primals, then grad_outs;
             results are ``num_outputs`` forward outputs, then gradients.
         module_paths: by variable name, where in the user's module a value comes from.
-        as_read: see :func:`partition.partition`.
+        as_read, again, owners: see :func:`partition.partition`.
 
     Raises:
         ValueError: counts that do not fit, a forward output that depends on a grad_out, or a random draw inside.
@@ -188,9 +194,10 @@ def build_graph(
     output_names = tuple(names[body.binding(output)] for output in outputs)
     gradient_names = tuple(names[body.binding(gradient)] for gradient in gradients)
     forward = _ancestors(nodes, output_names)
+    read_again = {primals[index]: viewed for index, viewed in again.items()}
     tangled = set(grad_outs)
     for node in nodes.values():
-        if not tangled.isdisjoint(node.inputs):
+        if any(read in tangled or (read in read_again and node.name not in forward) for read in node.inputs):
             tangled.add(node.name)
     for index, name in enumerate(output_names):
         if name in tangled:
@@ -218,6 +225,7 @@ def build_graph(
         side=frozenset(side & bound),
         adjoint=frozenset(adjoint & bound),
         required=tuple(name for name in nodes if name in required),
+        kept=results_of(nodes, forward & bound, output_names, read_again, owners or {}),
     )
 
 

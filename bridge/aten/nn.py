@@ -146,7 +146,8 @@ def native_layer_norm(importer, node, x, normalized_shape, weight, bias, eps):
     axes = list(range(len(shape(x)) - rank, len(shape(x))))
     gamma = relax.op.ones(normalized_shape, dtype(x)) if weight is None else weight
     beta = relax.op.zeros(normalized_shape, dtype(x)) if bias is None else bias
-    y = importer.emit(op.nn.layer_norm(x, importer.emit(gamma), importer.emit(beta), axes, eps))
+    has = {"scale": weight is not None, "center": bias is not None}
+    y = importer.emit(op.nn.layer_norm(x, importer.emit(gamma), importer.emit(beta), axes, eps, **has))
     if {user.args[1] for user in node.users} <= {0}:
         return y, None, None
     mean, _, variance = moments(importer, x, axes)

@@ -99,6 +99,17 @@ class Captured:
     def outputs(self) -> list[Output]:
         return self.observation.outputs
 
+    @property
+    def read_again(self) -> dict[int, bool]:
+        """Inputs of which eager's backward reads what is in them when it comes, and whether through views, too.
+
+        A parameter's numbers are held to be those of the forward: it changes by what autograd counts.
+        """
+        seen, written = self.observation, {index for index, _ in self.mutated}
+        written |= {index for index, each in enumerate(self.module_tensors) if each.kind == "parameter"}
+        found = (seen.saved | seen.saved_views) - written - seen.checkpointed.keys()
+        return {index: index in seen.saved_views for index in sorted(found)}
+
     def input_name(self, index: int) -> str:
         """What a module tensor or an argument is called: as the user has it."""
         owned = len(self.module_tensors)

@@ -162,7 +162,7 @@ class Observation:
         objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.objects`).
         counted: indices of the inputs whose version it has moved on. A batch norm writes its running statistics without
             that: autograd takes them for unchanged, and so does a backward that has saved them.
-        saved: indices of the inputs that eager's autograd saves as they are; ``saved_views``: of which it saves a view.
+        saved: indices of the inputs that eager's autograd saves as they are; ``saved_views``: of which it saves views.
         checkpointed: indices of the inputs that checkpoints read which the backward runs again, each with the line.
         replaced: names of the parameters and buffers that forward sets to another tensor.
         reads: what forward read of the state outside of the call (:class:`bridge.guards.Reads`).

@@ -294,7 +294,7 @@ def real_run_of(
         rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
     observation.checkpointed = rules.checkpointed.of(inputs)
     observation.saved = frozenset(range(len(inputs)) if saves else saved_of.themselves)
-    observation.saved_views = frozenset(saved_of.views - saved_of.themselves)
+    observation.saved_views = frozenset(saved_of.views)
     observation.differentiates, observation.reads_validation = draws.differentiates, observation.reads.validates
     leaves_now, spec_now = pytree.tree_flatten((own_args, own_kwargs))
     if spec_now != in_spec or any(now is not then for now, then in zip(leaves_now, leaves, strict=True)):

@@ -189,7 +189,7 @@ def _save(step: steps.Save) -> Action:
     primals, outputs, copied, captures = picker(step.primals), picker(step.outputs), step.copied, step.captures
     aliased = tuple(place for place in step.aliased if place not in copied)
     beside = picker(step.beside)
-    is_plain = bool(step.beside) and not (step.beside_copied or step.beside_followed)
+    is_apart = bool(step.beside_copied or step.beside_followed)
 
     def save(call: Call) -> None:
         values = call.values
@@ -199,14 +199,15 @@ def _save(step: steps.Save) -> Action:
         for place in aliased:
             call.saved[place] = call.saved[place].detach()
         call.held = None
-        if is_plain:
-            tensors = beside(call.primals)
+        if step.beside:
+            found = counted = beside(call.primals)
+            token = None
+            if is_apart:
+                found, counted, token = held_apart(found, step.beside_copied, step.beside_followed)
             try:
-                call.held = tensors, [*map(VERSION, tensors)], None
+                call.held = found, [*map(VERSION, counted)], token
             except RuntimeError:  # inference tensors have no such number
-                call.held = tensors, None, None
-        elif step.beside:
-            call.held = held_apart(beside(call.primals), step.beside_copied, step.beside_followed)
+                call.held = found, None, token
 
     return save
 

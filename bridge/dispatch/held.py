@@ -65,8 +65,11 @@ class _Followed(torch.autograd.Function):
         return tensors[0].new_empty(0)
 
 
-def held_apart(tensors: Sequence[torch.Tensor], copied: Sequence[int], followed: Sequence[int]) -> Held:
-    """What a call holds, where some of the tensors are not held as they are.
+def held_apart(
+    tensors: Sequence[torch.Tensor], copied: Sequence[int], followed: Sequence[int]
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor], torch.Tensor | None]:
+    """What a call holds, where some of the tensors are not held as they are: first and last of :data:`Held`, and
+    between them the tensors that tell how often each has been changed.
 
     Args:
         copied: places of those that the call changes; ``followed``: of those that :class:`_Followed` is for.
@@ -80,12 +83,7 @@ def held_apart(tensors: Sequence[torch.Tensor], copied: Sequence[int], followed:
             token = _Followed.apply(*[tensors[place] for place in followed])
         for place in followed:
             found[place] = None
-        if len(followed) == len(found):
-            return found, followed, token
-    try:
-        return found, [VERSION(token if each is None else each) for each in found], token
-    except RuntimeError:  # inference tensors have no such number
-        return found, None, token
+    return found, [token if each is None else each for each in found], token
 
 
 def saved_apart(captured: Captured) -> tuple[set[int], set[int]]:

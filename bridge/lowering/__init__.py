@@ -3,7 +3,7 @@
 from bridge.lowering.frozen import FrozenCall, freeze_call
 from bridge.lowering.lowered import LoweredCall, Sample
 from bridge.lowering.origin import Origin
-from bridge.lowering.pipeline import DEFAULT_PARTITION, cleaned_and_named, lower_captured, of_the_device
+from bridge.lowering.pipeline import DEFAULT_PARTITION, cleaned_and_named, lower_captured, partition_options
 from bridge.lowering.reuse import lower_once
 from bridge.lowering.script import script
 from bridge.lowering.stage import Stage
@@ -25,7 +25,7 @@ __all__ = [
     "lower_captured",
     "lower_once",
     "megabytes",
-    "of_the_device",
+    "partition_options",
     "script",
     "short_op",
     "value_text",

@@ -33,11 +33,13 @@ class Origin:
         aten: the operator, as in ``aten.gelu.default``.
         module: the dotted path in the module that was lowered.
         line: the user's line, ``file:line: code``.
+        node: the traced graph's node.
     """
 
     aten: str = ""
     module: str = ""
     line: str = ""
+    node: str = ""
 
     def __str__(self) -> str:
         return "  ".join(part for part in (self.module, self.aten, self.line) if part)
@@ -50,7 +52,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def _origin(node: fx.Node) -> Origin:
-    return Origin(str(node.target), module_path(node), where_is(node) or "")
+    return Origin(str(node.target), module_path(node), where_is(node) or "", node.name)
 
 
 def origins(captured: Captured, imported: Imported, functions: Iterable[Function]) -> dict[str, Origin]:

@@ -21,14 +21,13 @@ from bridge.base.devices import HOST, working_for
 from bridge.base.log import channel
 from bridge.capture import Captured
 from bridge.lowering.lowered import LoweredCall
-from bridge.lowering.origin import origins
 from bridge.lowering.recurrent_trial import loop_is_quicker
 from bridge.lowering.stage import Stage
 from bridge.reference import run_graph
 from partition import differentiable_scans
 from partition import partition as partition_joint
 
-__all__ = ["DEFAULT_PARTITION", "cleaned_and_named", "lower_captured", "of_the_device"]
+__all__ = ["DEFAULT_PARTITION", "cleaned_and_named", "lower_captured", "partition_options"]
 
 log = channel("partition")
 
@@ -85,15 +84,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     lowered.run("cleaned", "autodiff.clean_joint", body, autodiff.clean_joint)
     size = lowered["cleaned"].size
     started = time.perf_counter()
-    sources = origins(captured, imported, [lowered["forward"].function, lowered["cleaned"].function])
-    lowered.partitioned = partition_joint(
-        body,
-        num_primals=lowered.num_primals,
-        num_outputs=lowered.num_results,
-        strategy=partition,
-        module_paths={name: origin.module for name, origin in sources.items()},
-        **of_the_device(captured, partition),
-    )
+    lowered.partitioned = partition_joint(body, strategy=partition, **partition_options(lowered, partition))
     log.info("%s %s", captured.module_name, lowered.plan.summary())
     log.debug("%s", lowered.plan)
     joined = autodiff.join_products(lowered.backward)
@@ -105,10 +96,16 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     return lowered
 
 
-def of_the_device(captured: Captured, strategy: Any) -> dict[str, Any]:
-    """What the partition of a captured call is told because of the device that it runs on."""
+def partition_options(lowered: LoweredCall, strategy: Any) -> dict[str, Any]:
+    """What the partition of a lowered call's joint function is told of the call and of its device."""
+    captured, sources = lowered.captured, lowered.origins_in(lowered["cleaned"].function)
     on_gpu, by_default = captured.device.type != HOST.type, strategy == DEFAULT_PARTITION
     return {
+        "num_primals": lowered.num_primals,
+        "num_outputs": lowered.num_results,
+        "module_paths": {name: origin.module for name, origin in sources.items()},
+        "again": captured.read_again,
+        "owners": {name: origin.node for name, origin in sources.items()},
         "as_read": on_gpu,
         "cast_once": len(captured.module_tensors) if on_gpu and by_default else 0,
         "rows_again": on_gpu and by_default,

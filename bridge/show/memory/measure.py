@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bridge.base.generators import gpus_in_use
 from bridge.base.torch_internals import pytree
-from bridge.lowering import LoweredCall, of_the_device
+from bridge.lowering import LoweredCall, partition_options
 from partition import Plan, Strategy, partition
 
 __all__ = ["eager_saved_bytes", "kept_bytes", "plan_with", "saved_for_backward"]
@@ -28,13 +28,7 @@ _STATE_BYTES = 16
 def plan_with(lowered: LoweredCall, strategy: str | Strategy) -> Plan:
     """The plan that another strategy makes for the same joint function."""
     joint = lowered["cleaned"].function
-    return partition(
-        joint,
-        num_primals=lowered.num_primals,
-        num_outputs=lowered.num_results,
-        strategy=strategy,
-        **of_the_device(lowered.captured, strategy),
-    ).plan
+    return partition(joint, strategy=strategy, **partition_options(lowered, strategy)).plan
 
 
 def kept_bytes(lowered: LoweredCall, plan: Plan | None = None, computed: Collection[int] = ()) -> int:

@@ -146,3 +146,49 @@ def test_what_eager_needs_itself_is_an_error_there_too():
         return y
 
     beside(lambda: (Net(direct), None), step, lambda m, own: (double(9, 3, 4),))
+
+
+MIXED = {
+    "exp": lambda m, t: m.first(t) + (t * 2).exp() * m.first.bias,
+    "scaled": lambda m, t: m.first(t) + m.first(t * 3),
+    "product": lambda m, t: m.first(t) @ (t * m.first.weight),
+    "views": lambda m, t: m.first(t.t()) @ (t * m.first.bias) + m.first(t.sin()),
+    "softmax": lambda m, t: m.first(t) @ torch.softmax(t @ m.first.weight, -1),
+    "norm": lambda m, t: m.first(F.layer_norm(t, (4,), m.second.bias)),
+    "mask": lambda m, t: torch.where(t > 0, m.first(t), m.first.weight * t),
+    "square": lambda m, t: (t * t * m.first.weight).sin() * t,
+}
+OWNERS = {"argument": lambda m, x: x, "buffer": lambda m, x: m.queue, "attribute": lambda m, x: m.scale}
+CHANGES = {
+    "data": lambda t: t.data.mul_(-1.3),
+    "new data": lambda t: setattr(t, "data", t.data * 2),
+    "counted": lambda t: t.mul_(2),
+}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("kind", MIXED)
+def test_old_and_new_numbers_are_mixed_as_eager_mixes_them(kind, owner):
+    def make():
+        net = Net(lambda m, x: MIXED[kind](m, OWNERS[owner](m, x)))
+        net.queue, net.scale = double(5, 4, 4), double(6, 4, 4)
+        return net, None
+
+    def step(m, _, i):
+        found = []
+        for name, change in CHANGES.items():
+            if (kind, name) == ("views", "new data"):
+                continue
+            x = double(10 + i, 4, 4)
+            y, tensor = m(x), OWNERS[owner](m, x)
+            change(tensor)
+            try:
+                y.square().sum().backward()
+            except RuntimeError as error:
+                found.append("modified by an inplace operation" in str(error))
+            else:
+                found += [each.grad for each in m.parameters()]
+            m.zero_grad()
+        return found
+
+    beside(make, step, lambda m, own: (double(9, 4, 4),))

@@ -67,7 +67,7 @@ def test_every_saved_tensor_has_a_reason_and_a_place(dispatched):
         assert saved.bytes > 0
     assert all(entry.lowered.origin(saved.name).aten for saved in plan.captures)
     at_the_root = sum(not saved.module_path for saved in plan.captures)
-    assert at_the_root <= 3, "the loss alone is: a row's maximum and logarithm, the count"
+    assert at_the_root <= 5, "the loss alone is: maximum and logarithm of a row, the count, what is made of labels"
 
 
 @pytest.mark.cpu("in place of masks that its kernels compute, a GPU's call keeps states that lie in one memory")

@@ -1,0 +1,53 @@
+"""Primals that are read again: nodes and what autograd saves of the primals -> what the forward computes of them.
+
+Autograd saves a tensor, not its numbers: its formulas read what is in it when the backward comes, while results that
+were computed of it stay as they were. So the backward reads such a primal itself, and so do the inner values of the
+operation that reads it (a normalization's centred rows); results of operations on it are saved (but by
+``recompute_all``, which reads everything again, as a checkpoint does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .ops import SLICES, VIEWS
+
+__all__ = ["results_of"]
+
+
+def results_of(
+    nodes: Mapping[str, Any],
+    forward: Collection[str],
+    outputs: Collection[str | None],
+    again: Mapping[str, bool],
+    owners: Mapping[str, str],
+) -> frozenset[str]:
+    """Names of the forward's values that are results of operations on the primals.
+
+    Args:
+        nodes: of the graph (:class:`partition.graph.Node`), by name, in order.
+        again: the primals, and whether autograd saves views of one, which are then no results.
+        owners: by variable name, the operation that a value is a part of.
+    """
+    readers: dict[str, set[str]] = {}
+    for name in forward:
+        for read in nodes[name].inputs:
+            readers.setdefault(read, set()).add(owners.get(name, name))
+    found: set[str] = set()
+    seen = dict(again)
+    for name, node in nodes.items() if again else ():
+        viewed = [seen[read] for read in node.inputs if read in seen]
+        if name not in forward or not viewed:
+            continue
+        is_view = node.op in VIEWS or node.op in SLICES or (node.op == "TupleGetItem" and _is_split(nodes, node))
+        is_inner = name not in outputs and readers.get(name) == {owners.get(name)}
+        if not node.is_tensor or is_inner or (is_view and all(viewed)):
+            seen[name] = all(viewed)
+        else:
+            found.add(name)
+    return frozenset(found)
+
+
+def _is_split(nodes: Mapping[str, Any], node: Any) -> bool:
+    return nodes[node.inputs[0]].op == "relax.split"
