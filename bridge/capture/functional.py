@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from bridge.base.devices import current_device
+from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_fakes import new_fake
 from bridge.base.torch_internals import (
     FakeTensor,
@@ -46,6 +47,7 @@ from bridge.capture.draw_recorder import draws_at
 from bridge.capture.loops.operators import MARKS
 from bridge.capture.passes.alias_analysis import ROW
 from bridge.capture.passes.decompositions import composite_formulas, formulas, whole_operators
+from bridge.capture.passes.stop_gradient import where_is
 from bridge.capture.rows import CONSTANTS, mapped
 from bridge.capture.symbolic_run import POOLINGS
 from bridge.capture.training_graph import SizeNodes, TrainingGraph
@@ -78,7 +80,7 @@ def functional_graph(made: TrainingGraph) -> FunctionalGraph:
     values: dict[fx.Node, Any] = {}
     inputs: dict[str, Any] = {}
     results: list[Any] = []
-    with torch.no_grad(), below_autograd(), made.mode, emitter, _Functional() as mode:
+    with torch.no_grad(), below_autograd(), made.mode, emitter, _Functional(emitter.symbolic) as mode:
         for node in made.graph.nodes:
             emitter.current = node
             if node.op == "placeholder":
@@ -87,7 +89,14 @@ def functional_graph(made: TrainingGraph) -> FunctionalGraph:
                 results = [_inner(values[each]) if isinstance(each, fx.Node) else each for each in node.args[0]]
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs) if kinds is None else kinds.call(node, args, kwargs, mode)
+                if kinds is not None:
+                    values[node] = kinds.call(node, args, kwargs, mode)
+                    continue
+                try:
+                    values[node] = node.target(*args, **kwargs)
+                except RuntimeError as error:
+                    where, reason = where_is(node), f"torch cannot take it apart for sizes that vary: {error}"
+                    raise UnsupportedModule("", [Unsupported(str(node.target), where or "forward", reason)]) from error
         written = {name: emitter.node_of(_inner(value)) for name, value in inputs.items() if is_written(value)}
     results = [emitter.node_of(each) if isinstance(each, torch.Tensor) else each for each in results]
     return FunctionalGraph(emitter.graph, results, written, [node for node in emitter.graph.nodes if draws_at(node)])
@@ -218,6 +227,10 @@ _DEVICE = torch.ops.prim.device.default
 class _Functional(FunctionalTensorMode):
     """Functionalization that decomposes composite operators, but for those that are left whole."""
 
+    def __init__(self, symbolic: bool) -> None:
+        super().__init__()
+        self.symbolic = symbolic
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # asked of each tensor, several times
@@ -231,7 +244,8 @@ class _Functional(FunctionalTensorMode):
                     made = formula(*args, **kwargs)
                 if made is not NotImplemented:
                     return made
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        with python_kernels() if self.symbolic else nullcontext():
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _can_decompose(self, func, args, kwargs):
         return implements_composite(func)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -45,8 +47,15 @@ class Writes(nn.Module):
         y = x * 2
         y[:, 1:3].mul_(3)
         y[:, None].add_(1)
+        y.clamp_(x.min() * 4, x[:1] + 3)
         y[:] = y + x[:, : x.shape[1]]
         return y[:, 0], y[:]
+
+
+def test_what_fails_with_symbolic_sizes_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("bridge.capture.functional.python_kernels", nullcontext)
+    with pytest.raises(UnsupportedModule, match=r"clamp_.*\n?.*sizes that vary"):
+        differentiated(Writes(), normal(3, 5), ({0: AUTO, 1: AUTO},))
 
 
 def test_writes_through_whole_parts():
