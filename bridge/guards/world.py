@@ -47,7 +47,7 @@ from bridge.guards.objects import (
     is_ours,
     names_of,
 )
-from bridge.guards.tensor_reads import is_asked
+from bridge.guards.tensor_reads import asked_of, is_asked
 from bridge.guards.watched import (
     Cell,
     Class,
@@ -275,6 +275,9 @@ class World(Changes):
         if issubclass(kind, nn.Module):
             return self._of_module(owner, name, raw)
         known = self.knows(owner)
+        if known and is_a(owner, torch.Tensor) and is_asked(name) and hasattr(torch.Tensor, name):
+            self.ask(asked_of, (self.original(owner), name), {}, f"{place}.{name}")
+            return []
         self._class(owner)
         if raw is not ABSENT and hasattr(type(raw), "__set__"):  # it comes before the dictionary
             computed = is_a(raw, property) or is_a(class_entry(type(raw), "__get__"), FunctionType)

@@ -21,11 +21,13 @@ from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.capture import Counter, KeptPlace
 from bridge.dispatch.guards.check import CheckSource
 from bridge.dispatch.guards.condition import Condition
+from bridge.dispatch.guards.free_tensors import free_tensors
 from bridge.dispatch.guards.module_conditions import (
     Looked,
     Tree,
     TreeConditions,
     owned_attributes,
+    tensor_places,
     tree_reader,
     was_read,
 )
@@ -120,14 +122,21 @@ class ModuleGuard:
         }
         places = {id(module): i for i, module in enumerate(modules)}
         index = {path: places[id(module)] for path, module in named}
+        now = [tree.held(place) for place in tensor_places(tensors, index)[0]]
+        found = free_tensors(tensors, now, modules, attributes, reads)
+        tensors = found.tensors
+        attributes = [each for each in attributes if each[:2] not in found.attributes]
         kinds = {(index[path], name): AnyNumber(kind) for (path, name), kind in numbers.items()}
-        self._outside = ReadGuard(reads, modules, [(each.original, each.key) for each in kept])
+        but = [*((each.original, each.key) for each in kept), *found.places]
+        self._outside = ReadGuard(reads, modules, but)
         self._mentions = reads.mentions
         self._number_places = list(kinds)
         self._kept = [(None if each.path is None else index[each.path], each) for each in kept]
         self._counters = [(index[each.path], each.name, each.step) for each in counters]
         kinds.update(((i, name), AnyNumber(int, counts=True)) for i, name, _ in self._counters)
-        self._conditions = TreeConditions(tree, list(paths.values()), attributes, names, tensors, index, kinds)
+        self._conditions = TreeConditions(
+            tree, list(paths.values()), attributes, names, tensors, index, kinds, found.ties
+        )
         self.types = self._conditions.types.expected
         self._attribute_places = self._conditions.attribute_places
         self._references = self._conditions.references

@@ -18,7 +18,7 @@ from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_an
 from bridge.guards import alike
 from bridge.state import ModuleTensor, own_attributes, written_class
 
-__all__ = ["Looked", "Tree", "TreeConditions", "owned_attributes", "tree_reader", "was_read"]
+__all__ = ["Looked", "Tree", "TreeConditions", "owned_attributes", "tensor_places", "tree_reader", "was_read"]
 
 _STATE = itemgetter("_parameters", "_buffers", "_modules", "training", *MODULE_HOOKS)
 _REGISTRY_OF = {"parameter": "_parameters", "buffer": "_buffers", "attribute": ""}
@@ -98,7 +98,7 @@ class TreeConditions:
         tensors: those that the compiled code reads.
         index: the position of the module at each path, several paths of one module included.
         numbers: the attributes of which any number will do, by position of the module and name.
-        words: in the code, names of attributes of parameters and buffers among them.
+        ties: further places of tensors, with their names and readers.
 
     Attributes:
         types: every module's class.
@@ -119,11 +119,13 @@ class TreeConditions:
         tensors: Sequence[ModuleTensor],
         index: Mapping[str, int],
         numbers: Mapping[tuple[int, str], AnyNumber] = MappingProxyType({}),
-        words: frozenset[str] = frozenset(),
+        ties: Sequence[tuple[int, str, Callable[[], Any]]] = (),
     ):
         self.paths = paths
         self._numbers = numbers
-        self._places, self._ties = _places(tensors, index)
+        self._places, tied = tensor_places(tensors, index)
+        self._ties = [(position, place, place[2]) for position, place in tied]
+        self._ties += [(position, (_HELD, 0, reader), name) for position, name, reader in ties]
         self.attribute_places = [(owner, name) for registry, owner, name in self._places if not registry]
         self.references = [name for registry, _, name in self._places if registry is _HELD]
         self.types = self._types(tree)
@@ -319,13 +321,13 @@ class TreeConditions:
         """Further names of a tensor lead to the very tensor that the first one leads to."""
 
         def explain(place: int, then: bool, now: bool) -> GuardFailure:
-            first, (_, _, name) = self._ties[place]
+            first, _, name = self._ties[place]
             what = f"{tensors[first].kind} '{tensors[first].name}'"
             return GuardFailure(MODULE, f"{what} is no longer tied to '{name}'")
 
         return Condition(
             "ties",
-            lambda tree: [tree.held(other) is tree.held(self._places[first]) for first, other in self._ties],
+            lambda tree: [tree.held(other) is tree.held(self._places[first]) for first, other, _ in self._ties],
             [True] * len(self._ties),
             explain,
         )
@@ -341,7 +343,7 @@ class TreeConditions:
         ]
 
 
-def _places(
+def tensor_places(
     tensors: Sequence[ModuleTensor], index: Mapping[str, int]
 ) -> tuple[list[tuple[str, int, str]], list[tuple[int, tuple[str, int, str]]]]:
     """Where each tensor lies (registry, position of the module, name), and where tied ones lie besides."""

@@ -164,8 +164,6 @@ class Held(Scaled):
 
 @pytest.mark.parametrize("where", ["a global", "an object in C"])
 def test_a_computed_tensor_elsewhere_gets_its_gradient(where):
-    """It is watched by identity: each one is another entry."""
-
     def make():
         module = Held()
         module.held = None if where == "a global" else SimpleNamespace()
@@ -193,3 +191,55 @@ def test_a_leaf_among_the_attributes_gets_its_gradient():
     module(x).sum().backward()
     torch.testing.assert_close(module.w.grad, wanted, rtol=1e-10, atol=0)
     assert stats(module).hits == 1
+
+
+GLOBAL = {"w": double(7, 4)}
+
+
+class Contains(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.linear, self.run, self.config = nn.Linear(4, 4).double(), run, SimpleNamespace(w=double(4, 4), k=2)
+        self.ws, self.named, self.tied = [double(1, 4), double(2, 4)], {"a": (double(3, 4), 2)}, [self.linear.bias]
+
+    def forward(self, x):
+        return self.run(self, self.linear(x))
+
+
+def kinds(m):
+    return m.ws[0].is_leaf + m.ws[0]._version
+
+
+ANEW = {
+    "list": (lambda m, h: h * m.ws[0] + m.ws[1], lambda m, i: setattr(m, "ws", [double(i, 4), double(i + 1, 4)])),
+    "item": (lambda m, h: h * m.ws[0] + m.ws[1], lambda m, i: m.ws.__setitem__(1, double(i, 4))),
+    "loop": (lambda m, h: sum(h * w for w in m.ws), lambda m, i: m.ws.reverse()),
+    "inside": (lambda m, h: h * m.named["a"][0], lambda m, i: setattr(m, "named", {"a": (double(i, 4), 2)})),
+    "object": (lambda m, h: h * m.config.w, lambda m, i: setattr(m.config, "w", double(i, 4))),
+    "global": (lambda m, h: h * GLOBAL["w"], lambda m, i: GLOBAL.update(w=double(i, 4))),
+}
+CHANGED = {
+    "length": (lambda m, h: sum(h * w for w in m.ws), lambda m, i: m.ws.append(double(i, 4))),
+    "number": (lambda m, h: h * m.named["a"][0] * m.named["a"][1], lambda m, i: m.named.update(a=(double(3, 4), i))),
+    "keys": (lambda m, h: h * m.named["a"][0] * len(m.named), lambda m, i: m.named.update({i: 0})),
+    "none": (lambda m, h: h if m.ws[0] is None else h * m.ws[0], lambda m, i: m.ws.__setitem__(0, None)),
+    "class": (lambda m, h: h * m.ws[isinstance(m.ws, tuple)], lambda m, i: setattr(m, "ws", tuple(m.ws))),
+    "same": (lambda m, h: h * m.ws[m.ws[0] is m.ws[1]], lambda m, i: m.ws.__setitem__(0, m.ws[1])),
+    "asked": (lambda m, h: h * m.ws[0] * kinds(m), lambda m, i: m.ws[0].add_(1)),
+    "tied": (lambda m, h: h * m.tied[0], lambda m, i: setattr(m.linear, "bias", nn.Parameter(double(i, 4)))),
+    "tied item": (lambda m, h: h * m.tied[0], lambda m, i: m.tied.__setitem__(0, nn.Parameter(double(i, 4)))),
+}
+
+
+@pytest.mark.parametrize("kind", [*ANEW, *CHANGED])
+def test_tensors_in_containers_may_be_others_and_what_is_around_them_may_not(kind):
+    run, change = (ANEW | CHANGED)[kind]
+
+    def step(module, own, i):
+        change(module, 20 + i)
+        y = module(double(10 + i, 3, 4))
+        y.square().sum().backward()
+        return y
+
+    made = beside(lambda: (Contains(run), None), step, lambda m, own: (double(9, 3, 4),), hits=3 * (kind in ANEW))
+    assert stats(made).hits == (3 if kind in ANEW else 0)
