@@ -127,10 +127,11 @@ class _Integer(type):
 
 @contextmanager
 def integers_as_symbols(names: Sequence[dict[str, Any]], read: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """While active, ``int(x)`` of a tensor is ``read(x)`` in this thread, in code with these global names.
+    """While active, in this thread and in code with these global names: ``int(x)`` of a tensor is ``read(x)``, and
+    ``len(x)`` its size, which may be a symbol.
 
-    Python itself takes nothing but an integer from ``Tensor.__int__``, and fixes what is a symbol. Code that compares
-    types with ``int`` has it as it is, since other threads may run it.
+    Python itself takes nothing but an integer from ``Tensor.__int__`` and ``__len__``, and fixes what is a symbol. Code
+    that compares types with ``int`` has it as it is, since other threads may run it.
     """
     thread = threading.get_ident()
 
@@ -141,11 +142,16 @@ def integers_as_symbols(names: Sequence[dict[str, Any]], read: Callable[[torch.T
                 return read(value)
             return value if here and isinstance(value, torch.SymInt) else int(value, *base, **others)
 
-    added = [each for each in names if "int" not in each and not _compares_types(each)]
-    for each in added:
-        each["int"] = Integer
+    def length(value: Any) -> Any:
+        here = threading.get_ident() == thread and isinstance(value, torch.Tensor) and value.dim()
+        return value.shape[0] if here else len(value)
+
+    added = [(each, "int", Integer) for each in names if not _compares_types(each)]
+    added = [each for each in (*added, *((each, "len", length) for each in names)) if each[1] not in each[0]]
+    for each, name, other in added:
+        each[name] = other
     try:
         yield
     finally:
-        for each in added:
-            del each["int"]
+        for each, name, _ in added:
+            del each[name]

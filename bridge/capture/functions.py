@@ -72,7 +72,7 @@ class Functions(TorchFunctionMode):
         rules: as given.
         bases: the memory of tensors that were indexed with numbers in tensors.
         arrays: what was given to Python as arrays.
-        integers: the global names of code that made an integer of a tensor, by their ids.
+        integers: the global names of code that made an integer of a tensor or asked for its length, by their ids.
     """
 
     def __init__(self, recorder: Recorder, rules: InPlaceRules | None = None):
@@ -128,7 +128,7 @@ class Functions(TorchFunctionMode):
     def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a function gives, in the form that a graph can hold."""
         self.recorder.asked = _READ_AS.get(func)
-        if func is torch.Tensor.__int__:
+        if func is torch.Tensor.__int__ or func is torch.Tensor.__len__:
             names = names_of_reader()
             self.integers[id(names)] = names
         try:

@@ -195,6 +195,12 @@ def _attention(
     return _product(torch.dropout(scores.softmax(-1), rate, True).to(value.dtype), value)
 
 
+def _diagonal_filled(forms: Sequence[Form], x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
+    """torch's kernel reads sizes as numbers; what is written makes no difference here."""
+    nothing = torch.zeros((), dtype=torch.bool, device=x.device)
+    return x.masked_fill_(nothing, value) if has_symbols(x) else NotImplemented
+
+
 def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     with python_kernels():
         return torch.matmul(x, y)
@@ -211,6 +217,7 @@ POOLINGS: dict[Any, Callable[..., Any]] = {aten.max_pool1d.default: _max_pool1d}
 FORMULAS: dict[Any, Callable[..., Any]] = {
     **{op: partial(lambda pooled, forms, *args: pooled(*args), pooled) for op, pooled in POOLINGS.items()},
     **dict.fromkeys(LAYERED, _layers),
+    aten.fill_diagonal_.default: _diagonal_filled,
     **({aten.scaled_dot_product_attention.default: _attention} if _READS_SIZES else {}),
     **{packet.vec: partial(_upsampled, packet.vec) for packet in UPSAMPLES},
 }

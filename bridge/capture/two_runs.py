@@ -79,7 +79,7 @@ class RealRun:
         loops: its folded form, if it has loops.
         kept: places that it sets, whose values are results behind its own; ``left``: their structure and constants.
         wholes: values that are results only for others to be views of them, the last of the results.
-        integers: the global names of code that made an integer of a tensor.
+        integers: the global names of code that made an integer of a tensor or asked for its length.
     """
 
     record: Record
@@ -473,7 +473,7 @@ def fake_run_of(
         for tensor, _ in real.record.free.values():  # the very tensor in both runs
             recorder.expect(tensor, fake(tensor))
         integers = nullcontext()
-        if counts is not None and counts.fakes:
+        if symbols is not None:
             integers = integers_as_symbols(real.integers, functions_called.integer)
         with ExitStack() as stack:
             watching = functions_called.of_fakes(), functions_called.scripts(), functions_called.parameters()

@@ -92,8 +92,21 @@ class Generalization:
         for each in dict.fromkeys(((*dims, *counts), dims)):
             left = self._fixed.left(module.training, each)
             if left and (found := self._for_all_sizes(module, args, kwargs, left, known)) is not None:
-                return found
+                return self._of_any_count(module, args, kwargs, left, found) or found
         return None
+
+    def _of_any_count(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: tuple[DynamicDim, ...], found: Entry
+    ) -> Entry | None:
+        """An entry in the place of one that was found, for all of the numbers that it has fixed: where an entry's sizes
+        do not vary, numbers that follow from sizes alone are constants, and no call computes them."""
+        more = (*dims, ALL_COUNTS)
+        if ALL_COUNTS in dims or not _counts(found) or self._fixed.left(module.training, more) != more:
+            return None
+        entry = self._for_all_sizes(module, args, kwargs, more, found)
+        if entry is not None:
+            self._entries.drop(found)
+        return entry
 
     def of_any_length(
         self,

@@ -21,8 +21,8 @@ ENTRIES = 2
 LIKE_EAGER = 20.0
 """Ours may be so many times as far from float64 as eager is, in each kind of results."""
 ROUNDING = 2e-5
-"""Of the largest number of a tensor; sums in another order differ by less."""
-OTHER = 1e-3
+"""Of the largest number of a result, or of all gradients; sums in another order differ by less."""
+OTHER = 0.05
 """Where eager's float32 is farther from float64 than that, float64 is no judge: it drew other numbers, mostly."""
 
 
@@ -88,7 +88,7 @@ def _differ(eager: dict[str, Any], ours: dict[str, Any], exact: dict[str, Any]) 
             continue
         if not each.numel():
             continue
-        scale = max(float(each.abs().nan_to_num().max()), 1e-2 * kinds.get(name.split()[0], 0.0))
+        scale = max(float(each.abs().nan_to_num().max()), kinds.get(name.split()[0], 0.0))
         judge = exact.get(name)
         if judge is None or judge.shape != each.shape or _off(each, judge) > OTHER * scale:
             judge = each
@@ -120,12 +120,9 @@ def verdict_on(family: Family) -> tuple[str, str]:
 
     try:
         eager, calls = made()
-    except ImportError as error:
-        return "left out", str(error)
-    try:
         wanted = [_step(eager, calls(i), i) for i in range(STEPS)]
     except Exception as error:  # noqa: BLE001 - eager's, which is told
-        return "left out", f"eager raises {type(error).__name__}: {error}"
+        return "left out", f"{type(error).__name__}: {error}"
     try:
         judge = made()[0].double()
         exact = [_step(judge, _wide(calls(i)), i) for i in range(STEPS)]

@@ -79,7 +79,7 @@ def _call(*args: Any, **kwargs: Any) -> Call:
 
 def _given(i: int) -> dict[str, Any]:
     """Names of call ``i``'s arguments: graphs of another number of nodes and edges at each, the others of one size."""
-    n = 7 + 3 * i
+    n = 24 + 5 * i
     edges = torch.randint(0, n, (2, 3 * n + i))
     kinds = torch.arange(edges.shape[1]) % 3
     image = torch.rand(2, 3, 32, 32)

@@ -66,6 +66,7 @@ def tables() -> tuple[Table, Table]:
     others[aten.take.default] = _taken
     composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
     composite.update({op: _plain_cell(op, formula) for op, formula in CELLS.items()})
+    composite[aten.fill_diagonal_.default] = _diagonal_filled
     composite[_INSTANCE_NORM] = functools.partial(_instance_norm, decomposition_of(_INSTANCE_NORM))
     whole = {*PRESERVED_ATEN_CIA_OPS, *PRESERVED} - composite.keys()
     composite.update((op, preserve_composite) for op in whole if is_preservable(op))
@@ -133,6 +134,17 @@ def _unless_symbolic(formula: Callable) -> Callable:
         return NotImplemented if isinstance(index, torch.SymInt) else formula(x, source, dim, index)
 
     return decomposed
+
+
+def _diagonal_filled(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
+    """torch's kernel takes the diagonal for a geometry in memory, which wants sizes that do not vary."""
+    if wrap and x.dim() == 2:
+        return NotImplemented
+    diagonal = x
+    while diagonal.dim() > 1:
+        diagonal = diagonal.diagonal(0, 0, 1) if diagonal is x else diagonal.diagonal(0, 0, diagonal.dim() - 1)
+    diagonal.fill_(value)
+    return x
 
 
 def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

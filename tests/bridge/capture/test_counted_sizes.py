@@ -122,6 +122,26 @@ def _pooled(module, x, graph):
     return sums / torch.bincount(graph, minlength=count)[:, None]
 
 
+def _mined(module, x, labels):
+    """A loss of pairs of one class, as libraries of metric learning write it."""
+    same = labels[:, None] == labels
+    same.fill_diagonal_(False)
+    places, others = torch.where(same)
+    if len(places) == 0:
+        return module.linear(x).sum() * 0
+    y = module.linear(x)
+    return (y[places] - y[others]).square().sum(1).clamp_(min=0.1).sum() / len(places)
+
+
+def _of_kinds(module, x):
+    """Numbers that follow from sizes alone: how many rows there are of each kind."""
+    kinds = torch.cat([torch.zeros(x.shape[0]), torch.ones(x.shape[0])])
+    first = (kinds == 0).sum()
+    y = module.linear(torch.cat([x, x.tanh()]))
+    square = torch.ones(x.shape[0], x.shape[0], dtype=x.dtype).fill_diagonal_(3).clamp_(max=2)
+    return y[:first].sum(0) * y[first:].mean(0) * square.sum()
+
+
 def _padded(module, x, n):
     y = F.pad(module.linear(x), (0, n)).flip(1).cumsum(1)
     return torch.cat([y, x.new_zeros(x.shape[0], n)], 1)[:, : 2 * n] * torch.arange(2 * n)
@@ -170,6 +190,7 @@ VARYING = {
     "a mask of what a mask selected": (_twice, lambda i: _graph(i, 6)),
     "a number of graphs, and bins": (_pooled, lambda i: (_random(i, 9, WIDTH), torch.arange(9) % max(3, _number(i)))),
     "0-d tensors as sizes": (_padded, lambda i: (_random(i, 3, WIDTH), torch.tensor(_number(i)))),
+    "lengths of what was picked": (_mined, lambda i: (_random(i, 12, WIDTH), _integers(i, 3, 12))),
     "masked_select": (
         lambda m, x, mask: m.linear(x).masked_select(mask[:, None]).square().mean(),
         lambda i: (_random(i, 12, WIDTH), _mask(i)),
@@ -201,6 +222,17 @@ def test_all_counts_have_one_entry(name):
         call = Call(batch(i))
         assert_same(run(module, call), run(eager, call))
     assert (stats(module).hits, len(stats(module).entries)) == (BATCHES, 1), stats(module)
+
+
+def test_numbers_that_sizes_alone_decide_vary_with_them():
+    """The sample's entry has them as constants."""
+    torch.manual_seed(0)
+    eager = Counted(_of_kinds).double()
+    module = add_tvm_dispatch(copy.deepcopy(eager), (_random(0, 3, WIDTH),), on_miss="compile")
+    for size in (3, 4, 7, 5):
+        call = Call((_random(size, size, WIDTH),))
+        assert_same(run(module, call), run(eager, call))
+    assert (stats(module).hits, len(stats(module).entries)) == (4, 2), stats(module)
 
 
 def test_counts_that_are_no_sizes_in_general_have_entries_of_their_own():
