@@ -18,6 +18,7 @@ from bridge.base.errors import Unsupported, user_line
 from bridge.base.threads import is_alone, stack_of
 from bridge.base.torch_internals import applied_function, storage_id
 from bridge.capture.autograd_uses import CheckpointedReads
+from bridge.capture.own_functions import function_running
 
 __all__ = ["CHANGES_ARGUMENT", "InPlaceRules", "overlaps", "overlaps_itself", "share_elements"]
 
@@ -136,7 +137,7 @@ class InPlaceRules:
             self.complain(name, "changes memory in place that an autograd.Function has made a view of", "clone first")
         elif storage in self._detached:
             self.complain(name, OTHER_NAME, "clone first")
-        elif not torch.is_grad_enabled() and self._is_followed(tensor):
+        elif not torch.is_grad_enabled() and self._is_followed(tensor) and not _is_functions_copy(storage):
             self.complain(name, "changes a tensor in place behind autograd's back (no_grad)", "clone first")
 
     def returned(self, name: str, sources: Sequence[torch.Tensor], result: torch.Tensor) -> None:
@@ -217,3 +218,8 @@ def _meet(dims: Sequence[_Dim], distance: int) -> bool:
         return True
     steps = distance // stride, distance // stride + 1
     return any(-of_b < step < of_a and _meet(rest, distance - step * stride) for step in steps)
+
+
+def _is_functions_copy(storage: int) -> bool:
+    running = function_running()
+    return running is not None and storage in running.copies

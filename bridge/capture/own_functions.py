@@ -12,16 +12,20 @@ shared with the forward, so that the partition decides what is saved.
 
 Exact, since autograd hears of nothing inside either: what was made there and is used elsewhere, what backward reads and
 somebody writes later, and what has no place in a graph of tensors is refused by name.
+
+An argument that autograd follows and forward writes (TabNet's sparsemax, ``mark_dirty``) is given as a copy, which is
+written back afterwards: with the Function's gradient where it returns it, else with that of what was there before.
 """
 
 from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from textwrap import shorten
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,6 +51,7 @@ __all__ = [
     "Inside",
     "OwnFunctions",
     "Use",
+    "WritesArgumentsError",
     "backward_running",
     "function_running",
 ]
@@ -85,8 +90,7 @@ OWN = "own"
 """The key in ``meta``, and in its ``"custom"``, of a node inside a Function: its number, part and ``Use.again``."""
 
 _thread = threading.local()
-_TORCHS_OWN = ("CheckpointFunction", "_NoopSaveInputs")
-"""Checkpoints', whose backward is another run of forward, or never run."""
+_TORCHS_OWN = ("CheckpointFunction", "_NoopSaveInputs")  # whose backward is another run of forward, or never run
 
 
 @dataclass(frozen=True)
@@ -123,19 +127,42 @@ class _Refused(Exception):
     """Why a Function cannot be traced."""
 
 
+class WritesArgumentsError(Exception):
+    """A Function has written arguments that autograd follows: ``written``, of its class the places of those that it
+    returns, and of the others."""
+
+    def __init__(self, kind: type, returned: frozenset[int], others: frozenset[int]):
+        self.written = {kind: (returned, others)}
+
+
+class _Overwritten(torch.autograd.Function):
+    """A tensor, and what somebody wrote into it unseen by autograd: the gradient stays that of the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, now: torch.Tensor):
+        return now.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor):
+        return grad_out.clone(), None
+
+
 class OwnFunctions:
     """The Functions that a run of a module applies.
 
     Args:
         module_name: what a refusal names.
+        writing: classes of Functions that write their arguments, as :class:`WritesArgumentsError` tells.
 
     Attributes:
         uses: in order.
         problems: what was found that no graph holds.
     """
 
-    def __init__(self, module_name: str = "forward") -> None:
-        self._module_name = module_name
+    def __init__(
+        self, module_name: str, writing: Mapping[type, tuple[frozenset[int], frozenset[int]]] = MappingProxyType({})
+    ) -> None:
+        self._module_name, self.writing = module_name, writing
         self.uses: list[Use] = []
         self.problems: list[Unsupported] = []
         self.applied = Applied()
@@ -149,14 +176,10 @@ class OwnFunctions:
             for name, where, tensor, version in self._read:
                 if tensor._version != version:
                     reason = "its backward reads a tensor that forward changes in place afterwards"
-                    self._complain(name, where, reason, "clone what it saves")
+                    problem = Unsupported(f"autograd.Function {name}", where, reason, "clone what it saves")
+                    self.problems.append(problem)
                     break
             self._read.clear()
-
-    def _complain(self, name: str, where: str, reason: str, hint: str | None = None) -> None:
-        problem = Unsupported(f"autograd.Function {name}", where, reason, **({"hint": hint} if hint else {}))
-        if all(known.op != problem.op for known in self.problems):
-            self.problems.append(problem)
 
     def _trace(self, kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         name, where = kind.__name__, user_line(traceback.extract_stack()) or "forward"
@@ -169,17 +192,26 @@ class OwnFunctions:
     def _traced_application(self, kind: type, args: tuple, kwargs: dict[str, Any], name: str, where: str) -> Any:
         if kwargs:
             raise _Refused("is applied to keyword arguments")
-        number, inside, ctx = len(self.uses), Inside(), NotedContext(kind)
-        given = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        followed = [each for each in given if each.requires_grad]
-        before = [each._version for each in followed]
+        inside, ctx = Inside(), NotedContext(kind)
+        tensors = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+        given, followed = [*tensors.values()], {place: arg for place, arg in tensors.items() if arg.requires_grad}
+        before = {place: arg._version for place, arg in followed.items()}
+        returned, others = self.writing.get(kind, (frozenset(), frozenset()))
+        copies = {place: args[place].clone() for place in others & followed.keys()}
+        number = len(self.uses)
         with inside, ctx:
             FUNCTION(number)
+            copies |= {place: args[place].clone() for place in returned & followed.keys()}
+            inside.copies = {storage_id(each) for each in copies.values()}
             inside.runs_forward = True
-            made = apply_function(kind, args, kwargs)
+            made = apply_function(kind, tuple(copies.get(place, arg) for place, arg in enumerate(args)), kwargs)
             inside.runs_forward = False
-            if [each._version for each in followed] != before:
-                raise _Refused("changes its arguments in place (mark_dirty)")
+            written = {place for place, arg in followed.items() if arg._version != before[place]}
+            if any(followed[place].is_leaf or place in copies for place in written):
+                raise _Refused("changes its arguments in place")
+            if written:
+                same = {place for place in written if any(each is args[place] for each in tensors_in(made))}
+                raise WritesArgumentsError(kind, frozenset(same) | returned, frozenset(written - same) | others)
             outputs = list({id(each): each for each in tensors_in(made)}.values())
             nodes = {each.grad_fn for each in outputs if isinstance(each.grad_fn, FunctionNode)}
             if not nodes:
@@ -198,7 +230,11 @@ class OwnFunctions:
                 self.applied.nodes[each.grad_fn] = self.uses[-1]
             if storage_id(each) in memory:
                 self.applied.shared.add(storage_id(each))
-        return made
+        for place, copied in copies.items():
+            seen = place in returned
+            args[place].copy_(copied if seen else self._trace(_Overwritten, (args[place], copied.detach()), {}))
+        back = {id(copied): args[place] for place, copied in copies.items()}
+        return pytree.tree_map_only(torch.Tensor, lambda each: back.get(id(each), each), made) if back else made
 
     def _backward(
         self,
@@ -229,7 +265,8 @@ class OwnFunctions:
             ]
             versions = {id(each): each._version for each in upstream if each is not None}
             with inside.reading() as read, read_later():
-                found, used = _gradients(node, upstream, args, needed, inside)
+                found, used = _gradients(node, upstream, len(args), inside)
+            found = [_fitting(each, args[i]) if i in needed else None for i, each in enumerate(found)]
             if inside.unheld is not None:
                 raise _Refused(f"its backward cannot be traced: it {inside.unheld}")
             known = {*map(id, ctx.saved), *map(id, results), *inside.made_by_forward}
@@ -245,8 +282,8 @@ class OwnFunctions:
             for each in {id(each): each for each in tensors_in(results)}.values():
                 WITH_GRADIENT(each, field.get(id(each)))
         self._read += [(name, where, *pair) for pair in read]
-        places = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-        return frozenset(place for place, index in enumerate(places) if index not in with_one)
+        tensors = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        return frozenset(place for place, index in enumerate(tensors) if index not in with_one)
 
 
 def _is_once(kind: type) -> bool:
@@ -255,9 +292,9 @@ def _is_once(kind: type) -> bool:
 
 
 def _gradients(
-    node: Any, upstream: Sequence[torch.Tensor | None], args: tuple, needed: Sequence[int], inside: Inside
+    node: Any, upstream: Sequence[torch.Tensor | None], count: int, inside: Inside
 ) -> tuple[list[Any], list[torch.Tensor]]:
-    """What backward gives for each argument, as autograd's engine takes it, and the tensors that it used."""
+    """What backward gives for each of ``count`` arguments, and the tensors that it used."""
     try:
         found = node.apply(*upstream)
     except UnsupportedModule:
@@ -267,9 +304,9 @@ def _gradients(
         words = shorten(str(error), 200, placeholder=" …")
         raise _Refused(f"its backward cannot be traced: {type(error).__name__}: {words}") from error
     found, used = list(found) if isinstance(found, tuple) else [found], inside.used
-    if len(found) < len(args) or any(each is not None for each in found[len(args) :]):
-        raise _Refused(f"its backward returns {len(found)} gradients for {len(args)} arguments")
-    return [_fitting(each, args[i]) if i in needed else None for i, each in enumerate(found[: len(args)])], used
+    if len(found) < count or any(each is not None for each in found[count:]):
+        raise _Refused(f"its backward returns {len(found)} gradients for {count} arguments")
+    return found[:count], used
 
 
 def _fitting(gradient: Any, argument: torch.Tensor) -> torch.Tensor | None:
@@ -332,9 +369,6 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterat
         _thread.handler = before
 
 
-# What the user's own Function does while it is traced: what backward reads, what is told to ``ctx``, grad modes.
-
-
 _running = threading.local()
 
 
@@ -357,6 +391,7 @@ class Inside:
     Attributes:
         runs_forward: whether forward is being run.
         unheld: what backward does and no graph holds: read a number, draw.
+        copies: the memory of those of its arguments that are copies, which it may write.
         sets_modes: whether forward switches grad mode on, or backward sets it or applies another Function, which a
             second derivative would see.
     """
@@ -364,6 +399,7 @@ class Inside:
     def __init__(self) -> None:
         self.sets_modes = self.runs_forward = False
         self.unheld: str | None = None
+        self.copies: set[int] = set()
         self._made: set[int] | None = None
         self._kept: list[Any] = []
         self._own: list[Any] = []

@@ -36,6 +36,7 @@ from bridge.capture.kept_state import KeptState, kept_state
 from bridge.capture.loops.rolled import draws_of, folded_of, writes
 from bridge.capture.numbers import Counted, Counter
 from bridge.capture.outputs import OTHER_FORM
+from bridge.capture.own_functions import WritesArgumentsError
 from bridge.capture.packed import PackedUseError
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
 from bridge.capture.sample import DynamicDim
@@ -129,6 +130,8 @@ def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], **how: Any
         raise _named(error, module) from error.cause
     except PackedUseError as error:
         raise UnsupportedModule(type(module).__name__, [explain_error(error)], cause=error) from None
+    except WritesArgumentsError as error:
+        return _in_eager(module, args, kwargs, **{**how, "writing": {**how.get("writing", {}), **error.written}})
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         swallowed(error)
         if "saves" not in how:  # it may be that nothing was saved that it fails for

@@ -199,6 +199,7 @@ def real_run_of(
     saves: bool = False,
     kept: KeptState | None = None,
     origin: Mapping[int, Any] = MappingProxyType({}),
+    writing: Mapping[type, Any] = MappingProxyType({}),
 ) -> RealRun:
     """Runs ``module(*args, **kwargs)`` on real numbers; neither its tensors nor the generators change.
 
@@ -208,6 +209,7 @@ def real_run_of(
 
         kept: places that the call sets (:mod:`bridge.capture.kept_state`), as the module has them.
         origin: where the module is the twin of an earlier run: of its copies, by id, what they are copies of.
+        writing: of Functions that write what autograd follows, see :class:`bridge.capture.own_functions.OwnFunctions`.
 
     Raises:
         SavedTensorsNeededError: without them forward may have gone another way.
@@ -240,7 +242,7 @@ def real_run_of(
 
     rules = InPlaceRules(leaves, [each for each in parameters if each.requires_grad], inputs)
     observation = Observation(unsupported=rules.unsupported)
-    functions = OwnFunctions(type(module).__name__)
+    functions = OwnFunctions(type(module).__name__, writing)
     geometry, versions = [geometry_of(each) for each in inputs], [version_of(each) for each in inputs]
     given = zip(_tensors((args, kwargs)), arguments, strict=True)
     inner = [leaf for each, leaf in given if each.requires_grad and not each.is_leaf]
@@ -463,7 +465,7 @@ def fake_run_of(
         change(twin)
         attributes = attributes_of(twin, [*owned, *arguments])
         inputs = [*owned, *arguments, *attributes.values()]
-        functions = OwnFunctions(type(real.twin).__name__)
+        functions = OwnFunctions(type(real.twin).__name__, real.functions.writing)
         draws: list[Any] = [] if symbols is None else symbols.draws
         answers = {"answers": real.record, "drops": real.loops is not None, "symbols": symbols}
         recorder = Recorder(inputs, paths_of(twin), draws, **answers)

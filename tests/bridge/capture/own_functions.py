@@ -13,6 +13,7 @@ __all__ = [
     "Nested",
     "Noisy",
     "OneOfTwo",
+    "Overwrites",
     "PerInput",
     "Product",
     "Reads",
@@ -215,6 +216,23 @@ class Writes(Function):
     @staticmethod
     def backward(ctx, grad):
         return grad.mul_(2)
+
+
+class Overwrites(Function):
+    """Writes its argument, as TabNet's sparsemax does, and may return it."""
+
+    @staticmethod
+    def forward(ctx, x, w, returned):
+        x -= x.max()
+        if returned:
+            ctx.mark_dirty(x)
+        ctx.save_for_backward(x, w)
+        return x if returned else x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad * w * 3, (grad * x).sum(0), None
 
 
 class Called(torch.autograd.Function):

@@ -65,6 +65,15 @@ class OfAGlobal(torch.autograd.Function):
         return grad * FACTOR
 
 
+def overwrites(returned, view):
+    def run(m, x):
+        h = m.linear(x) * 2
+        y = own.Overwrites.apply(h[:, 1:] if view else h, m.weight[1:] if view else m.weight, returned)
+        return y.tanh().sum() * h + h.sin()
+
+    return run
+
+
 USES = {
     "saved tensors": lambda m, x: product(m.linear(x), m.weight).exp(),
     "a view": lambda m, x: own.Reversed.apply(m.linear(x), 0.5).tanh(),
@@ -90,6 +99,10 @@ USES = {
     "under no_grad": lambda m, x: m.linear(x) * torch.no_grad()(own.Rounded.apply)(m.weight),
     "in a checkpoint": lambda m, x: checkpoint(lambda v: product(m.linear(v), m.weight).exp(), x, use_reentrant=False),
     "a global": lambda m, x: OfAGlobal.apply(m.linear(x)),
+    "writes its argument": overwrites(False, False),
+    "writes a view that it is given": overwrites(False, True),
+    "mark_dirty": overwrites(True, False),
+    "mark_dirty of a view": overwrites(True, True),
 }
 
 
@@ -290,6 +303,7 @@ NOT_AGAIN = {
     "writes into a copy": "not seen to be linear",
     "a constant gradient": "not seen to be linear",
     "one inside another": "applies another one",
+    "writes its argument": "would not be eager's",
 }
 """Uses whose backward is eager's once, and an error by name when it is differentiated again."""
 
