@@ -13,6 +13,7 @@ from functools import cache
 import torch
 
 __all__ = [
+    "CALL_BEFORE",
     "TORCH_DIR",
     "CacheNotFilled",
     "CompilationError",
@@ -84,6 +85,10 @@ class UnsupportedModule(RuntimeError):
 
 class CacheNotFilled(UnsupportedModule):
     """A module whose forward makes tensors at its first call and keeps them; once eager has, it may be dispatched."""
+
+
+CALL_BEFORE = "call the module once before; add_tvm_dispatch without a sample compiles its second call"
+"""What helps then."""
 
 
 class CompilationError(RuntimeError):

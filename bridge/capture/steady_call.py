@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from bridge.base.errors import (
+    CALL_BEFORE,
     CacheNotFilled,
     Unsupported,
     UnsupportedModule,
@@ -52,7 +53,6 @@ _EVERY_CALL = "Python state that forward changes at every call; a compiled call 
 _BY_SIZES = "Python state that forward changes by the sizes that vary"
 _KEEP = "keep it in a buffer, or change it outside of forward"
 _FIRST_CALL = "Python state that forward sets at its first call, which does something else than later ones"
-_CALL_BEFORE = "call the module once before; add_tvm_dispatch without a sample compiles its second call"
 
 
 @dataclass
@@ -117,7 +117,7 @@ def _steady(
     if not _same_function(first, real):
         name = type(module).__name__
         kept = [each for what in changed for each in _entries(module, real.twin, what)]
-        problems = [Unsupported(each, f"{name}.forward", _FIRST_CALL, _CALL_BEFORE) for each in kept]
+        problems = [Unsupported(each, f"{name}.forward", _FIRST_CALL, CALL_BEFORE) for each in kept]
         raise CacheNotFilled(name, problems)
     _settle(module, first, [each for each in changed if each not in again])
     return found

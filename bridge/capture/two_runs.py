@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from bridge.base.errors import Unsupported, UnsupportedModule, line_of
+from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, UnsupportedModule, line_of
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
@@ -288,6 +288,11 @@ def real_run_of(
     rules.shared_by_functions |= applied.shared
     moved = zip(inputs, versions, strict=True)
     observation.counted = frozenset(index for index, (tensor, then) in enumerate(moved) if version_of(tensor) != then)
+    grown = [spec for spec, each in zip(tensors, owned, strict=True) if spec.shape != tuple(each.shape)]
+    if grown and not rules.unsupported:  # statistics that the first batch gives a size
+        reason = "forward gives it another shape"
+        problems = [Unsupported(f"{spec.kind} '{spec.name}'", "forward", reason, CALL_BEFORE) for spec in grown]
+        raise CacheNotFilled(type(module).__name__, problems)
     if geometry != [geometry_of(each) for each in inputs] and not rules.unsupported:
         reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
         rules.complain("detach_, requires_grad_, set_ or a view in place", reason, "work on a view or a clone of it")

@@ -162,11 +162,28 @@ class Placeholder(nn.Module):
         return self.places.softmax(-1) @ self.linear(x)
 
 
-def test_a_buffer_that_the_first_call_gives_its_shape_is_kept_from_then_on():
-    eager, x = Placeholder(), torch.randn(3, 4)
+class Observed(nn.Module):
+    """Statistics per channel, which the first batch gives their number, as torch.ao's observers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("most", torch.tensor([]))
+
+    def forward(self, x):
+        found = x.detach().abs().amax(0)
+        if not self.most.numel():
+            self.most.resize_(found.shape).zero_()
+        self.most.copy_(torch.maximum(self.most, found))
+        return self.linear(x) * self.most
+
+
+@pytest.mark.parametrize("kind", [Placeholder, Observed])
+def test_a_buffer_that_the_first_call_gives_its_shape_is_kept_from_then_on(kind):
+    eager, x = kind(), torch.randn(3, 4)
     module = add_tvm_dispatch(copy.deepcopy(eager))
     for _ in range(3):
         torch.testing.assert_close(module(x), eager(x))
     assert stats(module).hits == 2
     with pytest.raises(UnsupportedModule, match="call the module once before"):
-        add_tvm_dispatch(Placeholder(), x)
+        add_tvm_dispatch(kind(), x)
