@@ -324,11 +324,12 @@ def unwatched(kind: type) -> type | None:
     bases = kind.__mro__[:-1]
     if any((of := (base.__module__, base.__name__)) in _ROWS or of in UNCHANGING for base in bases):
         return None
-    for base in bases:
+    for below, base in zip((kind, *bases), bases, strict=False):
         slots = base.__dict__.get("__slots__", ())
         own = 8 * (2 + (1 if is_a(slots, str) else len(slots)))  # what ``class`` adds to an object of its base
         if base.__basicsize__ - base.__base__.__basicsize__ > own or base.__itemsize__ != base.__base__.__itemsize__:
-            known = hasattr(base, "__next__") or base.__module__.partition(".")[0] == "torch"
+            torchs = any(each.__module__.partition(".")[0] == "torch" for each in (below, base))
+            known = torchs or hasattr(base, "__next__")
             return None if known or "cython_function" in base.__name__ else base
     return None
 
