@@ -73,8 +73,12 @@ class FunctionalGraph:
     drawing: Sequence[fx.Node]
 
 
-def functional_graph(made: TrainingGraph) -> FunctionalGraph:
-    """The functional graph of a training graph, whose ``meta["custom"]`` its nodes hand on."""
+def functional_graph(made: TrainingGraph, module_name: str) -> FunctionalGraph:
+    """The functional graph of a training graph, whose ``meta["custom"]`` its nodes hand on.
+
+    Raises:
+        UnsupportedModule: torch fails to make an operator functional.
+    """
     emitter = _Emitter(symbolic=made.mode.shape_env is not None)
     kinds = None if emitter.symbolic else _Kinds(emitter, any(map(_writes, made.graph.nodes)))
     values: dict[fx.Node, Any] = {}
@@ -89,14 +93,16 @@ def functional_graph(made: TrainingGraph) -> FunctionalGraph:
                 results = [_inner(values[each]) if isinstance(each, fx.Node) else each for each in node.args[0]]
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                if kinds is not None:
-                    values[node] = kinds.call(node, args, kwargs, mode)
-                    continue
                 try:
-                    values[node] = node.target(*args, **kwargs)
+                    if kinds is None:
+                        values[node] = node.target(*args, **kwargs)
+                    else:
+                        values[node] = kinds.call(node, args, kwargs, mode)
                 except RuntimeError as error:
-                    where, reason = where_is(node), f"torch cannot take it apart for sizes that vary: {error}"
-                    raise UnsupportedModule("", [Unsupported(str(node.target), where or "forward", reason)]) from error
+                    varying, told = " for sizes that vary" * emitter.symbolic, str(error).partition(".  ")[0]
+                    where, reason = where_is(node), f"torch cannot make it functional{varying}: {told}"
+                    problem = Unsupported(str(node.target), where or "forward", reason)
+                    raise UnsupportedModule(module_name, [problem], cause=error) from None
         written = {name: emitter.node_of(_inner(value)) for name, value in inputs.items() if is_written(value)}
     results = [emitter.node_of(each) if isinstance(each, torch.Tensor) else each for each in results]
     return FunctionalGraph(emitter.graph, results, written, [node for node in emitter.graph.nodes if draws_at(node)])

@@ -31,6 +31,7 @@ from bridge.capture.observation import Observation
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.passes.autocast import spell_out_casts, without_casts
 from bridge.capture.passes.stop_gradient import link_functions, prepare
+from bridge.capture.quiet import quiet
 from bridge.capture.recomputed import recomputed, too_many, uncounted
 from bridge.capture.rows import Record, form_of
 from bridge.capture.sample import DynamicDim
@@ -92,8 +93,8 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     observation.unsupported += spell_selections(made.graph)
     observation.unsupported += _prepared(made.graph, record, real.functions, made.placeholders)
     raise_deferred()
-    with autocast_to(None):  # its casts are in the graph by now
-        functional = functional_graph(made)
+    with autocast_to(None), quiet():  # its casts are in the graph by now
+        functional = functional_graph(made, name)
     raise_deferred()
     draw_of, unmatched = match_draws(functional.drawing, record.rows, observation.draws, forward)
     if not observation.unsupported:

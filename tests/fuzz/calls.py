@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from tests.device import DEVICE
 from tests.fuzz import inputs
 from tests.fuzz.program import Arguments, Program, make_arguments
+from tests.fuzz.themes import themes
 
 __all__ = ["Call", "calls_of", "every", "nothing"]
 
@@ -105,6 +106,14 @@ def _renumber(module: nn.Module) -> None:
             setattr(module, name, not value if isinstance(value, bool) else value + 1)
 
 
+def _retensor(module: nn.Module) -> None:
+    """Other tensors in its attributes, in lists and dictionaries, too."""
+    for name, value in list(vars(module).items()):
+        if name.startswith("m") and any(isinstance(each, Tensor) for each in pytree.tree_leaves(value)):
+            other = lambda each: (each.detach() * 0.8 + 0.1).requires_grad_(each.requires_grad)  # noqa: E731
+            setattr(module, name, pytree.tree_map_only(Tensor, other, value))
+
+
 def _hook_inside(module: nn.Module) -> None:
     for child in module.children():
         child.register_forward_hook(lambda module, args, result: pytree.tree_map(_halved, result))
@@ -176,6 +185,7 @@ def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
         Call("with other numbers in attributes", same, _renumber, every),
     ]
     rng = random.Random(program.seed + 1)
+    state = [Call("with other tensors in attributes", same, _retensor, every)] * ("state" in themes(program.seed))
     strange = [
         ("with special values", inputs.special_values(rng.random()), True),
         ("with huge values", inputs.special_values(rng.random(), huge=True), True),
@@ -198,4 +208,4 @@ def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
     chosen = rng.choice(special)
     if rng.random() < TWICE:
         otherwise.append(Call("with a second derivative", same, nothing, every, twice=True))
-    return [first, second, *strangely, chosen, *otherwise]
+    return [first, second, *strangely, chosen, *otherwise, *state]

@@ -12,7 +12,7 @@ from tests.fuzz import indices, pointwise, shapes
 from tests.fuzz.program import Program
 from tests.fuzz.scope import Scope, is_float
 from tests.fuzz.statements import RARE_STATEMENTS, STATEMENTS
-from tests.fuzz.themes import COMPLEX, COUNTS, FUNCTIONS, is_complex, themes
+from tests.fuzz.themes import VOCABULARY, is_complex, themes
 
 __all__ = ["generate"]
 
@@ -58,7 +58,7 @@ def _generate(rng: random.Random, seed: int) -> Program:
     statements = {**STATEMENTS, **indices.STATEMENTS}
     proposals = [(f, w, True) for f, w in expressions.items()] + [(f, w, False) for f, w in statements.items()]
     chosen = themes(seed)
-    for name, vocabulary in (("complex", COMPLEX), ("functions", FUNCTIONS), ("counts", COUNTS)):
+    for name, vocabulary in VOCABULARY.items():
         proposals += vocabulary if name in chosen else ()
     weights = [weight for _, weight, _ in proposals]
     tries = 0

@@ -34,8 +34,10 @@ class Played:
 def play(module: nn.Module, call: Call) -> Played:
     """One forward and one backward, with grad_outs of the differentiable outputs that the call chooses."""
     arguments = call.arguments()
-    for parameter in module.parameters():
-        parameter.grad = None
+    attributes = [(name, each) for name, each in vars(module).items() if name.startswith("m")]
+    kept = {(name, i): t for name, each in attributes for i, t in enumerate(pytree.tree_leaves(each)) if _is_leaf(t)}
+    for each in (*module.parameters(), *kept.values()):
+        each.grad = None
     torch.manual_seed(SEED)
     with call.context():
         result = module(*arguments.args, **arguments.kwargs)
@@ -55,11 +57,16 @@ def play(module: nn.Module, call: Call) -> Played:
     elif wanted:
         torch.autograd.backward(wanted, _cotangents(wanted))
     values |= {f"gradient of {name}": _copy(p.grad) for name, p in module.named_parameters()}
+    values |= {f"gradient of attribute {name}[{i}]": _copy(each.grad) for (name, i), each in kept.items()}
     values |= {f"gradient of argument {i}": _copy(leaf.grad) for i, leaf in enumerate(arguments.leaves)}
     values |= {f"buffer {name}": _copy(buffer) for name, buffer in module.named_buffers()}
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()  # an assertion that failed in a kernel is raised here, not in the next call
     return Played(values, (spec, needs, same), generator, shared, spanned)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_leaf and value.requires_grad
 
 
 def copied(module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Vocabulary of some programs alone: complex numbers, autograd Functions of the user's own, sizes by numbers."""
+"""Vocabulary of some programs alone: complex numbers, own autograd Functions, sizes by numbers, state in attributes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from tests.fuzz.pointwise import split_table
 from tests.fuzz.scope import Scope
 
-__all__ = ["COMPLEX", "COUNTS", "FUNCTIONS", "is_complex", "themes"]
+__all__ = ["VOCABULARY", "is_complex", "themes"]
 
-SHARE = {"complex": 0.25, "functions": 0.25, "counts": 0.1}
+SHARE = {"complex": 0.25, "functions": 0.25, "counts": 0.1, "state": 0.15, "texts": 0.05, "pads": 0.05}
 """Of the programs, those with a theme."""
 
 MAKES_COMPLEX = """
@@ -117,6 +117,47 @@ row = ({x} > 0.2).flatten().nonzero()[:, 0]\n{v} = {x}.flatten().detach().index_
 {v} = torch.argwhere({x} > 0.5).sum() * {y}
 {v} = {x}.masked_scatter({x} > 0, {x}.flatten() * 2)
 {v} = {x}[torch.isfinite({x})].tanh()
+row = ({x} > 0).sum()\n{v} = F.pad({y}, (0, row)).cumsum(-1)
+row = ({x} > 0).sum()\n{v} = torch.cat([{y}.flatten(), {y}.new_zeros(row + 1)]) * 2
+{v} = {y}.flatten()[: int(({x} > 0).sum())].sum() * torch.arange(int(({x} > 0).sum()) + 1)
+"""
+
+STATE = r"""
+torch.randn(()).to(D).requires_grad_() ; {v} = {x} * {a}
+torch.randn(1, dtype=D).requires_grad_() ; {v} = {x} * {a} + {a}.exp()
+torch.randn(1, dtype=D) ; {v} = {x} * {a}
+[torch.randn(1, dtype=D), torch.randn(1, dtype=D).requires_grad_()] ; {v} = {x} * {a}[0] + {a}[1]
+[torch.randn(1, dtype=D) for _ in range(3)] ; {v} = sum({x} * each for each in {a})
+(torch.randn(1, dtype=D).requires_grad_(), 2) ; {v} = {x} * {a}[0] * {a}[1]
+{{"a": torch.randn(1, dtype=D), "b": [torch.randn(1, dtype=D), 1.5]}} ; {v} = {x} * {a}["a"] + {a}["b"][0] * {a}["b"][1]
+None ; if {a} is None:\n    {a} = torch.arange(3, dtype=D)\n{v} = {x} * {a}[1]
+None ; {a} = {x} * 2\n{v} = {a} + 1
+None ; {a} = {x}.detach().mean()\n{v} = {x} - {a}
+{{}} ; if "k" not in {a}:\n    {a}["k"] = torch.ones(2, dtype=D).cumsum(0)\n{v} = {x} * {a}["k"][1]
+{{}} ; if {x}.shape not in {a}:\n    {a}[{x}.shape] = torch.ones({x}.numel(), dtype=D)\n{v} = {x} * {a}[{x}.shape].sum()
+[] ; {a}.append({x}.mean())\n{v} = {x} * {a}.pop()
+"""
+"""What an attribute is, and its use as ``{a}``."""
+
+TEXTS = r"""
+{v} = {x} * len(f"{{tuple({x}.shape)}}")
+{v} = {x} * (2 if "64" in str({x}.dtype) else 3)
+{v} = {x} * float(f"{{({x} > -1e30).sum().item()}}")
+{v} = {x} + float(str(({y}.detach() * 0 + 0.5).mean().item()))
+{v} = {x} * len(str(({x} > 0).any().item()))
+{v} = {x} * (1 if repr({x}.requires_grad) == "True" else 2)
+{v} = {x} * int("{{}}".format({x}.dim() + 1))
+{v} = {x} * len(f"{{int({x}.sum() > 0)}}" + type(self).__name__)
+"""
+
+PADS = r"""
+{v} = F.pad({x}, (0, 2)) + F.pad({x}, (2, 0))
+{v} = F.pad({x}[:1], (0, 2)) + F.pad({y}, (2, 0))
+{v} = F.pad({x}, (0, 1)) - F.pad({y}.detach(), (1, 0)) * F.pad({x}, (1, 0))
+{v} = F.pad({x}, (0, 2)) + F.pad({x} * 2, (1, 1)) + F.pad({y}, (2, 0))
+{v} = F.pad({x}[..., :1], (0, {x}.shape[-1])) + F.pad({x}, (1, 0))
+{v} = F.pad({x}, (0, 0, 0, 1)) + F.pad({x}[:, :1], (0, 0, 1, 0))
+{v} = F.affine_grid({x}.mean() * torch.eye(2, 3, dtype=D)[None], (1, 1, 2, 3))
 """
 
 
@@ -164,6 +205,19 @@ def _filled(scope: Scope, template: str) -> str | None:
     return template.format(**slots)
 
 
+def _with_attributes(table: str):
+    pairs = [line.replace("\\n", "\n").split(" ; ") for line in table.strip().splitlines()]
+
+    def propose(scope: Scope) -> str | None:
+        made, use = scope.choice(pairs)
+        x = scope.pick()
+        if x is None:
+            return None
+        return use.format(x=x, v=scope.fresh("v"), a=scope.define(made.replace("{{", "{").replace("}}", "}")))
+
+    return propose
+
+
 COMPLEX = (
     (_expressions(MAKES_COMPLEX), 4.0, True),
     (_expressions(KEEPS_COMPLEX), 7.0, True),
@@ -172,6 +226,12 @@ COMPLEX = (
 )
 """Proposals, their weights, and whether each is an expression."""
 
-FUNCTIONS = ((_lines(APPLIES), 5.0, False), (_lines(APPLIES_COMPLEX), 1.0, False))
-
-COUNTS = ((_lines(COUNTED), 5.0, False),)
+VOCABULARY = {
+    "complex": COMPLEX,
+    "functions": ((_lines(APPLIES), 5.0, False), (_lines(APPLIES_COMPLEX), 1.0, False)),
+    "counts": ((_lines(COUNTED), 5.0, False),),
+    "state": ((_with_attributes(STATE), 6.0, False),),
+    "texts": ((_lines(TEXTS), 6.0, False),),
+    "pads": ((_lines(PADS), 6.0, False),),
+}
+"""By theme."""

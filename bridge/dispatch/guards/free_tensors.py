@@ -51,6 +51,7 @@ class Found(NamedTuple):
 def free_tensors(
     tensors: Sequence[ModuleTensor],
     now: Sequence[torch.Tensor],
+    lie: Sequence[tuple[str, int, str]],
     modules: Sequence[nn.Module],
     attributes: Sequence[tuple[int, str, Any]],
     reads: Reads,
@@ -58,7 +59,7 @@ def free_tensors(
     """Where tensors are in the places that forward read.
 
     Args:
-        tensors: the call's, as they are ``now``.
+        tensors: the call's, as they are ``now``, and where they ``lie``: registry, module, name.
         attributes: of the modules: place of the module, name and value.
         reads: what forward read. A tensor that it compared, or asked more than autograd and operators do, is the very
             one.
@@ -86,7 +87,7 @@ def free_tensors(
             if tensor in once:
                 reader, fits = partial(_read, read, path, fits), None
                 found.tensors[place] = replace(tensors[place], kind="attribute", names=(told,), held=reader)
-            elif tensors[place].held is None and (path or not is_attribute):
+            elif tensors[place].held is None and (path or ("", *key) != lie[place]):
                 found.ties.append((place, told, partial(_read, read, path, None)))
         if fits is None:
             (found.attributes if is_attribute else found.places).append(key)

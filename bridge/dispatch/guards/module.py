@@ -122,8 +122,9 @@ class ModuleGuard:
         }
         places = {id(module): i for i, module in enumerate(modules)}
         index = {path: places[id(module)] for path, module in named}
-        now = [tree.held(place) for place in tensor_places(tensors, index)[0]]
-        found = free_tensors(tensors, now, modules, attributes, reads)
+        lie = tensor_places(tensors, index)[0]
+        looked = [each for each in attributes if was_read(names[each[0]], each[1])]
+        found = free_tensors(tensors, list(map(tree.held, lie)), lie, modules, looked, reads)
         tensors = found.tensors
         attributes = [each for each in attributes if each[:2] not in found.attributes]
         kinds = {(index[path], name): AnyNumber(kind) for (path, name), kind in numbers.items()}

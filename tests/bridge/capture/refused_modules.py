@@ -59,6 +59,14 @@ X = torch.randn(5, 4)
 
 #: What stands in the way → (what forward does with the module, x and linear(x), or a module), further arguments, and
 #: words that the refusal has.
+def written_parts(m, x, y):
+    z = torch.complex(x, x)
+    real = z.real
+    real.mul_(2)
+    z.conj().mul_(1j)
+    return real.sin()
+
+
 REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "a number": (lambda m, x, y: y * y.sum().item(), (), r"round it otherwise.*keep it a tensor"),
     "a list": (lambda m, x, y: y * sum(y[0].tolist()), (), r"round it otherwise.*keep it a tensor"),
@@ -89,6 +97,7 @@ REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "a parameter's data": (lambda m, x, y: m.linear.weight.data.clamp_(-1, 1) @ y.T, (), "changes a parameter"),
     "data that is set": (lambda m, x, y: setattr(y, "data", x) or y, (), "Tensor.data ="),
     "an argument in place": (lambda m, x, y, z: z.data.add_(1) * y, (X.clone().requires_grad_(),), "work on a clone"),
+    "parts of numbers that are conjugated": (written_parts, (), "cannot make it functional"),
     "lazy": (nn.LazyLinear(4), (), "call the module once on a sample"),
     "scripted": (torch.jit.script(nn.Linear(4, 4)), (), "dispatch the module it was made of"),
 }

@@ -201,6 +201,7 @@ class Contains(nn.Module):
         super().__init__()
         self.linear, self.run, self.config = nn.Linear(4, 4).double(), run, SimpleNamespace(w=double(4, 4), k=2)
         self.ws, self.named, self.tied = [double(1, 4), double(2, 4)], {"a": (double(3, 4), 2)}, [self.linear.bias]
+        self.again = self.scale = double(5, 4)
 
     def forward(self, x):
         return self.run(self, self.linear(x))
@@ -227,6 +228,7 @@ CHANGED = {
     "same": (lambda m, h: h * m.ws[m.ws[0] is m.ws[1]], lambda m, i: m.ws.__setitem__(0, m.ws[1])),
     "asked": (lambda m, h: h * m.ws[0] * kinds(m), lambda m, i: m.ws[0].add_(1)),
     "tied": (lambda m, h: h * m.tied[0], lambda m, i: setattr(m.linear, "bias", nn.Parameter(double(i, 4)))),
+    "second name": (lambda m, h: h * m.scale + m.again, lambda m, i: setattr(m, "again", double(i, 4))),
     "tied item": (lambda m, h: h * m.tied[0], lambda m, i: m.tied.__setitem__(0, nn.Parameter(double(i, 4)))),
 }
 
