@@ -7,6 +7,7 @@ and undoes that when it ends.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.torch_internals import has_storage, storage_id
+from bridge.base.errors import swallowed
+from bridge.base.torch_internals import COMPILED_CALL, has_storage, storage_id
 from bridge.capture.isolated_rng import IsolatedRNG, watched_operators
 from bridge.capture.preconditions import check_call
 from bridge.capture.rows import written_operands
@@ -31,6 +33,7 @@ Attributes = list[tuple[dict[str, Any], str, Any, Any]]
 @contextmanager
 def after_pre_hooks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
     """Gives the arguments of forward; attributes that the module's own forward pre-hooks set are set meanwhile."""
+    args, kwargs = _as_called(module, args, kwargs)
     hooks = {key: hook for key, hook in module._forward_pre_hooks.items() if derived_attribute(hook) is None}
     if not hooks:
         yield args, kwargs
@@ -49,6 +52,37 @@ def after_pre_hooks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> I
         for attributes, name, value, _ in found:
             _set(attributes, name, value)
         yield args, kwargs
+
+
+class _Given(BaseException):
+    """The arguments of a call; no handler of errors takes it."""
+
+
+def _as_called(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """What ``nn.Module.__call__`` is given in a call, where the module's class has a ``__call__`` around it."""
+    if type(module).__call__ is nn.Module.__call__:
+        return args, kwargs
+    thread, own = threading.get_ident(), module.__dict__
+    before = own.get(COMPILED_CALL)
+
+    def given(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return (before or module._call_impl)(*args, **kwargs)
+        raise _Given(args, kwargs)
+
+    own[COMPILED_CALL] = given
+    try:
+        with numbers_put_back(), IsolatedRNG(), generators_put_back():
+            module(*args, **kwargs)
+    except _Given as found:
+        return found.args
+    except Exception as error:  # noqa: BLE001 - eager's own, which the capture tells
+        swallowed(error)
+    finally:
+        own[COMPILED_CALL] = before
+        if before is None:
+            del own[COMPILED_CALL]
+    return args, kwargs
 
 
 def _hooked(module: nn.Module, keywords: bool, hook: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import _bootstrap
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -47,6 +48,8 @@ __all__ = ["Reads", "profiled"]
 _RUN_FORWARD = ("generator_watch.py", "prepared_twin.py")
 """Files of this package that call what forward calls."""
 _OPTIMIZED = 0x2
+_IMPORTS: CodeType = _bootstrap._find_and_load.__code__
+"""Runs where a module is imported for the first time."""
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device)
 """Types of values that a key of a function's arguments holds by themselves."""
 
@@ -67,6 +70,7 @@ class Reads(Calls):
         self._loose: set[str] = set()
         self._frames: dict[FrameType, Frame] = {}
         self._ours: set[FrameType] = set()
+        self._importing: FrameType | None = None
         self._temporary: set[Any] = set()
         self.says: dict[str, None] = {}
         self.identical: dict[int, Any] = {}
@@ -84,6 +88,7 @@ class Reads(Calls):
         """The run is over."""
         self._frames.clear()
         self._ours.clear()
+        self._importing = None
         self.put_back_functions()
         self._compared_by_identity()
         for path in self._temporary if self.refused is None else ():
@@ -132,6 +137,13 @@ class Reads(Calls):
     def hear(self, frame: FrameType, event: str, arg: Any) -> None:
         """An event of the interpreter's profiler."""
         code = frame.f_code
+        if self._importing is not None:  # a module's own code runs once in a process, not in a call
+            if frame is self._importing and event == "return":
+                self._importing = None
+            return
+        if code is _IMPORTS and event == "call":
+            self._importing = frame
+            return
         try:
             flow = self.codes[code]
         except KeyError:
@@ -166,7 +178,7 @@ class Reads(Calls):
         frame, temporary = sys._getframe(2), False
         while frame is not None and frame.f_code.co_filename == tempfile.__file__:
             frame, temporary = frame.f_back, True
-        if frame not in self._frames:  # machinery's
+        if frame not in self._frames or self._importing is not None:  # machinery's
             return
         if temporary and event == OPENS:
             if not os.path.isdir(args[0]):  # a file without a name

@@ -40,7 +40,7 @@ class Family:
     def build(self) -> tuple[nn.Module, Callable[[int], Call]]:
         """The module, and call i → its arguments; ``ImportError`` where the package is not installed."""
         names = _names(self.constructor, self.imported()) | {"torch": torch, "nn": nn} | _OWN
-        names |= {name: importlib.import_module(name) for name in {self.package, *_ALSO.get(self.package, ())}}
+        names |= {name: importlib.import_module(name) for name in (self.package,)}
         made = eval(self.constructor, names)
         if self.package == "peft":
             made = _adapted(made)
@@ -50,7 +50,8 @@ class Family:
 
         def call(i: int) -> Call:
             torch.manual_seed(i)
-            return sample() if sample else eval(f"call({arguments})", {**names, **_given(i), "call": _call})
+            given = {**names, **_given(i), "call": _call, "module": module}
+            return sample() if sample else eval(f"call({arguments})", given)
 
         return module, call
 
@@ -203,7 +204,7 @@ def _unet(down: str, up: str, suffix: str, **more: Any) -> dict[str, Any]:
         "block_out_channels": (8, 16),
         "layers_per_block": 1,
         "norm_num_groups": 4,
-        "attention_head_dim": 2,
+        **({} if suffix == "Motion" else {"attention_head_dim": 2}),
         **more,
     }
 
@@ -225,7 +226,7 @@ def _without_cuda() -> torch.library.Library:
 
 
 def _gaussian() -> dict[str, Any]:
-    gpytorch, botorch = importlib.import_module("gpytorch"), importlib.import_module("botorch")
+    gpytorch = importlib.import_module("gpytorch")
 
     class Covariance(nn.Module):
         def __init__(self, kernel: nn.Module):
@@ -244,18 +245,7 @@ def _gaussian() -> dict[str, Any]:
         def forward(self, x: torch.Tensor) -> Any:
             return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
 
-    class Likelihood(nn.Module):
-        def __init__(self, model: nn.Module):
-            super().__init__()
-            self.model = model
-            self.loss = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
-
-        def forward(self) -> torch.Tensor:
-            return self.loss(self.model(*self.model.train_inputs), self.model.train_targets)
-
-    return {"gpytorch": gpytorch, "botorch": botorch, "kernels": gpytorch.kernels} | {
-        each.__name__: each for each in (Covariance, Exact, Likelihood)
-    }
+    return {"gpytorch": gpytorch, "kernels": gpytorch.kernels} | {each.__name__: each for each in (Covariance, Exact)}
 
 
 _MODULES = {
@@ -267,7 +257,6 @@ _MODULES = {
     "gpytorch": ["gpytorch"],
 }
 """Where the names of a package's lines are looked for; elsewhere in the package itself."""
-_ALSO = {"gpytorch": ["botorch"]}
 _OWN = {
     "mlp": _mlp,
     "transformer": _transformer,
@@ -275,5 +264,4 @@ _OWN = {
     "sizes": {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 16, "depth": 2, "heads": 2, "mlp_dim": 32},
     "Covariance": lambda *args: _gaussian()["Covariance"](*args),
     "Exact": lambda *args: _gaussian()["Exact"](*args),
-    "Likelihood": lambda *args: _gaussian()["Likelihood"](*args),
 }

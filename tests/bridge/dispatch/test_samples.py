@@ -242,3 +242,28 @@ def test_a_misspelled_keyword_is_told():
     with pytest.raises(TypeError) as caught:
         add_tvm_dispatch(nn.Linear(6, 4), {"inputs": torch.randn(3, 6)})
     assert any("name no parameters of forward" in note for note in caught.value.__notes__)
+
+
+class Counting(nn.Module):
+    """Its own ``__call__`` gives forward what a caller leaves out, as PyTorch Geometric's aggregations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def __call__(self, x, size=None):
+        return super().__call__(x, size=2 * x.shape[0] if size is None else size)
+
+    def forward(self, x, size=None):
+        return self.linear(x).sum(0) + x.new_ones(size, 3)
+
+
+def test_a_sample_is_what_the_module_is_called_with():
+    module, x = Counting(), torch.randn(2, 4)
+    assert not examine(module, x).unsupported
+    add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x), module.forward(x, 4))
+    assert (stats(module).hits, stats(module).misses.total()) == (1, 0)
+    add_tvm_dispatch(module, (x, 5))
+    torch.testing.assert_close(module(x, 5), module.forward(x, 5))
+    assert stats(module).hits == 2

@@ -449,3 +449,26 @@ def test_what_a_step_sets_is_read_by_the_next(monkeypatch):
     monkeypatch.setitem(LATER, "k", 3.0)
     torch.testing.assert_close(module(x), module.forward(x))
     assert stats(module).hits == 1 and stats(module).misses
+
+
+def test_what_a_module_runs_while_it_is_imported_is_not_followed(tmp_path, monkeypatch):
+    """It runs once in a process, and may be a library's thousands of functions."""
+    (tmp_path / "imported_late.py").write_text("def f(k):\n    return k\nK = sum(f(k) for k in (0, 1, 1.5))\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    followed, look = [], Reads._look_at
+    monkeypatch.setattr(
+        Reads, "_look_at", lambda reads, frame, flow: (followed.append(frame.code), look(reads, frame, flow))
+    )
+
+    class Late(nn.Module):
+        def forward(self, x):
+            import imported_late
+
+            return x.tanh() * imported_late.K
+
+    module, x = add_tvm_dispatch(Late(), torch.randn(3, 4)), torch.randn(3, 4)
+    assert followed and not [code for code in followed if code.co_filename.startswith(str(tmp_path))]
+    module(x)
+    sys.modules["imported_late"].K = 4.0
+    torch.testing.assert_close(module(x), x.tanh() * 4)
+    assert (stats(module).hits, stats(module).misses.total()) == (1, 1)
