@@ -46,7 +46,7 @@ def module_tensors(module: nn.Module, attributes: Sequence[str] = ()) -> tuple[l
         attributes: dotted names of the plain attributes that forward reads; names of no tensor are passed over.
 
     Raises:
-        UnsupportedModule: a tensor is not a plain dense one.
+        UnsupportedModule: a tensor is not a plain dense one, or named by no module that holds it.
     """
     named: dict[int, tuple[str, torch.Tensor, list[str]]] = {}
     kinds = (
@@ -60,8 +60,12 @@ def module_tensors(module: nn.Module, attributes: Sequence[str] = ()) -> tuple[l
         if (tensor := tensor_attribute(module, name)) is not None:
             named.setdefault(id(tensor), ("attribute", tensor, []))[2].append(name)
     tensors = []
+    paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
     for kind, tensor, names in named.values():
-        if problem := tensor_problem(tensor):
+        problem = tensor_problem(tensor)
+        if kind != "attribute" and any(name.rpartition(".")[0] not in paths for name in names):
+            problem = "a module names it in its own way (TensorDictParams), and no module of the tree holds it by that"
+        if problem:
             raise UnsupportedModule(type(module).__name__, [Unsupported(names[0], names[0], problem)])
         layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
         tensors.append(ModuleTensor(kind, tuple(names), *layout, tensor.requires_grad))

@@ -162,7 +162,19 @@ class HalfComplexNumbers(Base):
         return torch.view_as_complex(self.dropout(self.linear(x)).half().reshape(-1, 2)).real
 
 
+class NamesItsOwn(Base):
+    """Parameters by names that lead to no module, as tensordict's TensorDictParams has them."""
+
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        for name, each in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield name.replace("linear.", "linear.0."), each
+
+    def forward(self, x):
+        return self.linear(x)
+
+
 REFUSED = [
+    (NamesItsOwn, "linear.0.weight", ""),
     (UnsupportedOperator, "_to_sparse", "(self.linear(x).T @ x).to_sparse()"),
     (DataDependentShape, "", "return x[x > 0]"),
     (ReadsValue, "", "return y * y.abs().max().item()"),
