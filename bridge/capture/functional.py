@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from bridge.base.devices import current_device
-from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.errors import Unsupported, swallowed, user_line
 from bridge.base.torch_fakes import new_fake
 from bridge.base.torch_internals import (
     FakeTensor,
@@ -44,15 +44,15 @@ from bridge.base.torch_recording import (
 )
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.draw_recorder import draws_at
+from bridge.capture.explain_error import explain_error
 from bridge.capture.loops.operators import MARKS
-from bridge.capture.passes.alias_analysis import ROW
+from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, written
 from bridge.capture.passes.decompositions import composite_formulas, formulas, whole_operators
-from bridge.capture.passes.stop_gradient import where_is
-from bridge.capture.rows import CONSTANTS, mapped
+from bridge.capture.rows import CONSTANTS, mapped, memory_of
 from bridge.capture.symbolic_run import POOLINGS
 from bridge.capture.training_graph import SizeNodes, TrainingGraph
 
-__all__ = ["FunctionalGraph", "drop_unused", "functional_graph"]
+__all__ = ["FunctionalGraph", "NotFunctional", "drop_unused", "functional_graph"]
 
 _HANDED_ON = ("custom", "stack_trace", "nn_module_stack", ROW)
 
@@ -73,19 +73,16 @@ class FunctionalGraph:
     drawing: Sequence[fx.Node]
 
 
-def functional_graph(made: TrainingGraph, module_name: str) -> FunctionalGraph:
-    """The functional graph of a training graph, whose ``meta["custom"]`` its nodes hand on.
-
-    Raises:
-        UnsupportedModule: torch fails to make an operator functional.
-    """
-    emitter = _Emitter(symbolic=made.mode.shape_env is not None)
-    kinds = None if emitter.symbolic else _Kinds(emitter, any(map(_writes, made.graph.nodes)))
+def functional_graph(training: TrainingGraph) -> FunctionalGraph | NotFunctional:
+    """The functional graph of a training graph, whose ``meta["custom"]`` its nodes hand on."""
+    emitter = _Emitter(symbolic=training.mode.shape_env is not None)
+    kinds = None if emitter.symbolic else _Kinds(emitter, any(map(_writes, training.graph.nodes)))
     values: dict[fx.Node, Any] = {}
+    memory = {each for node in training.graph.nodes for target in written(node) for each in _memory(target)}
     inputs: dict[str, Any] = {}
     results: list[Any] = []
-    with torch.no_grad(), below_autograd(), made.mode, emitter, _Functional(emitter.symbolic) as mode:
-        for node in made.graph.nodes:
+    with torch.no_grad(), below_autograd(), training.mode, emitter, _Functional(emitter.symbolic) as mode:
+        for node in training.graph.nodes:
             emitter.current = node
             if node.op == "placeholder":
                 inputs[node.name] = values[node] = FunctionalTensor.to_functional(emitter.placeholder(node))
@@ -94,18 +91,62 @@ def functional_graph(made: TrainingGraph, module_name: str) -> FunctionalGraph:
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 try:
-                    if kinds is None:
-                        values[node] = node.target(*args, **kwargs)
-                    else:
-                        values[node] = kinds.call(node, args, kwargs, mode)
-                except RuntimeError as error:
-                    varying, told = " for sizes that vary" * emitter.symbolic, str(error).partition(".  ")[0]
-                    where, reason = where_is(node), f"torch cannot make it functional{varying}: {told}"
-                    problem = Unsupported(str(node.target), where or "forward", reason)
-                    raise UnsupportedModule(module_name, [problem], cause=error) from None
-        written = {name: emitter.node_of(_inner(value)) for name, value in inputs.items() if is_written(value)}
+                    made = node.target(*args, **kwargs) if kinds is None else kinds.call(node, args, kwargs, mode)
+                except Exception as error:  # noqa: BLE001 - whatever a formula of torch's raises
+                    swallowed(error)
+                    return NotFunctional(_not_made(node, error, emitter.symbolic), error)
+                if kinds is not None and node.meta.get(OF) is node.target and not _writes(node):
+                    if (problem := _other_than_eagers(node, made, args, kwargs, memory)) is not None:
+                        return problem
+                values[node] = made
+        last = {name: emitter.node_of(_inner(value)) for name, value in inputs.items() if is_written(value)}
     results = [emitter.node_of(each) if isinstance(each, torch.Tensor) else each for each in results]
-    return FunctionalGraph(emitter.graph, results, written, [node for node in emitter.graph.nodes if draws_at(node)])
+    return FunctionalGraph(emitter.graph, results, last, [node for node in emitter.graph.nodes if draws_at(node)])
+
+
+def _not_made(node: fx.Node, error: Exception, symbolic: bool) -> Unsupported:
+    where = user_line(node.meta.get("stack_trace"))
+    if type(error) is not RuntimeError:
+        return explain_error(error, where)
+    varying, told = " for sizes that vary" * symbolic, str(error).partition(".  ")[0]
+    return Unsupported(str(node.target), where or "forward", f"torch cannot make it functional{varying}: {told}")
+
+
+@dataclass(frozen=True)
+class NotFunctional:
+    """An operator gives something else on fake tensors than in eager, or cannot run there for its cause."""
+
+    problem: Unsupported
+    cause: Exception | None = None
+
+
+def _memory(node: fx.Node) -> list[int]:
+    """The memory of what a node gave in eager."""
+    return node.meta[MEMORY] if MEMORY in node.meta else [*map(memory_of, _tensors(node.meta["val"]))]
+
+
+def _other_than_eagers(
+    node: fx.Node, made: Any, args: tuple, kwargs: dict[str, Any], memory: set[int]
+) -> NotFunctional | None:
+    """What an operator gives on fake tensors in other forms than in eager, or in other memory, of some that is written:
+    ``reshape`` copies or views by strides, which fake tensors may have others of."""
+    where, ours, found = user_line(node.meta.get("stack_trace")), _tensors(node.meta["val"]), _tensors(made)
+    if [(each.shape, each.dtype) for each in ours] != [(each.shape, each.dtype) for each in found]:
+        words = [", ".join(f"{each.dtype} of shape {list(each.shape)}" for each in forms) for forms in (ours, found)]
+        reason = f"on the sample eager gives {words[0]}, and torch's formula {words[1]}"
+        return NotFunctional(Unsupported(str(node.target), where or "forward", reason))
+    there, here = [each for source in node.all_input_nodes for each in _memory(source)], _memory(node)
+    if memory.isdisjoint((*there, *here)):
+        return None
+    operands = {storage_id(each.elem) for each in _tensors((args, kwargs))}
+    if [each in there for each in here] == [storage_id(each.elem) in operands for each in found]:
+        return None
+    reason = "copies in eager what it views on fake tensors, or the reverse, and one of the two is written"
+    return NotFunctional(Unsupported(str(node.target), where or "forward", reason, "clone before the write"))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _writes(node: fx.Node) -> bool:

@@ -472,7 +472,8 @@ def fake_run_of(
         inputs = [*owned, *arguments, *attributes.values()]
         functions = OwnFunctions(type(real.twin).__name__, real.functions.writing)
         draws: list[Any] = [] if symbols is None else symbols.draws
-        answers = {"answers": real.record, "drops": real.loops is not None, "symbols": symbols}
+        replays = symbols is None and not real.observation.differentiates
+        answers = {"answers": real.record, "symbols": symbols, "mode": mode if replays else None}
         recorder = Recorder(inputs, paths_of(twin), draws, **answers)
         functions_called = Functions(recorder)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)

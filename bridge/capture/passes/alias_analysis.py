@@ -14,7 +14,8 @@ from torch import fx
 
 from bridge.base.torch_internals import OpOverload, schema
 
-__all__ = ["AUTOCAST", "ROW", "STOPPED", "Aliases", "aliased", "is_detach", "is_view", "told", "written"]
+__all__ = ["AUTOCAST", "MEMORY", "OF", "ROW", "STOPPED"]
+__all__ += ["Aliases", "aliased", "is_detach", "is_view", "told", "written"]
 
 
 def _schema_arguments(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
@@ -129,6 +130,10 @@ class Aliases:
 
 ROW = "row"
 """The index of the row."""
+MEMORY = "memory"
+"""Of a placeholder, the memory that it stands for."""
+OF = "of"
+"""The row's operator, of a node that gives what the row gave."""
 STOPPED = "stopped"
 """Present where autograd does not follow an operator that it would follow, since grad mode is off."""
 AUTOCAST = "autocast"
