@@ -46,9 +46,9 @@ from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.draw_recorder import draws_at
 from bridge.capture.explain_error import explain_error
 from bridge.capture.loops.operators import MARKS
-from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, written
+from bridge.capture.passes.alias_analysis import OF, ROW, memory_at, written
 from bridge.capture.passes.decompositions import composite_formulas, formulas, whole_operators
-from bridge.capture.rows import CONSTANTS, mapped, memory_of
+from bridge.capture.rows import key_of, mapped
 from bridge.capture.symbolic_run import POOLINGS
 from bridge.capture.training_graph import SizeNodes, TrainingGraph
 
@@ -78,7 +78,7 @@ def functional_graph(training: TrainingGraph) -> FunctionalGraph | NotFunctional
     emitter = _Emitter(symbolic=training.mode.shape_env is not None)
     kinds = None if emitter.symbolic else _Kinds(emitter, any(map(_writes, training.graph.nodes)))
     values: dict[fx.Node, Any] = {}
-    memory = {each for node in training.graph.nodes for target in written(node) for each in _memory(target)}
+    memory = {each for node in training.graph.nodes for target in written(node) for each in memory_at(target)}
     inputs: dict[str, Any] = {}
     results: list[Any] = []
     with torch.no_grad(), below_autograd(), training.mode, emitter, _Functional(emitter.symbolic) as mode:
@@ -120,11 +120,6 @@ class NotFunctional:
     cause: Exception | None = None
 
 
-def _memory(node: fx.Node) -> list[int]:
-    """The memory of what a node gave in eager."""
-    return node.meta[MEMORY] if MEMORY in node.meta else [*map(memory_of, _tensors(node.meta["val"]))]
-
-
 def _other_than_eagers(
     node: fx.Node, made: Any, args: tuple, kwargs: dict[str, Any], memory: set[int]
 ) -> NotFunctional | None:
@@ -135,7 +130,7 @@ def _other_than_eagers(
         words = [", ".join(f"{each.dtype} of shape {list(each.shape)}" for each in forms) for forms in (ours, found)]
         reason = f"on the sample eager gives {words[0]}, and torch's formula {words[1]}"
         return NotFunctional(Unsupported(str(node.target), where or "forward", reason))
-    there, here = [each for source in node.all_input_nodes for each in _memory(source)], _memory(node)
+    there, here = [each for source in node.all_input_nodes for each in memory_at(source)], memory_at(node)
     if memory.isdisjoint((*there, *here)):
         return None
     operands = {storage_id(each.elem) for each in _tensors((args, kwargs))}
@@ -185,9 +180,11 @@ class _Kinds:
         """What a call of the training graph gives."""
         given: list[torch.Tensor] = []
         try:
-            key = None if node.target is getitem or _writes(node) else (node.target, self._key((args, kwargs), given))
+            is_kind = not (node.target is getitem or _writes(node))
+            operands = key_of((args, kwargs), FunctionalTensor, partial(self._key, given)) if is_kind else None
+            key = (node.target, operands) if is_kind else None
             known = self._known.get(key)
-        except TypeError:  # constants that have no hash
+        except TypeError:  # constants that cannot be compared
             key = known = None
         if known is not None:
             return self._again(known, given, mode)
@@ -199,23 +196,14 @@ class _Kinds:
             self._known[key] = self._learned(inputs, list(made)[::-1], result, args, kwargs)
         return result
 
-    def _key(self, tree: Any, given: list[torch.Tensor]) -> Any:
-        kind = type(tree)
-        if kind is FunctionalTensor:
-            inner = in_functional(tree)
-            if inner.layout is not torch.strided or inner.is_conj() or inner.is_neg() or inner.constant is not None:
-                raise TypeError
-            place = next((place for place, each in enumerate(given) if each is inner), len(given))
-            given += [inner] * (place == len(given))
-            form = inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, inner.fake_device
-            return place, *form, inner.requires_grad
-        if isinstance(tree, list | tuple):
-            return kind, *[self._key(each, given) for each in tree]
-        if isinstance(tree, dict):
-            return tuple((name, self._key(each, given)) for name, each in tree.items())
-        if kind not in CONSTANTS:
+    def _key(self, given: list[torch.Tensor], tensor: Any) -> tuple:
+        inner = in_functional(tensor)
+        if inner.layout is not torch.strided or inner.is_conj() or inner.is_neg() or inner.constant is not None:
             raise TypeError
-        return kind, repr(tree)
+        place = next((place for place, each in enumerate(given) if each is inner), len(given))
+        given += [inner] * (place == len(given))
+        form = inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, inner.fake_device
+        return place, *form, inner.requires_grad
 
     def _learned(self, inputs: list, nodes: list, result: Any, args: tuple, kwargs: dict[str, Any]) -> _Template | None:
         """``None`` for a call whose nodes cannot be written down again."""

@@ -15,9 +15,10 @@ import torch
 
 from bridge.base.torch_internals import FakeTensor, OpOverload, aten, schema, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, hint
+from bridge.state import constant_key
 
-__all__ = ["CONSTANTS", "Call", "Form", "Layout", "Read", "Record", "Row", "Value", "at_hints", "form_of", "mapped"]
-__all__ += ["may_write", "memory_of", "renamed", "values_in", "written", "written_operands"]
+__all__ = ["CONSTANTS", "Call", "Form", "Layout", "Read", "Record", "Row", "Value", "at_hints", "form_of", "key_of"]
+__all__ += ["mapped", "may_write", "memory_of", "renamed", "values_in", "written", "written_operands"]
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of operands that are compared by value."""
@@ -175,6 +176,23 @@ def mapped(tree: Any, kind: type | tuple[type, ...], change: Any) -> Any:
     if type(tree) is dict:
         return {name: mapped(each, kind, change) for name, each in tree.items()}
     return tree
+
+
+def key_of(tree: Any, kind: type | tuple[type, ...], of: Any) -> Any:
+    """Operands as a key: equal for the same structure and constants, and equal ``of(each)`` of leaves of this kind.
+
+    Raises:
+        TypeError: an operand cannot be compared with another one.
+    """
+    if isinstance(tree, kind):
+        return of(tree)
+    if isinstance(tree, tuple | list):
+        return (isinstance(tree, list), *[key_of(each, kind, of) for each in tree])
+    if isinstance(tree, dict):
+        return tuple([(name, key_of(each, kind, of)) for name, each in tree.items()])
+    if (key := constant_key(tree)) is None:
+        raise TypeError(f"an argument of type {type(tree).__name__}")
+    return key
 
 
 def at_hints(tree: Any) -> Any:

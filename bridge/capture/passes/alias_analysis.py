@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from bridge.base.torch_internals import OpOverload, schema
+from bridge.base.torch_internals import OpOverload, pytree, schema
+from bridge.capture.rows import memory_of
 
 __all__ = ["AUTOCAST", "MEMORY", "OF", "ROW", "STOPPED"]
-__all__ += ["Aliases", "aliased", "is_detach", "is_view", "told", "written"]
+__all__ += ["Aliases", "aliased", "is_detach", "is_view", "memory_at", "told", "written"]
 
 
 def _schema_arguments(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
@@ -49,6 +50,13 @@ def aliased(node: fx.Node) -> fx.Node | None:
     if not any(returned.alias_info for returned in schema(node.target).returns):
         return None
     return next((value for argument, value in _schema_arguments(node) if argument.alias_info), None)
+
+
+def memory_at(node: fx.Node) -> list[int | None]:
+    """The memory of each tensor that a node gave in eager."""
+    if MEMORY in node.meta:
+        return node.meta[MEMORY]
+    return [memory_of(each) for each in pytree.tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
 
 
 def is_view(node: fx.Node) -> bool:
