@@ -59,11 +59,12 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
         elif isinstance(owner, random.Random) and called.__name__ in _PYTHONS_DRAWS and not _is_of_no_numbers(frame):
             rules.foreign_draw("random", user_line(traceback.extract_stack()))
 
-    with profiled(listen), audited(reads.audit), moved_generators() as moved:
-        yield
-    for name in moved:
-        rules.foreign_draw(name)
-    reads.finish()
+    with reads.strangers.lifetimes():
+        with profiled(listen), audited(reads.audit), moved_generators() as moved:
+            yield
+        for name in moved:
+            rules.foreign_draw(name)
+        reads.finish()
     if reads.refused is not None:  # forward has caught it
         raise reads.refused
 

@@ -6,6 +6,7 @@ import contextvars
 import functools
 import operator
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Iterable, Sequence
@@ -26,13 +27,14 @@ from bridge.guards.kinds import (
     effect_of_function,
     is_a,
     is_asked,
+    is_key,
 )
 from bridge.guards.machinery import LIBRARY
-from bridge.guards.objects import FrameOf, Instance, dict_of, interesting, is_alive, is_changeable
+from bridge.guards.objects import FrameOf, Instance, dict_of, fields_of, interesting, is_alive, is_changeable
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place, class_entry
 
-__all__ = ["Calls"]
+__all__ = ["GETTERS", "Calls"]
 
 _UNBOUND = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
 _IN_C = ("cython_function_or_method", *(kind.__name__ for kind in _UNBOUND))
@@ -47,8 +49,8 @@ _PLAIN_RESULTS = frozenset("isinstance issubclass len id hash callable hasattr r
 _KNOWN_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "math", "builtins", ""}
 _INSIDE = frozenset("__reduce_ex__ __reduce__ __getstate__ __sizeof__ dumps getsizeof reduce".split())
 """Functions in C that look into objects, however deep."""
-_GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
-_MAKES = (*_GETTERS, functools.partial, weakref.ref)
+GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
+_MAKES = (*GETTERS, functools.partial, weakref.ref)
 Given = list[list[Any]]
 
 
@@ -146,7 +148,7 @@ class Calls(Sources):
     def _handed_on(self, known: Frame, place: int, value: Any, deep: int) -> None:
         """A function in C may give an argument, or what it holds."""
         for each in (value, *self.inside(value, deep)):
-            if self.knows(each) and not is_a(each, torch.Tensor):
+            if type(each) not in PLAIN and not is_a(each, torch.Tensor | Instance):
                 self._result(known.called, place, each, known)
 
     def _entries(self, known: Frame, place: int, owners: Iterable[Any], keys: Sequence[Any]) -> None:
@@ -205,6 +207,11 @@ class Calls(Sources):
                 self.whole(owner, known.where)
             elif not is_a(owner, torch.Tensor | nn.Module | type | ModuleType):
                 self.refuse_unwatched(owner, str(self.place(owner)), where)
+        else:
+            keys = args[0] if name in _BY_KEY and args else ()
+            plain = tuple(each[0] for each in args if each and type(each[0]) in PLAIN)
+            asked = [("ask_method", name, *plain)] if is_asked(kind.__name__, name) else []
+            self.strangers.note(owner, ("whole", where), *asked, *(("entry", each) for each in keys if is_key(each)))
         if is_a(owner, torch.Tensor | nn.Module):
             return
         foreign = str(kind.__module__).partition(".")[0] not in _KNOWN_PACKAGES and not is_a(function, FunctionType)
@@ -212,6 +219,10 @@ class Calls(Sources):
             self.deep(each)
         for each in self.inside(owner, 2):
             self._result(known.called, place, each, known)
+
+    def ask_method(self, owner: Any, name: str, *args: Any) -> None:
+        """A method in C that tells hidden state."""
+        self.ask(getattr(owner, name), args, {}, f"{self.place(owner)}.{name}()")
 
     def _reference(self, known: Frame, place: int, reference: Any) -> None:
         """A weak reference is asked for its object, which it keeps until there is none."""
@@ -240,7 +251,11 @@ class Calls(Sources):
                         self._result(known.called, place, value, known)
                 if not names:
                     self.all(owner)
-                    for value in (dict_of(owner) or {}).values():
+                    if is_a(owner, threading.local):
+                        self.whole(*self.attribute(owner, "__dict__"))
+                    of_class = [value for each in fields_of(owner) for value in self.attribute(owner, each)]
+                    held = owner.__dict__ if is_a(owner, threading.local) else dict_of(owner) or {}
+                    for value in (*held.values(), *of_class):
                         self._result(known.called, place, value, known)
             for each in interesting(args[2][0]) if len(args) > 2 and args[2] else ():
                 self._result(known.called, place, each, known)
@@ -256,7 +271,7 @@ class Calls(Sources):
         elif name in _TAKE:
             for each in owners:
                 self._moves(known, each)
-            for getter in [each for each in (*kwargs.get("key", ()), *args[0]) if type(each) in _GETTERS]:
+            for getter in [each for each in (*kwargs.get("key", ()), *args[0]) if type(each) in GETTERS]:
                 for value in [each for arg in args for owner in arg for each in self.inside(owner, 1)]:
                     self._getter(known, place, getter, [[value]])
         elif name in ("isinstance", "issubclass") and len(args) == 2:
@@ -341,7 +356,7 @@ class Calls(Sources):
             self._reference(frame, place, value)
         elif kind is functools.partial:
             self._partial(frame, place, value, call, given)
-        elif kind in _GETTERS:
+        elif kind in GETTERS:
             self._getter(frame, place, value, given[0])
         elif value is super:
             pair = given[0] or [[frame.cells.get("__class__")], [next(iter(frame.args.values()), None)]]

@@ -327,7 +327,8 @@ class _Interpreter:
             parts = raw if name == "UNPACK_SEQUENCE" else (raw & 255) + (raw >> 8) + 1
             known = [self._item(value, frozenset((("const", place),)), None) for place in range(parts)]
             several = name == "UNPACK_EX"
-            stack += [self._each(value) if several else part for part in reversed(known)]
+            given = frozenset((("result", each.offset),))
+            stack += [joined(self._each(value) if several else part, given) for part in reversed(known)]
         elif name in BUILDS:
             parts = [pop() for _ in range(raw)]
             stack.append(
@@ -350,6 +351,7 @@ class _Interpreter:
             extends = name not in ("LIST_APPEND", "SET_ADD")
             if extends:
                 self._iterated(value)
+                value = joined(value, frozenset((("result", each.offset),)))  # a generator gives it here
             held = value if extends else frozenset(("held", p) for p in value if p[0] != "const")
             if len(stack) >= raw > 0:
                 stack[-raw] = joined(stack[-raw], held)

@@ -11,8 +11,8 @@ from weakref import ProxyTypes, ref
 from bridge.guards.kinds import PLAIN, is_a
 from bridge.state import dict_of
 
-__all__ = ["ABSENT", "FrameOf", "Instance", "dict_of", "function_or_object", "inner_function", "interesting"]
-__all__ += ["is_alive", "is_changeable", "is_library", "is_ours", "names_of"]
+__all__ = ["ABSENT", "FrameOf", "Instance", "dict_of", "fields_of", "function_or_object", "inner_function"]
+__all__ += ["interesting", "is_alive", "is_changeable", "is_library", "is_ours", "names_of"]
 
 ABSENT = object()
 """In the place of what is not there."""
@@ -73,6 +73,12 @@ def names_of(kind: type) -> list[tuple[str, Any]]:
     """What a class and its bases hold, but for what torch and Python note there."""
     held = [each for base in kind.__mro__ if is_changeable(base) for each in vars(base).items()]
     return [each for each in held if each[0] not in _NOTES]
+
+
+def fields_of(value: Any) -> list[str]:
+    """Names in an object's class, or in a class, that are none of methods."""
+    kind = value if is_a(value, type) else type(value)
+    return [name for name, held in names_of(kind) if not name.startswith("__") and not is_a(held, FunctionType)]
 
 
 def interesting(value: Any) -> list[Any]:

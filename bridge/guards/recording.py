@@ -24,7 +24,7 @@ from torch import nn
 
 from bridge.base.errors import TORCH_DIR
 from bridge.guards.audited import OPENS, audited, changes_files, entries_of, file_state
-from bridge.guards.calls import _MOST_RESULTS, Calls
+from bridge.guards.calls import _MOST_RESULTS, GETTERS, Calls
 from bridge.guards.dataflow import flow_of
 from bridge.guards.flow import Flow
 from bridge.guards.kinds import CHANGES_FILES, CONTAINERS, PLAIN, is_a
@@ -45,6 +45,8 @@ from bridge.guards.world import REGISTRIES
 
 __all__ = ["Reads", "profiled"]
 
+_STANDS_IN = os.path.join("capture", "generator_watch.py")
+"""Whose function runs in the place of one under ``lru_cache``."""
 _RUN_FORWARD = ("generator_watch.py", "prepared_twin.py")
 """Files of this package that call what forward calls."""
 _OPTIMIZED = 0x2
@@ -80,9 +82,10 @@ class Reads(Calls):
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """While active, notes what code of this thread reads; a profiler of the user's pauses."""
-        with profiled(self.hear), audited(self.audit):
-            yield
-        self.finish()
+        with self.strangers.lifetimes():
+            with profiled(self.hear), audited(self.audit):
+                yield
+            self.finish()
 
     def finish(self) -> None:
         """The run is over."""
@@ -91,6 +94,7 @@ class Reads(Calls):
         self._importing = None
         self.put_back_functions()
         self._compared_by_identity()
+        self._known_before()
         for path in self._temporary if self.refused is None else ():
             os.remove(path)
             self.refuse(f"open({path!s:.80})", "forward", *CHANGES_FILES)
@@ -115,6 +119,15 @@ class Reads(Calls):
         """Whether one of these names occurs in code that ran and is not torch's or Python's."""
         own = (code for code, flow in self.codes.items() if flow is not None)
         return any(not code.co_filename.startswith((TORCH_DIR, LIBRARY)) and _mentions(code, names) for code in own)
+
+    def _known_before(self) -> None:
+        """Strangers that were there before: they are known now, and so are the places that were read in them."""
+        found = self.strangers.known_before()
+        for value, _ in found:
+            self.know(value, Place("", f"{type(value).__name__} that was read"))
+        for value, reads in found:
+            for what, *given in reads:
+                getattr(self, what)(value, *given)
 
     # Events
 
@@ -151,7 +164,8 @@ class Reads(Calls):
         if flow is None:
             if event == "return":
                 outer = self._frames.get(frame.f_back)
-                if outer is not None and arg is not None and not code.co_filename.startswith(OWN):
+                ours = code.co_filename.startswith(OWN) and not code.co_filename.endswith(_STANDS_IN)
+                if outer is not None and arg is not None and not ours:
                     self._returned(outer, outer.flow.at(frame.f_back.f_lasti), arg)
             elif event == "call" and code.co_name == "handle" and code.co_filename == logging.__file__:
                 while frame is not None and frame not in self._frames:
@@ -261,6 +275,8 @@ class Reads(Calls):
                 known.append(value)
                 outer.fresh.add(place)
         elif type(value) not in PLAIN:
+            if not self.knows(value):
+                self.strangers.note(value)
             self._result(outer.results, place, value, outer)
 
     # Sources
@@ -332,9 +348,9 @@ class Reads(Calls):
         for value, kinds in flow.relations.values():
             self._related(frame, value, kinds)
         for place, call in flow.calls.items():
-            if place not in frame.python and place not in frame.called:
-                for source in call.function:
-                    for value in self._values(frame, source):
+            for source in call.function if place not in frame.called else ():
+                for value in self._values(frame, source):
+                    if place not in frame.python or type(value) in GETTERS:
                         self._called(frame, place, value, call, source)
         self._operators |= flow.operators
         self._loose |= flow.loose

@@ -47,6 +47,7 @@ from bridge.guards.objects import (
     is_ours,
     names_of,
 )
+from bridge.guards.strangers import Strangers
 from bridge.guards.tensor_reads import asked_of, is_asked
 from bridge.guards.watched import (
     Cell,
@@ -112,6 +113,7 @@ class World(Changes):
         self._held: dict[int, dict[str, Any]] = {}
         self.hidden: set[int] = set()
         self._followed: set[tuple] = set()
+        self.strangers = Strangers()
         for path, module in modules:
             self._held[id(module)] = dict(module.__dict__)
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -123,8 +125,7 @@ class World(Changes):
         """This object was there before the call."""
         if type(value) in PLAIN or id(value) in self._known:
             return
-        self._known[id(value)] = value
-        self._places.setdefault(id(value), place)
+        self._known[id(value)], _ = value, self._places.setdefault(id(value), place)
         if (told := implicit_of(value)) is not None:
             self.ask(told[0], (), {}, told[1])
         if is_a(value, FunctionType):
@@ -175,7 +176,8 @@ class World(Changes):
         named = tuple((name, key_of(each)) for name, each in kwargs.items())
         key = "kept", id(function), tuple(map(key_of, args)), named
         if key not in self.items:
-            self.items[key] = Kept(function, args, kwargs, Place("", f"what {function.__name__}() keeps"))
+            told = f"what {getattr(function, '__name__', 'a function')}() keeps"
+            self.items[key] = Kept(function, args, kwargs, Place("", told))
         self.know(self.items[key].read(), self.items[key].place)
         return self.items[key]
 
@@ -206,9 +208,8 @@ class World(Changes):
     def class_name(self, kind: type, name: str) -> Any:
         """A name that was looked up in a class and its bases."""
         value = class_entry(kind, name)
-        place = Place("attribute", name, f" of class {kind.__name__}")
-        if name == "forward":
-            place = Place("", f"forward of class {kind.__name__}")
+        of = f" of class {kind.__name__}"
+        place = Place("attribute", name, of) if name != "forward" else Place("", f"forward{of}")
         self.bases.setdefault(kind)
         if is_ours(value):  # put there for the run
             return ABSENT
@@ -274,8 +275,9 @@ class World(Changes):
             return interesting(value)
         if issubclass(kind, nn.Module):
             return self._of_module(owner, name, raw)
-        known = self.knows(owner)
-        if known and is_a(owner, torch.Tensor) and is_asked(name) and hasattr(torch.Tensor, name):
+        if not (known := self.knows(owner)):
+            self.strangers.note(owner, ("attribute", name))
+        elif is_a(owner, torch.Tensor) and is_asked(name) and hasattr(torch.Tensor, name):
             self.ask(asked_of, (self.original(owner), name), {}, f"{place}.{name}")
             return []
         self._class(owner)
@@ -290,10 +292,10 @@ class World(Changes):
         if known and is_a(owner, threading.local):
             return self._slot(owner, name, place)
         if not known:
-            held = dict_of(owner)
-            if held is not None and self.knows(held):
+            held = dict_of(owner) or {}
+            if self.knows(held):
                 self.name(held, name, self.place(held).then(f".{name}"))
-            return interesting(held[name]) if held is not None and name in held else function_or_object(raw)
+            return interesting(held[name]) if name in held else function_or_object(raw)
         held, own = dict_of(owner), dict_of(self.original(owner))
         if held is not None and own is not None:
             value = self.name(own, name, place.then(f".{name}"), None if held is own else held)
@@ -365,9 +367,9 @@ class World(Changes):
         self.modules.setdefault(id(module), (weakref.ref(module), set()))[1].add(name)
 
     def _of_module(self, owner: nn.Module, name: str, raw: Any) -> list[Any]:
-        if not self.knows(owner):  # the call has made it
-            held = owner.__dict__
-            spaces = (held, *(held.get(each, {}) for each in REGISTRIES))
+        if not self.knows(owner):  # the call has made it, or it is found later
+            self.strangers.note(owner, ("attribute", name))
+            spaces = (owner.__dict__, *(owner.__dict__.get(each, {}) for each in REGISTRIES))
             return function_or_object(next((space[name] for space in spaces if name in space), raw))
         own = self.original(owner)
         if is_a(owner, torch.jit.ScriptModule) and name not in dir(torch.jit.ScriptModule):
@@ -402,6 +404,7 @@ class World(Changes):
         if is_a(owner, Instance):
             return []
         if not self.knows(owner):
+            self.strangers.note(owner, ("entry", key) if is_key(key) else ("whole", ""))
             return self.inside(owner, 1)
         if is_a(owner, dict | types.MappingProxyType) and is_key(key):
             self._class(owner)
@@ -425,9 +428,9 @@ class World(Changes):
 
     def whole(self, value: Any, where: str = "forward", compared: bool = False) -> None:
         """The contents of an object are looked at; ``compared``: with those of another one."""
-        if is_a(value, Instance | FrameOf) or not self.knows(value):
-            return
-        if is_a(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
+        if not self.knows(value):
+            self.strangers.note(value, ("whole", where))
+        if not self.knows(value) or is_a(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
             return
         own = self.original(value)
         self._class(value)
@@ -456,9 +459,8 @@ class World(Changes):
         if type(value) in PLAIN or not self.knows(value) or not levels:
             return
         self.whole(value)
-        if is_a(value, FunctionType):
-            for name in value.__code__.co_names:
-                self.name(value.__globals__, name, Place("global", name))
+        for name in value.__code__.co_names if is_a(value, FunctionType) else ():
+            self.name(value.__globals__, name, Place("global", name))
         if is_a(value, torch.Tensor | nn.Module | ModuleType | FunctionType):
             return
         if not is_a(value, CONTAINERS):
@@ -477,17 +479,16 @@ class World(Changes):
 
     def all(self, owner: Any) -> None:
         """All attributes of an object."""
-        if is_a(owner, Instance | FrameOf) or not self.knows(owner):
-            return
+        if not self.knows(owner):
+            return self.strangers.note(owner, ("all",))
         kind = owner if is_a(owner, type) else type(owner)
         if not is_library(kind) and not issubclass(kind, nn.Module | torch.Tensor):
             self.ask(names_of, (kind,), {}, f"names in class {kind.__name__}")
         if (place := self.inputs.get(id(owner))) is not None:
             self.tensors.setdefault((place, "__dict__"))
-        held = vars(owner) if is_a(owner, type | ModuleType) else dict_of(self.original(owner))
         if is_a(owner, nn.Module):
             self._looked_up(self.original(owner), "*")
-        elif held is not None:
+        elif (held := vars(owner) if is_a(owner, type | ModuleType) else dict_of(self.original(owner))) is not None:
             for name in () if is_a(owner, type | ModuleType) else list(held):
                 self.attribute(owner, name)
             self._note(("contents", id(held)), Contents(held, self.place(owner)))

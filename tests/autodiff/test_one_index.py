@@ -68,15 +68,16 @@ class Rows(torch.nn.Module):
         lambda case: not case[0] or case[2] is not None,
     ),
 )
-def test_a_loss_keeps_two_numbers_of_a_row(all_are_read, dtype, cast):
-    """Unless its user wants them, its forward writes no rows; its backward sums none."""
+def test_a_loss_keeps_numbers_of_a_row(all_are_read, dtype, cast):
+    """Two to compute it again, and the one that was picked. Unless its user wants rows, its forward writes none, and
+    its backward sums none."""
     x = torch.randn(2, 7, 3, 2, requires_grad=True, dtype=dtype)
     lowered = lower(Rows(all_are_read, cast), (x, torch.randint(0, 7, (2, 3, 2))))
     lowered.check()
     if all_are_read:
         return
     kept = [shape_of(var) for var in captures(lowered)]
-    assert kept.count([2, 1, 3, 2]) == 2 and [2, 7, 3, 2] not in kept
+    assert kept.count([2, 1, 3, 2]) == 3 and [2, 7, 3, 2] not in kept
     assert "R.nn.log_softmax" not in str(lowered.forward) and "R.sum" not in str(lowered.backward)
 
 

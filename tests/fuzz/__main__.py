@@ -16,6 +16,7 @@ from tests.fuzz.loops import check_loop, generate_loop
 from tests.fuzz.placed import placed
 from tests.fuzz.run import run_seeds
 from tests.fuzz.shrink import shrink
+from tests.fuzz.state import check_state, generate_state
 from tests.fuzz.verdict import Verdict
 
 
@@ -27,16 +28,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--automatic", action="store_true", help="likewise, and calls that miss find out which")
     parser.add_argument("--everywhere", action="store_true", help="likewise, at two dozen sizes far from the sample's")
     parser.add_argument("--loops", action="store_true", help="modules with loops over time (tests/fuzz/loops.py)")
+    parser.add_argument("--state", action="store_true", help="Python state changes between calls (tests/fuzz/state.py)")
     parser.add_argument("--show", type=int, metavar="SEED", help="print the program of a seed and its verdict")
     parser.add_argument("--shrink", action="store_true", help="print a smaller program for each bug")
     parser.add_argument("--verbose", action="store_true", help="print every verdict")
     parser.add_argument("--jobs", type=int, help="processes; one that dies costs one program")
     parser.add_argument("--seconds-per-program", type=float, default=300.0, help="then it is a crash, with --jobs")
     options = parser.parse_args(argv)
-    make = generate_loop if options.loops else generate
+    make = generate_loop if options.loops else generate_state if options.state else generate
     if options.show is not None:
         print(placed(make(options.show).source, DEVICE))
-    judge = check_loop if options.loops else check
+    judge = check_loop if options.loops else check_state if options.state else check
     if options.dynamic or options.automatic or options.everywhere:
         kind = "automatic" if options.automatic else None
         judge = partial(check_dynamic, kind=kind, far=options.everywhere)
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         shown = verdict.is_bug or verdict.lost or verdict.status == "imprecise"
         if shown or options.verbose or options.show is not None:
             print(f"{seed:>6} {verdict.status}: {verdict.detail}", flush=True)
-        if verdict.is_bug and options.shrink:
+        if verdict.is_bug and options.shrink and not options.state:
             smaller, detail = shrink(make(seed), verdict, judge)
             print(f"{smaller.source.partition('class Random')[2]}\n{detail}\n", flush=True)
 

@@ -23,14 +23,17 @@ STEPS = 6
 
 
 class Cells(nn.Module):
-    """An LSTM by hand, of states that the caller gives; from the last part to the first with ``falls``."""
+    """An LSTM by hand, of states that are computed: autograd reads a given one again.
+
+    From the last part to the first with ``falls``.
+    """
 
     def __init__(self, falls: bool = False):
         super().__init__()
         self.of_x, self.of_h, self.falls = nn.Linear(5, 12), nn.Linear(3, 12, bias=False), falls
 
     def forward(self, x, h, c):
-        hs = []
+        h, c, hs = h.tanh(), c.tanh(), []
         for part in reversed(x) if self.falls else x:
             i, f, g, o = (self.of_x(part) + self.of_h(h)).chunk(4, 1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
