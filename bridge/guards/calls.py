@@ -326,7 +326,7 @@ class Calls(Sources):
     def _identity(self, frame: Frame, source: Source) -> None:
         """A value is compared by identity."""
         values = self._given(frame, (source,))
-        self.identities |= any(id(value) in self.inputs for value in values)
+        self.identities |= {self.inputs[id(value)] for value in values if id(value) in self.inputs}
         known = [self.original(value) for value in values if value is not None and type(value) is not bool]
         self.identical.update((id(value), value) for value in known)
         for value in values:

@@ -47,7 +47,8 @@ class TensorReads:
     Args:
         tensors: as they were given, with their names.
         asked: place among them and name of what was asked.
-        others: tensors from elsewhere, where forward asked if some are the same object; ``None``: it did not.
+        compared: places of which forward asked if they are the same object; ``others``: tensors from elsewhere of which
+            it did.
     """
 
     def __init__(
@@ -55,15 +56,22 @@ class TensorReads:
         tensors: Sequence[torch.Tensor],
         names: Sequence[str],
         asked: Sequence[tuple[int, str]],
-        others: Sequence[torch.Tensor] | None,
+        compared: Sequence[int],
+        others: Sequence[torch.Tensor],
     ):
         self._asked = [(place, name, asked_of(tensors[place], name)) for place, name in asked]
         self._names = names
-        self._others = others or ()
-        self._pattern = None if others is None else _pattern((*tensors, *self._others))
+        self._compared, self._others = compared, others
+        self._pattern = self._of(tensors) if compared else None
 
     def __bool__(self) -> bool:
         return bool(self._asked) or self._pattern is not None
+
+    def _of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """For each tensor that was compared the first place of that very object."""
+        first: dict[int, int] = {}
+        given = (*(tensors[place] for place in self._compared), *self._others)
+        return [first.setdefault(id(tensor), place) for place, tensor in enumerate(given)]
 
     def difference(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """What is not as it was, in words; ``None`` if all is."""
@@ -71,15 +79,9 @@ class TensorReads:
             now = asked_of(tensors[place], name)
             if now is not then and not alike(now, then):
                 return f"attribute '{name}' of '{self._names[place]}' changed"
-        if self._pattern is not None and _pattern((*tensors, *self._others)) != self._pattern:
+        if self._pattern is not None and self._of(tensors) != self._pattern:
             return "which of the tensors are the same object changed"
         return None
-
-
-def _pattern(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """For each tensor the first place of that very object."""
-    first: dict[int, int] = {}
-    return [first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
 
 
 def told_otherwise(
@@ -92,7 +94,7 @@ def told_otherwise(
             if not alike(asked_of(argument, asked), asked_of(own, asked)):
                 reason = "what forward reads of an argument is another one while it is recorded"
                 yield Unsupported(f"{asked} of an argument", f"{name}.forward", reason, hint)
-    elsewhere = {*map(id, owned), *reads.others}
-    if reads.identities and len({id(argument) for _, argument, _ in given} - elsewhere) < len(given):
+    elsewhere, compared = {*map(id, owned), *reads.others}, [each for each, *_ in given if each in reads.identities]
+    if len({id(argument) for place, argument, _ in given if place in compared} - elsewhere) < len(compared):
         reason = "forward asks which tensors are the same object, and the sample has one twice, or one of the module's"
         yield Unsupported("is, id()", f"{name}.forward", reason, "pass a sample of different tensors")

@@ -88,7 +88,7 @@ class World(Changes):
         hidden: ids of tensors that modules outside of the tree hold.
         inputs: of the run, by id: their places.
         tensors: what was asked of which of them (:mod:`bridge.guards.tensor_reads`).
-        identities: whether it was asked if some of them are the same object. ``others``: tensors from elsewhere that
+        identities: of which of them it was asked if they are the same object. ``others``: tensors from elsewhere that
             were compared, by id.
         validates: whether code of ``torch.distributions`` ran, which checks its arguments or does not.
     """
@@ -107,7 +107,7 @@ class World(Changes):
         self.bases: dict[type, None] = {}
         self.inputs: dict[int, int] = {}
         self.tensors: dict[tuple[int, str], None] = {}
-        self.identities = self.validates = False
+        self.identities, self.validates = set[int](), False
         self.others: dict[int, torch.Tensor] = {}
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
         self._held: dict[int, dict[str, Any]] = {}

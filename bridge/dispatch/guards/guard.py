@@ -102,9 +102,12 @@ class Guard:
         self._names += [self._arguments.paths[i] for i in self._arguments.tensor_leaves]
         owned = self._tree.tensors(module)
         shift = len(self.numbers)
-        asked = [(place + shift if place >= len(owned) else place, name) for place, name in reads.tensors]
+        places = {place: place + shift if place >= len(owned) else place for place, _ in reads.tensors}
+        places |= {place: place + shift if place >= len(owned) else place for place in reads.identities}
+        asked = [(places[place], name) for place, name in reads.tensors]
+        compared = [places[place] for place in sorted(reads.identities)]
         given = [*owned, *(None for _ in numbers), *arguments]
-        self._asked = TensorReads(given, self._names, asked, [*reads.others.values()] if reads.identities else None)
+        self._asked = TensorReads(given, self._names, asked, compared, [*reads.others.values()])
         read = {draw.operand.of for draw in captured.draws if draw.operand is not None} - {None}
         inputs = [*self._tree.tensors(module), *(None for _ in numbers), *arguments] if read else []
         self.addresses = {of: inputs[of].data_ptr() for of in sorted(read)}

@@ -326,3 +326,19 @@ def test_a_file_in_memory_is_no_file():
     add_tvm_dispatch(module, x)
     module(x)
     assert stats(module).hits == 1
+
+
+class Pair(Net):
+    def forward(self, x, y):
+        return self.linear(x) * (2.0 + self.act(x, y)) + y
+
+
+def test_tensors_that_are_not_compared_may_be_the_same_object():
+    """As labels are that are the input, in a model that hashes its input."""
+    module, x = Pair(None, lambda x, y: hash(x) == 0), torch.randn(3, 4)
+    add_tvm_dispatch(module, (x, x))
+    for y in (x, torch.randn(3, 4)):
+        torch.testing.assert_close(module(x, y), module.forward(x, y))
+    assert stats(module).hits == 2, dict(stats(module).misses)
+    with pytest.raises(UnsupportedModule, match="same object"):
+        add_tvm_dispatch(Pair(None, lambda x, y: x is y), (x, x))
