@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from bridge.base.torch_internals import OpOverload, pytree, schema
-from bridge.capture.rows import memory_of
+from bridge.base.torch_internals import OpOverload, schema
 
-__all__ = ["AUTOCAST", "MEMORY", "OF", "ROW", "STOPPED"]
-__all__ += ["Aliases", "aliased", "is_detach", "is_view", "memory_at", "told", "written"]
+__all__ = ["AUTOCAST", "ROW", "STOPPED", "Aliases", "aliased", "is_detach", "is_view", "told", "written"]
 
 
 def _schema_arguments(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
@@ -50,13 +48,6 @@ def aliased(node: fx.Node) -> fx.Node | None:
     if not any(returned.alias_info for returned in schema(node.target).returns):
         return None
     return next((value for argument, value in _schema_arguments(node) if argument.alias_info), None)
-
-
-def memory_at(node: fx.Node) -> list[int | None]:
-    """The memory of each tensor that a node gave in eager."""
-    if MEMORY in node.meta:
-        return node.meta[MEMORY]
-    return [memory_of(each) for each in pytree.tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
 
 
 def is_view(node: fx.Node) -> bool:
@@ -138,10 +129,6 @@ class Aliases:
 
 ROW = "row"
 """The index of the row."""
-MEMORY = "memory"
-"""Of a placeholder, the memory that it stands for."""
-OF = "of"
-"""The row's operator, of a node that gives what the row gave."""
 STOPPED = "stopped"
 """Present where autograd does not follow an operator that it would follow, since grad mode is off."""
 AUTOCAST = "autocast"

@@ -38,10 +38,11 @@ from bridge.base.torch_internals import (
     pytree,
     schema,
 )
-from bridge.base.torch_shapes import fixed
+from bridge.base.torch_shapes import environment, expression, fixed, is_decided
 from bridge.capture.isolated_rng import watched_operators
 from bridge.capture.passes.alias_analysis import AUTOCAST, ROW, STOPPED, told
-from bridge.capture.rows import Row, at_hints, key_of
+from bridge.capture.rows import Row, at_hints
+from bridge.state import constant_key
 
 __all__ = ["Place", "autocast_of_row", "expand", "spell_out_casts", "without_casts"]
 
@@ -160,18 +161,8 @@ class _KnownCasts:
 
     def of(self, node: fx.Node, setting: torch.dtype, problems: list[Unsupported]) -> _Done | None:
         sources = node.all_input_nodes
-
-        def tensor(source: fx.Node) -> tuple:
-            if not isinstance(value := source.meta.get("val"), FakeTensor):
-                raise TypeError
-            layout = tuple(map(fixed, value.shape)), tuple(map(fixed, value.stride()))
-            return sources.index(source), *layout, value.dtype, value.device
-
-        try:
-            operands = key_of((node.args, node.kwargs), fx.Node, tensor)
-            key = node.target, operands, setting, *_dtypes(node.meta.get("val"))
-        except TypeError:
-            key = None
+        is_of_tensors = all(isinstance(source.meta.get("val"), FakeTensor) for source in sources)
+        key = (kind_key(node), setting, *_dtypes(node.meta.get("val"))) if is_of_tensors else None
         if key is not None and key in self._places:
             return _Done({sources[place]: dtype for place, dtype in self._places[key]})
         count = len(problems)
@@ -392,3 +383,41 @@ def _put_in_place(node: fx.Node, inner: fx.Graph, sources: list[fx.Node]) -> lis
     node.replace_all_uses_with(results[0])
     node.graph.erase_node(node)
     return [each for each in copied.values() if each not in sources]
+
+
+# Kinds of calls: calls of one operator that are alike → one key: the same constants, tensors of the same layout.
+
+
+def kind_key(node: fx.Node) -> tuple:
+    """Hashable and equal for calls of one kind, as long as their graphs live; the values that they read are tensors."""
+    return node.target, _key((node.args, node.kwargs), tuple(node.all_input_nodes))
+
+
+def _key(value: Any, sources: Sequence[fx.Node]) -> Any:
+    """Hashable: constants, the layouts of tensors, and which of them are the same one."""
+    if isinstance(value, fx.Node) and is_of_sizes(value):
+        return "size", fixed(value.meta["val"])
+    if isinstance(value, fx.Node):
+        return "tensor", sources.index(value), form(value.meta["val"]), requires_grad(value)
+    if isinstance(value, tuple | list):
+        return "list", tuple(_key(item, sources) for item in value)
+    if isinstance(value, dict):
+        return "dict", tuple((name, _key(item, sources)) for name, item in value.items())
+    key = constant_key(value)
+    return ("object", id(value)) if key is None else key
+
+
+def form(value: torch.Tensor) -> tuple:
+    """Hashable: symbolic sizes by their expressions."""
+    return tuple(map(fixed, value.shape)), tuple(map(fixed, value.stride())), value.dtype, value.device
+
+
+def requires_grad(source: fx.Node) -> bool:
+    """Whether a decomposition sees that a tensor requires grad: it runs on what the graph is given, under no_grad."""
+    return source.op == "placeholder" and source.meta["val"].requires_grad
+
+
+def is_of_sizes(node: fx.Node) -> bool:
+    """Whether a call gives a number that the sizes of the arguments decide."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.SymInt | torch.SymFloat) and is_decided(environment(value), expression(value))
