@@ -129,8 +129,6 @@ class Reads(Calls):
             for what, *given in reads:
                 getattr(self, what)(value, *given)
 
-    # Events
-
     def _compared_by_identity(self) -> None:
         """Places that hold objects that were compared by identity: what is merely equal makes another condition."""
         if not self.identical:
@@ -146,6 +144,8 @@ class Reads(Calls):
                         place = Place("attribute", name, self.place(module).of)
                         self._note(("name", id(space), name), Name(space, name, place)).exact = True
         self.identical.clear()
+
+    # Events
 
     def hear(self, frame: FrameType, event: str, arg: Any) -> None:
         """An event of the interpreter's profiler."""

@@ -231,6 +231,7 @@ OF_NUMBERS: dict[str, tuple[str, list[str], list[str], str]] = {
     "name": ("{o} = type('K' * int({v}), (), {})", ["float(len({o}.__name__))"], ["{o}.__name__ = 'K' * int({n})"], ""),
 }
 
+_PACKAGE = "P = sys.modules['tests_fuzz_package'] = types.ModuleType('p')"
 #: a place that forward finds the outermost holder in: (lines, expression in forward, statement that sets it)
 ROOTS = {
     "attribute": ("", "self.held", "m.held = {n}"),
@@ -241,10 +242,9 @@ ROOTS = {
     "closure": ("read_root, put_root = cell(None)", "read_root()", "put_root({n})"),
     "default": ("def find(o=None): return o", "find()", "find.__defaults__ = ({n},)"),
     "keyword": ("def find(*, o=None): return o", "find()", "find.__kwdefaults__ = dict(o={n})"),
-    "package": ("P = sys.modules['tests_fuzz_package'] = types.ModuleType('p')", "P.held", "P.held = {n}"),
+    "package": (_PACKAGE, "P.held", "P.held = {n}"),
     "imported": (
-        "P = sys.modules['tests_fuzz_package'] = types.ModuleType('p')\n"
-        "def find():\n    from tests_fuzz_package import held\n    return held",
+        _PACKAGE + "\ndef find():\n    from tests_fuzz_package import held\n    return held",
         "find()",
         "P.held = {n}",
     ),

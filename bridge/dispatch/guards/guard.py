@@ -102,10 +102,13 @@ class Guard:
         self._names += [self._arguments.paths[i] for i in self._arguments.tensor_leaves]
         owned = self._tree.tensors(module)
         shift = len(self.numbers)
-        places = {place: place + shift if place >= len(owned) else place for place, _ in reads.tensors}
-        places |= {place: place + shift if place >= len(owned) else place for place in reads.identities}
-        asked = [(places[place], name) for place, name in reads.tensors]
-        compared = [places[place] for place in sorted(reads.identities)]
+
+        def among(place: int) -> int:
+            """A place among the run's tensors -> among the module's, the numbers and the arguments."""
+            return place + shift if place >= len(owned) else place
+
+        asked = [(among(place), name) for place, name in reads.tensors]
+        compared = [among(place) for place in sorted(reads.identities)]
         given = [*owned, *(None for _ in numbers), *arguments]
         self._asked = TensorReads(given, self._names, asked, compared, [*reads.others.values()])
         read = {draw.operand.of for draw in captured.draws if draw.operand is not None} - {None}
