@@ -15,7 +15,7 @@ it is one of a constant.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from tvm_ffi import StructuralKey
@@ -23,34 +23,11 @@ from tvm_ffi import StructuralKey
 from autodiff.body import Binding, Body
 from autodiff.ir import VARS, Call, Expr, Tuple, TupleGetItem
 from autodiff.scan.period import Run, place_of
+from autodiff.scan.roles import Carry, Constant, Local, Steps, made_inside, shifts
 
-__all__ = ["Carry", "Constant", "Local", "Loop", "Role", "X", "operands", "prove", "with_operands"]
+__all__ = ["Loop", "Role", "X", "operands", "prove", "with_operands"]
 
-
-@dataclass(frozen=True)
-class Local:
-    """The result of binding ``index`` of the same step."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Carry:
-    """The result of binding ``index`` of the step before; ``first`` in the first step.
-
-    Of a step further back, it is what the carry ``of`` was in the step before.
-    """
-
-    index: int
-    first: Binding
-    of: Carry | None = None
-
-
-@dataclass(frozen=True)
-class Constant:
-    """One value for all steps."""
-
-    value: Binding
+_SHIFTS = 32
 
 
 @dataclass(frozen=True)
@@ -60,59 +37,23 @@ class X:
     values: tuple[Binding, ...]
 
 
-_FURTHEST = 4
-"""Steps that a loop may look back."""
-
 Role = Local | Carry | Constant | X
 
 
-@dataclass
-class Loop:
-    """A proven loop.
-
-    Attributes:
-        start, period, steps: of the bindings.
-        roles: of each binding of a step, its operands' roles in order; ``None`` for one that is an x itself.
-        taken: those that are, by their index in the step.
-    """
-
-    start: int
-    period: int
-    steps: int
-    roles: list[list[Role] | None] = field(default_factory=list)
-    taken: dict[int, X] = field(default_factory=dict)
-
-    @property
-    def carries(self) -> list[Carry]:
-        """Each once, in order of first use, and those that they are carries of."""
-        found: dict[Carry, None] = {}
-        for each in self._of(Carry):
-            carry: Carry | None = each
-            while carry is not None:
-                found.setdefault(carry)
-                carry = carry.of
-        return list(found)
+class Loop(Steps):
+    """A proven loop; each row is a binding, which has one result."""
 
     @property
     def xs(self) -> list[X]:
         """Each once: those that are taken in the loop, then those from before it."""
-        return list(dict.fromkeys([*self.taken.values(), *self._of(X)]))
-
-    @property
-    def constants(self) -> list[Constant]:
-        """Each once, in order of first use."""
-        return self._of(Constant)
-
-    def _of(self, kind: type) -> list:
-        return list(dict.fromkeys(role for roles in self.roles for role in roles or () if isinstance(role, kind)))
+        return list(dict.fromkeys([*self.taken.values(), *self.of_kind(X)]))
 
 
 def prove(body: Body, run: Run, least: int) -> Loop | None:
     """The loop of a run with the fewest carries: it may begin anywhere in the first two steps; ``None`` if there is
     none of at least ``least`` steps."""
     best: Loop | None = None
-    spare = run.length % run.period
-    for shift in (*range(min(spare + 1, 32)), *range(run.period, run.period + min(spare + 1, 32))):
+    for shift in shifts(run, _SHIFTS):
         steps = (run.length - shift) // run.period
         if steps < least or (best is not None and steps < best.steps):
             continue
@@ -124,7 +65,7 @@ def prove(body: Body, run: Run, least: int) -> Loop | None:
 
 def _proven(body: Body, start: int, period: int, steps: int) -> Loop | None:
     run = body.bindings[start : start + period * steps]
-    place = {binding: divmod(index, period) for index, binding in enumerate(run)}
+    place = {binding: (index, 0) for index, binding in enumerate(run)}
     loop = Loop(start, period, steps)
     for index in range(period):
         group = run[index::period]
@@ -132,7 +73,7 @@ def _proven(body: Body, start: int, period: int, steps: int) -> Loop | None:
         roles = []
         for column in columns:
             bound = [body.binding(operand) for operand in column]
-            role = None if None in bound else _role(bound, place)
+            role = None if None in bound else _role(bound, place, period)
             if role is None:
                 return None
             roles.append(role)
@@ -146,27 +87,16 @@ def _proven(body: Body, start: int, period: int, steps: int) -> Loop | None:
     return loop
 
 
-def _role(read: Sequence[Binding], place: dict[Binding, tuple[int, int]]) -> Role | None:
-    first = read[0]
-    back = next((step for step, operand in enumerate(read) if operand in place), None)
-    if back is None and all(operand is first for operand in read):
+_OUTSIDE = (-1, 0)
+
+
+def _role(read: Sequence[Binding], place: dict[Binding, tuple[int, int]], period: int) -> Role | None:
+    first, is_outside = read[0], place.keys().isdisjoint(read)
+    if is_outside and all(operand is first for operand in read):
         return Constant(first)
     if any(_type(operand) != _type(first) for operand in read):
         return None
-    if back is None:
-        return X(tuple(read))
-    _, index = place[read[back]]
-    if back > _FURTHEST or not _all_at(read[back:], place, index, 0):
-        return None
-    role: Carry | None = None
-    for operand in reversed(read[:back]):
-        role = Carry(index, operand, role)
-    return role or Local(index)
-
-
-def _all_at(read: Sequence[Binding], place: dict[Binding, tuple[int, int]], index: int, first: int) -> bool:
-    """Whether operand ``i`` is binding ``index`` of step ``first + i``."""
-    return all(place.get(operand) == (first + step, index) for step, operand in enumerate(read))
+    return X(tuple(read)) if is_outside else made_inside(read, lambda each: place.get(each, _OUTSIDE), 0, period)
 
 
 def _type(binding: Binding) -> StructuralKey:

@@ -14,7 +14,8 @@ from autodiff.ir import DataflowVar, Expr, TensorType, Tuple, TupleGetItem, Var,
 from autodiff.rewrite import NameSupply
 from autodiff.scan.operator import Scan, body_text, scan_call
 from autodiff.scan.period import runs
-from autodiff.scan.prove import Carry, Constant, Local, Loop, Role, X, prove, with_operands
+from autodiff.scan.prove import Loop, Role, X, prove, with_operands
+from autodiff.scan.roles import Carry, Constant, Local
 from autodiff.scan.stacks import are_masks, family, join, section, stack, unviewed
 
 __all__ = ["LEAST_STEPS", "roll_up"]
@@ -111,7 +112,7 @@ class _Roller:
         """The scan's result, its carries and its ys; ``None`` if the body cannot be written down."""
         loop = self.loop
         carries = loop.carries
-        carried = {carry: Var(f"{self.run[carry.index].name}_before", carry.first.var.ty) for carry in carries}
+        carried = {carry: Var(f"{self.run[carry.row].name}_before", carry.first.var.ty) for carry in carries}
         xs: dict[Expr, Var] = {}
         constants: dict[Expr, Var] = {}
         local: dict[int, Var] = {}
@@ -124,9 +125,9 @@ class _Roller:
         def inner(role: Role) -> Expr:
             if isinstance(role, Carry):
                 return carried[role]
-            if isinstance(role, Local) and role.index in local:
-                return local[role.index]
-            outside = self.of_outer(loop.taken[role.index] if isinstance(role, Local) else role)
+            if isinstance(role, Local) and role.row in local:
+                return local[role.row]
+            outside = self.of_outer(loop.taken[role.row] if isinstance(role, Local) else role)
             if isinstance(role, Constant):
                 return constants.setdefault(outside, Var(outside.name, outside.ty))
             return part(outside, outside.name)
@@ -138,7 +139,7 @@ class _Roller:
             local[index] = DataflowVar(old.name, old.var.ty)
             bound.append((local[index], with_operands(self.template(index), operands)))
         ys = [index for index in self._leaving() if self._is_inside(index) and not self._is_last(index, carries)]
-        made = [inner(Local(carry.index)) if carry.of is None else carried[carry.of] for carry in carries] + [
+        made = [inner(Local(carry.row)) if carry.of is None else carried[carry.of] for carry in carries] + [
             local[index] for index in ys
         ]
         params = [*carried.values(), *xs.values(), *constants.values()]
@@ -151,7 +152,7 @@ class _Roller:
 
     def _is_last(self, index: int, carries: list[Carry]) -> bool:
         """Whether after the loop only the last step's result of a binding is read, and that is a carry."""
-        if not any(carry.index == index and carry.of is None for carry in carries):
+        if not any(carry.row == index and carry.of is None for carry in carries):
             return False
         inside, returned = set(self.run), self.body.returned()
         earlier = self.run[index :: self.loop.period][:-1]
@@ -160,7 +161,7 @@ class _Roller:
     def _replace(self, scan: Var, carries: list[Carry], ys: list[int]) -> None:
         body, loop = self.body, self.loop
         last = {
-            carry.index: self.emit(TupleGetItem(scan, place), self.run[carry.index].name)
+            carry.row: self.emit(TupleGetItem(scan, place), self.run[carry.row].name)
             for place, carry in enumerate(carries)
             if carry.of is None
         }

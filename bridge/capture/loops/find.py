@@ -24,51 +24,17 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autodiff.scan import Run, periodic
+from autodiff.scan.roles import FURTHEST, Carry, Constant, Local, Steps, made_inside, shifts
 from bridge.capture.loops.row_calls import Call, Calls, NotRolledError, Part
 
-__all__ = [
-    "Carry",
-    "Constant",
-    "Local",
-    "Loop",
-    "Parts",
-    "Role",
-    "Written",
-    "alive_rows",
-    "evenly_alive",
-    "find_loops",
-]
+__all__ = ["Loop", "Parts", "Role", "Written", "alive_rows", "evenly_alive", "find_loops"]
 
 LEAST_STEPS = 6
 """Shorter loops are traced as they are."""
-_FURTHEST = 4
 _SHIFTS = 64
 _MOST_TIMES = 8
 """Layers of one size that a step may go through."""
 _MOST_ROUNDS = 20
-
-
-class Local(NamedTuple):
-    """The ``leaf``-th result of row ``row`` of the same step."""
-
-    row: int
-    leaf: int
-
-
-class Carry(NamedTuple):
-    """Such a result of the step before; in the first step the value ``first``. Of a step further back, it is what the
-    carry ``of`` was in the step before."""
-
-    row: int
-    leaf: int
-    first: int
-    of: Carry | None = None
-
-
-class Constant(NamedTuple):
-    """A value from before the loop."""
-
-    value: int
 
 
 class Parts(NamedTuple):
@@ -98,48 +64,23 @@ Role = Local | Carry | Constant | Parts
 
 
 @dataclass
-class Loop:
-    """A proven loop: ``steps`` times ``period`` rows from ``start`` on.
+class Loop(Steps):
+    """A proven loop.
 
     Attributes:
-        roles: of each row of a step, those of the values that it reads; ``None`` for one that takes a part.
-        taken: what these take.
         written: what rows write; they have the role of the part's new value.
         numbers: of rows that have another number in some step, those of all steps.
         dead: rows that are not called; they read nothing.
     """
 
-    start: int
-    period: int
-    steps: int
-    roles: list[list[Role] | None] = field(default_factory=list)
-    taken: dict[int, Parts] = field(default_factory=dict)
     written: dict[int, Written] = field(default_factory=dict)
     numbers: dict[int, tuple[int | float, ...]] = field(default_factory=dict)
     dead: frozenset[int] = frozenset()
 
     @property
-    def stop(self) -> int:
-        """The row after the last one."""
-        return self.start + self.period * self.steps
-
-    @property
-    def carries(self) -> list[Carry]:
-        """Each once, in order of first use, and those that they are carries of."""
-        found: dict[Carry, None] = {}
-        for carry in self._of(Carry):
-            while carry is not None:
-                found.setdefault(carry)
-                carry = carry.of
-        return list(found)
-
-    @property
     def parts(self) -> list[Parts]:
         """Each once."""
-        return list(dict.fromkeys([*self.taken.values(), *self._of(Parts)]))
-
-    def _of(self, kind: type) -> list:
-        return list(dict.fromkeys(role for roles in self.roles for role in roles or () if isinstance(role, kind)))
+        return list(dict.fromkeys([*self.taken.values(), *self.of_kind(Parts)]))
 
 
 def find_loops(calls: Calls) -> list[Loop]:
@@ -207,10 +148,8 @@ class _Finder:
     def _of_period(self, run: Run) -> Loop | None:
         """The longest loop of a run, with the fewest carries, as its first steps say; it may begin in the first two
         steps."""
-        spare = run.length % run.period
-        shifts = [*range(min(spare + 1, _SHIFTS)), *range(run.period, run.period + min(spare + 1, _SHIFTS))]
         possible = []
-        for shift in shifts:
+        for shift in shifts(run, _SHIFTS):
             steps = (run.length - shift) // run.period
             loop = self._proven(run.start + shift, run.period, LEAST_STEPS) if steps >= LEAST_STEPS else None
             if loop is not None and loop.carries:
@@ -308,7 +247,7 @@ class _Finder:
         last = [forms[value].requires_grad for value in group[-1].makes]
         if any(forms[value].requires_grad > now for each in group for value, now in zip(each.makes, last, strict=True)):
             return False
-        return all([forms[value].requires_grad for value in each.makes] == last for each in group[_FURTHEST:])
+        return all([forms[value].requires_grad for value in each.makes] == last for each in group[FURTHEST:])
 
     def _role(self, values: Sequence[int], loop: Loop) -> Role | None:
         made, first = self.calls.made, values[0]
@@ -316,22 +255,7 @@ class _Finder:
             if values.count(first) == len(values):
                 return Constant(first)
             return self._parts_before(values, loop)
-        for back in range(_FURTHEST + 1):
-            offset = made[values[back]].row - loop.start
-            if offset >= 0:
-                break
-        else:
-            return None
-        if offset >= loop.period:
-            return None
-        leaf = made[values[back]].leaf
-        wanted = range(loop.start + offset, loop.stop, loop.period)
-        if any(made[value] != (row, leaf) for value, row in zip(values[back:], wanted, strict=False)):
-            return None
-        role: Carry | None = None
-        for value in reversed(values[:back]):
-            role = Carry(offset, leaf, value, role)
-        return role or Local(offset, leaf)
+        return made_inside(values, made.__getitem__, loop.start, loop.period)
 
     def _parts_before(self, values: Sequence[int], loop: Loop) -> Parts | None:
         """Parts that were taken before the loop, or that an earlier loop has made."""

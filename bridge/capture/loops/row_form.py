@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autodiff.scan.roles import Carry, Constant, Local
 from bridge.base.torch_internals import aten, is_dense
-from bridge.capture.loops.find import Carry, Constant, Local, Loop, Parts, Role, alive_rows
+from bridge.capture.loops.find import Loop, Parts, Role, alive_rows
 from bridge.capture.loops.row_calls import Call, Calls, Made, NotRolledError
 from bridge.capture.observation import Draw, StepMasks
 from bridge.capture.rows import Row, Value
