@@ -59,7 +59,9 @@ def audited(hear: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
         _thread.hear = before
 
 
+_HEARD = {OPENS, *LISTS, *_EFFECTS}
+
+
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-    hear = getattr(_thread, "hear", None)
-    if hear is not None and (event == OPENS or event in LISTS or event in _EFFECTS):
+    if event in _HEARD and (hear := getattr(_thread, "hear", None)) is not None:
         hear(event, args)

@@ -100,11 +100,10 @@ class Calls(Sources):
 
     def _given(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
         """What an argument may be: objects, which are noted, and plain values."""
-        found = self._constants(frame, sources)
-        for value in (value for source in sources for value in self._values(frame, source)):
-            if not any(value is each for each in found):
-                found.append(value)
-        return found
+        found = {id(value): value for value in self._constants(frame, sources)}
+        for source in sources:
+            found.update({id(value): value for value in self._values(frame, source)})
+        return list(found.values())
 
     def _function(
         self, known: Frame, place: int, function: Any, of: tuple[str, str], call: Call | None, where: str, given: Any
@@ -350,6 +349,8 @@ class Calls(Sources):
         kind = type(value)
         if is_changeable(kind) and not is_a(value, type):
             self.attribute(value, "__call__")
+        if is_a(value, nn.Module):  # its forward is code that runs, or machinery
+            return
         given = [self._given(frame, each) for each in call.args or ()], {}
         given[1].update((name, self._given(frame, each)) for name, each in call.kwargs)
         if is_a(value, weakref.ref):
