@@ -20,7 +20,7 @@ from torch import nn
 from bridge.base.devices import HOST
 from bridge.base.errors import swallowed
 from bridge.base.torch_internals import pytree
-from bridge.capture import Copies, device_of_call
+from bridge.capture import copier, device_of_call
 from bridge.dispatch import add_tvm_dispatch, stats
 from bridge.dynamo import graphs
 from bridge.state import generators_put_back
@@ -132,7 +132,7 @@ def _dynamo(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Ste
 
 def _stepper(model: nn.Module, args: tuple, kwargs: dict[str, Any], device: torch.device) -> Step:
     """A forward, and a backward of ones where there are gradients, on copies of the sample."""
-    args, kwargs = pytree.tree_map_only(torch.Tensor, Copies().of, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, copier(), (args, kwargs))
 
     def step() -> None:
         model.zero_grad()

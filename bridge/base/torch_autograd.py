@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,6 @@ __all__ = [
     "FunctionNode",
     "applications_through",
     "apply_function",
-    "connected",
     "keeps_graph",
     "no_torch_dispatch",
     "node_class",
@@ -37,22 +36,8 @@ keeps_graph: Callable[[], bool] = find("torch._C._autograd._get_current_graph_ta
 """Whether the graph is retained; true outside of a backward."""
 
 
-_delayed_error = find("torch._C._functions.DelayedError", None)
 no_torch_dispatch: Callable[[], AbstractContextManager] = find("torch._C._DisableTorchDispatch", nullcontext)
 """While active, no dispatch mode sees operators on plain tensors."""
-
-
-def _connected(results: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    with no_torch_dispatch():  # no mode need see how the node makes its outputs
-        made = _delayed_error(b"made for the layouts alone", len(results) + len(sources))(*results, *sources)
-    return list(made[: len(results)])
-
-
-connected: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]] | None = (
-    None if _delayed_error is None else _connected
-)
-"""Tensors that are in no graph → the same memory, as if made of the sources, of which one requires grad: autograd gets
-there, and its backward is an error. ``None`` where torch has no such node."""
 
 
 def node_class(kind: type) -> type:

@@ -10,11 +10,20 @@ from typing import Any
 import torch
 
 from bridge.base.torch_autograd import no_torch_dispatch
-from bridge.base.torch_internals import FakeTensor, FakeTensorMode, find
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, find, neg_view
 
-__all__ = ["clear_fake_memo", "fake_mode", "like_fake", "new_fake", "outside_graph", "stand_in"]
+__all__ = ["clear_fake_memo", "fake_mode", "fake_of", "fake_state", "meta_tensor", "new_fake", "outside_graph"]
+__all__ += ["stand_in"]
 
 find("torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access")
+
+
+class _FakeMode(FakeTensorMode):
+    """A mode under which Dynamo compiles nothing, as under one that runs on numbers: what is compiled runs eager."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return False
 
 
 def fake_mode(**options: Any) -> Any:
@@ -23,7 +32,7 @@ def fake_mode(**options: Any) -> Any:
     By torch's default they say 0, or an offset from there, and a kernel that torch does not know of (TorchScript's
     fused ones, Triton's) would work on that: on a GPU the process loses its context.
     """
-    mode = FakeTensorMode(**options)
+    mode = _FakeMode(**options)
     mode._allow_unsafe_data_ptr_access = False
     return mode
 
@@ -54,14 +63,31 @@ def new_fake(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: tor
 _subclassed, _no_address = find("torch.Tensor._make_subclass"), find("torch._C._set_throw_on_mutable_data_ptr")
 
 
-def like_fake(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, state: dict[str, Any]) -> Any:
-    """As :func:`new_fake`, with what the constructor has set of another one there, ``state``."""
+def fake_state(mode: Any, device: torch.device) -> dict[str, Any]:
+    """What the constructor sets of a fake tensor of this device."""
+    return dict(vars(new_fake(mode, (), (), torch.float32, device)))
+
+
+def fake_of(plain: torch.Tensor, device: torch.device, state: dict[str, Any]) -> Any:
+    """A fake tensor that a tensor without numbers is the layout of, made past its constructor, which sets ``state``."""
     with no_torch_dispatch():
-        made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
-        made = _subclassed(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device)
+        made = _subclassed(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
     _no_address(made)
     made.__dict__.update(state)
     return made
+
+
+def meta_tensor(form: Any, base: Any = None) -> torch.Tensor:
+    """A tensor without numbers, in the memory of another one or its own; ``form``: its layout and element type."""
+    shape, stride, offset, dtype, _, _, is_conj, is_neg = form
+    with no_torch_dispatch(), torch.no_grad():
+        if base is None and not offset:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+        else:
+            made = torch.empty(0, dtype=dtype, device=_META)
+            made.set_((made if base is None else base).untyped_storage(), offset, shape, stride)
+        made = made.conj() if is_conj else made
+        return neg_view(made) if is_neg else made
 
 
 def outside_graph(fake: Any) -> Any:

@@ -1,7 +1,6 @@
 """Capture: a module's sample call → a functional ATen graph, from the record of an eager run (``docs/capture.md``)."""
 
 from bridge.capture.captured import Captured
-from bridge.capture.copied_call import Copies, copied_call
 from bridge.capture.counted_dims import sized
 from bridge.capture.inplace_rules import share_elements
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
@@ -25,12 +24,14 @@ from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pre_hooks import after_pre_hooks
 from bridge.capture.preconditions import check_call, device_of_call, uninitialized
+from bridge.capture.prepared_twin import copier
 from bridge.capture.readings import Reading, same_numbers
 from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
 from bridge.capture.record_call import RecordedCall, capture, record_call
 from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim, dynamic_dims, normalize_sample
 from bridge.capture.symbolic_sizes import TensorForm
 from bridge.capture.thread_isolation import CAPTURES, is_capturing, is_traced_here, one_capture_at_a_time
+from bridge.capture.twin import Twin
 from bridge.capture.unrolled import loops_tell
 from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 
@@ -56,7 +57,6 @@ __all__ = [
     "WHOLE_FUNCTIONS",
     "WITH_GRADIENT",
     "Captured",
-    "Copies",
     "Counter",
     "Draw",
     "DynamicDim",
@@ -76,11 +76,12 @@ __all__ = [
     "RecordedCall",
     "StepMasks",
     "TensorForm",
+    "Twin",
     "after_pre_hooks",
     "attends_by_products",
     "capture",
     "check_call",
-    "copied_call",
+    "copier",
     "device_of_call",
     "dynamic_dims",
     "is_capturing",

@@ -22,7 +22,7 @@ import torch
 from bridge.base.devices import current_device
 from bridge.base.torch_internals import FakeTensorMode
 from bridge.base.torch_shapes import expression, symbolic_fake
-from bridge.capture.rows import Record, values_in, written_operands
+from bridge.capture.rows import Record, values_in, written
 from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim
 
 __all__ = ["CountedDims", "integers_as_symbols", "sized"]
@@ -100,8 +100,7 @@ def _late(record: Record, trains: Sequence[int]) -> set[int]:
     for row in record.rows:
         read = {record.memory[number] for number in values_in((row.args, row.kwargs))}
         if row.draws[0] != row.draws[1] or not found.isdisjoint(read):
-            written = written_operands(row.op, row.args, row.kwargs)
-            found |= {record.memory[number] for number in values_in(written)}
+            found |= {record.memory[number] for number in values_in(written(row))}
             found |= {record.memory[number] for number in values_in(row.results)} - read  # but for views of the others
     return found
 

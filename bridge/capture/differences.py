@@ -13,8 +13,7 @@ from bridge.base.errors import Unsupported, line_of
 from bridge.base.log import channel
 from bridge.base.torch_internals import FakeTensor, aten
 from bridge.base.torch_shapes import SYMBOLIC, hint
-from bridge.capture.explain_error import explain_error
-from bridge.capture.rows import Form, Record, Row, Value, at_hints, renamed, values_in, written_operands
+from bridge.capture.rows import Form, Record, Row, Value, at_hints, renamed, values_in
 from bridge.capture.two_runs import FakeRecord, RealRun
 
 __all__ = ["differences", "same_numbers"]
@@ -26,15 +25,11 @@ _NOTHING = object()
 
 
 def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
-    """What the two runs did differently; the first row that is not the same. What fake tensors could not compute."""
+    """What the two runs did differently; the first row that is not the same."""
     ours, theirs = real.record, fake.record
-    for index, error in theirs.told.items():
-        where = ours.rows[index].where
-        yield explain_error(error, None if where is None else line_of(where))
-        return
     rows = [row for row in theirs.rows if row.op is not _SLICE or row.results.number not in theirs.same]
     for index, (a, b) in enumerate(zip(ours.rows, rows, strict=False)):
-        if not _is_same(ours, a, theirs, b):
+        if a is not b and not _is_same(ours, a, theirs, b):
             where = "forward" if a.where is None else line_of(a.where)
             there = "gives it other operands" if a.op is b.op else f"calls {b.op}"
             log.debug("row %d: %s\n%s", index, a, b)
@@ -68,34 +63,13 @@ def _result(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
         reason = "forward returns something else each time: a time, a counter, a number from elsewhere"
         yield Unsupported("a result", "the module's result", reason, "return tensors")
         return
-    if fake.symbols is None and (row := _aliased_otherwise(ours, theirs)) is not None:
-        where = "forward" if row.where is None else line_of(row.where)
-        reason = "copies in eager what it views on fake tensors, or the reverse, and one of the two is written"
-        yield Unsupported(str(row.op), where, reason, "clone before the write")
-    elif fake.symbols is None and not _same_literals(ours, theirs):
+    if fake.symbols is None and not _same_literals(ours, theirs):
         reason = "a tensor is made of numbers in Python that are others each time that forward runs"
         yield Unsupported("a tensor of numbers", "forward", reason, "pass the numbers to forward, or keep them")
 
 
 def _is_same_constant(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (one is other or one == other or (one != one and other != other))
-
-
-def _aliased_otherwise(ours: Record, theirs: Record) -> Row | None:
-    """The first row that made a view in one run and a copy in the other, of memory that is written; ``None``: there is
-    none. Fake tensors may have other strides than real ones: ``reshape`` copies or views by them."""
-    differing = {n for n, (a, b) in enumerate(zip(ours.memory, theirs.memory, strict=False)) if a != b}
-    if not differing:
-        return None
-    written = _written(ours) | _written(theirs)
-    touched = {n for n in differing if ours.memory[n] in written or theirs.memory[n] in written}
-    return next((row for row in ours.rows if not touched.isdisjoint(values_in(row.results))), None)
-
-
-def _written(record: Record) -> set[int]:
-    """The memory that rows write."""
-    written = (written_operands(row.op, row.args, row.kwargs) for row in record.rows)
-    return {record.memory[number] for operands in written for number in values_in(operands)}
 
 
 def _same_literals(ours: Record, theirs: Record) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from dataclasses import replace
 
 from bridge.base.errors import TORCH_DIR, Unsupported, line_of, user_line
 from bridge.capture.packed import PackedUseError
@@ -13,30 +12,13 @@ from bridge.capture.readings import ReadsDifferError
 
 __all__ = ["explain_error", "shape_by_numbers"]
 
-_BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
+_BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
 
 _PACKED = (
     "a packed sequence",
     "its shapes are the numbers in the lengths; pack_padded_sequence, recurrent layers in float32 or float64, without "
     "dropout between them, without projections, and pad_packed_sequence alone keep it padded",
     "run the recurrent layer on the padded batch and mask what it gives, or dispatch the other layers",
-)
-
-#: Functions of torch's that look at numbers: what they do, and what the caller can do about it.
-_LOOK_AT_NUMBERS = {
-    "pack_padded_sequence": _PACKED,
-    "_detect_is_causal_mask": (
-        "a mask whose numbers are looked at",
-        "torch compares the mask with a causal one, number by number",
-        "pass is_causal=True or is_causal=False beside the mask: nothing is compared then",
-    ),
-}
-
-#: What a line of the user's code has, if it takes numbers out of a tensor, and what to do instead.
-_TAKES_NUMBERS = (
-    (r"\.tolist\(\)", "pass Python numbers to forward instead of a tensor of them, or keep it a tensor"),
-    (r"\.item\(\)|\b(int|float|bool)\(", "keep it a tensor: without .item(), int(), float() or bool()"),
-    (r"\.numpy\(\)", "compute it with torch, or outside of forward"),
 )
 
 #: Patterns in the user's line that makes a shape of numbers -> what helps.
@@ -49,7 +31,6 @@ _MAKES_SHAPES = (
 _DATA_DEPENDENT = "data-dependent control flow or shape"
 _BRANCH = "use torch.where, or dispatch the submodules on either side of it"
 _SHAPE = "keep the shape (torch.where, masked_fill, a multiplication by the mask), or dispatch the rest: whole=False"
-_DISTRIBUTION = "pass validate_args=False to the distribution (what is drawn from it then has to be a supported draw)"
 
 #: What begins advice on exporting, compiling, or how to report a bug of torch's: not the user's to follow.
 _ADVICE = re.compile(
@@ -69,28 +50,17 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
     if isinstance(error, ReadsDifferError):
         reason = "forward reads other numbers on fake tensors than on real ones"
         return Unsupported("a number that forward reads", first_line, reason, "do not let it depend on numbers")
-    known = next((_LOOK_AT_NUMBERS[frame.name] for frame in frames if frame.name in _LOOK_AT_NUMBERS), None)
     if isinstance(error, PackedUseError):
-        known = _PACKED
-    if kind in (*_BY_NUMBERS, "TypeError") and any(_is_torch_file(frame, "nn/modules/rnn.py") for frame in frames):
-        known = _PACKED
-    if known:
-        op, reason, hint = known
+        op, reason, hint = _PACKED
         return Unsupported(op, where, reason, hint)
+    if kind == "DynamicOutputShapeException":
+        return shape_by_numbers(where)
     if kind in _BY_NUMBERS:
-        return _by_numbers(kind, where, frames)
-    if ".numpy() is not supported" in first_line:
-        reason = "what numpy computes is not in a graph; a compiled call would repeat the sample's numbers for ever"
-        return Unsupported("Tensor.numpy", where, reason, "compute it with torch, or outside of forward")
+        return Unsupported(_DATA_DEPENDENT, where, "what happens next depends on the numbers in a tensor", _BRANCH)
     if first_line.startswith("Cannot access data pointer of Tensor"):
         reason = "a tensor's address is asked for: to copy it in Python, or for a kernel that torch does not know of"
         hint = "make a kernel an operator (torch.library.custom_op, triton_op); copy outside of forward"
         return Unsupported("Tensor.data_ptr", where, reason, hint)
-    if "BatchedTensor" in first_line or "functorch" in first_line:
-        return Unsupported("torch.func", where, "a transform (vmap, grad, jacrev, …) inside forward")
-    if kind == "PendingUnbackedSymbolNotFound":  # autograd takes the view anew, at a number that nobody knows
-        reason = "a view at a position that a tensor gives is written, or read after what it is a view of was written"
-        return Unsupported("Tensor.__getitem__", where, reason, "clone what is read; write with x[t] = value")
     if kind == "UnsupportedOperatorException":
         return Unsupported(str(error).splitlines()[0], where, "an operator that has no shapes for fake tensors")
     return Unsupported("a run on fake tensors", where, f"{kind}: {_without_advice(first_line)}")
@@ -100,38 +70,19 @@ def shape_by_numbers(
     where: str, reason: str = "the shape of what comes out depends on the numbers in a tensor"
 ) -> Unsupported:
     """A shape that is not known before the call computes it."""
-    return Unsupported(_DATA_DEPENDENT, where, reason, _hint(where, _MAKES_SHAPES, _SHAPE))
-
-
-def _by_numbers(kind: str, where: str, frames: traceback.StackSummary) -> Unsupported:
-    """What happens next depends on the numbers in a tensor."""
-    if kind == "DynamicOutputShapeException":
-        found = shape_by_numbers(where)
-    else:
-        reason = "what happens next depends on the numbers in a tensor"
-        found = Unsupported(_DATA_DEPENDENT, where, reason, _hint(where, _TAKES_NUMBERS, _BRANCH))
-    return (
-        replace(found, hint=_DISTRIBUTION) if any(_is_torch_file(each, "distributions/") for each in frames) else found
-    )
-
-
-def _hint(where: str, table: tuple[tuple[str, str], ...], otherwise: str) -> str:
-    """What helps with the code of a line."""
     code = re.sub(r"^.*?:\d+: ", "", where)
-    return next((hint for words, hint in table if re.search(words, code)), otherwise)
+    hint = next((hint for words, hint in _MAKES_SHAPES if re.search(words, code)), _SHAPE)
+    return Unsupported(_DATA_DEPENDENT, where, reason, hint)
 
 
 def _torch_line(frames: traceback.StackSummary) -> str:
     """The innermost line of a module or a function of torch's, where no line of the user's is known."""
-    of_modules = [frame for frame in frames if _is_torch_file(frame, "nn/")]
+    inside = f"{TORCH_DIR}/nn/".replace(os.sep, "/")
+    of_modules = [frame for frame in frames if frame.filename.replace(os.sep, "/").startswith(inside)]
     if not of_modules:
         return "code of torch's; the exception is this one's .cause"
     line = line_of((of_modules[-1].filename, of_modules[-1].lineno or 0))
     return line[len(TORCH_DIR) - len("torch") :]
-
-
-def _is_torch_file(frame: traceback.FrameSummary, below: str) -> bool:
-    return frame.filename.replace(os.sep, "/").startswith(f"{TORCH_DIR}/{below}".replace(os.sep, "/"))
 
 
 def _without_advice(message: str) -> str:

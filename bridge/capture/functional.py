@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from bridge.base.devices import current_device
-from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.errors import Unsupported, swallowed, user_line
 from bridge.base.torch_fakes import new_fake
 from bridge.base.torch_internals import (
     FakeTensor,
@@ -44,15 +44,15 @@ from bridge.base.torch_recording import (
 )
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.draw_recorder import draws_at
+from bridge.capture.explain_error import explain_error
 from bridge.capture.loops.operators import MARKS
-from bridge.capture.passes.alias_analysis import ROW
+from bridge.capture.passes.alias_analysis import OF, ROW, memory_at, written
 from bridge.capture.passes.decompositions import composite_formulas, formulas, whole_operators
-from bridge.capture.passes.stop_gradient import where_is
-from bridge.capture.rows import CONSTANTS, mapped
+from bridge.capture.rows import key_of, mapped
 from bridge.capture.symbolic_run import POOLINGS
 from bridge.capture.training_graph import SizeNodes, TrainingGraph
 
-__all__ = ["FunctionalGraph", "drop_unused", "functional_graph"]
+__all__ = ["FunctionalGraph", "NotFunctional", "drop_unused", "functional_graph"]
 
 _HANDED_ON = ("custom", "stack_trace", "nn_module_stack", ROW)
 
@@ -73,19 +73,16 @@ class FunctionalGraph:
     drawing: Sequence[fx.Node]
 
 
-def functional_graph(made: TrainingGraph, module_name: str) -> FunctionalGraph:
-    """The functional graph of a training graph, whose ``meta["custom"]`` its nodes hand on.
-
-    Raises:
-        UnsupportedModule: torch fails to make an operator functional.
-    """
-    emitter = _Emitter(symbolic=made.mode.shape_env is not None)
-    kinds = None if emitter.symbolic else _Kinds(emitter, any(map(_writes, made.graph.nodes)))
+def functional_graph(training: TrainingGraph) -> FunctionalGraph | NotFunctional:
+    """The functional graph of a training graph, whose ``meta["custom"]`` its nodes hand on."""
+    emitter = _Emitter(symbolic=training.mode.shape_env is not None)
+    kinds = None if emitter.symbolic else _Kinds(emitter, any(map(_writes, training.graph.nodes)))
     values: dict[fx.Node, Any] = {}
+    memory = {each for node in training.graph.nodes for target in written(node) for each in memory_at(target)}
     inputs: dict[str, Any] = {}
     results: list[Any] = []
-    with torch.no_grad(), below_autograd(), made.mode, emitter, _Functional(emitter.symbolic) as mode:
-        for node in made.graph.nodes:
+    with torch.no_grad(), below_autograd(), training.mode, emitter, _Functional(emitter.symbolic) as mode:
+        for node in training.graph.nodes:
             emitter.current = node
             if node.op == "placeholder":
                 inputs[node.name] = values[node] = FunctionalTensor.to_functional(emitter.placeholder(node))
@@ -94,18 +91,57 @@ def functional_graph(made: TrainingGraph, module_name: str) -> FunctionalGraph:
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 try:
-                    if kinds is None:
-                        values[node] = node.target(*args, **kwargs)
-                    else:
-                        values[node] = kinds.call(node, args, kwargs, mode)
-                except RuntimeError as error:
-                    varying, told = " for sizes that vary" * emitter.symbolic, str(error).partition(".  ")[0]
-                    where, reason = where_is(node), f"torch cannot make it functional{varying}: {told}"
-                    problem = Unsupported(str(node.target), where or "forward", reason)
-                    raise UnsupportedModule(module_name, [problem], cause=error) from None
-        written = {name: emitter.node_of(_inner(value)) for name, value in inputs.items() if is_written(value)}
+                    made = node.target(*args, **kwargs) if kinds is None else kinds.call(node, args, kwargs, mode)
+                except Exception as error:  # noqa: BLE001 - whatever a formula of torch's raises
+                    swallowed(error)
+                    return NotFunctional(_not_made(node, error, emitter.symbolic), error)
+                if kinds is not None and node.meta.get(OF) is node.target and not _writes(node):
+                    if (problem := _other_than_eagers(node, made, args, kwargs, memory)) is not None:
+                        return problem
+                values[node] = made
+        last = {name: emitter.node_of(_inner(value)) for name, value in inputs.items() if is_written(value)}
     results = [emitter.node_of(each) if isinstance(each, torch.Tensor) else each for each in results]
-    return FunctionalGraph(emitter.graph, results, written, [node for node in emitter.graph.nodes if draws_at(node)])
+    return FunctionalGraph(emitter.graph, results, last, [node for node in emitter.graph.nodes if draws_at(node)])
+
+
+def _not_made(node: fx.Node, error: Exception, symbolic: bool) -> Unsupported:
+    where = user_line(node.meta.get("stack_trace"))
+    if type(error) is not RuntimeError:
+        return explain_error(error, where)
+    varying, told = " for sizes that vary" * symbolic, str(error).partition(".  ")[0]
+    return Unsupported(str(node.target), where or "forward", f"torch cannot make it functional{varying}: {told}")
+
+
+@dataclass(frozen=True)
+class NotFunctional:
+    """An operator gives something else on fake tensors than in eager, or cannot run there for its cause."""
+
+    problem: Unsupported
+    cause: Exception | None = None
+
+
+def _other_than_eagers(
+    node: fx.Node, made: Any, args: tuple, kwargs: dict[str, Any], memory: set[int]
+) -> NotFunctional | None:
+    """What an operator gives on fake tensors in other forms than in eager, or in other memory, of some that is written:
+    ``reshape`` copies or views by strides, which fake tensors may have others of."""
+    where, ours, found = user_line(node.meta.get("stack_trace")), _tensors(node.meta["val"]), _tensors(made)
+    if [(each.shape, each.dtype) for each in ours] != [(each.shape, each.dtype) for each in found]:
+        words = [", ".join(f"{each.dtype} of shape {list(each.shape)}" for each in forms) for forms in (ours, found)]
+        reason = f"on the sample eager gives {words[0]}, and torch's formula {words[1]}"
+        return NotFunctional(Unsupported(str(node.target), where or "forward", reason))
+    there, here = [each for source in node.all_input_nodes for each in memory_at(source)], memory_at(node)
+    if memory.isdisjoint((*there, *here)):
+        return None
+    operands = {storage_id(each.elem) for each in _tensors((args, kwargs))}
+    if [each in there for each in here] == [storage_id(each.elem) in operands for each in found]:
+        return None
+    reason = "copies in eager what it views on fake tensors, or the reverse, and one of the two is written"
+    return NotFunctional(Unsupported(str(node.target), where or "forward", reason, "clone before the write"))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _writes(node: fx.Node) -> bool:
@@ -144,9 +180,11 @@ class _Kinds:
         """What a call of the training graph gives."""
         given: list[torch.Tensor] = []
         try:
-            key = None if node.target is getitem or _writes(node) else (node.target, self._key((args, kwargs), given))
+            is_kind = not (node.target is getitem or _writes(node))
+            operands = key_of((args, kwargs), FunctionalTensor, partial(self._key, given)) if is_kind else None
+            key = (node.target, operands) if is_kind else None
             known = self._known.get(key)
-        except TypeError:  # constants that have no hash
+        except TypeError:  # constants that cannot be compared
             key = known = None
         if known is not None:
             return self._again(known, given, mode)
@@ -158,23 +196,14 @@ class _Kinds:
             self._known[key] = self._learned(inputs, list(made)[::-1], result, args, kwargs)
         return result
 
-    def _key(self, tree: Any, given: list[torch.Tensor]) -> Any:
-        kind = type(tree)
-        if kind is FunctionalTensor:
-            inner = in_functional(tree)
-            if inner.layout is not torch.strided or inner.is_conj() or inner.is_neg() or inner.constant is not None:
-                raise TypeError
-            place = next((place for place, each in enumerate(given) if each is inner), len(given))
-            given += [inner] * (place == len(given))
-            form = inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, inner.fake_device
-            return place, *form, inner.requires_grad
-        if isinstance(tree, list | tuple):
-            return kind, *[self._key(each, given) for each in tree]
-        if isinstance(tree, dict):
-            return tuple((name, self._key(each, given)) for name, each in tree.items())
-        if kind not in CONSTANTS:
+    def _key(self, given: list[torch.Tensor], tensor: Any) -> tuple:
+        inner = in_functional(tensor)
+        if inner.layout is not torch.strided or inner.is_conj() or inner.is_neg() or inner.constant is not None:
             raise TypeError
-        return kind, repr(tree)
+        place = next((place for place, each in enumerate(given) if each is inner), len(given))
+        given += [inner] * (place == len(given))
+        form = inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, inner.fake_device
+        return place, *form, inner.requires_grad
 
     def _learned(self, inputs: list, nodes: list, result: Any, args: tuple, kwargs: dict[str, Any]) -> _Template | None:
         """``None`` for a call whose nodes cannot be written down again."""

@@ -36,12 +36,12 @@ from bridge.base.torch_script import ScriptFunction, run_unfused
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.generator_watch import unwatched
 from bridge.capture.inplace_rules import InPlaceRules, overlaps_itself
-from bridge.capture.known_fakes import KnownCalls
 from bridge.capture.observation import Output
 from bridge.capture.own_functions import function_running
 from bridge.capture.packed import PackedSequences
 from bridge.capture.readings import COUNTS, FORMS, SharedArrays, line_of_reading, names_of_reader, numbers_of, tensor_of
 from bridge.capture.recorder import Recorder
+from bridge.capture.replay import Calls
 from bridge.capture.select_at import selected, shared_views
 from bridge.capture.whole_functions import HANDLERS
 
@@ -86,7 +86,7 @@ class Functions(TorchFunctionMode):
         #: A number of :data:`bridge.capture.readings.COUNTS`, which forward reads with that.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
-        self._known = KnownCalls(recorder)
+        self._calls = Calls(recorder)
 
     def __enter__(self) -> Functions:
         self.recorder.judge = None if self.rules is None else self._judge
@@ -143,7 +143,7 @@ class Functions(TorchFunctionMode):
             made = form(self, *args, **kwargs)
             if made is not NotImplemented:
                 return made
-        return self._known.call(func, args, kwargs)
+        return self._calls.call(func, args, kwargs)
 
     def shared_views(self, results: Sequence[tuple[torch.Tensor, Output]]) -> list[Unsupported]:
         """Why results cannot be had, see :func:`bridge.capture.select_at.shared_views`."""

@@ -254,14 +254,12 @@ def _looked_through(outputs: Sequence[Output]) -> list[Unsupported]:
 
 
 def judge_replaced(
-    name: str, before: torch.Tensor, after: Any, is_parameter: bool, inputs: Sequence[torch.Tensor], rules: InPlaceRules
+    name: str, before: torch.Tensor, after: Any, inputs: Sequence[torch.Tensor], rules: InPlaceRules
 ) -> None:
     """A buffer that forward sets to another tensor, ``self.mean = self.mean * 0.9``: a compiled call writes the numbers
     where the old one lies, which is the same for those who read them under this name alone."""
     others = {storage_id(each) for each in inputs if each is not before}
-    if is_parameter:
-        rules.complain(f"parameter '{name}'", "forward sets it to another tensor", "write into it, outside of forward")
-    elif not isinstance(after, torch.Tensor) or (before.dtype, before.shape) != (after.dtype, after.shape):
+    if not isinstance(after, torch.Tensor) or (before.dtype, before.shape) != (after.dtype, after.shape):
         form = f"{after.dtype} of shape {tuple(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
         reason = f"{OTHER_FORM} {form}, was {before.dtype} of shape {tuple(before.shape)}"
         hint = "keep its form; where the first call alone gives it another one, call the module once before"

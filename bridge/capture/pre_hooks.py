@@ -25,10 +25,6 @@ from bridge.state import derived_attribute, generators_put_back
 
 __all__ = ["after_pre_hooks"]
 
-_ABSENT = object()
-Attributes = list[tuple[dict[str, Any], str, Any, Any]]
-"""Of each attribute that was set: the dictionary, its name, its value, and what was there before."""
-
 
 @contextmanager
 def after_pre_hooks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
@@ -39,19 +35,24 @@ def after_pre_hooks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> I
         yield args, kwargs
         return
     check_call(module, args, kwargs)  # a shard's hook would gather it
-    with attributes_put_back(module) as changed:
-        with undo(module) as before:
-            reads = recorded_reads(Reads({}, module.named_modules()))
+    with undo(module) as before:
+        reads = recorded_reads(Reads({}, module.named_modules()))
         try:
             with numbers_put_back(), IsolatedRNG(), generators_put_back(), reads.recorded():
                 for key, hook in hooks.items():
                     args, kwargs = _hooked(module, key in module._forward_pre_hooks_with_kwargs, hook, args, kwargs)
-            found = changed()
-        finally:
+        except BaseException:
             before.restore()
-        for attributes, name, value, _ in found:
-            _set(attributes, name, value)
+            raise
+    left = before.take_back()
+    if left is None:
         yield args, kwargs
+        return
+    left.do()
+    try:
+        yield args, kwargs
+    finally:
+        left.undo()
 
 
 class _Given(BaseException):
@@ -92,35 +93,6 @@ def _hooked(module: nn.Module, keywords: bool, hook: Any, args: tuple, kwargs: d
     if keywords:
         return result
     return (result if isinstance(result, tuple) else (result,)), kwargs
-
-
-@contextmanager
-def attributes_put_back(module: nn.Module) -> Iterator[Any]:
-    """Undoes what is done to attributes of modules, parameters and buffers; gives what tells which those are."""
-    owners = [*module.modules(), *module.parameters(), *module.buffers()]
-    known = [(each.__dict__, dict(each.__dict__)) for each in owners]
-    told: dict[tuple[int, str], tuple] = {}
-
-    def changed() -> Attributes:
-        for attributes, before in known:
-            for name in {*attributes, *before}:
-                now, then = attributes.get(name, _ABSENT), before.get(name, _ABSENT)
-                if now is not then:
-                    told[id(attributes), name] = attributes, name, now, then
-        return list(told.values())
-
-    try:
-        yield changed
-    finally:
-        for attributes, name, _, then in told.values():
-            _set(attributes, name, then)
-
-
-def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
-    if value is _ABSENT:
-        attributes.pop(name, None)
-    else:
-        attributes[name] = value
 
 
 @contextmanager

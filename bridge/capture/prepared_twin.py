@@ -151,16 +151,28 @@ def own_leaves(args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor
 
 
 def copier() -> Callable[[torch.Tensor], torch.Tensor]:
-    """Tensor → a copy of it; of tensors in one memory, copies in one memory."""
+    """Tensor → a copy of it, one for each object; of tensors in one memory, copies in one memory, but for computed ones
+    that autograd follows: such a copy is computed, too, so that it may be written."""
     memory: dict[int, Any] = {}
+    copies: dict[int, torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copied(tensor)
+        return copies[id(tensor)]
+
+    def _copied(tensor: torch.Tensor) -> torch.Tensor:
+        if not has_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        storage, layout = tensor.untyped_storage(), (tensor.shape, tensor.stride(), tensor.storage_offset())
         if storage_id(tensor) not in memory:
             memory[storage_id(tensor)] = storage.clone()
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        made.set_(memory[storage_id(tensor)], tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+            return made.set_(memory[storage_id(tensor)]).requires_grad_().clone().as_strided(*layout)
+        made.set_(memory[storage_id(tensor)], layout[2], *layout[:2])
         made = nn.Buffer(made, persistent=True) if type(tensor) is nn.Buffer else made
+        made = nn.Parameter(made) if type(tensor) is nn.Parameter else made
         made.requires_grad_(tensor.requires_grad)
         made.grad = tensor.grad if tensor.is_leaf else None
         return with_attributes(made, tensor)

@@ -20,7 +20,7 @@ from bridge.capture.loops.lengths import LoopedCall, comparable
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.recorded import captured_of, captured_of_any_length
-from bridge.capture.rows import Record, Value
+from bridge.capture.rows import Record, Value, key_of
 from bridge.capture.sample import DynamicDim, refuse_numbers
 from bridge.capture.steady_call import SteadyCall, steady_call
 from bridge.capture.symbolic_sizes import each_mapped
@@ -135,10 +135,6 @@ class RecordedCall:
 # autocast, draws, numbers written in the code; no user's line and no module path: equal layers have equal keys.
 
 
-class _NoKeyError(Exception):
-    """An operand cannot be compared with another call's."""
-
-
 def observed_key(
     record: Record, results: Any, final: dict[int, Value], observation: Observation, reads: tuple
 ) -> tuple | None:
@@ -172,7 +168,7 @@ def record_key(record: Record, results: Any) -> str | None:
         for number, literal in record.literals.items():
             made.update(repr((number, literal.dtype, tuple(literal.shape), literal.device)).encode())
             made.update(_bytes(literal))
-    except _NoKeyError:
+    except TypeError:
         return None
     return None if record.free else made.hexdigest()
 
@@ -192,7 +188,7 @@ def key_of_sizes(record: Record, results: Any, out_spec: Any, draws: list[Draw],
     try:
         told += [(str(row.op), _plain((row.args, row.kwargs, row.results))) for row in record.rows]
         told += [_plain(results), str(out_spec), sorted(record.same.items())]
-    except _NoKeyError:
+    except TypeError:
         return None
     for number, fake in sorted(record.fakes.items()):
         layout = (*fake.shape, *fake.stride(), fake.storage_offset()) if fake.layout is torch.strided else fake.shape
@@ -207,18 +203,7 @@ def _draw_key(draw: Draw) -> str:
 
 
 def _plain(tree: Any) -> Any:
-    if type(tree) is Value:
-        return tree
-    if isinstance(tree, list | tuple):
-        return tuple(map(_plain, tree))
-    if isinstance(tree, dict):
-        return tuple((name, _plain(each)) for name, each in tree.items())
-    if isinstance(tree, SYMBOLIC):
-        return "size", str(fixed(tree))
-    key = constant_key(tree)
-    if key is None:
-        raise _NoKeyError
-    return key
+    return key_of(tree, (Value, *SYMBOLIC), lambda each: each if type(each) is Value else ("size", str(fixed(each))))
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -18,13 +18,14 @@ from torch import fx, nn
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.interrupts import raise_deferred
+from bridge.base.log import channel
 from bridge.base.modes import autocast_to
 from bridge.base.torch_fakes import clear_fake_memo
 from bridge.base.torch_internals import pytree
 from bridge.capture.autograd_uses import written_and_read
 from bridge.capture.captured import Captured
 from bridge.capture.draw_recorder import match_draws
-from bridge.capture.functional import drop_unused, functional_graph
+from bridge.capture.functional import NotFunctional, drop_unused, functional_graph
 from bridge.capture.loops.lengths import LoopedCall, comparable, run_of_any_length
 from bridge.capture.loops.rolled import spelled_out
 from bridge.capture.observation import Observation
@@ -33,6 +34,7 @@ from bridge.capture.passes.autocast import spell_out_casts, without_casts
 from bridge.capture.passes.stop_gradient import link_functions, prepare
 from bridge.capture.quiet import quiet
 from bridge.capture.recomputed import recomputed, too_many, uncounted
+from bridge.capture.replay import fakes_of
 from bridge.capture.rows import Record, form_of
 from bridge.capture.sample import DynamicDim
 from bridge.capture.select_at import spell_selections
@@ -43,6 +45,8 @@ from bridge.capture.two_runs import FakeRecord, RealRun
 from bridge.state import tensor_problem
 
 __all__ = ["captured_of", "captured_of_any_length"]
+
+log = channel("dispatch")
 
 
 def captured_of(
@@ -80,6 +84,8 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     if rolls:
         rolled = spelled_out(real.loops, record, fakes, fake.mode)
         record, fakes, results = rolled.record, rolled.fakes, rolled.results
+    elif fake.symbols is None:
+        fakes = fakes_of(record, fake.mode, fakes)
     names = dict(enumerate(_input_names(module, args, kwargs, real)))
     counts = None if fake.symbols is None else fake.symbols.counts
     counted = {} if counts is None else dict(enumerate(counts.fakes, len(record.forms)))
@@ -94,7 +100,10 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     observation.unsupported += _prepared(made.graph, record, real.functions, made.placeholders)
     raise_deferred()
     with autocast_to(None), quiet():  # its casts are in the graph by now
-        functional = functional_graph(made, name)
+        functional = functional_graph(made)
+    if isinstance(functional, NotFunctional):
+        log.debug("%s cannot be run on fake tensors", name, exc_info=functional.cause)
+        raise UnsupportedModule(name, observation.unsupported or [functional.problem], cause=functional.cause)
     raise_deferred()
     draw_of, unmatched = match_draws(functional.drawing, record.rows, observation.draws, forward)
     if not observation.unsupported:

@@ -19,14 +19,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import HOST, current_device
-from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of, swallowed
+from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of
 from bridge.base.heap import give_back_pages
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_fakes import outside_graph
 from bridge.base.torch_internals import (
     MODULE_CALL,
     FakeTensor,
-    OpOverload,
     aten,
     innermost_transform,
     len_dispatch_stack,
@@ -35,14 +34,27 @@ from bridge.base.torch_internals import (
     schema,
 )
 from bridge.base.torch_recording import PreDispatchMode, called_below, has_wrapper, is_only_mapped, no_python_kernels
-from bridge.capture.known_fakes import KnownFakes
 from bridge.capture.own_functions import backward_running
-from bridge.capture.passes.recurrent import LAYERED
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.readings import Reading, ReadsDifferError, frozen, line_of_reading, numbers_of
-from bridge.capture.rows import Form, Read, Record, Row, Value, form_of, mapped, memory_of, values_in, written_operands
+from bridge.capture.replay import Replayed, has_form
+from bridge.capture.rows import (
+    Call,
+    Form,
+    Read,
+    Record,
+    Row,
+    Value,
+    form_of,
+    mapped,
+    may_write,
+    memory_of,
+    values_in,
+    written_operands,
+)
 
 if TYPE_CHECKING:
+    from bridge.base.torch_internals import FakeTensorMode
     from bridge.capture.symbolic_run import Symbols
 
 __all__ = ["READS", "Recorder"]
@@ -61,8 +73,6 @@ _FRESH = (aten.lift_fresh.default,)
 """What takes a tensor made of numbers in the code: the very tensor in eager, another one among fakes."""
 _HOLES = 2**26
 """Bytes of memory that rows make after which what is free of it is given back."""
-_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
-"""Operands that are written, running statistics, although the schema does not say so."""
 _QUESTIONS = ("prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel")
 _QUESTIONS += ("aten::sym_storage_offset", "aten::is_contiguous", "aten::_version", "aten::dim", "aten::size")
 """Operators that ask for metadata: no rows."""
@@ -82,9 +92,8 @@ class _Facts(NamedTuple):
 
 @cache
 def _facts(func: Any) -> _Facts:
-    writes = func in _WRITES or (isinstance(func, OpOverload) and schema(func).is_mutable)
     is_question = func.name().partition(".")[0] in _QUESTIONS
-    return _Facts(is_question, func in READS, func in _FRESH, writes)
+    return _Facts(is_question, func in READS, func in _FRESH, may_write(func))
 
 
 class Recorder(PreDispatchMode):
@@ -96,8 +105,8 @@ class Recorder(PreDispatchMode):
         draws: draws that were made so far; how many there are before and after each row is noted.
         protected: is told (``add``) of tensors from elsewhere, and (``note``) of tensors before they are written.
         answers: of a run on fake tensors, the record of the run on real ones: it tells the numbers that forward reads.
-        drops: of such a run, whether it keeps no fake tensors of what rows make.
         symbols: of such a run on symbolic sizes, what it takes care of.
+        mode: of such a run, if it takes what rows give from the record of the other one: that of its fake tensors.
 
     Attributes:
         record: what was recorded so far.
@@ -114,20 +123,19 @@ class Recorder(PreDispatchMode):
         draws: Sequence[Any] = (),
         protected: Any = None,
         answers: Record | None = None,
-        drops: bool = False,
         symbols: Symbols | None = None,
+        mode: FakeTensorMode | None = None,
     ):
         super().__init__()
         self.record = Record(inputs=len(inputs))
-        self._paths, self._draws, self._protected, self._answers = paths, draws, protected, answers
-        self._symbols, self._drops = symbols, drops
+        self._paths, self._draws, self._protected, self.answers = paths, draws, protected, answers
+        self._symbols, self._replayed = symbols, None if mode is None else Replayed(answers, mode, self.record.fakes)
         self._known: dict[int, tuple[weakref.ref, int]] = {}
         self._made: dict[tuple, tuple[StorageWeakRef, int]] = {}
         self.asked: str | None = None
         self.paused = False
         self.judge: Callable[[Any, list, list, list], None] | None = None
         self._kept: list[torch.Tensor] = []
-        self._fakes = KnownFakes()
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memory: dict[int, tuple[int, StorageWeakRef]] = {}
         self._allocated = 0
@@ -158,7 +166,7 @@ class Recorder(PreDispatchMode):
             if first is None or first[1].expired():
                 storage = tensor.untyped_storage()
                 first = self._memory[memory] = number, StorageWeakRef(storage)
-                if self._answers is None and form.device == HOST:
+                if self.answers is None and form.device == HOST:
                     self._allocated += storage.nbytes()
         record.memory.append(first[0])
         if once or id(tensor) not in self._known:
@@ -167,13 +175,13 @@ class Recorder(PreDispatchMode):
             known = self._made.get(place := (memory, form.requires_grad, form[:4]))
             if known is None or known[0].expired():
                 self._made[place] = first[1], number
-        if self._answers is not None and not (of_row and self._drops):
+        if self.answers is not None and not (of_row and self._replayed is not None and has_form(tensor)):
             record.fakes[number] = _outside_graph(tensor)
         return number
 
     def _note(self, tensor: torch.Tensor, number: int) -> None:
         self._known[id(tensor)] = weakref.ref(tensor), number
-        if self._answers is not None:
+        if self.answers is not None:
             self._kept.append(tensor)
 
     def stand_for(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -219,7 +227,7 @@ class Recorder(PreDispatchMode):
                     return called_below(func, tensors, args, kwargs)
         if facts.reads:
             return self._number(func, args, kwargs)
-        if self._answers is not None and func is aten.contiguous.default and self._is_contiguous(*args, **kwargs):
+        if self.answers is not None and func is aten.contiguous.default and self._is_contiguous(*args, **kwargs):
             return args[0]  # no operator is called for real tensors that are
         place, before = self._place_of_call(), len(self._draws)
         grad, autocast = torch.is_grad_enabled(), _autocast()
@@ -232,13 +240,13 @@ class Recorder(PreDispatchMode):
         if symbols is not None and symbols.is_whole_slice(func, operands, args, self.record, self._answer()):
             return self._whole_slice(func, operands, args, (grad, autocast, (before, before), *place))
         if self._protected is not None and facts.writes:
-            for tensor in written_by(func, args, kwargs):
+            for tensor in _tensors_in(written_operands(func, args, kwargs)):
                 self._protected.note(tensor)
-        if self._answers is None:
+        if self.answers is None:
             with nullcontext() if is_mapped else no_python_kernels():  # vmap puts them back
                 result = func(*args, **kwargs)
         else:
-            result = self._told(func, args, kwargs, operands, place[0], (grad, autocast))
+            result = self._told(func, args, kwargs, operands, place[0])
         results = mapped(result, torch.Tensor, self._result)
         draws = before, len(self._draws)
         if draws[1] != before and (inside := backward_running()) is not None:
@@ -247,7 +255,8 @@ class Recorder(PreDispatchMode):
             reason = "draws inside of torch.vmap"
             raise UnsupportedModule("", [Unsupported(str(func), _line(place[0]), reason, "draw before it")])
         if self.judge is not None and is_mapped:
-            self.judge(func, tensors, written_by(func, args, kwargs), list(_tensors_in(result)))
+            written = _tensors_in(written_operands(func, args, kwargs))
+            self.judge(func, tensors, list(written), list(_tensors_in(result)))
         self.record.rows.append(Row(func, *operands, results, grad, autocast, draws, *place))
         if self._allocated > _HOLES:
             self._allocated = 0
@@ -256,7 +265,7 @@ class Recorder(PreDispatchMode):
 
     def _answer(self) -> Row | None:
         """The row of the run on real tensors that the next one should be."""
-        rows, place = self._answers.rows, len(self.record.rows) - len(self.record.same)
+        rows, place = self.answers.rows, len(self.record.rows) - len(self.record.same)
         return rows[place] if place < len(rows) else None
 
     def _is_contiguous(self, tensor: torch.Tensor, **memory_format: Any) -> bool:
@@ -264,39 +273,32 @@ class Recorder(PreDispatchMode):
         number, known = self.number_of(tensor), self._answer()
         number = self.record.same.get(number, number)
         is_made = known is not None and known.op is aten.contiguous.default and known.args[0] == Value(number)
-        if number is None or number >= len(self._answers.forms) or is_made:
+        if number is None or number >= len(self.answers.forms) or is_made:
             return False
-        form = self._answers.forms[number]
+        form = self.answers.forms[number]
         with no_torch_dispatch():
             return torch.empty_strided(form.shape, form.stride, device="meta").is_contiguous(**memory_format)
 
-    def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], operands: tuple, where: Any, modes: tuple) -> Any:
-        """What an operator gives on fake tensors; as the run on real ones knows it where these cannot tell."""
+    def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], operands: tuple, where: Any) -> Any:
+        """What an operator gives on fake tensors: where it is the one that comes next, what it gave on real ones."""
         known = self._answer()
         known = None if known is None or known.op is not func else known
         if known is not None and type(known.results) is Value and not _facts(func).writes:
             for given, value in zip(args, operands[0], strict=True):
                 if type(value) is Value and self.record.same.get(value.number, value.number) == known.results.number:
                     return given  # an operator that does nothing returns what it was given
+        if self._symbols is None and innermost_transform() is not None:
+            return func(*args, **kwargs)
+        if known is not None and self._replayed is not None and self._replayed.gives[len(self.record.rows)]:
+            return mapped(known.results, Value, lambda value: self._replayed.tensor(value.number))
         if self._symbols is not None:
             result = self._symbols.result(func, args, kwargs, known, where)
-            return result if known is None else _own_results(func, args, result, known)
-        if known is not None and func in LAYERED:  # step by step, they take long
-            return mapped(known.results, Value, lambda value: _like(self._answers.forms[value.number]))
-        try:
-            if innermost_transform() is not None:
-                return func(*args, **kwargs)
+        else:
             with no_python_kernels():
-                result = self._fakes.call(func, args, kwargs, modes)
-            return result if known is None else _own_results(func, args, result, known)
-        except Exception as error:
-            swallowed(error)
-            if known is None:
-                raise
-            self.record.told[len(self.record.rows) - len(self.record.same)] = error
-            return mapped(known.results, Value, lambda value: _like(self._answers.forms[value.number]))
+                result = func(*args, **kwargs)
+        return result if known is None else _own_results(func, args, result, known)
 
-    # Rows of calls that need not be made
+    # Calls of functions
 
     def __enter__(self) -> Recorder:
         self._depths = len_dispatch_stack(), len_function_stack() - 1  # that of functions is left while they are called
@@ -304,24 +306,27 @@ class Recorder(PreDispatchMode):
 
     def modes(self) -> tuple | None:
         """What decides which operators a function calls, beside what it is given; ``None`` where it may be more."""
-        if self.paused or self._answers is None or self._symbols is not None:
+        if self.paused or (self.answers is not None and self._replayed is None):
             return None
         if (len_dispatch_stack(), len_function_stack()) != self._depths or innermost_transform() is not None:
             return None
-        return torch.is_grad_enabled(), _autocast()
+        return torch.is_grad_enabled(), _autocast(), torch.get_default_dtype()
 
-    def expected(self, op: Any) -> Row | None:
-        """The next row of the run on real numbers, if it is of this operator, and made what it returned."""
-        row = self._answer()
-        return None if row is None or row.op is not op or row.results in row.args else row
-
-    def add(self, like: Row, args: tuple, kwargs: dict[str, Any], result: torch.Tensor) -> torch.Tensor:
-        """Appends the row of a call that was not made, where the run on real numbers has one of the same operator."""
-        operands = mapped(args, torch.Tensor, self.value_of), mapped(kwargs, torch.Tensor, self.value_of)
-        draws = len(self._draws), len(self._draws)
-        modes = torch.is_grad_enabled(), _autocast()
-        self.record.rows.append(Row(like.op, *operands, self._result(result), *modes, draws, like.where, like.path))
-        return result
+    def replay(self, call: Call) -> Any:
+        """What a call gave in the run on real numbers; its rows are appended. ``NotImplemented``: it is to be made."""
+        record, answers = self.record, self.answers
+        start = len(record.rows)
+        if not all(self._replayed.gives[start : call.stop]) or len(record.forms) != call.first:
+            return NotImplemented
+        record.rows += answers.rows[start : call.stop]
+        record.forms += answers.forms[call.first : call.end]
+        record.memory += answers.memory[call.first : call.end]
+        made = [self._replayed.tensor(number) for number in call.results]
+        for number, tensor in zip(call.results, made, strict=True):
+            self._note(tensor, number)
+            if (memory := memory_of(tensor)) not in self._memory:
+                self._memory[memory] = record.memory[number], StorageWeakRef(tensor.untyped_storage())
+        return made[0] if call.kind is None else call.kind(made)
 
     def _whole_slice(self, func: Any, operands: tuple, args: tuple, rest: tuple) -> torch.Tensor:
         """A part that is the whole at the sample's sizes, of which the run on real numbers has no row."""
@@ -372,14 +377,14 @@ class Recorder(PreDispatchMode):
         number, reads = self.value_of(numbers), self.record.reads
         where, count = line_of_reading(), numbers.numel()
         form = numbers.dtype, count if self._symbols is None else self._symbols.fixed(count, where)
-        if self._answers is None:
+        if self.answers is None:
             with self.pause():
                 with no_torch_function():
                     found = value()
                     told = given(found)
                 reads.append(Read(Reading(where, *form, frozen(found), **size), number, told))
         else:
-            expected = self._answers.reads[len(reads)] if len(reads) < len(self._answers.reads) else None
+            expected = self.answers.reads[len(reads)] if len(reads) < len(self.answers.reads) else None
             if expected is None or (expected.reading.dtype, expected.reading.count) != form:
                 raise ReadsDifferError(where)
             reads.append(expected._replace(numbers=number))
@@ -401,7 +406,7 @@ class Recorder(PreDispatchMode):
         result = func(*args, **kwargs)
         if self.number_of(result) is None:
             number = self._new(result, made=True)
-            self.record.literals[number] = args[0].clone() if self._answers is None else args[0]
+            self.record.literals[number] = args[0].clone() if self.answers is None else args[0]
         return result
 
     def _result(self, tensor: torch.Tensor) -> Value:
@@ -414,7 +419,7 @@ class Recorder(PreDispatchMode):
 
     def _place_of_call(self) -> tuple[tuple[str, int] | None, str]:
         """The user's line, and the path of the innermost module that runs."""
-        if self._answers is not None and self._symbols is None and (known := self._answer()) is not None:
+        if self.answers is not None and self._symbols is None and (known := self._answer()) is not None:
             return known.where, known.path  # the walk takes as long as all else of a row
         where, path = None, None
         frame: FrameType | None = sys._getframe(2)
@@ -449,12 +454,6 @@ def _tensors_in(tree: Any) -> Iterable[torch.Tensor]:
             yield from _tensors_in(each)
     elif isinstance(tree, dict):
         yield from _tensors_in(list(tree.values()))
-
-
-def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator writes, as its schema says."""
-    also = [args[place] for place in _WRITES.get(func, ())]
-    return list(_tensors_in([*also, *written_operands(func, args, kwargs)]))
 
 
 def _autocast() -> tuple[torch.dtype | None, bool]:

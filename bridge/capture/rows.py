@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from bridge.base.torch_internals import FakeTensor, OpOverload, schema, storage_id
+from bridge.base.torch_internals import FakeTensor, OpOverload, aten, schema, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, hint
+from bridge.state import constant_key
 
-__all__ = ["CONSTANTS", "Form", "Layout", "Read", "Record", "Row", "Value"]
-__all__ += ["at_hints", "form_of", "mapped", "memory_of", "renamed", "values_in", "written_operands"]
+__all__ = ["CONSTANTS", "Call", "Form", "Layout", "Read", "Record", "Row", "Value", "at_hints", "form_of", "key_of"]
+__all__ += ["mapped", "may_write", "memory_of", "renamed", "values_in", "written", "written_operands"]
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of operands that are compared by value."""
@@ -91,6 +93,26 @@ class Row(NamedTuple):
     path: str
 
 
+class Call(NamedTuple):
+    """A call of a function of torch's, which read no number.
+
+    Attributes:
+        func, given, modes: the function, its arguments with values for tensors, what else decides about it.
+        stop: the row behind those that it made.
+        first, end: its rows made the values from ``first`` on, and those from ``end`` on were made later.
+        kind: of what it returned, ``None`` for a tensor; ``results``: the values.
+    """
+
+    func: Any
+    given: tuple
+    modes: tuple
+    stop: int
+    first: int
+    end: int
+    kind: Any
+    results: list[int]
+
+
 @dataclass
 class Record:
     """What a run did.
@@ -104,9 +126,10 @@ class Record:
         free: values that no row made and that lie outside of what the run was given: with the tensor, and the row that
             first read it.
         reads: numbers that Python was given, in order.
-        told: rows that fake tensors could not compute: their results are the first run's, with what stood in the way.
+        calls: of functions, by the row that each begins with.
         casts: of a row by its index, the inputs of the run that autocast cast there, for it had kept no cast of them.
-        fakes: of a run on fake tensors, those of each value, outside of autograd's graph.
+        fakes: of a run on fake tensors, those of values, outside of autograd's graph; but for what rows have made where
+            another record tells that.
         same: of a run on symbolic sizes, values that no other run has: parts, whole at the sample's sizes → the value
             that each is there. Their numbers are negative.
     """
@@ -118,7 +141,7 @@ class Record:
     literals: dict[int, torch.Tensor] = field(default_factory=dict)
     free: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     reads: list[Read] = field(default_factory=list)
-    told: dict[int, Exception] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict)
     casts: dict[int, set[int]] = field(default_factory=dict)
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
@@ -149,10 +172,28 @@ def mapped(tree: Any, kind: type | tuple[type, ...], change: Any) -> Any:
     if type(tree) is list:
         return [each if type(each) in _PLAIN else mapped(each, kind, change) for each in tree]
     if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
-        return type(tree)(*[mapped(each, kind, change) for each in tree])
+        made = [mapped(each, kind, change) for each in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
     if type(tree) is dict:
         return {name: mapped(each, kind, change) for name, each in tree.items()}
     return tree
+
+
+def key_of(tree: Any, kind: type | tuple[type, ...], of: Any) -> Any:
+    """Operands as a key: equal for the same structure and constants, and equal ``of(each)`` of leaves of this kind.
+
+    Raises:
+        TypeError: an operand cannot be compared with another one.
+    """
+    if isinstance(tree, kind):
+        return of(tree)
+    if isinstance(tree, tuple | list):
+        return (isinstance(tree, list), *[key_of(each, kind, of) for each in tree])
+    if isinstance(tree, dict):
+        return tuple([(name, key_of(each, kind, of)) for name, each in tree.items()])
+    if (key := constant_key(tree)) is None:
+        raise TypeError(f"an argument of type {type(tree).__name__}")
+    return key
 
 
 def at_hints(tree: Any) -> Any:
@@ -177,15 +218,30 @@ def values_in(tree: Any) -> Iterator[int]:
             yield from values_in(each)
 
 
+_STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
+"""Operands that are written, running statistics, although the schema does not say so."""
+
+
+@cache
+def _written_places(op: Any) -> list[tuple[int, str]]:
+    arguments = list(enumerate(schema(op).arguments)) if isinstance(op, OpOverload) else []
+    told = [place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [(place, each.name) for place, each in arguments if place in (*told, *_STATISTICS.get(op, ()))]
+
+
 def written_operands(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The operands that an operator writes, as its schema says."""
-    if not isinstance(op, OpOverload) or not schema(op).is_mutable:
-        return []
-    return [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(schema(op).arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    """The operands that an operator writes."""
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_places(op)]
+
+
+def may_write(op: Any) -> bool:
+    """Whether an operator writes operands."""
+    return bool(_written_places(op))
+
+
+def written(row: Row) -> list[Any]:
+    """The operands that a row writes."""
+    return written_operands(row.op, row.args, row.kwargs)
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:

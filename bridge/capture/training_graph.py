@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from bridge.base.torch_fakes import stand_in
-from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten
+from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, fixed
 from bridge.capture.own_functions import FUNCTION, WITH_GRADIENT
-from bridge.capture.passes.alias_analysis import AUTOCAST, ROW, STOPPED
+from bridge.capture.passes.alias_analysis import AUTOCAST, MEMORY, OF, ROW, STOPPED
 from bridge.capture.passes.autocast import autocast_of_row
 from bridge.capture.recorder import READS
 from bridge.capture.rows import Record, Row, Value, mapped, values_in
@@ -105,6 +105,7 @@ class _Builder:
         self.names.add(node.name)
         node.meta["val"] = stand_in(self.fakes[number], self.made.mode)
         node.meta["val"].requires_grad_(self.record.forms[number].requires_grad)
+        node.meta[MEMORY] = [storage_id(self.fakes[number])]
         self.sizes.read_from(node)
         return node
 
@@ -124,6 +125,7 @@ class _Builder:
         name = row.op.overloadpacket.__name__ if isinstance(row.op, OpOverload) else str(row.op)
         node = self.made.graph.create_node("call_function", row.op, args, kwargs, name=name)
         node.meta.update(self._told(index, row))
+        node.meta[OF] = row.op
         if self.grad and not row.grad and not inside:
             node.meta[STOPPED] = True
         if isinstance(row.results, Value):

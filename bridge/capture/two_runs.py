@@ -107,7 +107,6 @@ class RealRun:
 
     def changed(self) -> list[str]:
         """What it changed of the module's Python state, and outside of the module: ``"self.log"``, ``"global 'N'"``."""
-        self.before.restore_caches()
         attributes = [f"self.{name}" for name in self.before.changes()]
         return list(dict.fromkeys((*attributes, *self.observation.reads.changes())))
 
@@ -388,7 +387,7 @@ def _finals(twin, named, registries, inputs, recorder, observation, rules) -> di
         if after is before:
             continue
         observation.replaced.append(name)
-        judge_replaced(name, before, after, False, inputs, rules)
+        judge_replaced(name, before, after, inputs, rules)
         if any(each is before and now.get(other) is not after for other, each in named.items()):
             reason = "is set to another tensor, where the old one has a second name"
             rules.complain(f"buffer '{name}'", reason, "write into it (copy_)")
@@ -472,7 +471,8 @@ def fake_run_of(
         inputs = [*owned, *arguments, *attributes.values()]
         functions = OwnFunctions(type(real.twin).__name__, real.functions.writing)
         draws: list[Any] = [] if symbols is None else symbols.draws
-        answers = {"answers": real.record, "drops": real.loops is not None, "symbols": symbols}
+        replays = symbols is None and not real.observation.differentiates
+        answers = {"answers": real.record, "symbols": symbols, "mode": mode if replays else None}
         recorder = Recorder(inputs, paths_of(twin), draws, **answers)
         functions_called = Functions(recorder)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)

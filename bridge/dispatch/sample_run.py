@@ -1,7 +1,7 @@
 """Sample run: a module and a sample → the calls of the modules inside it, and how long an eager forward spends in them.
 
-It runs on copies of the module's tensors and of the sample, with generators and Python state put back. The modules
-inside are watched where the dispatcher lies, so that hooks, names and code are as they were.
+It runs on a twin of the module and copies of the sample, with generators and Python state put back. The modules inside
+are watched where the dispatcher lies, so that hooks, names and code are as they were.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bridge.base.generators import default_generator, of_gpus
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, innermost_transform, pytree
-from bridge.capture import Copies, IsolatedRNG, copied_call, device_of_call, is_capturing
+from bridge.capture import IsolatedRNG, Twin, copier, device_of_call, is_capturing
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.guards import Reads, recorded_reads, undo
 from bridge.state import generators_put_back
@@ -104,7 +104,7 @@ def inner_calls(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[
         key = path, stack[-1], torch.is_grad_enabled()
         if key not in known:
             known.add(key)
-            given = pytree.tree_map_only(torch.Tensor, Copies().of, (args, kwargs))
+            given = pytree.tree_map_only(torch.Tensor, copier(), (args, kwargs))
             found.append(InnerCall(*key[:2], *given, key[2], ambient_autocast(), torch.is_autocast_cache_enabled()))
         stack.append(path)
         try:
@@ -113,9 +113,8 @@ def inner_calls(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[
             stack.pop()
 
     goes_back = partial(_some_without, found, torch.is_grad_enabled())
-    with _eager(module, args, kwargs), _watched(module, enter):
-        with copied_call(_Step(module, goes_back), args, kwargs) as (call, _):
-            call()
+    with _on_copies(module, args, kwargs, enter) as (twin, args, kwargs), IsolatedRNG():
+        _Step(twin, goes_back)(*args, **kwargs)
     return found
 
 
@@ -146,16 +145,15 @@ def shares_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], paths: Seq
             inside.pop()
 
     runs: list[dict[str, float]] = []
-    whole = _Timed(module, wait)
-    with _eager(module, args, kwargs), _watched(module, enter):
-        with copied_call(whole, args, kwargs, _draws_put_back) as (call, _):
-            with IsolatedRNG() as drawn:
-                call()
-            begun = time.perf_counter()
-            while len(runs) < _RUNS and (not runs or time.perf_counter() - begun < _ENOUGH):
-                spent.clear()
-                call()
-                runs.append({path: spent[path] / whole.seconds for path in paths})
+    with _on_copies(module, args, kwargs, enter) as (twin, args, kwargs), _draws_put_back():
+        whole = _Timed(twin, wait)
+        with IsolatedRNG() as drawn:
+            whole(*args, **kwargs)
+        begun = time.perf_counter()
+        while len(runs) < _RUNS and (not runs or time.perf_counter() - begun < _ENOUGH):
+            spent.clear()
+            whole(*args, **kwargs)
+            runs.append({path: spent[path] / whole.seconds for path in paths})
         for generator, state in reversed(drawn.passed):
             generator.set_state(state)
     return {path: statistics.median(run[path] for run in runs) for path in paths}
@@ -170,13 +168,20 @@ def _is_gpus(module: nn.Module, args: tuple) -> bool:
 
 
 @contextmanager
-def _eager(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Python state and Python's generators are put back after it."""
-    with undo(module) as before:
+def _on_copies(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], enter: Enter
+) -> Iterator[tuple[nn.Module, tuple, dict[str, Any]]]:
+    """A watched twin of a module and a sample, with copies of all tensors; Python state and Python's generators are put
+    back after it."""
+    copied = copier()
+    twin = Twin(module, copied)
+    _watch(module, twin.module, enter)
+    with undo() as before:
         try:
-            reads = recorded_reads(Reads({}, module.named_modules()))
+            own = {key: each for key, each in twin.originals.items() if not isinstance(each, torch.Tensor)}
+            reads = recorded_reads(Reads(own, twin.module.named_modules()))
             with working_for(device_of_call(module, args, kwargs)), generators_put_back(), reads.recorded():
-                yield
+                yield twin.module, *pytree.tree_map_only(torch.Tensor, copied, (args, kwargs))
         finally:
             before.restore()
 
@@ -203,33 +208,22 @@ Enter = Callable[..., Any]
 class _Watcher:
     """In the place of a module's dispatcher: calls ``enter`` with its path and itself for calls of this thread."""
 
-    def __init__(self, module: nn.Module, path: str, enter: Enter, before: Any):
-        self._module, self._before = module, before
-        self._enter = partial(enter, path, module)
-        self._thread = threading.get_ident()
+    def __init__(self, module: nn.Module, path: str, enter: Enter):
+        self._module, self._enter, self._thread = module, partial(enter, path, module), threading.get_ident()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         if threading.get_ident() != self._thread or is_capturing() or innermost_transform() is not None:
-            return (self._before or module._call_impl)(*args, **kwargs)
+            return module._call_impl(*args, **kwargs)
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             return call_with_hooks(module, self._enter, args, kwargs)
         return self._enter(*args, **kwargs)
 
 
-@contextmanager
-def _watched(root: nn.Module, enter: Enter) -> Iterator[None]:
-    """While active, the modules inside are watched, but for those that ``module.compile()`` compiled."""
-    before = {}
-    for path, child in root.named_modules():
-        known = child.__dict__.get(COMPILED_CALL)
-        if child is not root and (known is None or type(known).__module__.startswith("bridge.")):
-            before[child] = COMPILED_CALL in child.__dict__, known
-            child.__dict__[COMPILED_CALL] = _Watcher(child, path, enter, known)
-    try:
-        yield
-    finally:
-        for child, (was_there, known) in before.items():
-            child.__dict__[COMPILED_CALL] = known
-            if not was_there:
-                del child.__dict__[COMPILED_CALL]
+def _watch(root: nn.Module, twin: nn.Module, enter: Enter) -> None:
+    """Watches the modules inside of a twin, but for those that ``module.compile()`` compiled in the user's own."""
+    own = dict(root.named_modules())
+    for path, child in twin.named_modules():
+        known = own[path].__dict__.get(COMPILED_CALL)
+        if child is not twin and (known is None or type(known).__module__.startswith("bridge.")):
+            child.__dict__[COMPILED_CALL] = _Watcher(child, path, enter)

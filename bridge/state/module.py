@@ -113,23 +113,6 @@ class Snapshot:
         """What the attribute of the module at ``path`` was; ``None`` if it had none."""
         return next(attributes.get(name) for found, _, attributes in self._modules if found == path)
 
-    def restore_caches(self) -> None:
-        """Puts back what tracing replaced and forward did not change.
-
-        ``torch.export`` leaves copies in the place of lists and dicts, which others may hold as well, and stand-ins
-        in what recurrent modules keep of their parameters.
-        """
-        for _, module, before in self._modules:
-            attributes = module.__dict__
-            for key, value in before.items():
-                if _is_renewed(module, key):
-                    attributes[key] = value
-                elif key in attributes and attributes[key] is not value and same_inside(value, attributes[key]):
-                    attributes[key] = value
-        for module, key, value, contents in self._containers:
-            if _is_renewed(module, key):
-                value[:] = contents
-
     def restore(self) -> None:
         """Puts back every attribute and the contents of every list, dict and set among them."""
         for _, module, before in self._modules:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 from bridge.capture.loops.row_calls import COMPARING, CREATING, NotRolledError, calls_of, filled
 from bridge.capture.loops.row_form import FUSED, Folded, FoldedCall, FoldedJoin, FoldedLoop, Source, fold
 from bridge.capture.observation import Draw
-from bridge.capture.rows import Record, Row, Value, form_of, mapped
+from bridge.capture.rows import Record, Row, Value, form_of, mapped, values_in
 
 __all__ = ["LEAST_ROWS", "Rolled", "draws_of", "folded_of", "spelled_out", "writes"]
 
@@ -116,10 +117,21 @@ class _Rows:
         self.record.literals[made.number] = tensor
         return made
 
-    def of_form(self, form: tuple) -> Value:
+    def of_form(self, form: tuple, base: Value | None) -> Value:
+        """A new value of this form; ``base``: one whose memory it lies in."""
         shape, stride, dtype, device, _ = form
-        with self.mode:
+        with torch.no_grad(), self.mode:
+            if base is not None and self.fakes[base.number].dtype == dtype:
+                return self.value(self.fakes[base.number].as_strided(shape, stride))
             return self.value(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+
+    def bases(self, row: Row, read: Sequence[Value]) -> list[Value | None]:
+        """For each new value of a row of the record, which of those that stand for its operands shares its memory."""
+        if self.mode.shape_env is not None:  # the row is one of another length
+            return []
+        memory, operands = self.record.memory, list(values_in((row.args, row.kwargs)))
+        of = dict(zip((memory[number] for number in operands), read, strict=False))
+        return [of.get(memory[each]) for each in dict.fromkeys(values_in(row.results)) if each not in operands]
 
     def add(self, op: Any, args: tuple, kwargs: dict, results: Any, like: Row, draw: Draw | None = None) -> None:
         """A row that stands where another one did."""
@@ -250,7 +262,7 @@ class _Run:
         fill = call.number if number is None else number
         args = filled(call.args, given, fill)
         kwargs = filled(call.kwargs, given, fill)
-        made = [self.rows.of_form(form) for form in forms]
+        made = [self.rows.of_form(*each) for each in zip_longest(forms, self.rows.bases(like, read)[: len(forms)])]
         results = _given(call.gives, made, read)
         self.rows.add(op, args, kwargs, results, like, call.draw)
         return [*made, *(read[place] for place in call.through)]

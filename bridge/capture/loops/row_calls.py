@@ -17,7 +17,7 @@ import torch
 
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.observation import Draw
-from bridge.capture.rows import CONSTANTS, Layout, Record, Row, Value, values_in, written_operands
+from bridge.capture.rows import Layout, Record, Row, Value, key_of, mapped, values_in, written_operands
 
 __all__ = [
     "COMPARING",
@@ -420,22 +420,11 @@ def _mapped_values(tree: Any, change: Any) -> Any:
 
 def _constants(tree: Any) -> tuple[Any, Any]:
     """Arguments with :data:`HERE` in the place of tensors; and what tells them from others, hashable."""
-    kind = type(tree)
-    if kind is Value:
-        return HERE, HERE
-    if kind is tuple or kind is list or isinstance(tree, torch.Size):
-        both = [_constants(each) for each in tree]
-        return (list if kind is list else tuple)([each for each, _ in both]), (kind is list, *[key for _, key in both])
-    if kind is dict:
-        both = {name: _constants(each) for name, each in tree.items()}
-        return {name: each for name, (each, _) in both.items()}, tuple([(name, key) for name, (_, key) in both.items()])
-    if tree is HERE or tree is NUMBER:
-        return tree, tree
-    if kind is float:
-        return tree, (float, repr(tree))
-    if kind in CONSTANTS:
-        return tree, (kind, tree)
-    raise NotRolledError(f"an argument of type {kind.__name__}")
+    args = mapped(tree, Value, lambda _: HERE)
+    try:
+        return args, key_of(args, _Place, lambda place: place)
+    except TypeError as error:
+        raise NotRolledError(str(error)) from None
 
 
 def _numbered(row: Row, args: tuple, reads: Sequence[Layout]) -> tuple[tuple, Any]:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from bridge.base.torch_internals import OpOverload, schema
+from bridge.base.torch_internals import OpOverload, pytree, schema
+from bridge.capture.rows import memory_of
 
-__all__ = ["AUTOCAST", "ROW", "STOPPED", "Aliases", "aliased", "is_detach", "is_view", "told", "written"]
+__all__ = ["AUTOCAST", "MEMORY", "OF", "ROW", "STOPPED"]
+__all__ += ["Aliases", "aliased", "is_detach", "is_view", "memory_at", "told", "written"]
 
 
 def _schema_arguments(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
@@ -48,6 +50,13 @@ def aliased(node: fx.Node) -> fx.Node | None:
     if not any(returned.alias_info for returned in schema(node.target).returns):
         return None
     return next((value for argument, value in _schema_arguments(node) if argument.alias_info), None)
+
+
+def memory_at(node: fx.Node) -> list[int | None]:
+    """The memory of each tensor that a node gave in eager."""
+    if MEMORY in node.meta:
+        return node.meta[MEMORY]
+    return [memory_of(each) for each in pytree.tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
 
 
 def is_view(node: fx.Node) -> bool:
@@ -129,6 +138,10 @@ class Aliases:
 
 ROW = "row"
 """The index of the row."""
+MEMORY = "memory"
+"""The memory of what a node gives, where its tensor is a stand-in in memory of its own."""
+OF = "of"
+"""The row's operator, of a node that gives what the row gave."""
 STOPPED = "stopped"
 """Present where autograd does not follow an operator that it would follow, since grad mode is off."""
 AUTOCAST = "autocast"

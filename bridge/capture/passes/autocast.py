@@ -38,11 +38,10 @@ from bridge.base.torch_internals import (
     pytree,
     schema,
 )
-from bridge.base.torch_shapes import environment, expression, fixed, is_decided
+from bridge.base.torch_shapes import fixed
 from bridge.capture.isolated_rng import watched_operators
-from bridge.capture.passes.alias_analysis import AUTOCAST, ROW, STOPPED, told
-from bridge.capture.rows import Row, at_hints
-from bridge.state import constant_key
+from bridge.capture.passes.alias_analysis import AUTOCAST, MEMORY, ROW, STOPPED, memory_at, told
+from bridge.capture.rows import Row, at_hints, key_of, memory_of
 
 __all__ = ["Place", "autocast_of_row", "expand", "spell_out_casts", "without_casts"]
 
@@ -161,8 +160,18 @@ class _KnownCasts:
 
     def of(self, node: fx.Node, setting: torch.dtype, problems: list[Unsupported]) -> _Done | None:
         sources = node.all_input_nodes
-        is_of_tensors = all(isinstance(source.meta.get("val"), FakeTensor) for source in sources)
-        key = (kind_key(node), setting, *_dtypes(node.meta.get("val"))) if is_of_tensors else None
+
+        def tensor(source: fx.Node) -> tuple:
+            if not isinstance(value := source.meta.get("val"), FakeTensor):
+                raise TypeError
+            layout = tuple(map(fixed, value.shape)), tuple(map(fixed, value.stride()))
+            return sources.index(source), *layout, value.dtype, value.device
+
+        try:
+            operands = key_of((node.args, node.kwargs), fx.Node, tensor)
+            key = node.target, operands, setting, *_dtypes(node.meta.get("val"))
+        except TypeError:
+            key = None
         if key is not None and key in self._places:
             return _Done({sources[place]: dtype for place, dtype in self._places[key]})
         count = len(problems)
@@ -357,15 +366,19 @@ def expand(node: fx.Node, values: dict[fx.Node, torch.Tensor], setting: torch.dt
     autocast = autocast_to(setting, cache_enabled=False)
     with mode, torch.no_grad(), autocast:
         inner = make_fx(run)(*values.values()).graph
+    memory = {memory_of(value): memory_at(source)[0] for source, value in values.items()}
     calls = [each for each in inner.nodes if each.op == "call_function"]
     if any(each.target in (aten.detach.default, node.target) for each in calls):
         return None
     if any(each.op not in ("placeholder", "call_function", "output") for each in inner.nodes):
         return None
-    return _put_in_place(node, inner, sources)
+    returned = [each for result in inner.output_node().args[0] for each in memory_at(result)]
+    memory = {**dict(zip(returned, memory_at(node), strict=True)), **memory}
+    return _put_in_place(node, inner, sources, memory)
 
 
-def _put_in_place(node: fx.Node, inner: fx.Graph, sources: list[fx.Node]) -> list[fx.Node]:
+def _put_in_place(node: fx.Node, inner: fx.Graph, sources: list[fx.Node], memory: dict) -> list[fx.Node]:
+    """``memory``: of what is returned, and of arguments, the memory there → that in the graph."""
     copied: dict[fx.Node, fx.Node] = {}
     remaining = iter(sources)
     with node.graph.inserting_before(node):
@@ -375,6 +388,7 @@ def _put_in_place(node: fx.Node, inner: fx.Graph, sources: list[fx.Node]) -> lis
             elif each.op == "call_function":
                 copied[each] = made = node.graph.node_copy(each, copied.__getitem__)
                 made.meta = {"val": each.meta.get("val"), **told(node)}
+                made.meta[MEMORY] = [memory.get(known, known) for known in memory_at(made)]
     results = [copied[result] for result in inner.output_node().args[0]]
     for user in list(node.users):
         if user.target is operator.getitem:
@@ -383,41 +397,3 @@ def _put_in_place(node: fx.Node, inner: fx.Graph, sources: list[fx.Node]) -> lis
     node.replace_all_uses_with(results[0])
     node.graph.erase_node(node)
     return [each for each in copied.values() if each not in sources]
-
-
-# Kinds of calls: calls of one operator that are alike → one key: the same constants, tensors of the same layout.
-
-
-def kind_key(node: fx.Node) -> tuple:
-    """Hashable and equal for calls of one kind, as long as their graphs live; the values that they read are tensors."""
-    return node.target, _key((node.args, node.kwargs), tuple(node.all_input_nodes))
-
-
-def _key(value: Any, sources: Sequence[fx.Node]) -> Any:
-    """Hashable: constants, the layouts of tensors, and which of them are the same one."""
-    if isinstance(value, fx.Node) and is_of_sizes(value):
-        return "size", fixed(value.meta["val"])
-    if isinstance(value, fx.Node):
-        return "tensor", sources.index(value), form(value.meta["val"]), requires_grad(value)
-    if isinstance(value, tuple | list):
-        return "list", tuple(_key(item, sources) for item in value)
-    if isinstance(value, dict):
-        return "dict", tuple((name, _key(item, sources)) for name, item in value.items())
-    key = constant_key(value)
-    return ("object", id(value)) if key is None else key
-
-
-def form(value: torch.Tensor) -> tuple:
-    """Hashable: symbolic sizes by their expressions."""
-    return tuple(map(fixed, value.shape)), tuple(map(fixed, value.stride())), value.dtype, value.device
-
-
-def requires_grad(source: fx.Node) -> bool:
-    """Whether a decomposition sees that a tensor requires grad: it runs on what the graph is given, under no_grad."""
-    return source.op == "placeholder" and source.meta["val"].requires_grad
-
-
-def is_of_sizes(node: fx.Node) -> bool:
-    """Whether a call gives a number that the sizes of the arguments decide."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.SymInt | torch.SymFloat) and is_decided(environment(value), expression(value))

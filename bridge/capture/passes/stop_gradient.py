@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.torch_internals import OpOverload, aten, schema
+from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.own_functions import FUNCTION, OWN, TANGENT, WITH_GRADIENT, Use
-from bridge.capture.passes.alias_analysis import STOPPED, Aliases, is_detach, is_view, told, written
+from bridge.capture.passes.alias_analysis import STOPPED, Aliases, aliased, is_detach, is_view, told, written
 from bridge.capture.passes.attention import choose_for_learned_masks
 from bridge.capture.passes.recurrent import keep_layers_whole
 from bridge.capture.passes.written_views import write_through_views
@@ -242,17 +242,17 @@ def _link(graph: fx.Graph, begin: fx.Node, again: str, tag: Callable[[fx.Node], 
         for user in [user for user in output.users if user not in ours]:
             user.replace_input_with(output, mark)
     for node in inside:
-        written = _written(node)
-        while written in ours:
-            written = _written(written)
-        if written is None or any(user not in ours and _views(user) for user in written.users):
+        target = _written(node)
+        while target in ours:
+            target = _written(target)
+        if target is None or any(user not in ours and is_view(user) for user in target.users):
             continue
         for user in [user for user in node.users if user not in ours]:
             if _written(user) is node:
-                user.replace_input_with(node, written)
+                user.replace_input_with(node, target)
                 continue
             with graph.inserting_before(user):  # autograd follows nothing of what is in there now
-                read = graph.call_function(WITH_GRADIENT, (written, None))
+                read = graph.call_function(WITH_GRADIENT, (target, None))
             read.meta.update(node.meta)
             user.replace_input_with(node, read)
     if any(user not in ours for node in inside for user in node.users):
@@ -262,16 +262,8 @@ def _link(graph: fx.Graph, begin: fx.Node, again: str, tag: Callable[[fx.Node], 
 
 def _written(node: fx.Node) -> fx.Node | None:
     """What an operator writes in place and returns."""
-    if not isinstance(node.target, OpOverload) or not (returned := schema(node.target).returns):
-        return None
-    info = returned[0].alias_info
-    return node.args[0] if info is not None and info.is_write and isinstance(node.args[0], fx.Node) else None
-
-
-def _views(node: fx.Node) -> bool:
-    """Whether an operator returns a view."""
-    returned = schema(node.target).returns if isinstance(node.target, OpOverload) else ()
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
+    source = aliased(node)
+    return source if source in written(node) else None
 
 
 def _parts(begin: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

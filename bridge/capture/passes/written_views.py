@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.torch_internals import aten, storage_id
-from bridge.capture.passes.alias_analysis import aliased, told, written
+from bridge.base.torch_internals import aten
+from bridge.capture.passes.alias_analysis import aliased, memory_at, told, written
 
 __all__ = ["write_through_views"]
 
@@ -66,14 +66,10 @@ def _memory_of(node: fx.Node) -> fx.Node | None:
     source = aliased(node)
     if source is None or node.target in _ALWAYS_VIEWS or written(node):
         return source
-    if any(each.meta.get("val") is None for each in node.all_input_nodes):
+    values = [each.meta.get("val") for each in (source, node)]
+    if any(each is None for each in values) or values[0].fake_mode.shape_env is not None:
         return source
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    given = source.meta["val"]
-    with given.fake_mode:
-        made = node.target(*args, **kwargs)
-    of_first = made[0] if isinstance(made, tuple | list) else made
-    return source if storage_id(of_first) == storage_id(given) else None
+    return None if set(memory_at(source)).isdisjoint(memory_at(node)) else source
 
 
 def _steps(view: fx.Node) -> Steps | None:

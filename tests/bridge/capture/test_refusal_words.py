@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
-from bridge.base.torch_internals import FakeTensorMode
 from bridge.capture.explain_error import explain_error
 from tests.bridge.capture.refused_modules import EAGERS_ERROR, REFUSED
 
@@ -75,35 +74,6 @@ def test_the_log_has_the_chain_on_request(seen):
 def test_no_thread_is_left_behind(seen):
     """As torch.fx leaves the one of a progress bar: from then on, Python warns of every fork."""
     assert seen["threads"] == ["MainThread"]
-
-
-def masked(x):
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1)
-    return encoder(x, mask=torch.ones(5, 5, dtype=torch.bool))
-
-
-LOOK_AT_NUMBERS = {
-    "a mask": (masked, "pass is_causal=True or is_causal=False", "torch/nn/modules/transformer.py"),
-    "a distribution": (lambda x: torch.distributions.Normal(x, x), "pass validate_args=False", "test_refusal_words.py"),
-    "a packed sequence": (
-        lambda x: nn.LSTM(4, 4)(nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]))),
-        "on the padded batch",
-        "test_refusal_words.py",
-    ),
-}
-
-
-@pytest.mark.parametrize(("forward", "hint", "where"), LOOK_AT_NUMBERS.values(), ids=LOOK_AT_NUMBERS)
-def test_what_looks_at_numbers_inside_of_torch_says_what_to_pass(forward, hint, where, monkeypatch):
-    """Whether or not a module that does so is supported: here is what it would be told."""
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # Dynamo switches it off for good
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(Exception) as caught:
-        forward(torch.ones(5, 2, 4) if forward is not masked else torch.ones(2, 5, 4))
-    inside = caught.value.__traceback__
-    while where.startswith("torch/") and f"{os.sep}torch{os.sep}" not in inside.tb_frame.f_code.co_filename:
-        inside = inside.tb_next
-    found = explain_error(caught.value.with_traceback(inside))
-    assert hint in found.hint and where in found.where
 
 
 @pytest.mark.parametrize(

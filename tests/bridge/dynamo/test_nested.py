@@ -181,13 +181,15 @@ def test_a_dispatched_layer_kept_out_of_the_outer_graph_runs_its_own_code():
 # a compiled layer inside of what is dispatched
 
 
-@pytest.mark.parametrize("how", ["module.compile", "torch.compile", "itself"])
+@pytest.mark.parametrize("how", ["module.compile", "torch.compile", "Inductor", "itself"])
 def test_dispatch_takes_a_compiled_module_over(how):
     model, eager, data = nested(), nested(), x(5, 4)
     if how == "module.compile":
         model[1].compile(backend="eager")
     elif how == "torch.compile":
         model[1] = torch.compile(model[1], backend="eager")
+    elif how == "Inductor":
+        model[1] = torch.compile(model[1])
     else:
         model = torch.compile(model, backend="eager")
     add_tvm_dispatch(model, data)

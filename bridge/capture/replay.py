@@ -1,0 +1,159 @@
+"""Replay: the record of the run on real numbers → the run on fake tensors, in which rows that are expected do not run.
+
+What torch's functions call they decide by their constants, what they know of tensors beside numbers, the modes, and
+numbers that they read, which are noted. So a function that is called on the same in the second run, and read nothing in
+the first, calls the same operators there; and what an operator gave is known from the first run. A fake tensor of that
+form is made without a run, a tenth of the time: with eager's strides, and also where fake tensors cannot tell.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from bridge.base.torch_autograd import apply_function, no_torch_dispatch
+from bridge.base.torch_fakes import fake_of, fake_state, meta_tensor
+from bridge.base.torch_internals import FakeTensorMode
+from bridge.capture.rows import CONSTANTS, Call, Record, Value, mapped, memory_of, values_in, written
+
+__all__ = ["Calls", "Replayed", "fakes_of", "has_form"]
+
+_COMPARED = frozenset((*CONSTANTS, torch.Size, type(Ellipsis), torch.Generator))
+_IN_C = (type(torch.sigmoid), type(torch.Tensor.add), type(torch.Tensor.__add__))
+
+
+class Calls:
+    """torch's functions that forward calls: noted in the run on real numbers, replayed in the one on fake tensors."""
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+
+    def call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What ``func(*args, **kwargs)`` returns."""
+        recorder, record = self._recorder, self._recorder.record
+        is_torchs = type(func) in _IN_C or getattr(func, "__module__", "") == F.__name__
+        modes = recorder.modes() if is_torchs else None
+        if modes is None:
+            return func(*args, **kwargs)
+        if recorder.answers is not None:
+            known, made = recorder.answers.calls.get(len(record.rows)), NotImplemented
+            if known is not None and known.func is func and known.modes == modes:
+                made = recorder.replay(known) if self._is_same((args, kwargs), known.given) else NotImplemented
+            return func(*args, **kwargs) if made is NotImplemented else made
+        start, first, before = len(record.rows), len(record.forms), _sizes(record)
+        result = func(*args, **kwargs)
+        if len(record.rows) > start and _sizes(record) == before:
+            self._note(record, start, first, (func, args, kwargs), modes, result)
+        return result
+
+    def _note(self, record: Record, start: int, first: int, called: tuple, modes: tuple, result: Any) -> None:
+        """Notes a call that made rows, where all that it gave are new tensors, each once."""
+        kind, number_of = None if type(result) is torch.Tensor else type(result), self._recorder.number_of
+        results = [result] if kind is None else result
+        if not (kind is None or issubclass(kind, tuple | list)) or {*map(type, results)} != {torch.Tensor}:
+            return
+        numbers = [number_of(each) for each in results]
+        if any(number is None or number < first for number in numbers) or len(set(numbers)) < len(numbers):
+            return
+        func, args, kwargs = called
+        given = mapped((args, kwargs), torch.Tensor, lambda tensor: Value(number_of(tensor)))
+        record.calls[start] = Call(func, given, modes, len(record.rows), first, len(record.forms), kind, numbers)
+
+    def _is_same(self, given: Any, known: Any) -> bool:
+        """Whether arguments are those of a call: the same constants, and the same values."""
+        if isinstance(given, torch.Tensor):
+            number = self._recorder.number_of(given)
+            return type(known) is Value and known.number == number is not None
+        kind = type(given)
+        if kind is not type(known):
+            return False
+        if kind is tuple or kind is list:
+            return len(given) == len(known) and all(map(self._is_same, given, known))
+        if kind is dict:
+            return list(given) == list(known) and all(map(self._is_same, given.values(), known.values()))
+        if kind is slice:
+            return self._is_same((given.start, given.stop, given.step), (known.start, known.stop, known.step))
+        return repr(given) == repr(known) if kind is float else kind in _COMPARED and given == known
+
+
+def _sizes(record: Record) -> list[int]:
+    """How much a record has of what calls add to beside rows."""
+    return [len(each) for each in (record.reads, record.literals, record.free, record.casts)]
+
+
+class _MadeOf(torch.autograd.Function):
+    """Stands in autograd's graph for an operator that did not run."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Any, source: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return made()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError("made for the layouts alone")
+
+
+class Replayed:
+    """Fake tensors for what rows of a record gave, where no row writes its memory.
+
+    Args:
+        fakes: of its inputs, and of other tensors that no row made, by their values.
+
+    Attributes:
+        gives: of each row, whether it gave tensors, all of them new, whose forms and memory say all of them.
+    """
+
+    def __init__(self, record: Record, mode: FakeTensorMode, fakes: dict[int, torch.Tensor]):
+        self.gives: list[bool] = []
+        self._record, self._layouts = record, _Layouts(record, mode, fakes)
+        forms, memory, last = record.forms, record.memory, record.inputs - 1
+        others = {memory[number] for row in record.rows for number in values_in(written(row))}
+        others.update(memory[n] for n, form in enumerate(forms) if memory[n] < 0 or form.is_conj or form.is_neg)
+        for row in record.rows:
+            numbers = list(values_in(row.results))
+            is_new = bool(numbers) and min(numbers) > last and not written(row)
+            self.gives.append(is_new and others.isdisjoint([memory[number] for number in numbers]))
+            last = max(last, *numbers, -1)
+        with mode:
+            self._source = torch.empty((), requires_grad=True)
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """A new tensor for a value."""
+        made = self._layouts.tensor(number)
+        if self._record.forms[number].requires_grad:
+            with no_torch_dispatch():  # no mode need be asked for devices
+                (made,) = apply_function(_MadeOf, (lambda: (made,), self._source), {})
+        return made
+
+
+class _Layouts:
+    """New fake tensors for values of a record: of their forms, in memory of as many names."""
+
+    def __init__(self, record: Record, mode: FakeTensorMode, fakes: dict[int, torch.Tensor]):
+        self._record, self._mode, self._fakes = record, mode, fakes
+        self._bases: dict[int, torch.Tensor] = {}
+        self._states: dict[torch.device, dict[str, Any]] = {}
+
+    def tensor(self, number: int) -> torch.Tensor:
+        form, memory = self._record.forms[number], self._record.memory[number]
+        state = self._states.get(form.device)
+        if state is None:
+            state = self._states[form.device] = fake_state(self._mode, form.device)
+        base = self._bases.get(memory, self._fakes.get(memory))
+        made = meta_tensor(form, base)
+        if base is None:
+            self._bases[memory] = made
+        return fake_of(made, form.device, state)
+
+
+def fakes_of(record: Record, mode: FakeTensorMode, fakes: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Fake tensors for all values of a record, of which some are there."""
+    layouts = _Layouts(record, mode, fakes)
+    return {n: fakes[n] if n in fakes else layouts.tensor(n) for n in range(len(record.forms))}
+
+
+def has_form(tensor: torch.Tensor) -> bool:
+    """Whether the layout of a tensor and its memory say all that is known of it beside its numbers."""
+    return tensor.layout is torch.strided and memory_of(tensor) is not None
