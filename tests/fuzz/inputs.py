@@ -15,6 +15,7 @@ __all__ = [
     "Change",
     "by_keyword",
     "by_position",
+    "mapped",
     "of_one_memory",
     "of_their_own",
     "other_indices",
@@ -48,7 +49,7 @@ def special_values(seed: float, *, huge: bool = False) -> Change:
                 tensor[position] = rng.choice([limits.max, -limits.max, limits.max / 2] if huge else values)
             return tensor
 
-        return _mapped(given, fill)
+        return mapped(given, fill)
 
     return change
 
@@ -66,7 +67,7 @@ def other_indices(seed: float) -> Change:
             tensor[position] = rng.choice([1, 3, 4, 5, 7, 100] if tensor.dtype == torch.uint8 else INDICES)
             return tensor
 
-        return _mapped(given, fill)
+        return mapped(given, fill)
 
     return change
 
@@ -85,12 +86,12 @@ def other_layout(given: Arguments) -> Arguments:
             wide.copy_(tensor)
         return wide
 
-    return _mapped(given, copy)
+    return mapped(given, copy)
 
 
 def of_their_own(given: Arguments) -> Arguments:
     """The same numbers, each tensor in memory of its own: one that occurs twice is two, no part is another's."""
-    return _mapped(given, lambda tensor: tensor, once=False)
+    return mapped(given, lambda tensor: tensor, once=False)
 
 
 def of_one_memory(given: Arguments) -> Arguments:
@@ -125,7 +126,7 @@ def by_position(names: Sequence[str]) -> Change:
     return change
 
 
-def _mapped(given: Arguments, change: Callable[[Tensor], Tensor], *, once: bool = True) -> Arguments:
+def mapped(given: Arguments, change: Callable[[Tensor], Tensor], *, once: bool = True) -> Arguments:
     """Arguments with changed tensors: a leaf stays one, what shares memory does not; a tensor that occurs twice does
     so, if each is to be made ``once``."""
     made: dict[int, Tensor] = {}
