@@ -25,6 +25,7 @@ from bridge.guards.kinds import (
     contents_of,
     effect_of,
     effect_of_function,
+    effect_on_memory,
     is_a,
     is_asked,
     is_key,
@@ -176,6 +177,8 @@ class Calls(Sources):
         if is_changeable(kind):
             self.class_name(kind, name)
         torchs = known.code.co_filename.startswith(TORCH_DIR)
+        if reason := effect_on_memory(owner, name):
+            self.refuse(f"untyped_storage().{name}()", where, *reason)
         if is_a(owner, contextvars.ContextVar) and name in ("set", "reset") and self.knows(owner) and not torchs:
             self._unset[id(owner)] = self._unset.get(id(owner), 0) + (1 if name == "set" else -1)
             self._set_at[id(owner)] = str(self.place(owner)) or owner.name, where

@@ -29,6 +29,7 @@ __all__ = [
     "contents_of",
     "effect_of",
     "effect_of_function",
+    "effect_on_memory",
     "implicit_of",
     "is_a",
     "is_asked",
@@ -88,6 +89,13 @@ def effect_of(owner: Any, name: str) -> tuple[str, str] | None:
         found = _BY_MODULE.get(base.__module__)
         if found is not None and name in found[0] and kind.__name__ not in _IN_MEMORY:
             return None if owner in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__) else found[1]
+    return None
+
+
+def effect_on_memory(owner: Any, name: str) -> tuple[str, str] | None:
+    """Likewise of a method of a tensor's memory, which no operator tells of, known or not."""
+    if is_a(owner, torch.UntypedStorage) and name in ("resize_", "_set_from_file", "_unsafe_set_cdata"):
+        return "frees or grows a tensor's memory, or puts another in its place; a compiled call does not", _OUTSIDE
     return None
 
 

@@ -146,3 +146,72 @@ def test_an_operator_that_draws_without_saying_so_draws_as_in_eager(operator, wa
         torch.compiler.reset()
         called = torch.compile(module, backend="tvm_dispatch")
     torch.testing.assert_close([called(x) for _ in range(2)], wanted)
+
+
+class Freeing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(w)
+        y = x * w
+        x.untyped_storage().resize_(0)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+def freed(net, x):
+    y = net.linear(x)
+    x.untyped_storage().resize_(0)
+    return y
+
+
+def grown(net, x):
+    x.untyped_storage().resize_(4096)
+    return net.linear(x)
+
+
+def freed_inside(net, x):
+    h = net.linear(x)
+    y = h + 1
+    h.untyped_storage().resize_(0)
+    return y
+
+
+def freed_parameter(net, x):
+    y = net.linear(x)
+    net.linear.bias.data.untyped_storage().resize_(0)
+    return y
+
+
+class Memory(nn.Module):
+    def __init__(self, moves):
+        super().__init__()
+        self.linear, self.moves = nn.Linear(4, 4), moves
+
+    def forward(self, x):
+        return self.moves(self, x)
+
+
+FREES = {
+    "in a Function": lambda net, x: Freeing.apply(x, net.linear.weight[0]),
+    "what a Function is given": lambda net, x: Freeing.apply(net.linear(x), net.linear.weight[0]),
+    **{each.__name__: each for each in (freed, grown, freed_inside, freed_parameter)},
+}
+
+
+@pytest.mark.parametrize("add", [add_tvm_dispatch, examine, lambda m, x: add_tvm_dispatch(m, x, whole=False)])
+@pytest.mark.parametrize("kind", FREES)
+def test_memory_that_forward_frees_or_grows_is_as_it_was(kind, add):
+    net, x = Memory(FREES[kind]), torch.randn(3, 4)
+    tensors = [x, *net.parameters()]
+    before = [each.clone() for each in tensors]
+    try:
+        told = str(add(net, x))
+    except UnsupportedModule as error:
+        told = str(error)
+    assert "untyped_storage().resize_(): frees or grows a tensor's memory" in told
+    for each, then in zip(tensors, before, strict=True):
+        assert each.untyped_storage().nbytes() == then.untyped_storage().nbytes()
+        assert torch.equal(each, then)
