@@ -51,8 +51,7 @@ def fewest_bytes(
         must_save = name in graph.forward and not allow_products and product(graph.nodes[name]) is not None
         save[name] = (0 if name in forced else unit * graph.nodes[name].bytes) if name in savable else None
         recompute[name] = None if must_save or name in forced else cost[name]
-    free = {name for name in graph.output_index if graph.nodes[name].is_tensor}
-    cut = minimum_cut(graph, save, recompute, free)
+    cut = minimum_cut(graph, save, recompute, graph.free_outputs)
     return None if cut.blocked else cut.saved
 
 

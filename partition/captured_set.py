@@ -33,7 +33,7 @@ class CapturedSet:
 
 def captured_set(graph: Graph, choice: Choice) -> CapturedSet:
     """Walk from what the backward requires until every path ends at a saved value, a parameter or a constant."""
-    free = {name for name in graph.output_index if choice.use_outputs and graph.nodes[name].is_tensor}
+    free = graph.free_outputs if choice.use_outputs else {}
     seen: set[str] = set()
     read: set[str] = set()
     stack = list(graph.required)
@@ -51,7 +51,7 @@ def captured_set(graph: Graph, choice: Choice) -> CapturedSet:
     )
     return CapturedSet(
         primals=tuple(name for name in graph.primals if name in read),
-        outputs=tuple(name for name in graph.output_index if name in read and name in free),
+        outputs=tuple(name for name in free if name in read),
         captures=captures,
         computed=tuple(name for name in graph.nodes if name in seen and name not in read),
         extra=_side_work(graph, captures),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -54,6 +54,7 @@ def partition(
     joined_behind: bool = False,
     again: Mapping[int, bool] = MappingProxyType({}),
     owners: Mapping[str, str] = MappingProxyType({}),
+    apart: Collection[int] = (),
 ) -> Partitioned:
     """Cut a joint function into a forward and a backward.
 
@@ -72,6 +73,7 @@ def partition(
         joined_behind: whether what the backward would join of results is saved, see :mod:`partition.joined_behind`.
         again: indices of primals that the backward reads as they are then, and whether autograd saves views of one.
         owners: by variable name, the operation that a value is a part of, see :mod:`partition.read_again`.
+        apart: indices of outputs that their owner may change: what the backward reads of one is a capture.
 
     Raises:
         ValueError: unknown strategy; counts that do not fit; a forward output that depends on a grad_out; a random
@@ -79,7 +81,8 @@ def partition(
         TypeError: a strategy that is neither a name nor has a ``choose``.
     """
     chosen = resolve(strategy)
-    graph = build_graph(joint, num_primals, num_outputs, module_paths, as_read=as_read, again=again, owners=owners)
+    told = {"as_read": as_read, "again": again, "owners": owners, "apart": apart}
+    graph = build_graph(joint, num_primals, num_outputs, module_paths, **told)
     choice = chosen.choose(graph)
     if rows_again:
         choice = with_rows_again(graph, choice)

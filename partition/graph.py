@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -93,7 +93,8 @@ class Graph:
     ``outputs`` and ``gradients`` hold one entry per result: a node's name, or ``None`` where the result is a constant
     (then ``output_values`` / ``gradient_values`` has it). ``required`` are the values the adjoint side reads, or that
     are gradients themselves, and that do not depend on a ``grad_out``. ``kept`` are values of the forward that the
-    backward must not compute again (:mod:`partition.read_again`).
+    backward must not compute again (:mod:`partition.read_again`). ``apart`` are indices of outputs that their owner may
+    change before the backward reads them.
     """
 
     nodes: dict[str, Node]
@@ -108,6 +109,7 @@ class Graph:
     adjoint: frozenset[str]
     required: tuple[str, ...]
     kept: frozenset[str] = frozenset()
+    apart: frozenset[int] = frozenset()
 
     @functools.cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
@@ -130,8 +132,18 @@ class Graph:
     @functools.cached_property
     def output_index(self) -> dict[str, int]:
         """The forward outputs that are bindings: name to the first result index."""
+        return self._first_of(range(len(self.outputs)))
+
+    @functools.cached_property
+    def free_outputs(self) -> dict[str, int]:
+        """Those of them that the backward can read at no cost: tensors, which nobody changes meanwhile."""
+        found = self._first_of(index for index in range(len(self.outputs)) if index not in self.apart)
+        return {name: index for name, index in found.items() if self.nodes[name].is_tensor}
+
+    def _first_of(self, indices: Iterable[int]) -> dict[str, int]:
         found: dict[str, int] = {}
-        for index, name in enumerate(self.outputs):
+        for index in indices:
+            name = self.outputs[index]
             if name is not None and self.nodes[name].value is not None:
                 found.setdefault(name, index)
         return found
@@ -151,6 +163,7 @@ def build_graph(
     as_read: bool = False,
     again: Mapping[int, bool] = MappingProxyType({}),
     owners: Mapping[str, str] = MappingProxyType({}),
+    apart: Collection[int] = (),
 ) -> Graph:
     """The graph of a joint function in flat form.
 
@@ -158,7 +171,7 @@ def build_graph(
         joint: a function, or its body, which is edited; parameters are ``num_primals`` primals, then grad_outs;
             results are ``num_outputs`` forward outputs, then gradients.
         module_paths: by variable name, where in the user's module a value comes from.
-        as_read, again, owners: see :func:`partition.partition`.
+        as_read, again, owners, apart: see :func:`partition.partition`.
 
     Raises:
         ValueError: counts that do not fit, a forward output that depends on a grad_out, or a random draw inside.
@@ -226,6 +239,7 @@ def build_graph(
         adjoint=frozenset(adjoint & bound),
         required=tuple(name for name in nodes if name in required),
         kept=results_of(nodes, forward & bound, output_names, read_again, owners or {}),
+        apart=frozenset(apart),
     )
 
 

@@ -69,8 +69,7 @@ class MinCut:
     def unbounded(self, graph: Graph, costs: Costs) -> Choice:
         """The choice without the budget."""
 
-        free = {name for name in graph.output_index if graph.nodes[name].is_tensor}
-        cut = minimum_cut(graph, costs.save, costs.recompute, free)
+        cut = minimum_cut(graph, costs.save, costs.recompute, graph.free_outputs)
         if cut.blocked:
             path = " -> ".join(f"{name} ({_obstacle(graph, costs, name)})" for name in cut.blocked)
             note = f"fell back to the colouring because no finite cut exists; in the way: {path}"
@@ -115,7 +114,7 @@ def candidate_costs(graph: Graph, policy: Policy | None = None, allow_products: 
         node = graph.nodes[name]
         save[name], recompute[name] = save_cost(graph, name), recompute_cost(graph, name)
         reason = must_save_reason(graph, name)
-        if policy is not None and save[name] is not None and name not in graph.output_index:
+        if policy is not None and save[name] is not None and name not in graph.free_outputs:
             wish = policy(node)
             if wish not in (None, "save", "recompute"):
                 raise ValueError(f'the policy answered {wish!r} for {name}; it may answer "save", "recompute" or None')

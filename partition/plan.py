@@ -169,7 +169,7 @@ def make_plan(
     plan = Plan(
         strategy=strategy,
         saved_primals=tuple(graph.primal_index[name] for name in captured.primals),
-        saved_outputs=tuple(graph.output_index[name] for name in captured.outputs),
+        saved_outputs=tuple(graph.free_outputs[name] for name in captured.outputs),
         captures=tuple(saved(name, "capture", choice.saved[name]) for name in captured.captures),
         free=tuple(free),
         recomputed=tuple(recomputed),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.checkpoint_frames import checkpoint_frame, is_computed_again, puts_generators_back
 from bridge.base.errors import Unsupported, user_line
@@ -15,8 +17,9 @@ from bridge.base.torch_internals import (
     saved_tensors_hooks,
     storage_id,
 )
+from bridge.capture.rows import memory_of
 
-__all__ = ["DRAWS_ANEW", "CheckpointedReads", "draws_anew", "use_of_autograd", "written_and_read"]
+__all__ = ["DRAWS_ANEW", "CheckpointedReads", "SavedMemory", "draws_anew", "use_of_autograd", "written_and_read"]
 
 _HOOKS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 _ELSEWHERE = "do it around the call, in the training loop"
@@ -104,3 +107,42 @@ def written_and_read(read: dict[int, str], written: Iterable[int], names: Sequen
         Unsupported(f"buffer '{names[index]}'" if index < len(names) else "an argument", read[index], reason, _HINT)
         for index in sorted(set(written) & read.keys())
     ]
+
+
+class SavedMemory:
+    """The memory that autograd saves, as it would in eager, and which parts of it; ``is_all``: whatever is asked of."""
+
+    def __init__(self, is_all: bool) -> None:
+        self._is_all, self._looks = is_all, dict[int, tuple[StorageWeakRef, set[tuple]]]()
+        self._held: dict[int, weakref.ref] = {}
+
+    def note(self, tensor: torch.Tensor) -> None:
+        memory = memory_of(tensor)
+        if memory is not None:
+            if memory not in self._looks:  # the reference holds the number, too
+                self._looks[memory] = StorageWeakRef(tensor.untyped_storage()), set()
+            self._looks[memory][1].add(_look(tensor))
+            self._held[id(tensor)] = weakref.ref(tensor)
+
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], frozenset[int]]:
+        """Indices of the inputs that are saved as they are, and of those that another view is saved of."""
+        if self._is_all:
+            return frozenset(range(len(tensors))), frozenset()
+        looks = [(index, _look(each), self._looks_at(each)) for index, each in enumerate(tensors)]
+        themselves = frozenset(index for index, look, found in looks if look in found)
+        return themselves, frozenset(index for index, look, found in looks if found - {look})
+
+    def results(self, leaves: Sequence[Any]) -> tuple[set[int], set[int]]:
+        """Indices of the leaves in whose memory something is saved, and of those that are saved themselves."""
+        if self._is_all:
+            return set(range(len(leaves))), set(range(len(leaves)))
+        tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        held = {index for index, leaf in tensors.items() if self._held.get(id(leaf), lambda: None)() is leaf}
+        return {index for index, leaf in tensors.items() if self._looks_at(leaf)}, held
+
+    def _looks_at(self, tensor: torch.Tensor) -> set[tuple]:
+        return self._looks.get(memory_of(tensor), (None, set()))[1]
+
+
+def _look(tensor: torch.Tensor) -> tuple:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()

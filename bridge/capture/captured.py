@@ -110,6 +110,14 @@ class Captured:
         found = (seen.saved | seen.saved_views) - written - seen.checkpointed.keys()
         return {index: index in seen.saved_views for index in sorted(found)}
 
+    @property
+    def apart(self) -> tuple[set[int], set[int]]:
+        """Leaves of the result that the caller may change: those of which eager saves nothing at all, and those of
+        which it saves another tensor in the same memory, which does not follow ``tensor.data = other``."""
+        numbered = [(leaf, each) for leaf, each in enumerate(self.outputs) if each.is_tensor and not each.is_held]
+        nothing = {leaf for leaf, each in numbered if not each.is_saved}
+        return nothing, {leaf for leaf, _ in numbered} - nothing
+
     def input_name(self, index: int) -> str:
         """What a module tensor or an argument is called: as the user has it."""
         owned = len(self.module_tensors)

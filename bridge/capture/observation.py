@@ -132,6 +132,7 @@ class Output:
         requires_grad: whether autograd tracks it.
         reaches: indices of the inputs that its autograd graph reaches.
         through: other leaves that it reaches them through.
+        is_saved: whether eager's autograd saves something that lies in its memory; ``is_held``: the very tensor.
     """
 
     value: Any = None
@@ -146,6 +147,8 @@ class Output:
     requires_grad: bool = False
     reaches: frozenset[int] = frozenset()
     through: frozenset[int] = frozenset()
+    is_saved: bool = False
+    is_held: bool = False
 
 
 @dataclass

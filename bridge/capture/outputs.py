@@ -50,6 +50,7 @@ def describe_outputs(
     observation: Observation,
     rules: InPlaceRules,
     applied: Applied,
+    saved: tuple[Collection[int], Collection[int]],
 ) -> None:
     """Appends an :class:`Output` for each leaf of a result to the observation, and what stands in the way of it.
 
@@ -57,6 +58,7 @@ def describe_outputs(
         leaves: of the result.
         inputs: the module's tensors and the arguments, in the order that indices refer to.
         applied: what the user's own Functions left behind.
+        saved: indices of the leaves whose memory autograd saves, and of those that it saves themselves.
     """
     by_storage = {storage_id(tensor): ("input", index) for index, tensor in reversed(list(enumerate(inputs)))}
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
@@ -108,6 +110,8 @@ def describe_outputs(
                 requires_grad=leaf.requires_grad,
                 reaches=reaches,
                 through=through,
+                is_saved=index in saved[0],
+                is_held=index in saved[1],
             )
         )
     observation.unsupported += _looked_through(observation.outputs)

@@ -29,6 +29,7 @@ from bridge.base.torch_internals import (
 )
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
+from bridge.capture.autograd_uses import SavedMemory
 from bridge.capture.counted_dims import CountedDims, integers_as_symbols
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.functions import Functions
@@ -51,7 +52,7 @@ from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.prepared_twin import PreparedTwin, Protected, copier, own_leaves, with_attributes
 from bridge.capture.quiet import quiet
 from bridge.capture.recorder import Recorder
-from bridge.capture.rows import Record, Value, memory_of, values_in
+from bridge.capture.rows import Record, Value, values_in
 from bridge.capture.sample import ALL_COUNTS, DynamicDim
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.twin import Twin
@@ -150,30 +151,6 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class _SavedInputs:
-    """The inputs whose memory autograd saves, as it would in eager.
-
-    Attributes:
-        themselves: indices of those that are saved as they are; ``views``: of those that a view is saved of.
-    """
-
-    def __init__(self, inputs: Sequence[torch.Tensor]):
-        self._at: dict[int, list[tuple[int, tuple]]] = {}
-        for index, each in enumerate(inputs):
-            if (memory := memory_of(each)) is not None:
-                self._at.setdefault(memory, []).append((index, _look(each)))
-        self.themselves: set[int] = set()
-        self.views: set[int] = set()
-
-    def note(self, tensor: torch.Tensor) -> None:
-        for index, look in self._at.get(memory_of(tensor), ()) if self._at else ():
-            (self.themselves if look == _look(tensor) else self.views).add(index)
-
-
-def _look(tensor: torch.Tensor) -> tuple:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
 def paths_of(module: nn.Module) -> dict[int, str]:
     return {id(each): path for path, each in module.named_modules()}
 
@@ -246,7 +223,7 @@ def real_run_of(
     given = zip(_tensors((args, kwargs)), arguments, strict=True)
     inner = [leaf for each, leaf in given if each.requires_grad and not each.is_leaf]
     inner += map(own, computed.values())
-    saved_of = _SavedInputs(inputs)
+    saved_of = SavedMemory(saves)
     protected = Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()], inner)
     recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
     draws = DrawRecorder(observation.draws, rules.complain, inputs, True, recorder.note_cast)
@@ -299,8 +276,7 @@ def real_run_of(
         reason = "forward leaves it changed for what comes after the call"
         rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
     observation.checkpointed = rules.checkpointed.of(inputs)
-    observation.saved = frozenset(range(len(inputs)) if saves else saved_of.themselves)
-    observation.saved_views = frozenset(saved_of.views)
+    observation.saved, observation.saved_views = saved_of.inputs(inputs)
     observation.differentiates, observation.reads_validation = draws.differentiates, observation.reads.validates
     leaves_now, spec_now = pytree.tree_flatten((own_args, own_kwargs))
     if spec_now != in_spec or any(now is not then for now, then in zip(leaves_now, leaves, strict=True)):
@@ -338,7 +314,7 @@ def real_run_of(
     asked = [place for place, each in enumerate(inputs) if id(each) in rules.without_grad]
     observation.reads.tensors.update(((place, "grad"), None) for place in asked)
     _in_order(observation, {place: index for index, place in enumerate(order)})
-    describe_outputs(result_leaves, described, observation, rules, applied)
+    describe_outputs(result_leaves, described, observation, rules, applied, saved_of.results(result_leaves))
     returned = [pair for pair in zip(result_leaves, observation.outputs, strict=True) if pair[1].is_tensor]
     observation.unsupported += functions_called.shared_views(returned)
     observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])

@@ -106,6 +106,8 @@ def _save(
     names = (
         [primals[index] for index in saved] + [values[index] for index in outputs] + [*values[lowered.num_results :]]
     )
+    viewed = {lowered.imported.output_of[leaf] for leaf in lowered.captured.apart[1]}
+    aliased_outputs = (len(saved) + place for place, index in enumerate(outputs) if index in viewed)
     owned = lowered.captured.module_tensors if guard is not None else ()  # of a guard, parameters are leaves
     leaves = {index for index, each in enumerate(owned) if each.kind == "parameter"}
     return steps.Save(
@@ -114,7 +116,7 @@ def _save(
         outputs,
         lowered.num_results,
         tuple(names),
-        tuple(place for place, index in enumerate(saved) if index in aliased and index not in changed),
+        (*(place for place, index in enumerate(saved) if index in aliased and index not in changed), *aliased_outputs),
         tuple(beside),
         tuple(primals[index] for index in beside),
         tuple(place for place, index in enumerate(beside) if index in changed),

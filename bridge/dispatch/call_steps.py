@@ -188,10 +188,11 @@ class Save(CallStep):
     Attributes:
         primals: places of inputs and draws.
         copied: which of them are copied, by their place in ``primals``: buffers that the call changes, and what eager
-            does not save. ``aliased``: which are another tensor in the same memory.
+            does not save.
         outputs: places of outputs.
         captures: the first capture among the results; all from there on are saved.
         names: of all that is saved.
+        aliased: by their places among ``primals`` and ``outputs``, those that are another tensor in the same memory.
         beside: places of inputs and draws that are held beside, for a backward by eager's operators.
         beside_names: of these; ``beside_copied``: which are buffers that the call changes, by their place there,
             and ``beside_followed``: which are arguments that autograd follows.

@@ -105,6 +105,7 @@ def partition_options(lowered: LoweredCall, strategy: Any) -> dict[str, Any]:
         "num_outputs": lowered.num_results,
         "module_paths": {name: origin.module for name, origin in sources.items()},
         "again": captured.read_again,
+        "apart": [place for leaf in captured.apart[0] if (place := lowered.imported.output_of[leaf]) is not None],
         "owners": {name: origin.node for name, origin in sources.items()},
         "as_read": on_gpu,
         "cast_once": len(captured.module_tensors) if on_gpu and by_default else 0,

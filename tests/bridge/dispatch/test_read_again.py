@@ -192,3 +192,44 @@ def test_old_and_new_numbers_are_mixed_as_eager_mixes_them(kind, owner):
         return found
 
     beside(make, step, lambda m, own: (double(9, 4, 4),))
+
+
+RESULTS = {
+    "clone": lambda m, x: torch.tanh(m.first(x)).clone(),
+    "equal to what is saved": lambda m, x: torch.softmax(m.first(x), -1) + 0,
+    "rows": lambda m, x: F.layer_norm(m.first(x), (4,)),
+    "shares": lambda m, x: (e := m.first(x).exp()) / e.sum(-1, keepdim=True),
+    "detached": lambda m, x: ((h := torch.tanh(m.first(x))).detach().clone(), m.second(h)),
+    "first of two": lambda m, x: ((h := torch.tanh(m.first(x))).clone(), h, m.second(h)),
+    "saved": lambda m, x: torch.tanh(m.first(x)),
+    "saved, detached": lambda m, x: ((h := torch.tanh(m.first(x))).detach(), m.second(h)),
+}
+WRITES = {
+    "counted": lambda t: t.detach().mul_(-1.5),
+    "data": lambda t: t.data.mul_(-1.5),
+    "numpy": lambda t: t.detach().numpy().__imul__(-1.5),
+    "new data": lambda t: setattr(t, "data", t.data * -1.5),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_results_are_written_before_the_backward(kind):
+    """What eager saves nothing of may be written; of the rest, it raises or has the new numbers."""
+
+    def step(m, _, i):
+        found = []
+        for write in WRITES.values():
+            y = m(double(10 + i, 3, 4))
+            results = y if isinstance(y, tuple) else (y,)
+            loss = sum((each * 1.5).sum() for each in results if each.requires_grad)
+            write(results[0])
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                found.append("modified by an inplace operation" in str(error))
+            else:
+                found += [each.grad for each in m.parameters()]
+            m.zero_grad()
+        return found
+
+    beside(lambda: (Net(RESULTS[kind]), None), step, lambda m, own: (double(9, 3, 4),))
