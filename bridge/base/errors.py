@@ -22,6 +22,7 @@ __all__ = [
     "UnsupportedModule",
     "from_user_code",
     "is_out_of_memory",
+    "is_pythons_file",
     "is_refused_by_eager",
     "is_user_file",
     "line_of",
@@ -30,7 +31,8 @@ __all__ = [
     "user_line",
 ]
 
-TORCH_DIR = os.path.dirname(torch.__file__)
+TORCH_DIR = os.path.join(os.path.dirname(torch.__file__), "")
+"""With what ends a folder's name: ``torch_geometric`` lies beside it."""
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = ("bridge", "autodiff", "partition")
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -149,11 +151,17 @@ def from_user_code(error: Exception) -> Exception:
 
 
 @cache
+def is_pythons_file(filename: str) -> bool:
+    """Whether a source file is of the standard library, in whose folder packages may lie that are none of it."""
+    return filename.startswith(_STDLIB) and not any(each in filename for each in ("site-packages", "dist-packages"))
+
+
+@cache
 def is_user_file(filename: str) -> bool:
     """Whether a source file is neither torch's, nor this package's, nor of the standard library."""
     if filename.startswith((TORCH_DIR, *_OWN, "<")):
         return False
-    return not filename.startswith(_STDLIB) or "site-packages" in filename
+    return not is_pythons_file(filename)
 
 
 def user_line(source: str | traceback.StackSummary | BaseException | None) -> str | None:

@@ -19,7 +19,8 @@ from bridge.base.torch_internals import (
 )
 from bridge.capture.rows import memory_of
 
-__all__ = ["DRAWS_ANEW", "CheckpointedReads", "SavedMemory", "draws_anew", "use_of_autograd", "written_and_read"]
+__all__ = ["DRAWS_ANEW", "CheckpointedReads", "SavedMemory", "SavedTensorsNeededError"]
+__all__ += ["draws_anew", "use_of_autograd", "written_and_read"]
 
 _HOOKS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 _ELSEWHERE = "do it around the call, in the training loop"
@@ -107,6 +108,10 @@ def written_and_read(read: dict[int, str], written: Iterable[int], names: Sequen
         Unsupported(f"buffer '{names[index]}'" if index < len(names) else "an argument", read[index], reason, _HINT)
         for index in sorted(set(written) & read.keys())
     ]
+
+
+class SavedTensorsNeededError(RuntimeError):
+    """Forward runs a backward."""
 
 
 class SavedMemory:

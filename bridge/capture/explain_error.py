@@ -61,6 +61,9 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
         reason = "a tensor's address is asked for: to copy it in Python, or for a kernel that torch does not know of"
         hint = "make a kernel an operator (torch.library.custom_op, triton_op); copy outside of forward"
         return Unsupported("Tensor.data_ptr", where, reason, hint)
+    if first_line.startswith("The tensor has a non-zero number of elements, but its data is not allocated"):
+        reason = "torch reads the numbers in C++, as LongTensor([t]) and x.new([t]) do: a graph would not hold them"
+        return Unsupported("a tensor of tensors' numbers", where, reason, "make it by torch.tensor([t]) or torch.stack")
     if kind == "UnsupportedOperatorException":
         return Unsupported(str(error).splitlines()[0], where, "an operator that has no shapes for fake tensors")
     return Unsupported("a run on fake tensors", where, f"{kind}: {_without_advice(first_line)}")
@@ -77,12 +80,12 @@ def shape_by_numbers(
 
 def _torch_line(frames: traceback.StackSummary) -> str:
     """The innermost line of a module or a function of torch's, where no line of the user's is known."""
-    inside = f"{TORCH_DIR}/nn/".replace(os.sep, "/")
+    inside = f"{TORCH_DIR}nn/".replace(os.sep, "/")
     of_modules = [frame for frame in frames if frame.filename.replace(os.sep, "/").startswith(inside)]
     if not of_modules:
         return "code of torch's; the exception is this one's .cause"
     line = line_of((of_modules[-1].filename, of_modules[-1].lineno or 0))
-    return line[len(TORCH_DIR) - len("torch") :]
+    return line[len(TORCH_DIR) - len("torch/") :]
 
 
 def _without_advice(message: str) -> str:

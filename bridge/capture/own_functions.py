@@ -36,25 +36,11 @@ from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_l
 from bridge.base.replaced import replaced
 from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function, node_class
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
+from bridge.capture.autograd_uses import SavedTensorsNeededError
 from bridge.guards import read_later
 
-__all__ = [
-    "AGAIN",
-    "CUSTOM_GRADIENT",
-    "FUNCTION",
-    "ONCE",
-    "OWN",
-    "TANGENT",
-    "UNKNOWN",
-    "WITH_GRADIENT",
-    "Applied",
-    "Inside",
-    "OwnFunctions",
-    "Use",
-    "WritesArgumentsError",
-    "backward_running",
-    "function_running",
-]
+__all__ = ["AGAIN", "CUSTOM_GRADIENT", "FUNCTION", "ONCE", "OWN", "TANGENT", "UNKNOWN", "WITH_GRADIENT", "Applied"]
+__all__ += ["Inside", "OwnFunctions", "Use", "WritesArgumentsError", "backward_running", "function_running"]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 _KINDS = ("CompositeExplicitAutograd", "Meta")
@@ -297,7 +283,7 @@ def _gradients(
     """What backward gives for each of ``count`` arguments, and the tensors that it used."""
     try:
         found = node.apply(*upstream)
-    except UnsupportedModule:
+    except (UnsupportedModule, SavedTensorsNeededError):  # or it runs once more, with what autograd saves
         raise
     except Exception as error:  # backward runs the user's code, whatever that raises on fake tensors
         swallowed(error)

@@ -108,7 +108,7 @@ def frozen(value: Any) -> Any:
     return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
-_OWN = (os.path.dirname(os.path.dirname(__file__)),)
+_OWN = (os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),)
 _OWN += tuple(os.path.join(TORCH_DIR, name) for name in ("overrides.py", "_ops.py", "_library"))
 """Where code between a line that reads and the recorder is from."""
 
@@ -119,7 +119,7 @@ def line_of_reading() -> str:
     if innermost is None:
         return "forward"
     line = line_of((innermost.f_code.co_filename, innermost.f_lineno))
-    return line[len(TORCH_DIR) - len("torch") :] if line.startswith(TORCH_DIR) else line
+    return line[len(TORCH_DIR) - len("torch/") :] if line.startswith(TORCH_DIR) else line
 
 
 def names_of_reader() -> dict[str, Any]:

@@ -29,7 +29,7 @@ from bridge.base.torch_internals import (
 )
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
-from bridge.capture.autograd_uses import SavedMemory
+from bridge.capture.autograd_uses import SavedMemory, SavedTensorsNeededError
 from bridge.capture.counted_dims import CountedDims, integers_as_symbols
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.functions import Functions
@@ -59,7 +59,7 @@ from bridge.capture.twin import Twin
 from bridge.guards import Place, Reads, recorded_reads, told_otherwise
 from bridge.state import ModuleTensor, hooks_of, module_tensors, own_attributes
 
-__all__ = ["FakeRecord", "RealRun", "SavedTensorsNeededError", "fake_run_of", "real_run_of"]
+__all__ = ["FakeRecord", "RealRun", "fake_run_of", "real_run_of"]
 
 
 @dataclass
@@ -121,10 +121,6 @@ class RealRun:
         with torch.no_grad():
             for copy, original in self.buffers:
                 copy.detach().copy_(original)
-
-
-class SavedTensorsNeededError(RuntimeError):
-    """Forward runs a backward."""
 
 
 @contextmanager

@@ -53,8 +53,8 @@ class Eager:
     problems: tuple[Unsupported, ...]
 
     def __str__(self) -> str:
-        reasons = "; ".join(f"{each.op}: {each.reason}, at {each.where}" for each in self.problems)
-        return f"{self.path or 'the model'} ({self.module_name}): {reasons}"
+        reasons = dict.fromkeys(f"{each.op}: {each.reason}, at {each.where}" for each in self.problems)
+        return f"{self.path or 'the model'} ({self.module_name}): {'; '.join(reasons)}"
 
 
 @dataclass

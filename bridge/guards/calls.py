@@ -30,7 +30,7 @@ from bridge.guards.kinds import (
     is_asked,
     is_key,
 )
-from bridge.guards.machinery import LIBRARY
+from bridge.guards.machinery import is_library
 from bridge.guards.objects import FrameOf, Instance, dict_of, fields_of, interesting, is_alive, is_changeable
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place, class_entry
@@ -159,8 +159,8 @@ class Calls(Sources):
 
     def _moves(self, frame: Frame, value: Any) -> None:
         """The next value of an iterator is about to be taken; counters of Python's and torch's own do not count."""
-        library = frame.code.co_filename.startswith((LIBRARY, TORCH_DIR, "<frozen"))
-        held = list(frame.globals.values()) if library else ()
+        file = frame.code.co_filename
+        held = list(frame.globals.values()) if is_library(file) or file.startswith("<frozen") else ()
         if not any(value is each or getattr(each, "__self__", None) is value for each in held):
             self.moved(value, frame.where)
 

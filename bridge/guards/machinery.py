@@ -10,9 +10,9 @@ import weakref
 from types import CodeType, FunctionType
 from typing import Any
 
-from bridge.base.errors import TORCH_DIR
+from bridge.base.errors import TORCH_DIR, is_pythons_file
 
-__all__ = ["ASKED_PYTHON", "CALLED", "CALLING", "CHANGING_PYTHON", "LIBRARY", "LOOKING", "OWN", "is_machinery"]
+__all__ = ["ASKED_PYTHON", "CALLED", "CALLING", "CHANGING_PYTHON", "LOOKING", "OWN", "is_library", "is_machinery"]
 
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCHS = """
@@ -63,6 +63,11 @@ _PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton", "fileloc
 _REFERENCES = ("weakref.py", "_weakrefset.py")
 """Where callbacks of references are from, which run whenever something dies."""
 _FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values() if isinstance(each, FunctionType))
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file is Python's own or torch's."""
+    return filename.startswith(TORCH_DIR) or is_pythons_file(filename)
 
 
 def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:

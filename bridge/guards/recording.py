@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.errors import TORCH_DIR
+from bridge.base.errors import is_pythons_file
 from bridge.guards.audited import OPENS, audited, changes_files, entries_of, file_state
 from bridge.guards.calls import _MOST_RESULTS, GETTERS, Calls
 from bridge.guards.dataflow import flow_of
@@ -33,9 +33,9 @@ from bridge.guards.machinery import (
     CALLED,
     CALLING,
     CHANGING_PYTHON,
-    LIBRARY,
     LOOKING,
     OWN,
+    is_library,
     is_machinery,
 )
 from bridge.guards.objects import Instance, dict_of, inner_function, is_changeable
@@ -118,7 +118,7 @@ class Reads(Calls):
     def mentions(self, *names: str) -> bool:
         """Whether one of these names occurs in code that ran and is not torch's or Python's."""
         own = (code for code, flow in self.codes.items() if flow is not None)
-        return any(not code.co_filename.startswith((TORCH_DIR, LIBRARY)) and _mentions(code, names) for code in own)
+        return any(not is_library(code.co_filename) and _mentions(code, names) for code in own)
 
     def _known_before(self) -> None:
         """Strangers that were there before: they are known now, and so are the places that were read in them."""
@@ -243,11 +243,11 @@ class Reads(Calls):
                 return True
             file = back.f_code.co_filename
             if file.startswith(OWN):
-                return not file.endswith(_RUN_FORWARD) and code.co_filename.startswith((LIBRARY, TORCH_DIR))
+                return not file.endswith(_RUN_FORWARD) and is_library(code.co_filename)
             flow = self.codes.get(back.f_code)
             if flow is not None:
                 return False
-            library = code.co_filename.startswith((LIBRARY, "<frozen", *CALLED))
+            library = is_pythons_file(code.co_filename) or code.co_filename.startswith(("<frozen", *CALLED))
             if library and back.f_code in self.codes and not file.startswith(CALLING):
                 return True
             back = back.f_back

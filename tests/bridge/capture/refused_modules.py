@@ -51,6 +51,23 @@ class Doubled(torch.autograd.Function):
         return 2 * grad if grad.sum() > 0 else grad
 
 
+class Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, function, *weights):
+        ctx.function = function
+        ctx.save_for_backward(x, *weights)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            y = ctx.function(x := x.detach().requires_grad_())
+        found = torch.autograd.grad(y, [x, *weights], grad)
+        return found[0], None, *found[1:]
+
+
 def fails(words: str) -> Any:
     raise ValueError(words)
 
@@ -72,12 +89,19 @@ REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "a list": (lambda m, x, y: y * sum(y[0].tolist()), (), r"round it otherwise.*keep it a tensor"),
     "a shape": (lambda m, x, y: y[torch.ops.aten.masked_select(y, y > 0).long()], (), "keep the shape"),
     "a mask of rows": (lambda m, x, y: y[y[:, 0] > 0], (), "the shape of what comes out depends on numbers"),
+    "numbers in a list of a type": (lambda m, x, y: y * torch.LongTensor([x.argmax(), 1]).sum(), (), "torch.tensor"),
+    "numbers in a list like another": (lambda m, x, y: y * x.new([x.max(), 1]).sum(), (), "torch.tensor"),
     "numpy": (lambda m, x, y: y + torch.from_numpy(x.detach().cpu().numpy()), (), "compute it with torch"),
     "a generator": (lambda m, x, y: (each for each in [y]), (), "a result of type generator"),
     "an object": (lambda m, x, y: Answer(lambda: y), (), "return tensors, or a tuple, a list"),
     "a set": (lambda m, x, y: {1}, (), "a result of type set|unhashable"),
     "an object's argument": (lambda m, x, y, o: y, (Answer(X),), "pass what forward takes from it"),
     "a function of one's own": (lambda m, x, y: Doubled.apply(y), (), "autograd.Function Doubled"),
+    "a checkpoint of one's own": (
+        lambda m, x, y: Recomputed.apply(y, m.linear, *m.linear.parameters()),
+        (),
+        "runs autograd inside forward.*refused_modules.py",
+    ),
     "an operator": (lambda m, x, y: y.to_sparse().to_dense(), (), "_to_sparse.default: makes a tensor of layout"),
     "a function's derivative": (
         lambda m, x, y: torch.func.grad(lambda t: t.sin().sum())(x * y[:, :4]) + x,
