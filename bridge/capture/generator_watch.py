@@ -22,7 +22,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.thread_isolation import note_change_of_generator
-from bridge.guards import ABSENT, Reads, audited, profiled
+from bridge.guards import ABSENT, Reads, audited, in_its_place, profiled
 from bridge.state import moved_generators
 
 __all__ = ["CachedFunctions", "generator_watch", "unwatched"]
@@ -60,7 +60,7 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
             rules.foreign_draw("random", user_line(traceback.extract_stack()))
 
     with reads.strangers.lifetimes():
-        with profiled(listen), audited(reads.audit), moved_generators() as moved:
+        with audited(reads.audit), moved_generators() as moved, profiled(listen):
             yield
         for name in moved:
             rules.foreign_draw(name)
@@ -109,6 +109,7 @@ class unwatched:
         if self._listener is not None:
             sys.setprofile(self._listener)
 
+    @in_its_place
     def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """What ``func`` returns; it is watched: code of the user's may run in it."""
         sys.setprofile(self._listener)
@@ -146,6 +147,7 @@ class CachedFunctions:
         name = getattr(value, "__name__", "a function")
 
         @functools.wraps(value)
+        @in_its_place
         def run(*args: Any, **kwargs: Any) -> Any:
             if _tensors((args, kwargs)):
                 raise _refused(name, "keeps results by tensors, whose numbers may change")

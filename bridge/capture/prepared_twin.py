@@ -24,6 +24,7 @@ from bridge.base.torch_internals import MODULE_HOOKS, BatchNormBase, has_storage
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.rows import memory_of
 from bridge.capture.twin import Twin
+from bridge.guards import in_its_place
 from bridge.state import Snapshot, derived_attribute, derived_attributes
 
 __all__ = ["PreparedTwin", "Protected", "copier", "own_leaves", "with_attributes"]
@@ -72,6 +73,7 @@ class PreparedTwin:
         self._layers.append((layer, {name: None}))
         layer.__dict__[name] = value
 
+    @in_its_place
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward, past a ``__call__`` of the class's own, which will run around the compiled call.
 
@@ -261,6 +263,7 @@ class DerivedAttributes:
         if name is None:
             return None
 
+        @in_its_place
         def run(module: nn.Module, args: tuple) -> None:
             hook(module, args)
             own = (*module._parameters.items(), *module._buffers.items())

@@ -4,6 +4,7 @@ from bridge.guards.audited import audited
 from bridge.guards.changes import read_later
 from bridge.guards.conditions import ReadGuard
 from bridge.guards.kinds import contents_of, put_back
+from bridge.guards.machinery import in_its_place
 from bridge.guards.recording import Reads, profiled
 from bridge.guards.tensor_reads import TensorReads, told_otherwise
 from bridge.guards.undo import Settling, Undo, recorded_reads, undo
@@ -24,6 +25,7 @@ __all__ = [
     "alike",
     "audited",
     "contents_of",
+    "in_its_place",
     "profiled",
     "put_back",
     "read_later",

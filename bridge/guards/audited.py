@@ -1,7 +1,8 @@
 """Audited events: what Python tells of files and processes before it acts → an answer to be asked again, or a refusal.
 
 ``sys.addaudithook`` has no counterpart that takes a hook away: it is added with the first run that is recorded, and
-asks from then on whether its thread records one.
+tests from then on whether any is. Python's own part of calling a hook costs some 4 us (``open``, ``import``,
+``sys._getframe``), the test 0.1 us; operators of tensors cause no events.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _EFFECTS = frozenset(
     """.split()
 )
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_thread = threading.local()
+_hearing: dict[int, Callable[[str, tuple[Any, ...]], None]] = {}
+"""Who hears of events, by thread."""
 _hooked: list[bool] = []
 
 
@@ -52,16 +54,22 @@ def audited(hear: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
     if not _hooked:
         _hooked.append(True)
         sys.addaudithook(_hook)
-    before, _thread.hear = getattr(_thread, "hear", None), hear
+    thread = threading.get_ident()
+    before, _hearing[thread] = _hearing.get(thread), hear
     try:
         yield
     finally:
-        _thread.hear = before
+        if before is None:
+            del _hearing[thread]
+        else:
+            _hearing[thread] = before
 
 
 _HEARD = {OPENS, *LISTS, *_EFFECTS}
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-    if event in _HEARD and (hear := getattr(_thread, "hear", None)) is not None:
-        hear(event, args)
+    if _hearing and event in _HEARD:
+        hear = _hearing.get(threading.get_ident())
+        if hear is not None:
+            hear(event, args)

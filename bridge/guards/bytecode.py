@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -41,7 +42,7 @@ UNKNOWN: Source = ("unknown",)
 NOWHERE = frozenset((UNKNOWN,))
 NOTHING: frozenset = frozenset()
 NULL = frozenset((("null",),))
-MOST_SOURCES, MOST_DEEP = 12, 9
+MOST_SOURCES, MOST_DEEP = 12, 24
 
 NO_PLACES = ("null", "const", "unknown", "local")
 DEREFS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"}
@@ -70,13 +71,16 @@ NEW_ATTR = sys.version_info >= (3, 12)
 NULL_BEHIND = sys.version_info >= (3, 13)
 
 
+@lru_cache(maxsize=8192)
 def deep(source: Source) -> int:
     return 1 + max((deep(each) for each in source if type(each) is tuple), default=0)
 
 
 def joined(*sets: frozenset) -> frozenset:
     found = frozenset().union(*sets)
-    return found if len(found) <= MOST_SOURCES else frozenset([*list(found)[:MOST_SOURCES], UNKNOWN])
+    if len(found) <= MOST_SOURCES:
+        return found
+    return frozenset([*sorted(found, key=lambda source: (deep(source), repr(source)))[:MOST_SOURCES], UNKNOWN])
 
 
 def without_locals(value: frozenset) -> frozenset:

@@ -33,7 +33,7 @@ from bridge.guards.kinds import (
 from bridge.guards.machinery import is_library
 from bridge.guards.objects import FrameOf, Instance, dict_of, fields_of, interesting, is_alive, is_changeable
 from bridge.guards.sources import Frame, Sources
-from bridge.guards.watched import Place, class_entry
+from bridge.guards.watched import MANY, Place, class_entry
 
 __all__ = ["GETTERS", "Calls"]
 
@@ -42,10 +42,11 @@ _IN_C = ("cython_function_or_method", *(kind.__name__ for kind in _UNBOUND))
 _TAKE = ("next", "sum", "max", "min", "any", "all", "sorted")
 _TAKING = (list, tuple, dict, set, frozenset, zip, enumerate, map, filter)
 """Functions and classes that take values of iterators."""
-_MOST_RESULTS = 64
 _SPECIAL = frozenset("float int bool abs len divmod pow round complex hash reversed format".split())
 """Functions and classes of Python's own that call a special method."""
 _BY_KEY = ("get", "__getitem__", "__contains__", "setdefault", "pop", "getitem", "contains")
+_READING = frozenset("get keys values items copy count index __contains__ __getitem__ __len__ __iter__".split())
+"""Methods of containers that change none."""
 _PLAIN_RESULTS = frozenset("isinstance issubclass len id hash callable hasattr repr print setattr delattr".split())
 _KNOWN_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "math", "builtins", ""}
 _INSIDE = frozenset("__reduce_ex__ __reduce__ __getstate__ __sizeof__ dumps getsizeof reduce".split())
@@ -199,13 +200,15 @@ class Calls(Sources):
             if is_asked(kind.__name__, name) or (issubclass(kind, type) and is_asked("type", name)):
                 self._ask(known, place, getattr(owner, name), None, given, f"{self.place(owner)}.{name}()")
             elif name in _BY_KEY and is_a(owner, dict | types.MappingProxyType) and args:
-                self._followed.clear()  # it may be written
+                if name not in _READING or hasattr(kind, "__missing__"):
+                    self.may_be_written()
                 self._entries(known, place, [owner], args[0])
                 return
             elif name in _INSIDE:
                 self.deep(owner)
             elif contents_of(owner) is not None:
-                self._followed.clear()
+                if name not in _READING:
+                    self.may_be_written()
                 self.whole(owner, known.where)
             elif not is_a(owner, torch.Tensor | nn.Module | type | ModuleType):
                 self.refuse_unwatched(owner, str(self.place(owner)), where)
@@ -220,6 +223,8 @@ class Calls(Sources):
         for each in [each for arg in args for each in arg] if foreign else ():
             self.deep(each)
         for each in self.inside(owner, 2):
+            if len(known.called.get(place, ())) >= MANY:
+                break
             self._result(known.called, place, each, known)
 
     def ask_method(self, owner: Any, name: str, *args: Any) -> None:
@@ -247,7 +252,7 @@ class Calls(Sources):
             for owner in owners:
                 for each in names if name in ("setattr", "delattr") else ():
                     self._written(owner, each)
-                    self._followed.clear()
+                    self.may_be_written()
                 for each in names:
                     for value in self.attribute(owner, each):
                         self._result(known.called, place, value, known)
@@ -392,7 +397,7 @@ class Calls(Sources):
         elif kind is functools._lru_cache_wrapper:
             self.function(value.__wrapped__, self.place(value))
             owners = self._values(frame, source[1]) if source[0] == "attr" else ()
-            bound = next(([each] for each in owners if _binds(each, source[2])), [])
+            bound = next(([each] for each in owners if _binds(each, source[2], value)), [])
             args, words = [*([bound] if bound else []), *given[0]], given[1]
             if call.args is not None and all(len(each) == 1 for each in (*args, *words.values())):
                 named = {name: each[0] for name, each in words.items()}
@@ -468,9 +473,11 @@ class Calls(Sources):
     def _result(self, results: dict[int, list[Any]], place: int, value: Any, outer: Frame) -> None:
         value = _frame_of(value) if is_a(value, FrameType) else value
         kept, known = self._kept(value), results.setdefault(place, [])
+        if len(known) >= MANY:
+            return
         kind = kept.kind if type(kept) is Instance else None
         there = any(each is kept or (type(each) is Instance and each.kind is kind) for each in known)
-        if len(known) < _MOST_RESULTS and not there:
+        if not there:
             known.append(kept)
             outer.fresh.add(place)
 
@@ -479,12 +486,10 @@ class Calls(Sources):
         return Instance(type(value)) if is_a(value, torch.Tensor) and not self.knows(value) else value
 
 
-def _binds(owner: Any, name: str) -> bool:
-    """Whether a function in C is given the object that it is found in."""
-    if is_a(owner, ModuleType):
-        return False
+def _binds(owner: Any, name: str, function: Any) -> bool:
+    """Whether a function in C is given the object that it is found in: by the object's class."""
     raw = class_entry(owner if is_a(owner, type) else type(owner), name)
-    return is_a(raw, classmethod) if is_a(owner, type) else not is_a(raw, staticmethod)
+    return is_a(raw, classmethod) if is_a(owner, type) else raw is function
 
 
 def _classes(value: Any) -> list[type]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from bridge.base.errors import TORCH_DIR, is_pythons_file
 
-__all__ = ["ASKED_PYTHON", "CALLED", "CALLING", "CHANGING_PYTHON", "LOOKING", "OWN", "is_library", "is_machinery"]
+__all__ = ["ASKED_PYTHON", "CALLED", "CALLING", "CHANGING_PYTHON", "LOOKING", "OWN"]
+__all__ += ["in_its_place", "is_in_its_place", "is_library", "is_machinery"]
 
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCHS = """
@@ -68,6 +69,20 @@ _FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values(
 def is_library(filename: str) -> bool:
     """Whether a file is Python's own or torch's."""
     return filename.startswith(TORCH_DIR) or is_pythons_file(filename)
+
+
+_IN_ITS_PLACE = "bridge: runs in the place of a function that forward calls"
+
+
+def in_its_place(function: Any) -> Any:
+    """Marks a function of this package's: it runs in the place of one that forward calls, and calls that."""
+    code = function.__code__
+    function.__code__ = code.replace(co_consts=(*code.co_consts, _IN_ITS_PLACE))
+    return function
+
+
+def is_in_its_place(code: CodeType) -> bool:
+    return code.co_consts[-1:] == (_IN_ITS_PLACE,)
 
 
 def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:

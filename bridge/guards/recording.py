@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import _bootstrap
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ from torch import nn
 
 from bridge.base.errors import is_pythons_file
 from bridge.guards.audited import OPENS, audited, changes_files, entries_of, file_state
-from bridge.guards.calls import _MOST_RESULTS, GETTERS, Calls
+from bridge.guards.calls import GETTERS, Calls
 from bridge.guards.dataflow import flow_of
 from bridge.guards.flow import Flow
-from bridge.guards.kinds import CHANGES_FILES, CONTAINERS, PLAIN, is_a
+from bridge.guards.kinds import CHANGES_FILES, CONTAINERS, PLAIN, is_a, is_iterator, parts_of
 from bridge.guards.machinery import (
     ASKED_PYTHON,
     CALLED,
@@ -35,20 +35,17 @@ from bridge.guards.machinery import (
     CHANGING_PYTHON,
     LOOKING,
     OWN,
+    is_in_its_place,
     is_library,
     is_machinery,
 )
 from bridge.guards.objects import Instance, dict_of, inner_function, is_changeable
 from bridge.guards.sources import Frame
-from bridge.guards.watched import ABSENT, Name, Place
+from bridge.guards.watched import ABSENT, MANY, Name, Place
 from bridge.guards.world import REGISTRIES
 
 __all__ = ["Reads", "profiled"]
 
-_STANDS_IN = os.path.join("capture", "generator_watch.py")
-"""Whose function runs in the place of one under ``lru_cache``."""
-_RUN_FORWARD = ("generator_watch.py", "prepared_twin.py")
-"""Files of this package that call what forward calls."""
 _OPTIMIZED = 0x2
 _IMPORTS: CodeType = _bootstrap._find_and_load.__code__
 """Runs where a module is imported for the first time."""
@@ -83,7 +80,7 @@ class Reads(Calls):
     def recorded(self) -> Iterator[None]:
         """While active, notes what code of this thread reads; a profiler of the user's pauses."""
         with self.strangers.lifetimes():
-            with profiled(self.hear), audited(self.audit):
+            with audited(self.audit), profiled(self.hear):
                 yield
             self.finish()
 
@@ -164,7 +161,7 @@ class Reads(Calls):
         if flow is None:
             if event == "return":
                 outer = self._frames.get(frame.f_back)
-                ours = code.co_filename.startswith(OWN) and not code.co_filename.endswith(_STANDS_IN)
+                ours = code.co_filename.startswith(OWN) and not is_in_its_place(code)
                 if outer is not None and arg is not None and not ours:
                     self._returned(outer, outer.flow.at(frame.f_back.f_lasti), arg)
             elif event == "call" and code.co_name == "handle" and code.co_filename == logging.__file__:
@@ -243,7 +240,7 @@ class Reads(Calls):
                 return True
             file = back.f_code.co_filename
             if file.startswith(OWN):
-                return not file.endswith(_RUN_FORWARD) and is_library(code.co_filename)
+                return not is_in_its_place(back.f_code) and is_library(code.co_filename)
             flow = self.codes.get(back.f_code)
             if flow is not None:
                 return False
@@ -271,13 +268,17 @@ class Reads(Calls):
             self.know(value, Place("logger" if is_a(value, logging.Logger) else "thread", value.name))
         if type(value) in (str, bytes, int):
             known = outer.plain.setdefault(place, [])
-            if value not in known and len(known) < _MOST_RESULTS:
+            if value not in known and len(known) < MANY:
                 known.append(value)
                 outer.fresh.add(place)
         elif type(value) not in PLAIN:
             if not self.knows(value):
                 self.strangers.note(value)
             self._result(outer.results, place, value, outer)
+            ahead = parts_of(value) if is_iterator(value) and not is_a(value, GeneratorType) else ()
+            for each in ahead:  # an iterator that is through leads to none of them
+                if type(each) not in PLAIN:
+                    self._result(outer.results, place, each, outer)
 
     # Sources
 
@@ -301,7 +302,7 @@ class Reads(Calls):
                 self._look_at(frame, part)
             everything = False
         if frame.flow.writes:
-            self._followed.clear()
+            self.may_be_written()
         elif key is not None:
             self._followed.add(key)
 

@@ -12,10 +12,10 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from bridge.guards.flow import Flow, Source
+from bridge.guards.insides import Insides
 from bridge.guards.kinds import PLAIN, answer_of, is_a
 from bridge.guards.objects import FrameOf, Instance, dict_of, interesting
 from bridge.guards.watched import ABSENT, Missing, Place, class_entry
-from bridge.guards.world import World
 
 __all__ = ["Frame", "Sources"]
 
@@ -70,7 +70,7 @@ class Frame:
         return f"{self.code.co_filename}:{self.code.co_firstlineno}"
 
 
-class Sources(World):
+class Sources(Insides):
     """A world in which functions run."""
 
     def _constants(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:

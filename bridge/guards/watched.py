@@ -16,18 +16,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
+from operator import is_
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from bridge.guards.kinds import answer_of, contents_of, is_a, put_back
+from bridge.guards.kinds import PLAIN, answer_of, contents_of, is_a, put_back
 from bridge.guards.objects import ABSENT, dict_of, is_changeable
 from bridge.state import kept, same
 
 __all__ = [
     "ABSENT",
+    "MANY",
     "Answer",
     "Cell",
     "Class",
@@ -44,9 +47,13 @@ __all__ = [
     "class_entry",
     "entry_of",
     "slot_of",
+    "table_of",
 ]
 
 _LOCAL = threading.local
+MANY = 64
+"""More entries than these are not followed one by one."""
+_TABLES = {list: iter, tuple: iter, set: iter, frozenset: iter, dict: lambda held: chain.from_iterable(held.items())}
 
 
 class Place(NamedTuple):
@@ -203,29 +210,35 @@ class Cell(Watched):
 
 @dataclass(eq=False)
 class Contents(Watched):
-    """What a container, an array or another object of C's holds."""
+    """What a container, an array or another object of C's holds; ``table``: with what is inside of it."""
 
     value: Any
     place: Place
     running: Any = None
+    table: bool = False
     _reader: Callable[[Any], Any] | None = field(default=None, repr=False)
     _but: Collection[Any] = ()
 
     def __post_init__(self) -> None:
-        self._reader = contents_of(self.value)
+        self._reader = table_of if self.table else contents_of(self.value)
 
     def without(self, keys: Collection[Any]) -> Contents:
         """The same of a dictionary, whatever it holds under these keys."""
-        return replace(self, _but=keys)
+        return replace(self, table=False, _but=keys)
 
     def read(self, run: bool = False) -> Any:
         if self._but:
             return [pair for pair in self._reader(self.value) if pair[0] not in self._but]
         return self._reader(self.value if self.running is None or not run else self.running)
 
+    def same(self, now: Any, then: Any) -> bool:
+        if self.table and now is not None and len(now) == len(then) and all(map(is_, now, then)):
+            return True
+        return alike(now, then)
+
     def write(self, value: Any) -> None:
         if self.running is None:
-            put_back(self.value, value)
+            (write_table if self.table else put_back)(self.value, value)
 
 
 class Class(Watched):
@@ -339,6 +352,40 @@ class Kept(Watched):
         if held is not self._found[0]:
             self._found = held, self._call()
         return self._found[1]
+
+
+def table_of(value: Any) -> list[Any] | None:
+    """What a container of many plain values, nested or not, holds: each container's size and entries in one list.
+
+    ``None`` for any other object.
+    """
+    if type(value) not in _TABLES or len(value) <= MANY:
+        return None
+    found, waiting, seen = [], [value], {id(value)}
+    for each in waiting:
+        held = [*_TABLES[type(each)](each)]
+        for part in held:
+            if type(part) in PLAIN or id(part) in seen:
+                continue
+            if type(part) not in _TABLES:
+                return None
+            seen.add(id(part))
+            waiting.append(part)
+        found.append(len(held))
+        found += held
+    return found
+
+
+def write_table(value: Any, contents: list[Any]) -> None:
+    """Makes a container and those inside of it hold what :func:`table_of` gave."""
+    waiting, seen, begin = [value], {id(value)}, 0
+    for each in waiting:
+        begin, end = begin + 1, begin + 1 + contents[begin]
+        held, begin = contents[begin:end], end
+        inside = [part for part in held if type(part) in _TABLES]
+        waiting += [part for part in dict(zip(map(id, inside), inside, strict=True)).values() if id(part) not in seen]
+        seen.update(map(id, inside))
+        put_back(each, list(zip(held[::2], held[1::2], strict=True)) if type(each) is dict else held)
 
 
 def entry_of(space: Mapping[Any, Any], name: Any) -> Any:

@@ -11,7 +11,6 @@ import os
 import threading
 import types
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
@@ -22,15 +21,10 @@ from torch.distributions import Distribution
 
 from bridge.guards.changes import Changes, reads_later
 from bridge.guards.kinds import (
-    CONTAINERS,
     PLAIN,
-    contents_of,
     implicit_of,
     is_a,
-    is_iterator,
-    is_key,
     key_of,
-    parts_of,
 )
 from bridge.guards.machinery import is_machinery
 from bridge.guards.objects import (
@@ -43,9 +37,7 @@ from bridge.guards.objects import (
     interesting,
     is_alive,
     is_changeable,
-    is_library,
     is_ours,
-    names_of,
 )
 from bridge.guards.strangers import Strangers
 from bridge.guards.tensor_reads import asked_of, is_asked
@@ -54,7 +46,6 @@ from bridge.guards.watched import (
     Class,
     ClassName,
     Code,
-    Contents,
     Kept,
     Name,
     Place,
@@ -113,6 +104,8 @@ class World(Changes):
         self._held: dict[int, dict[str, Any]] = {}
         self.hidden: set[int] = set()
         self._followed: set[tuple] = set()
+        self._tables: dict[tuple[int, int], bool] = {}
+        self._insides: dict[tuple[int, int, int], list[Any]] = {}
         self.strangers = Strangers()
         for path, module in modules:
             self._held[id(module)] = dict(module.__dict__)
@@ -138,6 +131,10 @@ class World(Changes):
         elif is_a(value, types.MethodType):
             self.know(value.__func__, place)
             self.know(value.__self__, place)
+        elif is_a(value, staticmethod | classmethod):
+            self.know(value.__func__, place)
+        elif is_a(value, property):
+            self.know(value.fget, place)
         elif is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
             if not is_a(value.__self__, ModuleType | type(None)):
                 self.know(value.__self__, place)
@@ -283,13 +280,13 @@ class World(Changes):
         self._class(owner)
         if raw is not ABSENT and hasattr(type(raw), "__set__"):  # it comes before the dictionary
             computed = is_a(raw, property) or is_a(class_entry(type(raw), "__get__"), FunctionType)
-            if known and not computed and not is_a(owner, torch.Tensor) and name not in ("__dict__", "__class__"):
+            if not computed and not is_a(owner, torch.Tensor) and name not in ("__dict__", "__class__"):
                 return self._slot(owner, name, place)
             made = inner_function(raw)
             if known and made is not None and is_machinery(made.__code__, made.__globals__):
                 self.ask(getattr, (self.original(owner), name), {}, f"{place}.{name}")
             return []
-        if known and is_a(owner, threading.local):
+        if is_a(owner, threading.local):
             return self._slot(owner, name, place)
         if not known:
             held = dict_of(owner) or {}
@@ -319,7 +316,7 @@ class World(Changes):
             self.all(owner)
             return []
         if is_a(owner, threading.local):
-            return self._slot(owner, "__dict__", self.place(owner)) if self.knows(owner) else []
+            return self._slot(owner, "__dict__", self.place(owner))
         held = vars(owner) if is_a(owner, type) else dict_of(owner)
         if held is None:
             return []
@@ -392,109 +389,15 @@ class World(Changes):
         return function_or_object(value)
 
     def _slot(self, owner: Any, name: str, place: Place) -> list[Any]:
-        own, told = self.original(owner), place.then(f".{name}")
-        self._note(("slot", id(own), name), Slot(own, name, told))
-        value = slot_of(owner, name)
-        if value is not ABSENT:
+        own, told, value = self.original(owner), place.then(f".{name}"), slot_of(owner, name)
+        if self.knows(owner):
+            self._note(("slot", id(own), name), Slot(own, name, told))
+        if value is not ABSENT and self.knows(owner):
             self.know(value, told)
         return interesting(value)
 
-    def entry(self, owner: Any, key: Any) -> list[Any]:
-        """An entry of a container by its key."""
-        if is_a(owner, Instance):
-            return []
-        if not self.knows(owner):
-            self.strangers.note(owner, ("entry", key) if is_key(key) else ("whole", ""))
-            return self.inside(owner, 1)
-        if is_a(owner, dict | types.MappingProxyType) and is_key(key):
-            self._class(owner)
-            own = self.original(owner)
-            return interesting(
-                self.name(own, key, self.place(owner).then(f"[{key!r}]"), None if own is owner else owner)
-            )
-        self.whole(owner)
-        return self.inside(owner, 1)
-
-    def inside(self, owner: Any, deep: int) -> list[Any]:
-        """What a container holds."""
-        known, place, found = self.knows(owner), self.place(owner), []
-        for value in parts_of(owner):
-            if known:
-                self.know(value, place)
-            found.append(value)
-            if deep > 1:
-                found += self.inside(value, deep - 1)
-        return found
-
-    def whole(self, value: Any, where: str = "forward", compared: bool = False) -> None:
-        """The contents of an object are looked at; ``compared``: with those of another one."""
-        if not self.knows(value):
-            self.strangers.note(value, ("whole", where))
-        if not self.knows(value) or is_a(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
-            return
-        own = self.original(value)
-        self._class(value)
-        if ("contents", id(own)) in self.items:
-            self._note(("contents", id(own)), None)
-            return
-        if is_a(value, defaultdict):
-            self._slot(value, "default_factory", self.place(value))
-        if is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
-            self.whole(value.__self__, where)
-        elif is_a(value, tuple):
-            for each in self.inside(value, 1):
-                self.whole(each, where)
-        elif contents_of(own) is not None:
-            self._note(("contents", id(own)), Contents(own, self.place(value), None if own is value else value))
-            for each in self.inside(value, 1):
-                if is_a(each, CONTAINERS):
-                    self.whole(each, where)
-        elif compared and is_a(value, types.SimpleNamespace):
-            self.all(value)
-        else:
-            self.refuse_unwatched(value, str(self.place(value)), where)
-
-    def deep(self, value: Any, levels: int = 5) -> None:
-        """All that can be found in an object is looked at."""
-        if type(value) in PLAIN or not self.knows(value) or not levels:
-            return
-        self.whole(value)
-        for name in value.__code__.co_names if is_a(value, FunctionType) else ():
-            self.name(value.__globals__, name, Place("global", name))
-        if is_a(value, torch.Tensor | nn.Module | ModuleType | FunctionType):
-            return
-        if not is_a(value, CONTAINERS):
-            self.all(value)
-        of_class = [each for each in vars(value).values() if is_a(each, CONTAINERS)] if is_a(value, type) else []
-        for each in of_class:
-            self.know(each, self.place(value))
-        for each in of_class if is_a(value, type) else (*self.inside(value, 1), *(dict_of(value) or {}).values()):
-            self.deep(each, levels - 1)
-
-    def moved(self, value: Any, where: str) -> None:
-        """The next value of an iterator is about to be taken."""
-        if self.knows(value) and is_iterator(value):
-            reason = "takes the next value of an iterator that lies outside of the call; a compiled call takes none"
-            self.refuse(str(self.place(value)) or type(value).__name__, where, reason, "pass the value to forward")
-
-    def all(self, owner: Any) -> None:
-        """All attributes of an object."""
-        if not self.knows(owner):
-            return self.strangers.note(owner, ("all",))
-        kind = owner if is_a(owner, type) else type(owner)
-        if not is_library(kind) and not issubclass(kind, nn.Module | torch.Tensor):
-            self.ask(names_of, (kind,), {}, f"names in class {kind.__name__}")
-        if (place := self.inputs.get(id(owner))) is not None:
-            self.tensors.setdefault((place, "__dict__"))
-        if is_a(owner, nn.Module):
-            self._looked_up(self.original(owner), "*")
-        elif (held := vars(owner) if is_a(owner, type | ModuleType) else dict_of(self.original(owner))) is not None:
-            for name in () if is_a(owner, type | ModuleType) else list(held):
-                self.attribute(owner, name)
-            self._note(("contents", id(held)), Contents(held, self.place(owner)))
-
     def forget(self) -> None:
         """Drops what only the run needed: a guard lives on."""
-        for each in (self._known, self._held, self.first, self.inputs, self._places):
+        for each in (self._known, self._held, self.first, self.inputs, self._places, self._tables, self._insides):
             each.clear()
         self.originals = {}

@@ -125,6 +125,12 @@ module from importlib: def get(): return importlib.import_module(__name__).__dic
 another tensor: T = torch.ones(3, 4) | 2. + (x is T) | m.given = T
 another tensor in a dictionary: D = {'a': torch.ones(3, 4)} | 2. + (x is D['a']) | m.given = D['a']
 copied: H = NS(k=[2.]) | copy.deepcopy(H).k[0] | H.k[0] = 3.
+cache held by an object: L = [NS(k=2.)]; H = NS(f=functools.lru_cache(functools.partial(operator.getitem, L)))
+  | H.f(0).k | L[0].k = 3.
+static partial: P = functools.partial(lambda k: k, NS(k=2.))~class C: get = staticmethod(P)~H = C()
+  | [h.get().k for h in (H,)][0] | P.args[0].k = 3.
+iterator of one's own: class C: __iter__ = lambda s: iter([s.held])~H = C()
+  ~H.held = types.ModuleType('t'); H.held.k = 2. | [*H][0].k | H.held.k = 3.
 format_map: H = NS(d={'k': 2}) | float('{k}'.format_map(getattr(H, 'd'))) | H.d['k'] = 3
 """
 HITS = """

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
+from bridge.guards.insides import Insides
 from bridge.guards.watched import Contents, Place
-from bridge.guards.world import World
 
 
 class Slots:
@@ -32,9 +32,9 @@ class Color(Enum):
     RED = 1
 
 
-def seen(value) -> World:
+def seen(value) -> Insides:
     """A world in which everything of a value was looked at."""
-    world, waiting = World({}), [value]
+    world, waiting = Insides({}), [value]
     world.know(value, Place("global", "value"))
     while waiting:
         each = waiting.pop()
@@ -65,6 +65,9 @@ CHANGES = {
     "field": (Settings, lambda v: setattr(v, "scale", 2.0)),
     "in a field": (Settings, lambda v: v.inner[1].update(rate=0.1)),
     "slot": (Slots, lambda v: setattr(v, "scale", 2.0)),
+    "one of many": (lambda: {i: [i, [i]] for i in range(100)}, lambda v: v[70][1].append(2)),
+    "border of many": (lambda: [[1], [2, 3]] * 50, lambda v: v[0].append(v[1].pop(0))),
+    "key of many": (lambda: dict.fromkeys(range(100)), lambda v: v.pop(3)),
     "argument of a partial": (lambda: functools.partial(max, [1]), lambda v: v.args[0].append(2)),
 }
 
@@ -84,15 +87,24 @@ def test_a_change_is_seen_and_put_back_in_the_very_object(make, change):
 def test_each_object_is_looked_at_once_and_circles_end():
     value = [1]
     value.append(value)
-    world = World({})
+    world = Insides({})
     world.know(value)
     world.whole(value)
     assert len(world.items) == 1
 
 
+def test_many_plain_entries_are_one_place_and_nothing_in_it_is_followed():
+    world, value = Insides({}), {each: [each, (each,)] for each in range(10_000)}
+    world.know(value)
+    for _ in range(3):
+        world.whole(value)
+        assert not world.inside(value, 2)
+    assert len(world.items) == 1 and len(world._known) == 1
+
+
 @pytest.mark.parametrize("value", [3, "name", (1, 2), Color.RED, torch.zeros(2), nn.ReLU, torch.float32], ids=repr)
 def test_what_cannot_change_has_no_contents(value):
-    world = World({})
+    world = Insides({})
     world.know(value)
     world.whole(value)
     assert not any(isinstance(item, Contents) for item in world.items.values())

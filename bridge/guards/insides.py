@@ -1,0 +1,147 @@
+"""Insides of objects: what containers and other objects hold → places that forward looks into, one by one or as one."""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.guards.kinds import (
+    CONTAINERS,
+    PLAIN,
+    contents_of,
+    is_a,
+    is_iterator,
+    is_key,
+    parts_of,
+)
+from bridge.guards.objects import Instance, dict_of, interesting, is_library, names_of
+from bridge.guards.watched import MANY, Contents, Place, table_of
+from bridge.guards.world import World
+
+__all__ = ["Insides"]
+
+
+class Insides(World):
+    """A world whose objects are looked into."""
+
+    def entry(self, owner: Any, key: Any) -> list[Any]:
+        """An entry of a container by its key."""
+        if is_a(owner, Instance):
+            return []
+        if not self.knows(owner):
+            self.strangers.note(owner, ("entry", key) if is_key(key) else ("whole", ""))
+            return self.inside(owner, 1)
+        if is_a(owner, dict | types.MappingProxyType) and is_key(key):
+            self._class(owner)
+            own = self.original(owner)
+            return interesting(
+                self.name(own, key, self.place(owner).then(f"[{key!r}]"), None if own is owner else owner)
+            )
+        self.whole(owner)
+        return self.inside(owner, 1)
+
+    def is_table(self, value: Any) -> bool:
+        """Whether an object is a container of many plain values: one place, in which there is nothing to follow."""
+        if type(value) not in CONTAINERS or len(value) <= MANY:
+            return False
+        key = id(value), len(value)
+        if key not in self._tables:
+            self._tables[key] = table_of(value) is not None
+        return self._tables[key]
+
+    def inside(self, owner: Any, deep: int) -> list[Any]:
+        """What a container holds."""
+        if self.is_table(owner):
+            return []
+        known, place, found = self.knows(owner), self.place(owner), []
+        key = (id(owner), deep, len(owner)) if known and type(owner) in CONTAINERS and len(owner) > MANY else None
+        if key in self._insides:
+            return self._insides[key]
+        for value in parts_of(owner):
+            if known:
+                self.know(value, place)
+            found.append(value)
+            if deep > 1:
+                found += self.inside(value, deep - 1)
+        if key is not None:
+            self._insides[key] = found
+        return found
+
+    def may_be_written(self) -> None:
+        """What was followed before may hold something else now."""
+        self._followed.clear()
+        self._insides.clear()
+
+    def whole(self, value: Any, where: str = "forward", compared: bool = False) -> None:
+        """The contents of an object are looked at; ``compared``: with those of another one."""
+        if not self.knows(value):
+            self.strangers.note(value, ("whole", where))
+        if not self.knows(value) or is_a(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
+            return
+        own = self.original(value)
+        self._class(value)
+        if ("contents", id(own)) in self.items:
+            self._note(("contents", id(own)), None)
+            return
+        if is_a(value, defaultdict):
+            self._slot(value, "default_factory", self.place(value))
+        if is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
+            self.whole(value.__self__, where)
+        elif is_a(value, tuple):
+            for each in self.inside(value, 1):
+                self.whole(each, where)
+        elif self.is_table(own):
+            self._note(("contents", id(own)), Contents(own, self.place(value), None if own is value else value, True))
+        elif contents_of(own) is not None:
+            self._note(("contents", id(own)), Contents(own, self.place(value), None if own is value else value))
+            for each in self.inside(value, 1):
+                if is_a(each, CONTAINERS):
+                    self.whole(each, where)
+        elif compared and is_a(value, types.SimpleNamespace):
+            self.all(value)
+        else:
+            self.refuse_unwatched(value, str(self.place(value)), where)
+
+    def deep(self, value: Any, levels: int = 5) -> None:
+        """All that can be found in an object is looked at."""
+        if type(value) in PLAIN or not self.knows(value) or not levels:
+            return
+        self.whole(value)
+        for name in value.__code__.co_names if is_a(value, FunctionType) else ():
+            self.name(value.__globals__, name, Place("global", name))
+        if is_a(value, torch.Tensor | nn.Module | ModuleType | FunctionType):
+            return
+        if not is_a(value, CONTAINERS):
+            self.all(value)
+        of_class = [each for each in vars(value).values() if is_a(each, CONTAINERS)] if is_a(value, type) else []
+        for each in of_class:
+            self.know(each, self.place(value))
+        for each in of_class if is_a(value, type) else (*self.inside(value, 1), *(dict_of(value) or {}).values()):
+            self.deep(each, levels - 1)
+
+    def moved(self, value: Any, where: str) -> None:
+        """The next value of an iterator is about to be taken."""
+        if self.knows(value) and is_iterator(value):
+            reason = "takes the next value of an iterator that lies outside of the call; a compiled call takes none"
+            self.refuse(str(self.place(value)) or type(value).__name__, where, reason, "pass the value to forward")
+
+    def all(self, owner: Any) -> None:
+        """All attributes of an object."""
+        if not self.knows(owner):
+            return self.strangers.note(owner, ("all",))
+        kind = owner if is_a(owner, type) else type(owner)
+        if not is_library(kind) and not issubclass(kind, nn.Module | torch.Tensor):
+            self.ask(names_of, (kind,), {}, f"names in class {kind.__name__}")
+        if (place := self.inputs.get(id(owner))) is not None:
+            self.tensors.setdefault((place, "__dict__"))
+        if is_a(owner, nn.Module):
+            self._looked_up(self.original(owner), "*")
+        elif (held := vars(owner) if is_a(owner, type | ModuleType) else dict_of(self.original(owner))) is not None:
+            for name in () if is_a(owner, type | ModuleType) else list(held):
+                self.attribute(owner, name)
+            self._note(("contents", id(held)), Contents(held, self.place(owner)))
