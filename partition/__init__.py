@@ -3,17 +3,17 @@
 Imports TVM only. The functions exchanged are in the flat form of :mod:`autodiff.ir`.
 """
 
-from .budget import fewest_bytes
-from .coloring import RecomputeAll, SaveAll, coloring
-from .cost import Cost
-from .curve import BUDGETS, Point, curve
-from .cut import STRATEGIES, Partitioned, partition
-from .graph import Graph, Node, build_graph
-from .min_cut import MinCut
-from .plan import Plan, Saved, bytes_text
-from .scans import differentiable_scans
-from .split import rebuild_backward
-from .strategy import Choice, Strategy
+from partition.budget import fewest_bytes
+from partition.coloring import RecomputeAll, SaveAll, coloring
+from partition.cost import Cost
+from partition.curve import BUDGETS, Point, curve
+from partition.cut import STRATEGIES, Partitioned, partition
+from partition.graph import Graph, Node, build_graph
+from partition.min_cut import MinCut
+from partition.plan import Plan, Saved, bytes_text
+from partition.scans import differentiable_scans
+from partition.split import rebuild_backward
+from partition.strategy import Choice, Strategy
 
 __all__ = [
     "BUDGETS",

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .graph import Graph
-from .ops import VIEWS
-from .permuted import PERMUTATION, keeps_rows
-from .strategy import Choice
+from partition.graph import Graph
+from partition.ops import VIEWS
+from partition.permuted import PERMUTATION, keeps_rows
+from partition.strategy import Choice
 
 __all__ = ["saved_as_read"]
 

@@ -17,12 +17,12 @@ from collections.abc import Collection
 from dataclasses import replace
 from fractions import Fraction
 
-from .captured_set import captured_set
-from .coloring import reader
-from .cost import flops, product, recompute_cost
-from .graph import Graph
-from .network import minimum_cut
-from .strategy import Choice
+from partition.captured_set import captured_set
+from partition.coloring import reader
+from partition.cost import flops, product, recompute_cost
+from partition.graph import Graph
+from partition.network import minimum_cut
+from partition.strategy import Choice
 
 __all__ = ["fewest_bytes", "fit"]
 

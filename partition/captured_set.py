@@ -9,9 +9,8 @@ import tvm_ffi
 
 from autodiff.extents import is_symbol, symbols_alive
 from autodiff.ir import Expr, Var, substitute, used_vars
-
-from .graph import Graph
-from .strategy import Choice
+from partition.graph import Graph
+from partition.strategy import Choice
 
 __all__ = ["CapturedSet", "captured_set", "fingerprints"]
 

@@ -7,10 +7,10 @@ wider numbers as the mask.
 
 from __future__ import annotations
 
-from .captured_set import captured_set
-from .cost import is_item, is_slice, is_view, save_cost
-from .graph import Graph
-from .strategy import Choice
+from partition.captured_set import captured_set
+from partition.cost import is_item, is_slice, is_view, save_cost
+from partition.graph import Graph
+from partition.strategy import Choice
 
 __all__ = ["RecomputeAll", "SaveAll", "coloring", "reader"]
 

@@ -13,9 +13,19 @@ from dataclasses import dataclass
 
 from autodiff.extents import sample_of
 from autodiff.ir import shape
-
-from .graph import Graph, Node
-from .ops import CHEAP, CHEAP_LIBRARY, CREATION, PRODUCTS, REDUCTIONS, ROW, SLICES, TRANSCENDENTAL, TRIVIAL, VIEWS
+from partition.graph import Graph, Node
+from partition.ops import (
+    CHEAP,
+    CHEAP_LIBRARY,
+    CREATION,
+    PRODUCTS,
+    REDUCTIONS,
+    ROW,
+    SLICES,
+    TRANSCENDENTAL,
+    TRIVIAL,
+    VIEWS,
+)
 
 __all__ = [
     "ARITHMETIC",

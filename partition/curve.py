@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autodiff.ir import Function
-
-from .coloring import RecomputeAll, SaveAll
-from .graph import build_graph
-from .min_cut import MinCut
-from .plan import Plan, make_plan
+from partition.coloring import RecomputeAll, SaveAll
+from partition.graph import build_graph
+from partition.min_cut import MinCut
+from partition.plan import Plan, make_plan
 
 __all__ = ["BUDGETS", "Point", "curve"]
 

@@ -8,18 +8,17 @@ from types import MappingProxyType
 
 from autodiff import Body
 from autodiff.ir import Function
-
-from .as_read import saved_as_read
-from .coloring import RecomputeAll, SaveAll
-from .graph import build_graph
-from .joined_behind import with_joined_behind
-from .kept_casts import with_kept_casts
-from .min_cut import MinCut
-from .plan import Plan, make_plan
-from .rows_again import with_rows_again
-from .short_chains import with_short_chains
-from .split import split
-from .strategy import Strategy
+from partition.as_read import saved_as_read
+from partition.coloring import RecomputeAll, SaveAll
+from partition.graph import build_graph
+from partition.joined_behind import with_joined_behind
+from partition.kept_casts import with_kept_casts
+from partition.min_cut import MinCut
+from partition.plan import Plan, make_plan
+from partition.rows_again import with_rows_again
+from partition.short_chains import with_short_chains
+from partition.split import split
+from partition.strategy import Strategy
 
 __all__ = ["STRATEGIES", "Partitioned", "partition", "resolve"]
 

@@ -24,11 +24,10 @@ from autodiff.extents import Dim, sample_of
 from autodiff.ir import Expr, Function, TensorType, Var, dtype, library_name, op_name
 from autodiff.ir import nbytes as tensor_bytes
 from autodiff.ir import shape as tensor_shape
-
-from .normalize import normalize
-from .ops import RANDOM
-from .permuted import permute_once
-from .read_again import results_of
+from partition.normalize import normalize
+from partition.ops import RANDOM
+from partition.permuted import permute_once
+from partition.read_again import results_of
 
 __all__ = ["Graph", "Node", "build_graph"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .captured_set import captured_set
-from .cost import is_view, view_base
-from .graph import Graph
-from .ops import VIEWS
-from .strategy import Choice
+from partition.captured_set import captured_set
+from partition.cost import is_view, view_base
+from partition.graph import Graph
+from partition.ops import VIEWS
+from partition.strategy import Choice
 
 __all__ = ["with_joined_behind"]
 

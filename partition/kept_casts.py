@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .cost import product, view_base
-from .graph import Graph
-from .ops import VIEWS
-from .strategy import Choice
+from partition.cost import product, view_base
+from partition.graph import Graph
+from partition.ops import VIEWS
+from partition.strategy import Choice
 
 __all__ = ["with_kept_casts"]
 

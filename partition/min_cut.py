@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .budget import fit
-from .captured_set import captured_set
-from .coloring import SaveAll, reader
-from .cost import must_save_reason, product, recompute_cost, save_cost
-from .graph import Graph, Node
-from .network import minimum_cut
-from .strategy import Choice
+from partition.budget import fit
+from partition.captured_set import captured_set
+from partition.coloring import SaveAll, reader
+from partition.cost import must_save_reason, product, recompute_cost, save_cost
+from partition.graph import Graph, Node
+from partition.network import minimum_cut
+from partition.strategy import Choice
 
 __all__ = ["Costs", "MinCut", "candidate_costs"]
 

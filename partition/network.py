@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from .graph import Graph
+from partition.graph import Graph
 
 __all__ = ["Cut", "minimum_cut"]
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable
 
-from .cost import view_base
-from .graph import Graph
+from partition.cost import view_base
+from partition.graph import Graph
 
 __all__ = ["backward_order", "peak_bytes"]
 

@@ -14,8 +14,7 @@ from tvm.relax import op
 from autodiff import Body
 from autodiff.body import Binding
 from autodiff.ir import Call, DataflowVar, Expr, shape
-
-from .normalize import ancestors
+from partition.normalize import ancestors
 
 __all__ = ["PERMUTATION", "keeps_rows", "permute_once"]
 

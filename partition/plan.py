@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 from autodiff.extents import Dim, Extent
 from autodiff.ir import itemsize
-
-from .captured_set import CapturedSet, captured_set, fingerprints
-from .cost import Cost, flops, is_view, moved_bytes
-from .graph import Graph
-from .strategy import Choice
+from partition.captured_set import CapturedSet, captured_set, fingerprints
+from partition.cost import Cost, flops, is_view, moved_bytes
+from partition.graph import Graph
+from partition.strategy import Choice
 
 __all__ = ["Plan", "Saved", "bytes_text", "make_plan"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .ops import SLICES, VIEWS
+from partition.ops import SLICES, VIEWS
 
 __all__ = ["results_of"]
 

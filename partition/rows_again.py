@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .cost import is_item, is_view, product, read_by_kernel
-from .graph import Graph
-from .ops import CHEAP, ROW
-from .strategy import Choice
+from partition.cost import is_item, is_view, product, read_by_kernel
+from partition.graph import Graph
+from partition.ops import CHEAP, ROW
+from partition.strategy import Choice
 
 __all__ = ["with_rows_again"]
 

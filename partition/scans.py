@@ -34,9 +34,8 @@ from autodiff.scan import (
     scan_call,
     scan_of,
 )
-
-from .cut import partition
-from .strategy import Strategy
+from partition.cut import partition
+from partition.strategy import Strategy
 
 __all__ = ["differentiable_scans"]
 

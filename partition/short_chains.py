@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .captured_set import captured_set
-from .cost import is_view, read_by_kernel
-from .graph import Graph
-from .strategy import Choice
+from partition.captured_set import captured_set
+from partition.cost import is_view, read_by_kernel
+from partition.graph import Graph
+from partition.strategy import Choice
 
 __all__ = ["with_short_chains"]
 

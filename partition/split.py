@@ -10,12 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from tvm.relax import op
 
 from autodiff.ir import DataflowVar, Expr, Function, TensorType, Var, build_function, shape, substitute
-
-from .captured_set import CapturedSet, captured_set, fingerprints
-from .graph import Graph, build_graph
-from .order import backward_order
-from .plan import Plan
-from .strategy import Choice
+from partition.captured_set import CapturedSet, captured_set, fingerprints
+from partition.graph import Graph, build_graph
+from partition.order import backward_order
+from partition.plan import Plan
+from partition.strategy import Choice
 
 __all__ = ["rebuild_backward", "split"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .graph import Graph
+from partition.graph import Graph
 
 __all__ = ["Choice", "Strategy"]
 

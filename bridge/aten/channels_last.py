@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 from tvm import relax
-from tvm.relax import Expr
 
+from autodiff.ir import Expr
 from bridge.aten.computed_from import computed_from
 from bridge.base.torch_internals import aten
 from bridge.capture import TensorForm

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from bridge.compile import PER_BLOCK
-from bridge.rng import polynomials
+from bridge.rng.polynomials import power, terms, times
 
 __all__ = ["Stream", "chunks_of", "stream"]
 
@@ -56,7 +56,7 @@ def stream(sizes: Sequence[tuple[int, int]], threads: int) -> Stream:
     """How to draw masks of ``(elements, threshold)`` one after the other on so many threads."""
     elements = sum(count for count, _ in sizes)
     begins = chunks_of(elements, threads)
-    terms, places = _terms(tuple(begins))
+    exponents, places = _terms(tuple(begins))
     edges = [begin * PER_BLOCK for begin in begins] + [elements]
     chunks, segments = [], []
     for chunk, (begin, end) in enumerate(pairwise(edges)):
@@ -68,7 +68,7 @@ def stream(sizes: Sequence[tuple[int, int]], threads: int) -> Stream:
             passed += count
         chunks.append((first, len(segments), places[chunk], places[chunk + 1]))
     tables = [np.array(rows, np.int64).reshape(-1, 4) for rows in (chunks, segments)]
-    return Stream(len(chunks), *tables, terms)
+    return Stream(len(chunks), *tables, exponents)
 
 
 @functools.lru_cache(maxsize=32)
@@ -77,10 +77,10 @@ def _terms(begins: tuple[int, ...]) -> tuple[np.ndarray, list[int]]:
     found: list[np.ndarray] = []
     if len(begins) > 1:
         block = 2 * PER_BLOCK
-        found.append(polynomials.power(begins[1] * block - 1))
+        found.append(power(begins[1] * block - 1))
     if len(begins) > 2:
-        step = polynomials.power((begins[2] - begins[1]) * block)
+        step = power((begins[2] - begins[1]) * block)
         for _ in begins[2:]:
-            found.append(polynomials.times(found[-1], step))
-    terms, places = polynomials.terms(found)
-    return terms, [0, *places]
+            found.append(times(found[-1], step))
+    exponents, places = terms(found)
+    return exponents, [0, *places]
