@@ -6,24 +6,17 @@ Given a :class:`Body` instead, a pass edits it: several passes in a row build no
 """
 
 from autodiff import gradients
-from autodiff.absent_grad_outs import without_grad_outs
-from autodiff.biased_products import biased_products
 from autodiff.body import Body, RewriteCounts
-from autodiff.channels_last import channels_behind
+from autodiff.channels_last import channels_behind, heads_behind
 from autodiff.clean import clean, clean_joint
-from autodiff.cse import common_subexpression_elimination
-from autodiff.dce import dead_code_elimination
-from autodiff.differentiate import differentiate
+from autodiff.differentiate import differentiate, drop_gradients, seed_vjp, without_grad_outs
 from autodiff.dropout import mask_dropout
 from autodiff.errors import NoGradient, UndifferentiableOp
-from autodiff.heads_behind import heads_behind
 from autodiff.instantiate import instantiate
-from autodiff.names import unique_names
-from autodiff.own_gradients import drop_gradients
+from autodiff.normalization import spell_out
 from autodiff.pads import join_pads
-from autodiff.products import join_products
-from autodiff.seed import seed_vjp
-from autodiff.spell_out import spell_out
+from autodiff.products import biased_products, join_products
+from autodiff.redundancy import common_subexpression_elimination, dead_code_elimination, unique_names
 from autodiff.views import deduplicate_views
 from autodiff.zapp import one_zapp, zapp_like, zero_zapp
 

@@ -48,7 +48,7 @@ class Binding:
         reads: the bindings (and parameters) that the value reads, each once, in order.
         users: those that read this one, in no order.
         changed: the body's clock when the value, or a value that it is read through, changed last.
-        key: a number, equal for equal values; see :mod:`autodiff.cse`. ``None``: not known.
+        key: a number, equal for equal values; see :mod:`autodiff.redundancy`. ``None``: not known.
     """
 
     __slots__ = ("changed", "key", "name", "op", "reads", "users", "value", "var")

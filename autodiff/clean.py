@@ -7,13 +7,12 @@ from functools import partial
 
 from autodiff.body import Body, on_functions
 from autodiff.channels_last import channels_behind
-from autodiff.cse import common_subexpression_elimination
-from autodiff.dce import dead_code_elimination
 from autodiff.dropout import project
 from autodiff.ir import Function
 from autodiff.pads import join_pads
+from autodiff.products import share_sums
+from autodiff.redundancy import common_subexpression_elimination, dead_code_elimination
 from autodiff.rewrite import rewrite
-from autodiff.shared_sums import share_sums
 from autodiff.undefined_gradients import undefined_gradients
 from autodiff.views import deduplicate_views
 from autodiff.zapp import one_zapp, zapp_like, zero_zapp

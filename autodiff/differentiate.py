@@ -1,14 +1,29 @@
-"""The joint function: a function -> the same with its vector-Jacobian product."""
+"""The joint function: a function -> the same with its vector-Jacobian product.
+
+Absent grad_outs: a backward -> the backward of calls in which some outputs got no gradient.
+Autograd leaves an output's gradient undefined where nothing was computed from the output, as from the logits where the
+model returns a loss as well. Then nothing is computed from that gradient either: what is linear in it is absent, a sum
+has a term less. It is not a gradient of zeros, which would meet infinities and NaN on its way.
+
+Own gradients: a joint body with tangents -> the same with the gradients that they stand for.
+A function with a gradient of the user's own is ``library.custom_gradient(count, inputs.., gradients.., tangents..)``,
+beside what computes the gradients from ``library.tangent`` values. Its rule says ``library.given(gradient_i,
+tangents.., grads..)``: gradient i, where the tangents are these gradients. Each tangent is of one function and each
+function is differentiated once, so that what depends on a tangent moves behind the gradient that takes its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tvm import relax
+from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
-from autodiff.dce import live_bindings
+from autodiff.clean import until_settled
+from autodiff.constants import splat
 from autodiff.errors import NoGradient, UndifferentiableOp
+from autodiff.extents import same_shape
 from autodiff.fold_normalization import fold_normalizations
 from autodiff.gradients import differentiable, unsupported
 from autodiff.ir import (
@@ -16,6 +31,7 @@ from autodiff.ir import (
     Constant,
     DataflowVar,
     Expr,
+    Function,
     TupleType,
     Var,
     dtype,
@@ -25,15 +41,232 @@ from autodiff.ir import (
     shape,
     substitute,
 )
-from autodiff.names import unique_names
-from autodiff.own_gradients import put_gradients
+from autodiff.normalization import cast, statistics_dtype
+from autodiff.ops import having
 from autodiff.picked_rows import pick_rows
+from autodiff.products import simplify_transposes
+from autodiff.redundancy import live_bindings, unique_names
 from autodiff.reverse import accumulate
-from autodiff.rewrite import NameSupply
-from autodiff.seed import seed_vjp
-from autodiff.transposes import simplify_transposes
+from autodiff.rewrite import BodyScope, NameSupply, Scope
+from autodiff.views import deduplicate_views
 
-__all__ = ["backward_bindings", "differentiate"]
+__all__ = ["backward_bindings", "differentiate", "drop_gradients", "put_gradients", "seed_vjp", "without_grad_outs"]
+
+
+@on_functions
+def seed_vjp(body: Body, outputs: Sequence[int]) -> None:
+    """Adds a parameter ``grad_out_<i>`` per listed output and a first result: ``sum_i sum(output_i * grad_out_i)``.
+
+    The results become the scalar (float32 for half types) followed by all results of ``func``. Safe: nothing else
+    changes. Why: TVM's gradient wants a scalar target, and the gradient of this one is the vector-Jacobian product.
+
+    Raises ``ValueError`` for an index out of range, listed twice or not of floating point type, and for a name taken.
+    """
+    primal = body.outputs
+    taken = body.names()
+    if not outputs:
+        raise ValueError("seed_vjp: wanted at least one output to differentiate, got none")
+    if len(set(outputs)) != len(outputs):
+        raise ValueError(f"seed_vjp: wanted each output once, got {list(outputs)}")
+    scope = BodyScope(body, body.bindings)
+    total = None
+    for index in outputs:
+        if not 0 <= index < len(primal):
+            raise ValueError(f"seed_vjp: wanted an output index below {len(primal)}, got {index}")
+        output = primal[index]
+        if not is_float(output):
+            raise ValueError(f"seed_vjp: wanted a floating point tensor as output {index}, got {output.ty}")
+        name = f"grad_out_{index}"
+        if name in taken:
+            raise ValueError(f"seed_vjp: the name {name!r} is taken by another variable")
+        grad_out = relax.Var(name, output.ty)
+        body.add_param(grad_out)
+        # TVM refuses a half target; the cast's gradient casts back, which `clean` removes.
+        wide = statistics_dtype(dtype(output))
+        weighted = scope.emit(
+            op.multiply(cast(output, wide, scope, f"wide_{index}"), cast(grad_out, wide, scope, f"{name}_wide")),
+            f"weighted_{index}",
+        )
+        term = scope.emit(op.sum(weighted), f"vjp_{index}")
+        total = term if total is None else _add(total, term, scope)
+    body.outputs = [total, *primal]
+    body.finish(scope.bindings, {})
+
+
+def _add(left: Var, right: Var, scope: Scope) -> Var:
+    wide = "float64" if "float64" in (dtype(left), dtype(right)) else "float32"
+    return scope.emit(op.add(cast(left, wide, scope, "vjp"), cast(right, wide, scope, "vjp")), "vjp")
+
+
+def without_grad_outs(backward: Function, absent: Collection[int], results: Sequence[int]) -> Function | None:
+    """The function of the other parameters and of these results, in which nothing is computed from those parameters.
+
+    Args:
+        backward: linear in the parameters ``absent``, as a vector-Jacobian product is in its grad_outs.
+        absent: places of parameters.
+        results: places of results, in order.
+
+    Returns:
+        ``None`` where there is no rule for an operator, or where a result is computed from nothing else.
+    """
+    body = Body.of(backward)
+    edited = body.tick()
+    params = [body.binding(param) for param in body.params]
+    gone = dict.fromkeys(params[place] for place in absent)
+    scope = BodyScope(body)
+    replaced: dict[Binding, Expr] = {}
+    remaining = []
+    for binding in body.bindings:
+        body.substitute(binding, replaced)
+        if gone.keys().isdisjoint(binding.reads):
+            remaining.append(binding)
+            continue
+        left = _left(binding, gone, body, scope)
+        if left is None:
+            return None
+        if left is _ABSENT:
+            gone[binding] = None
+        else:
+            replaced[binding] = left
+    body.outputs = [body.outputs[place] for place in results]
+    if not gone.keys().isdisjoint(body.returned()):
+        return None
+    body.finish(remaining, replaced)
+    for binding in reversed(gone):
+        body.undefine(binding)
+    body.params = [param.var for param in params if param not in gone]
+    body.prune()
+    until_settled(body, [deduplicate_views], edited)
+    return body.function()
+
+
+def _left(binding: Binding, gone: Collection[Binding], body: Body, scope: Scope) -> Expr | object | None:
+    """What a call computes of operands some of which are gone; ``None``: there is no rule, or it has another type."""
+    rule = _RULES.get(binding.op)
+    if rule is None:
+        return None
+    left = rule(scope, *(_ABSENT if body.binding(arg) in gone else arg for arg in binding.value.args[:]))
+    if left is None or left is _ABSENT:
+        return left
+    var = binding.var
+    is_alike = isinstance(left, Var) and dtype(left) == dtype(var) and same_shape(shape(left), shape(var))
+    return left if is_alike else None
+
+
+_ABSENT = object()
+"""In the place of an operand, or of a result."""
+
+_Rule = Callable[..., Expr | object | None]
+"""Operands of a call, some of them absent -> what it computes: another of its operands, or nothing.
+Takes the scope of their definitions first."""
+
+
+def _linear(scope: Scope, x: object, *rest: object) -> object | None:
+    return _ABSENT if x is _ABSENT and all(each is not _ABSENT for each in rest) else None
+
+
+def _bilinear(scope: Scope, x: object, y: object) -> object:
+    return _ABSENT
+
+
+def _sum(scope: Scope, x: object, y: object) -> object:
+    return y if x is _ABSENT else x
+
+
+def _difference(scope: Scope, x: object, y: object) -> object | None:
+    return x if y is _ABSENT else None
+
+
+def _choice(scope: Scope, condition: object, x: object, y: object) -> object | None:
+    """The gradient of one arm of a choice: what the other one chose is zeros."""
+    nothing = [each is _ABSENT or splat(each, scope) == 0 for each in (x, y)]
+    return _ABSENT if condition is not _ABSENT and all(nothing) else None
+
+
+_RULES: dict[str | None, _Rule] = {
+    **dict.fromkeys([*having("view", "plain"), "relax.astype", "relax.negative", "relax.sum"], _linear),
+    "relax.strided_slice": _linear,
+    "relax.divide": _linear,
+    "relax.multiply": _bilinear,
+    "relax.matmul": _bilinear,
+    "relax.add": _sum,
+    "relax.subtract": _difference,
+    "relax.where": _choice,
+}
+
+
+_CUSTOM, _GIVEN, _WITH = "library.custom_gradient", "library.given", "library.with_derivative"
+
+
+def put_gradients(body: Body) -> None:
+    """Every tangent becomes the gradient that was found for it; bindings are in an order in which that is defined."""
+    found = [binding for binding in body.bindings if library_name(binding.value) == _GIVEN]
+    if not found:
+        return
+    replaced: dict[Binding, Expr] = {}
+    for binding in found:
+        _, gradient, *pairs = binding.value.args
+        half = len(pairs) // 2
+        for tangent, grad in zip(pairs[:half], pairs[half:], strict=True):
+            replaced[body.binding(tangent)] = grad
+        replaced[binding] = gradient
+    remaining = [binding for binding in body.bindings if binding not in replaced]
+    resolved = {binding: _resolved(body, value, replaced) for binding, value in replaced.items()}
+    for binding in remaining:
+        body.substitute(binding, resolved)
+    for binding in replaced:
+        for read in binding.reads:
+            read.users.pop(binding, None)
+    body.finish(_in_order(remaining), resolved)
+    body.prune()
+
+
+@on_functions
+def drop_gradients(body: Body) -> None:
+    """Of a function that is not differentiated: without the gradients of the user's own, and what computes them.
+
+    Safe: ``with_derivative(x, ..)`` is ``x``.
+    """
+    if not any(library_name(binding.value) == _CUSTOM for binding in body.bindings):
+        return
+    replaced: dict[Binding, Expr] = {}
+    remaining = []
+    for binding in body.bindings:
+        body.substitute(binding, replaced)
+        if library_name(binding.value) == _WITH:
+            replaced[binding] = binding.value.args[1]
+        else:
+            remaining.append(binding)
+    body.finish(remaining, replaced)
+    body.prune()
+
+
+def _resolved(body: Body, value: Expr, replaced: dict[Binding, Expr]) -> Expr:
+    """What a value is replaced by in the end: the gradient of a function may be that of another's tangent."""
+    while (binding := body.binding(value)) in replaced:
+        value = replaced[binding]
+    return value
+
+
+def _in_order(bindings: list[Binding]) -> list[Binding]:
+    """The bindings, each behind those that it reads, otherwise as they were."""
+    waiting = {binding: None for binding in bindings}
+    ordered: list[Binding] = []
+    for first in bindings:
+        stack = [first]
+        while stack:
+            binding = stack[-1]
+            before = [read for read in binding.reads if read in waiting and read is not binding]
+            if binding not in waiting:
+                stack.pop()
+            elif before:
+                stack.extend(reversed(before))
+            else:
+                del waiting[binding]
+                ordered.append(binding)
+                stack.pop()
+    return ordered
+
 
 Pairs = list[tuple[Var, Expr]]
 _STOP = "relax.grad.no_grad"

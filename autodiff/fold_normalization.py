@@ -2,7 +2,7 @@
 
 Spelled out, ``y = (x - mean) * rstd`` has a chain-rule gradient that reads the centred values *and* ``y``. Seen as one
 function of ``x`` it has a gradient that reads ``y`` and ``rstd`` alone (see
-:mod:`autodiff.gradients.normalization`): one wide tensor less for the backward, and fewer operations.
+:mod:`autodiff.gradients.linalg`): one wide tensor less for the backward, and fewer operations.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from tvm import relax
 
-from autodiff.dce import live_bindings
 from autodiff.ir import Call, Constant, Expr, Var, numpy_value, op_name, shape
 from autodiff.library import call as library_call
+from autodiff.redundancy import live_bindings
 
 __all__ = ["fold_normalizations"]
 

@@ -1,4 +1,4 @@
-"""Normalization primitives: ``x`` and axes -> the bindings that Layer-, Batch-, Group-, Instance- and RMSNorm share."""
+"""Decomposition of normalizations: Layer-, Batch-, Group-, Instance- and RMSNorm -> statistics, multiply and add."""
 
 from __future__ import annotations
 
@@ -6,11 +6,27 @@ from collections.abc import Sequence
 
 from tvm.relax import op
 
+from autodiff.body import Body, on_functions
 from autodiff.constants import const
-from autodiff.ir import Expr, Var, dtype
-from autodiff.rewrite import Scope
+from autodiff.extents import Dim, same_shape
+from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
+from autodiff.rewrite import Scope, rewrite
 
-__all__ = ["affine", "cast", "normalize", "reciprocal_root", "statistics_dtype"]
+__all__ = [
+    "affine",
+    "cast",
+    "layer_norm",
+    "normalize",
+    "per_channel",
+    "reciprocal_root",
+    "spell_batch_norm",
+    "spell_group_norm",
+    "spell_instance_norm",
+    "spell_layer_norm",
+    "spell_out",
+    "spell_rms_norm",
+    "statistics_dtype",
+]
 
 
 def statistics_dtype(element_type: str) -> str:
@@ -52,3 +68,272 @@ def affine(x: Expr, scale: Expr | None, offset: Expr | None, scope: Scope, name:
         offset = cast(offset, dtype(x), scope, f"{name}_offset")
         x = scope.emit(op.add(x, offset), f"{name}_shifted")
     return x
+
+
+def spell_layer_norm(call: Call, scope: Scope) -> Expr:
+    """``relax.nn.layer_norm`` becomes mean, centred variance, rstd, multiply and add.
+
+    Safe: it is the definition (Ba et al., 2016), with the biased variance computed from centred values, in float32
+    for half types.
+    """
+    x, gamma, beta = call.args
+    attrs = call.attrs
+    return layer_norm(
+        x,
+        gamma if attrs.scale else None,
+        beta if attrs.center else None,
+        [int(axis) for axis in attrs.axes],
+        float(attrs.epsilon),
+        scope,
+    )
+
+
+def layer_norm(
+    x: Expr,
+    gamma: Expr | None,
+    beta: Expr | None,
+    axes: Sequence[int],
+    epsilon: float,
+    scope: Scope,
+    name: str = "layer_norm",
+) -> Expr:
+    """Binds LayerNorm of ``x`` over ``axes``, and returns it.
+
+    ``gamma`` and ``beta`` have the extents of ``x`` along ``axes``, in that order, or are ``None``. The result has the
+    element type of ``x``; the statistics are in float32 for half types. (TVM's own operator refuses bfloat16.)
+    """
+    rank = len(shape(x))
+    axes = sorted(axis % rank for axis in axes)
+    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
+    y, *_ = normalize(wide, axes, epsilon, scope, name)
+    along = [shape(x)[axis] if axis in axes else 1 for axis in range(axes[0], rank)]
+    gamma, beta = (_spread(value, along, scope, name) for value in (gamma, beta))
+    y = affine(y, gamma, beta, scope, name)
+    return cast(y, dtype(x), scope, f"{name}_output")
+
+
+def _spread(value: Expr | None, along: list[Dim], scope: Scope, name: str) -> Expr | None:
+    """``value`` with size-1 dims where its axes are not adjacent to the end, so that it broadcasts."""
+    if value is None or same_shape(shape(value), along):
+        return value
+    return scope.emit(op.reshape(value, along), f"{name}_spread")
+
+
+def spell_group_norm(call: Call, scope: Scope) -> Expr:
+    """``relax.nn.group_norm`` becomes reshape to groups, mean, centred variance, rstd, reshape, multiply and add.
+
+    Safe: it is the definition (Wu and He, 2018), with float32 statistics for half types.
+    """
+    x, gamma, beta = call.args
+    attrs = call.attrs
+    return _group_norm(
+        x,
+        gamma if attrs.scale else None,
+        beta if attrs.center else None,
+        int(attrs.num_groups),
+        int(attrs.channel_axis),
+        [int(axis) for axis in attrs.axes],
+        float(attrs.epsilon),
+        scope,
+    )
+
+
+def spell_instance_norm(call: Call, scope: Scope) -> Expr:
+    """``relax.nn.instance_norm`` becomes mean, centred variance, rstd, multiply and add.
+
+    Safe: it is the definition (Ulyanov et al., 2016), with float32 statistics for half types.
+    """
+    x, gamma, beta = call.args
+    attrs = call.attrs
+    return _instance_norm(
+        x,
+        gamma if attrs.scale else None,
+        beta if attrs.center else None,
+        int(attrs.channel_axis),
+        [int(axis) for axis in attrs.axes],
+        float(attrs.epsilon),
+        scope,
+    )
+
+
+def _group_norm(
+    x: Expr,
+    gamma: Expr | None,
+    beta: Expr | None,
+    num_groups: int,
+    channel_axis: int,
+    axes: Sequence[int],
+    epsilon: float,
+    scope: Scope,
+    name: str = "group_norm",
+) -> Expr:
+    """Binds GroupNorm of ``x``, and returns it.
+
+    The channels are split into ``num_groups``; statistics are over the channels of a group and over ``axes`` (other
+    axes than the channel's). ``gamma`` and ``beta`` have one element per channel or are ``None``.
+    """
+    extents = list(shape(x))
+    channel = channel_axis % len(extents)
+    if extents[channel] % num_groups:
+        raise ValueError(f"group_norm: wanted channels divisible by {num_groups} groups, got {extents[channel]}")
+    grouped = [*extents[:channel], num_groups, extents[channel] // num_groups, *extents[channel + 1 :]]
+    reduced = {axis % len(extents) for axis in axes} - {channel}
+    reduced = sorted([channel + 1, *(axis + (axis > channel) for axis in reduced)])
+    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
+    groups = scope.emit(op.reshape(wide, grouped), f"{name}_groups")
+    y, *_ = normalize(groups, reduced, epsilon, scope, name)
+    y = scope.emit(op.reshape(y, extents), f"{name}_ungrouped")
+    gamma, beta = (per_channel(value, channel, extents, scope, name) for value in (gamma, beta))
+    y = affine(y, gamma, beta, scope, name)
+    return cast(y, dtype(x), scope, f"{name}_output")
+
+
+def _instance_norm(
+    x: Expr,
+    gamma: Expr | None,
+    beta: Expr | None,
+    channel_axis: int,
+    axes: Sequence[int],
+    epsilon: float,
+    scope: Scope,
+    name: str = "instance_norm",
+) -> Expr:
+    """Binds InstanceNorm of ``x`` over ``axes``, and returns it.
+
+    ``gamma`` and ``beta`` have one element per channel or are ``None``.
+    """
+    extents = list(shape(x))
+    channel = channel_axis % len(extents)
+    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
+    y, *_ = normalize(wide, sorted(axis % len(extents) for axis in axes), epsilon, scope, name)
+    gamma, beta = (per_channel(value, channel, extents, scope, name) for value in (gamma, beta))
+    y = affine(y, gamma, beta, scope, name)
+    return cast(y, dtype(x), scope, f"{name}_output")
+
+
+def per_channel(value: Expr | None, channel: int, extents: Sequence[int], scope: Scope, name: str) -> Expr | None:
+    """A vector with one element per channel, reshaped so that it broadcasts along axis ``channel``."""
+    if value is None or channel == len(extents) - 1:
+        return value
+    return scope.emit(op.reshape(value, [extents[channel]] + [1] * (len(extents) - channel - 1)), f"{name}_channel")
+
+
+def spell_batch_norm(call: Call, scope: Scope) -> Expr:
+    """``relax.nn.batch_norm`` becomes mean, centred variance, rstd, multiply and add, and the running averages.
+
+    Safe: it is the operator's definition (Ioffe and Szegedy, 2015), float32 statistics for half types. NOTE: TVM's
+    operator averages the *biased* variance, and so does this; PyTorch averages the unbiased one.
+    """
+    x, gamma, beta, running_mean, running_variance = call.args
+    attrs = call.attrs
+    axis, epsilon, momentum = int(attrs.axis), float(attrs.epsilon), float(attrs.momentum)
+    gamma = gamma if attrs.scale else None
+    beta = beta if attrs.center else None
+    if not attrs.training:
+        y = _inference(x, gamma, beta, running_mean, running_variance, axis, epsilon, scope)
+        return Tuple([y, running_mean, running_variance])
+    y, mean, variance = _training(x, gamma, beta, axis, epsilon, scope)
+    new_mean = _running_average(running_mean, mean, momentum, scope, "running_mean")
+    new_variance = _running_average(running_variance, variance, momentum, scope, "running_variance")
+    return Tuple([y, new_mean, new_variance])
+
+
+def _training(
+    x: Expr, gamma: Expr | None, beta: Expr | None, axis: int, epsilon: float, scope: Scope, name: str = "batch_norm"
+) -> tuple[Expr, Var, Var]:
+    """Binds BatchNorm of ``x`` with batch statistics; returns it with mean and biased variance, one per channel.
+
+    ``gamma`` and ``beta`` have one element per channel (``axis``) or are ``None``. The statistics are vectors, in
+    float32 for half types.
+    """
+    extents = list(shape(x))
+    axis %= len(extents)
+    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
+    others = [other for other in range(len(extents)) if other != axis]
+    y, mean, variance, _ = normalize(wide, others, epsilon, scope, name)
+    vectors = [scope.emit(op.reshape(value, [extents[axis]]), value.name) for value in (mean, variance)]
+    gamma, beta = (per_channel(value, axis, extents, scope, name) for value in (gamma, beta))
+    y = affine(y, gamma, beta, scope, name)
+    return cast(y, dtype(x), scope, f"{name}_output"), *vectors
+
+
+def _inference(
+    x: Expr,
+    gamma: Expr | None,
+    beta: Expr | None,
+    mean: Expr,
+    variance: Expr,
+    axis: int,
+    epsilon: float,
+    scope: Scope,
+    name: str = "batch_norm",
+) -> Expr:
+    """Binds ``(x - mean) / sqrt(variance + epsilon) * gamma + beta`` with given statistics, one per channel."""
+    extents = list(shape(x))
+    axis %= len(extents)
+    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
+    mean, variance = (cast(value, dtype(wide), scope, f"{name}_statistic") for value in (mean, variance))
+    rstd = reciprocal_root(variance, epsilon, scope, name)
+    mean, rstd, gamma, beta = (per_channel(value, axis, extents, scope, name) for value in (mean, rstd, gamma, beta))
+    centred = scope.emit(op.subtract(wide, mean), f"{name}_centred")
+    y = scope.emit(op.multiply(centred, rstd), f"{name}_normalized")
+    y = affine(y, gamma, beta, scope, name)
+    return cast(y, dtype(x), scope, f"{name}_output")
+
+
+def _running_average(running: Expr, batch: Expr, momentum: float, scope: Scope, name: str) -> Expr:
+    """Binds ``(1 - momentum) * running + momentum * batch``, in the type of ``running``."""
+    wide = cast(running, dtype(batch), scope, f"{name}_wide")
+    remaining = scope.emit(op.multiply(wide, const(1 - momentum, batch)), f"{name}_remaining")
+    new = scope.emit(op.multiply(batch, const(momentum, batch)), f"{name}_new")
+    average = scope.emit(op.add(remaining, new), f"{name}_average")
+    return cast(average, dtype(running), scope, f"{name}_output")
+
+
+def spell_rms_norm(call: Call, scope: Scope) -> Expr:
+    """``relax.nn.rms_norm`` becomes mean of squares, rstd and multiply.
+
+    Safe: it is the definition (Zhang and Sennrich, 2019), computed in float32 for half types.
+    """
+    x, weight = call.args
+    return _rms_norm(x, weight, [int(axis) for axis in call.attrs.axes], float(call.attrs.epsilon), scope)
+
+
+def _rms_norm(
+    x: Expr, weight: Expr | None, axes: Sequence[int], epsilon: float, scope: Scope, name: str = "rms_norm"
+) -> Expr:
+    """Binds ``x / sqrt(mean(x^2, axes) + epsilon) * weight``, and returns it.
+
+    ``weight`` has the extents of ``x`` along ``axes``, which are the last axes, or is ``None``. The result has the
+    element type of ``x``.
+    """
+    rank = len(shape(x))
+    axes = sorted(axis % rank for axis in axes)
+    if axes != list(range(rank - len(axes), rank)):
+        raise ValueError(f"rms_norm: wanted the last axes of a rank-{rank} tensor, got {axes}")
+    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
+    squared = scope.emit(op.square(wide), f"{name}_squared")
+    moment = scope.emit(op.mean(squared, axes, keepdims=True), f"{name}_moment")
+    rstd = reciprocal_root(moment, epsilon, scope, name)
+    y = scope.emit(op.multiply(wide, rstd), f"{name}_normalized")
+    y = affine(y, weight, None, scope, name)
+    return cast(y, dtype(x), scope, f"{name}_output")
+
+
+SPELLINGS = {
+    "relax.nn.layer_norm": [spell_layer_norm],
+    "relax.nn.batch_norm": [spell_batch_norm],
+    "relax.nn.group_norm": [spell_group_norm],
+    "relax.nn.instance_norm": [spell_instance_norm],
+    "relax.nn.rms_norm": [spell_rms_norm],
+}
+
+
+@on_functions
+def spell_out(body: Body) -> None:
+    """Normalizations become mean, centred variance, rstd, multiply and add.
+
+    Safe: each is replaced by its definition. Why: TVM has no gradients for them, and a partitioner can then save the
+    row statistics (mean, rstd) instead of wide tensors.
+    """
+    rewrite(body, SPELLINGS)

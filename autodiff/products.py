@@ -1,24 +1,56 @@
-"""Joining of matrix products: a sum of products -> one product along a longer inner axis.
+"""Matrix products: sums of products -> one product; bias epilogues; shared sums of rows; fewer transposes.
 
+Joining of matrix products: a sum of products -> one product along a longer inner axis.
 The sum is the gradient of a weight that is used several times, in every step of a recurrence.
 ``A_1 @ B_1 + … + A_n @ B_n`` writes and adds up ``n`` matrices as large as the weight. One product along a longer inner
 axis, ``[A_1 … A_n] @ [B_1; …; B_n]``, copies the activations and their gradients instead, which are small wherever a
 batch is smaller than the weight.
+
+Biased products: a product of matrices with one vector added to all rows -> one library call.
+The library's kernels of products add a bias before they round, as eager's linear layers do: no kernel of its own reads
+and writes the result once more, and of half types it is rounded once instead of twice.
+
+Shared sums: a sum of products with a factor that it does not sum over -> a sum that is there already, times that.
+The gradient of a batch normalization adds up ``dy`` and ``dy * xhat`` for its bias and weight, and both times the
+weight, which is one number for each channel, for its input: four sums over a large tensor, of which two are enough.
+
+Transposed products: the bindings of a forward and its backward -> the backward with fewer transposes.
+The rule of a product transposes its operands, ``dB = transpose(A) @ g``; where an operand is a transpose itself (the
+weight of a linear layer), the gradient of what it transposes is ``transpose(transpose(A) @ g)``, which is
+``transpose(g) @ A``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
-from autodiff.extents import same_shape, sample_of
-from autodiff.ir import Call, Expr, Tuple, Var, dtype, op_name, permutation, shape
+from autodiff.constants import size
+from autodiff.extents import Extent, same, same_shape, sample_of
+from autodiff.ir import (
+    Call,
+    Constant,
+    DataflowVar,
+    Expr,
+    ShapeExpr,
+    TensorType,
+    Tuple,
+    Var,
+    dtype,
+    op_name,
+    permutation,
+    shape,
+    substitute,
+)
+from autodiff.library import call
 from autodiff.rewrite import BodyScope, Scope
+from autodiff.typed import normalizer
 
-__all__ = ["join_products"]
+__all__ = ["biased_products", "join_products", "share_sums", "simplify_transposes"]
 
 
 @on_functions
@@ -111,3 +143,224 @@ def _concatenated(matrices: Sequence[Expr], axis: int, scope: Scope) -> Var:
         joined = scope.emit(op.concat(Tuple([source.args[0] for source in sources]), axis=1 - axis), "joined")
         return scope.emit(op.permute_dims(joined), "joined")
     return scope.emit(op.concat(Tuple(list(matrices)), axis=axis), "joined")
+
+
+_ROWS = 256
+"""Fewer are a step of a loop, or what a kernel that computes more reads again from a cache."""
+
+_ROWS_OF_FLOAT32 = 4096
+"""Of float32 the kernels that add a bias are slow for fewer: 256 rows by 768 x 768 and 3072 x 768 take 1.35 and 2.2
+times as long, a step of BertLayer of 1,024 rows 1.03 times (H200); of 10,496 rows as long."""
+
+_UNIT = 8
+"""Rows of a multiple of so many numbers begin where the library's quick kernels want them, of every type. Of the result
+they may begin anywhere: a large product is padded then (:mod:`bridge.compile.passes.pad_products`), others take as long
+with a bias as without (2048 x 1001 x 2048 in half types, 4096 x 50257 x 768 in float32; H200)."""
+
+_TYPES = ("float16", "bfloat16", "float32")
+
+
+@on_functions
+def biased_products(body: Body) -> None:
+    """``add(reshape(matmul(x, w), extents), b)`` becomes ``library.biased_product(x, w, b, extents)``, of many rows.
+
+    Safe: nothing else reads the product. A result may be rounded otherwise, and is so wherever the call is computed.
+    """
+    returned = body.returned()
+    for binding in body.bindings:
+        found = _operands(binding, body, returned)
+        if found is not None:
+            body.assign(binding, call("biased_product", [*found, ShapeExpr(shape(binding.var))], binding.var.ty))
+            body.counts.rewrites += 1
+    body.prune()
+
+
+def _operands(binding: Binding, body: Body, returned: set[Binding]) -> tuple[Expr, Expr, Expr] | None:
+    """Rows, matrix and bias of what a binding adds up."""
+    if binding.op != "relax.add":
+        return None
+    for product, bias in (binding.value.args, list(binding.value.args)[::-1]):
+        made = _read_once(body.binding(product), returned)
+        if made is not None and made.op == "relax.reshape":
+            made = _read_once(body.binding(made.value.args[0]), returned)
+        if made is not None and made.op == "relax.matmul" and _fits(binding, *made.value.args, bias):
+            return (*made.value.args, bias)
+    return None
+
+
+def _read_once(binding: Binding | None, returned: set[Binding]) -> Binding | None:
+    return binding if binding is not None and len(binding.users) == 1 and binding not in returned else None
+
+
+def _fits(binding: Binding, rows: Expr, matrix: Expr, bias: Expr) -> bool:
+    if not isinstance(bias, Var) or not isinstance(bias.ty, TensorType):
+        return False
+    kinds = {dtype(each) for each in (binding.var, rows, matrix, bias)}
+    extents = [shape(each) for each in (rows, matrix, bias)]
+    if [len(each) for each in extents] != [2, 2, 1] or len(kinds) > 1 or kinds.isdisjoint(_TYPES):
+        return False
+    (m, k), (_, n), (width,) = extents
+    whole = shape(binding.var)
+    if any(isinstance(each, Extent) for each in (k, n, width, whole[-1])) or width != n or whole[-1] != n:
+        return False
+    least = _ROWS_OF_FLOAT32 if "float32" in kinds else _ROWS
+    return sample_of(m) >= least and k % _UNIT == 0 and same(math.prod(whole[:-1]), m)
+
+
+_SUMS = ("relax.sum", "relax.mean")
+_MOST_FACTORS = 8
+
+Factors = Counter[Binding | str]
+"""Of a product: bindings that are no products, and numbers as they are written."""
+
+
+@on_functions
+def share_sums(body: Body) -> None:
+    """``sum(a * v)`` becomes ``sum(a) * v``, where that sum stands before it and ``v`` has no extent along its axes; a
+    mean likewise. Of gradients only: who scales a sum in forward may do so because without it it would overflow.
+
+    Safe: the same number but for rounding, which is that of one product, not of one for each element.
+    """
+    known: dict[tuple, list[tuple[Factors, Binding]]] = defaultdict(list)
+    scope = BodyScope(body)
+    changed = False
+    gradients = {param for param in body.parameters() if param.name.startswith("grad_out_")}
+    for binding in body.bindings:
+        if not gradients.isdisjoint(binding.reads):
+            gradients.add(binding)
+        factors = _summed(binding, body) if binding.op in _SUMS else None
+        if factors is not None:
+            x, axes = binding.value.args[0], _axes(binding)
+            key = tuple(axes), tuple(map(str, shape(x)))
+            less = (each for each in known[key] if _is_less(factors, each[0], axes, len(shape(x))))
+            found = next(less, None) if binding in gradients else None
+            if found is None:
+                known[key].append((factors, binding))
+            else:
+                body.assign(binding, _scaled_sum(binding, found[1], factors - found[0], axes, body, scope))
+                changed = True
+        scope.bindings.append(binding)
+    if changed:
+        body.finish(scope.bindings, {})
+        body.prune()
+
+
+def _summed(binding: Binding, body: Body) -> Factors | None:
+    """The factors of what a sum or a mean of float32 or float64 adds up; ``None`` for others."""
+    call = binding.value
+    if call.attrs.axis is None or not call.attrs.keepdims or dtype(binding.var) not in ("float32", "float64"):
+        return None
+    factors = _factors(call.args[0], body)
+    return None if factors.total() > _MOST_FACTORS else factors
+
+
+def _factors(value: Expr, body: Body) -> Factors:
+    found, waiting = Counter(), [value]
+    while waiting and found.total() <= _MOST_FACTORS:
+        value = waiting.pop()
+        binding = body.binding(value)
+        if binding is None:
+            found[str(value)] += 1
+        elif binding.op == "relax.multiply":
+            waiting.extend(binding.value.args)
+        else:
+            found[binding] += 1
+    return found
+
+
+def _is_less(factors: Factors, fewer: Factors, axes: list[int], rank: int) -> bool:
+    """Whether a sum lacks only factors that are the same for all that is added."""
+    more = factors - fewer
+    return bool(more) and not fewer - factors and all(_is_constant(each, axes, rank) for each in more)
+
+
+def _is_constant(factor: Binding | str, axes: list[int], rank: int) -> bool:
+    if isinstance(factor, str) or not isinstance(factor.var.ty, TensorType):
+        return False
+    extents = shape(factor.var)
+    missing = rank - len(extents)
+    return all(axis < missing or same(extents[axis - missing], 1) for axis in axes)
+
+
+def _axes(binding: Binding) -> list[int]:
+    rank = len(shape(binding.value.args[0]))
+    return sorted(int(axis) % rank for axis in binding.value.attrs.axis)
+
+
+def _scaled_sum(binding: Binding, total: Binding, more: Factors, axes: list[int], body: Body, scope: BodyScope) -> Expr:
+    """What a sum is, of one of fewer factors."""
+    value: Var = total.var
+    extents = shape(binding.value.args[0])
+    if binding.op != total.op:
+        count = size(math.prod(extents[axis] for axis in axes), value)
+        count = count if isinstance(count, Constant) else scope.emit(count)
+        value = scope.emit((op.divide if binding.op == "relax.mean" else op.multiply)(value, count), total.name)
+    *first, last = more.elements()
+    for factor in first:
+        value = scope.emit(op.multiply(value, factor.var), binding.name)
+    return op.multiply(value, last.var)
+
+
+Bindings = list[tuple[Var, Expr]]
+
+
+def simplify_transposes(forward: Bindings, backward: Bindings) -> tuple[Bindings, dict[Var, Var]]:
+    """The backward after both rules, and what its variables that disappear are equal to.
+
+    A transpose of a transpose is the variable under both, a copy what it copies. A transpose of a product is the
+    product of the transposes in reverse order, each without a transpose if it can be.
+
+    Safe: positions only; the terms of each sum of a product are the same, in the same order. The forward is looked at
+    as if it were rewritten too, and stays as it is.
+    """
+    rewriter = _Rewriter()
+    for var, value in forward:
+        rewriter.rewrite(var, value)
+    rewriter.body = []
+    for var, value in backward:
+        rewriter.rewrite(var, value)
+    return rewriter.body, rewriter.equal
+
+
+class _Rewriter:
+    def __init__(self) -> None:
+        self.body: Bindings = []
+        self.equal: dict[Var, Var] = {}
+        self._definitions: dict[Var, Expr] = {}
+        self._normalize = normalizer()
+
+    def rewrite(self, var: Var, value: Expr) -> None:
+        """Appends the bindings that take the place of ``var = value``."""
+        value = substitute(value, self.equal)
+        if isinstance(value, Var):  # a copy, as of a scan's gradients
+            self.equal[var] = value
+            return
+        if _is_transpose(value) and isinstance(value.args[0], Var):
+            source = self._definitions.get(value.args[0])
+            if _is_transpose(source) and isinstance(source.args[0], Var):
+                self.equal[var] = source.args[0]
+                return
+            if op_name(source) == "relax.matmul" and min(len(shape(arg)) for arg in source.args) > 1:
+                operands = [self._transposed(arg) for arg in reversed(source.args)]
+                value = self._normalize(op.matmul(*operands, out_dtype=source.attrs.out_dtype))
+        self._bind(var, value)
+
+    def _bind(self, var: Var, value: Expr) -> Var:
+        self._definitions[var] = value
+        self.body.append((var, value))
+        return var
+
+    def _transposed(self, value: Expr) -> Expr:
+        """What a transpose is a transpose of; of anything else its transpose."""
+        source = self._definitions.get(value) if isinstance(value, Var) else None
+        if _is_transpose(source):
+            return source.args[0]
+        rank = len(shape(value))
+        turned = self._normalize(op.permute_dims(value, [*range(rank - 2), rank - 1, rank - 2]))
+        return self._bind(DataflowVar("transposed", turned.ty), turned)
+
+
+def _is_transpose(value: Expr | None) -> bool:
+    """Whether a value exchanges the last two axes of a tensor, and nothing else."""
+    rank = len(shape(value.args[0])) if op_name(value) == "relax.permute_dims" else 0
+    return rank > 1 and permutation(value) == [*range(rank - 2), rank - 1, rank - 2]

@@ -14,7 +14,7 @@ from tvm.relax import op
 from autodiff.body import Body, on_functions
 from autodiff.constants import splat
 from autodiff.extents import same_shape
-from autodiff.gradients.tools import fit
+from autodiff.gradients.registry import fit
 from autodiff.ir import Call, Constant, Expr, Var, dtype, shape
 from autodiff.rewrite import Scope, rewrite
 

@@ -7,13 +7,11 @@ from partition.budget import fewest_bytes
 from partition.coloring import RecomputeAll, SaveAll, coloring
 from partition.cost import Cost
 from partition.curve import BUDGETS, Point, curve
-from partition.cut import STRATEGIES, Partitioned, partition
-from partition.graph import Graph, Node, build_graph
+from partition.cut import STRATEGIES, Partitioned, partition, rebuild_backward
+from partition.graph import Choice, Graph, Node, Strategy, build_graph
 from partition.min_cut import MinCut
 from partition.plan import Plan, Saved, bytes_text
 from partition.scans import differentiable_scans
-from partition.split import rebuild_backward
-from partition.strategy import Choice, Strategy
 
 __all__ = [
     "BUDGETS",

@@ -20,9 +20,8 @@ from fractions import Fraction
 from partition.captured_set import captured_set
 from partition.coloring import reader
 from partition.cost import flops, product, recompute_cost
-from partition.graph import Graph
+from partition.graph import Choice, Graph
 from partition.network import minimum_cut
-from partition.strategy import Choice
 
 __all__ = ["fewest_bytes", "fit"]
 

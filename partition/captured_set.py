@@ -9,8 +9,7 @@ import tvm_ffi
 
 from autodiff.extents import is_symbol, symbols_alive
 from autodiff.ir import Expr, Var, substitute, used_vars
-from partition.graph import Graph
-from partition.strategy import Choice
+from partition.graph import Choice, Graph
 
 __all__ = ["CapturedSet", "captured_set", "fingerprints"]
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from partition.captured_set import captured_set
 from partition.cost import is_item, is_slice, is_view, save_cost
-from partition.graph import Graph
-from partition.strategy import Choice
+from partition.graph import Choice, Graph
 
 __all__ = ["RecomputeAll", "SaveAll", "coloring", "reader"]
 

@@ -7,7 +7,7 @@ Sides of a binding::
     side        neither, but a gradient needs it (``x > 0`` of a ReLU): either half may compute it
 
 Bindings that no result needs are dropped. Everything downstream works on this graph; TVM objects come back in
-:mod:`partition.split`.
+:mod:`partition.cut`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Protocol
 
 from autodiff import Body
 from autodiff.body import Binding
@@ -24,12 +25,11 @@ from autodiff.extents import Dim, sample_of
 from autodiff.ir import Expr, Function, TensorType, Var, dtype, library_name, op_name
 from autodiff.ir import nbytes as tensor_bytes
 from autodiff.ir import shape as tensor_shape
-from partition.normalize import normalize
+from partition.normalize import normalize, permute_once
 from partition.ops import RANDOM
-from partition.permuted import permute_once
 from partition.read_again import results_of
 
-__all__ = ["Graph", "Node", "build_graph"]
+__all__ = ["Choice", "Graph", "Node", "Strategy", "build_graph"]
 
 
 @dataclass(frozen=True)
@@ -257,3 +257,28 @@ def _unique(name: str, taken: dict[str, Node]) -> str:
     while f"{name}_dup{count}" in taken:
         count += 1
     return f"{name}_dup{count}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The values that a strategy wants saved for the backward.
+
+    ``saved`` maps a node's name to the reason it is saved. Parameters need not be named: they are free, and are read
+    wherever the walk from the gradients meets one. What is named but never read is not saved. ``use_outputs`` says
+    whether forward outputs are free too.
+    """
+
+    saved: Mapping[str, str] = field(default_factory=dict)
+    use_outputs: bool = True
+    notes: tuple[str, ...] = ()
+
+
+class Strategy(Protocol):
+    """Anything with a ``name`` and a ``choose``; :func:`partition.partition` accepts any such object."""
+
+    @property
+    def name(self) -> str:
+        """What the plan and its table call this strategy."""
+
+    def choose(self, graph: Graph) -> Choice:
+        """The values to save. Must depend on the graph alone, so that the same module always gets the same plan."""

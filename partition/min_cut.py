@@ -12,9 +12,8 @@ from partition.budget import fit
 from partition.captured_set import captured_set
 from partition.coloring import SaveAll, reader
 from partition.cost import must_save_reason, product, recompute_cost, save_cost
-from partition.graph import Graph, Node
+from partition.graph import Choice, Graph, Node
 from partition.network import minimum_cut
-from partition.strategy import Choice
 
 __all__ = ["Costs", "MinCut", "candidate_costs"]
 

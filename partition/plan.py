@@ -10,8 +10,7 @@ from autodiff.extents import Dim, Extent
 from autodiff.ir import itemsize
 from partition.captured_set import CapturedSet, captured_set, fingerprints
 from partition.cost import Cost, flops, is_view, moved_bytes
-from partition.graph import Graph
-from partition.strategy import Choice
+from partition.graph import Choice, Graph
 
 __all__ = ["Plan", "Saved", "bytes_text", "make_plan"]
 

@@ -35,7 +35,7 @@ from autodiff.scan import (
     scan_of,
 )
 from partition.cut import partition
-from partition.strategy import Strategy
+from partition.graph import Strategy
 
 __all__ = ["differentiable_scans"]
 

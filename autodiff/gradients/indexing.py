@@ -9,8 +9,7 @@ from tvm.relax import op
 
 from autodiff.constants import size
 from autodiff.extents import Dim, same
-from autodiff.gradients.registry import Emit, checks, gradient
-from autodiff.gradients.tools import const, fit, zeros_like
+from autodiff.gradients.registry import Emit, checks, const, fit, gradient, zeros_like
 from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, dtype, shape
 
 __all__ = []

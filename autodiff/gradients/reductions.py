@@ -9,8 +9,7 @@ from tvm.relax import op
 
 from autodiff.constants import ratio, size
 from autodiff.extents import Dim
-from autodiff.gradients.registry import Emit, checks, gradient
-from autodiff.gradients.tools import axes_of, const, keep_axes, zeros_like
+from autodiff.gradients.registry import Emit, axes_of, checks, const, gradient, keep_axes, zeros_like
 from autodiff.ir import Call, Expr, TupleGetItem, Var, dtype, is_float, shape
 
 __all__ = []

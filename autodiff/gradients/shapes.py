@@ -9,8 +9,7 @@ from collections.abc import Collection
 from tvm.relax import op
 
 from autodiff.extents import Dim, Extent, Slice, same
-from autodiff.gradients.registry import Emit, checks, gradient
-from autodiff.gradients.tools import fit, padded, sum_over, zeros_like
+from autodiff.gradients.registry import Emit, checks, fit, gradient, padded, sum_over, zeros_like
 from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, extents_of, shape
 from autodiff.symbolic_shapes import slices
 

@@ -14,7 +14,7 @@ from tvm.relax import op
 from autodiff.body import Binding, Body, on_functions
 from autodiff.constants import const
 from autodiff.extents import same, same_shape
-from autodiff.inference.binding_times import hoist_static
+from autodiff.inference.split_static import hoist_static
 from autodiff.ir import Call, Expr, TensorType, Var, dtype, library_name, numel, op_name, shape
 from autodiff.rewrite import BodyScope
 

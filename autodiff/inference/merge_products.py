@@ -13,7 +13,7 @@ from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
 from autodiff.extents import same, same_shape
-from autodiff.inference.binding_times import hoist_static
+from autodiff.inference.split_static import hoist_static
 from autodiff.ir import Expr, Tuple, Var, dtype, op_name, shape
 from autodiff.rewrite import BodyScope
 

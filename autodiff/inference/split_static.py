@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autodiff.body import Binding, Body
-from autodiff.dce import live_bindings
-from autodiff.inference.binding_times import static_bindings
 from autodiff.ir import (
     Call,
     Constant,
@@ -22,8 +20,40 @@ from autodiff.ir import (
     substitute,
 )
 from autodiff.ops import having, traits
+from autodiff.redundancy import live_bindings
+from autodiff.typed import reads_extents
 
-__all__ = ["Frozen", "split_static"]
+__all__ = ["Frozen", "hoist_static", "split_static", "static_bindings"]
+
+
+def static_bindings(body: Body, frozen: int) -> set[Binding]:
+    """The first ``frozen`` parameters, and the bindings that read nothing but static ones (or nothing at all).
+
+    Not static is what has a symbolic extent, which a call decides, and what draws.
+    """
+    found = set(body.parameters()[:frozen])
+    for binding in body.bindings:
+        if all(read in found for read in binding.reads) and not _varies(binding):
+            found.add(binding)
+    return found
+
+
+def hoist_static(body: Body, frozen: int) -> set[Binding]:
+    """Moves the static bindings to the front, each group in its order; returns them with the frozen parameters.
+
+    Safe: static bindings read none of the others.
+    """
+    found = static_bindings(body, frozen)
+    ordered = sorted(body.bindings, key=lambda binding: binding not in found)
+    if ordered != body.bindings:
+        body.bindings = ordered
+        body.edits += 1
+    return found
+
+
+def _varies(binding: Binding) -> bool:
+    return "random" in traits(binding.op or "") or reads_extents(binding.var) or reads_extents(binding.value)
+
 
 _FILLS = frozenset({"relax.zeros", "relax.ones", "relax.full"})
 _VIEWS = having("view", "plain")

@@ -7,7 +7,7 @@ that are not known yet:
     custom_gradient(inputs, gradients, tangents)     what the inputs get where the outputs get the tangents
     with_gradient(output, its field of that)         the output; its gradient goes there and nowhere else
 
-:mod:`autodiff.own_gradients` puts the gradients in the tangents' places. Everything that depends on no tangent is
+:mod:`autodiff.differentiate` puts the gradients in the tangents' places. Everything that depends on no tangent is
 shared with the forward, so that the partition decides what is saved.
 
 Exact, since autograd hears of nothing inside either: what was made there and is used elsewhere, what backward reads and

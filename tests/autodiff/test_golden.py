@@ -9,7 +9,7 @@ import pytest
 import autodiff
 from autodiff.clean import PASSES
 from autodiff.ir import bindings, op_name
-from autodiff.spell_out import SPELLINGS
+from autodiff.normalization import SPELLINGS
 from tests.autodiff.golden import GOLDEN, assert_same, is_pass
 
 for _name in ("simplification", "structure", "normalizations", "differentiation", "extents", "inference"):

@@ -7,10 +7,10 @@ import tvm
 from tvm import relax
 from tvm.relax import Tuple, TupleGetItem, op
 
-from autodiff.dce import live_bindings
 from autodiff.differentiate import backward_bindings
 from autodiff.ir import Constant, Function, IRModule, Var, bindings, build_function, results, substitute
-from autodiff.transposes import simplify_transposes
+from autodiff.products import simplify_transposes
+from autodiff.redundancy import live_bindings
 from tests.autodiff.evaluate import function
 from tests.autodiff.gradcheck import draw
 

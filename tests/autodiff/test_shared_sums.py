@@ -7,7 +7,7 @@ import torch
 from tvm.relax import op
 
 from autodiff.ir import bindings, op_name
-from autodiff.shared_sums import share_sums
+from autodiff.products import share_sums
 from tests.autodiff.evaluate import evaluate, function
 
 AXES = [0, 1]

@@ -9,7 +9,7 @@ from tvm.relax import TupleGetItem, op
 
 from autodiff import spell_out
 from autodiff.ir import bindings, build_function, dtype, op_name, results, shape
-from autodiff.layer_norm import layer_norm
+from autodiff.normalization import layer_norm
 from tests.autodiff.evaluate import evaluate, function
 from tests.autodiff.gradcheck import check, draw
 

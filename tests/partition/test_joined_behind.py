@@ -9,8 +9,7 @@ import pytest
 
 from autodiff.ir import Function, bindings, op_name
 from partition import Partitioned, partition
-from partition.graph import Graph
-from partition.strategy import Choice
+from partition.graph import Choice, Graph
 from tests.partition.evaluate import random_args, run_both_halves
 from tests.partition.joints import Builder, op
 

@@ -1,4 +1,4 @@
-"""Common subexpression elimination: a function -> the same with equal values computed once."""
+"""Redundancy elimination: a function -> the same without equal values, dead bindings and names that stand twice."""
 
 from __future__ import annotations
 
@@ -7,9 +7,47 @@ from collections.abc import Hashable
 from tvm_ffi import StructuralKey
 
 from autodiff.body import Binding, Body, on_functions
-from autodiff.ir import VARS, Call, Expr, Tuple, TupleGetItem, dtype, is_float, itemsize, op_name
+from autodiff.ir import VARS, Call, Expr, Tuple, TupleGetItem, Var, dtype, is_float, itemsize, op_name, used_vars
+from autodiff.rewrite import NameSupply
 
-__all__ = ["common_subexpression_elimination"]
+__all__ = ["common_subexpression_elimination", "dead_code_elimination", "live_bindings", "unique_names"]
+
+
+@on_functions
+def unique_names(body: Body) -> None:
+    """Renames variables whose name an earlier variable has: ``x``, ``x`` becomes ``x``, ``x_1``.
+
+    Safe: names carry no meaning in Relax. Parameters come first, so that a binding gives way to a parameter;
+    two parameters of one name are renamed too. Why: gradients, plans and captures refer to variables by name.
+    """
+    supply = NameSupply(body.names())
+    used: set[str] = set()
+    renamed: dict[Binding, str] = {}
+    for binding in [*body.parameters(), *body.bindings]:
+        if binding.name in used:
+            renamed[binding] = supply.fresh(binding.name)
+        used.add(binding.name)
+    body.rename(renamed)
+
+
+@on_functions
+def dead_code_elimination(body: Body, since: int = 0) -> None:
+    """Drops bindings that no result needs.
+
+    Safe: in flat form every binding is pure.
+    """
+    body.prune()
+
+
+def live_bindings(body: list[tuple[Var, Expr]], outputs: list[Expr]) -> list[tuple[Var, Expr]]:
+    """Those bindings that the outputs need, in order."""
+    needed = {output for output in outputs if isinstance(output, Var)}
+    live = []
+    for var, value in reversed(body):
+        if var in needed:
+            live.append((var, value))
+            needed.update(used_vars(value))
+    return live[::-1]
 
 
 @on_functions
