@@ -154,8 +154,8 @@ times as long, a step of BertLayer of 1,024 rows 1.03 times (H200); of 10,496 ro
 
 _UNIT = 8
 """Rows of a multiple of so many numbers begin where the library's quick kernels want them, of every type. Of the result
-they may begin anywhere: a large product is padded then (:mod:`bridge.compile.passes.pad_products`), others take as long
-with a bias as without (2048 x 1001 x 2048 in half types, 4096 x 50257 x 768 in float32; H200)."""
+they may begin anywhere: a large product is padded then (:mod:`bridge.compile.passes.product_forms`), others take as
+long with a bias as without (2048 x 1001 x 2048 in half types, 4096 x 50257 x 768 in float32; H200)."""
 
 _TYPES = ("float16", "bfloat16", "float32")
 

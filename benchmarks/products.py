@@ -21,7 +21,7 @@ from tvm.relax import op as R
 
 from autodiff.ir import build_function
 from bridge.compile import Program, clear_choices, compile_function, host_backend
-from bridge.compile.cpu.attainable import attainable_rate
+from bridge.compile.cpu.measure import attainable_rate
 from bridge.compile.cpu.product_ways import Trial
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.schedule.products import LayoutClass, ProductShape, is_generated

@@ -25,7 +25,7 @@ from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.pipeline import Compilation
 from bridge.compile.runtime import step_kernels
-from bridge.compile.schedule.planned import Planned
+from bridge.compile.schedule.plan_rows import Planned
 from tests.cuda_plans import CudaKernels, assert_near
 from tests.rooms import ROOT
 

@@ -13,10 +13,9 @@ from bridge.compile.cuda.kernels import generate, generate_apart
 from bridge.compile.cuda.limits import LIMITS, ORDER
 from bridge.compile.loop_ir.graph import Graph, Reduction, Value
 from bridge.compile.runtime.step_kernels import kernel_apart
-from bridge.compile.schedule.column_plan import plan_columns
+from bridge.compile.schedule.chain_plan import plan_columns
 from bridge.compile.schedule.fuse import fuse
-from bridge.compile.schedule.plan_rows import plan_rows
-from bridge.compile.schedule.planned import Planned
+from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.read_again import read_again
 from bridge.compile.schedule.row_plan import RowPlan
 from tests.opencl import OpenClKernels

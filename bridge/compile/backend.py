@@ -18,14 +18,9 @@ from tvm import relax
 from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
-from bridge.compile.loop_ir.lookup import LookupPlan
-from bridge.compile.loop_ir.pool import PoolPlan
-from bridge.compile.loop_ir.product import PackPlan, ProductPlan
-from bridge.compile.loop_ir.scatter import ScatterPlan
-from bridge.compile.schedule.calls import CallShape
-from bridge.compile.schedule.chain_plan import ChainPlan
+from bridge.compile.loop_ir.operations import LookupPlan, PackPlan, PoolPlan, ProductPlan, ScatterPlan
+from bridge.compile.schedule.chain_plan import CallShape, ChainPlan, ColumnPlan
 from bridge.compile.schedule.choices import NO_CHOICES, Alternative, Choices
-from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.products import ProductPolicy, ProductShape
@@ -142,7 +137,7 @@ class Backend(ABC):
         """The kernel of a plan. It follows from the plan alone: equal plans share one.
 
         A product's is one for all plans of an element type: it reads
-        :data:`~bridge.compile.loop_ir.product.FIELDS` at each launch. Plans are launched together only where the
+        :data:`~bridge.compile.loop_ir.operations.FIELDS` at each launch. Plans are launched together only where the
         backend's limits ask for it.
         """
 
@@ -207,7 +202,7 @@ class Backend(ABC):
         """What runs a :class:`~bridge.compile.runtime.program.Program`: ``(inputs, *, consume)`` → results."""
 
     def recorder(self, program: Any) -> Any:
-        """What records a program's launches as one (:class:`~bridge.compile.graphs.recorder.Recorder`), or ``None``."""
+        """The :class:`~bridge.compile.graphs.recordings.Recorder` of a program's launches as one, or ``None``."""
         return None
 
     @abstractmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autodiff.ir import Function
 from bridge.artifact import key_of
-from bridge.compile.runtime.canonical import canonical_text
+from bridge.compile.runtime.plain import canonical_text
 
 __all__ = ["KeptFunction", "digest_of"]
 
@@ -27,5 +27,5 @@ class KeptFunction:
 
 def digest_of(function: Function) -> str:
     """Equal for functions of equal text, in every process. ``ValueError``: see
-    :func:`~bridge.compile.runtime.canonical.canonical_text`."""
+    :func:`~bridge.compile.runtime.plain.canonical_text`."""
     return key_of(canonical_text([function]))

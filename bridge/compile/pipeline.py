@@ -1,14 +1,14 @@
 """The compiler's pipeline: a Relax function in flat form → a :class:`~bridge.compile.runtime.program.Program`.
 
     translate     Relax → neutral loop graph                          bridge.compile.translate
-    name          GELU of half types by the normal distribution       bridge.compile.passes.normal_functions
-    moments       variances of columns by sums of squares             bridge.compile.passes.moments
-    pad           large products whose rows begin anywhere, on a GPU  bridge.compile.passes.pad_products
+    name          GELU of half types by the normal distribution       bridge.compile.passes.patterns
+    moments       variances of columns by sums of squares             bridge.compile.passes.patterns
+    pad           large products whose rows begin anywhere, on a GPU  bridge.compile.passes.product_forms
     chains        attention's three steps as one, where quicker       bridge.compile.chosen_chains
     choose        where values lie, how products are computed         bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
-    accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
-    widen         float32 gradients straight from half products       bridge.compile.passes.widen
+    accumulate    sums of products in place, where that is allowed    bridge.compile.passes.product_forms
+    widen         float32 gradients straight from half products       bridge.compile.passes.product_forms
     fuse          loop graph → groups                                 bridge.compile.schedule.fuse
     generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, .backend
     build         PrimFuncs → machine code, in the background         bridge.compile.runtime.build
@@ -47,37 +47,27 @@ from bridge.compile.cuda.recorder import STREAMS
 from bridge.compile.kept_function import KeptFunction, digest_of
 from bridge.compile.loop_ir.graph import Graph, LoopCall
 from bridge.compile.options import CompileOptions
-from bridge.compile.passes.accumulate import accumulate
-from bridge.compile.passes.casts import cast_where_read
-from bridge.compile.passes.choose_forms import calls_in, choose_forms
-from bridge.compile.passes.choose_layouts import choose_layouts
+from bridge.compile.passes.cheap import add_few_rows, cast_where_read, count_where_read, recompute_row_values
+from bridge.compile.passes.choose_layouts import calls_in, choose_forms, choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
-from bridge.compile.passes.few_rows import add_few_rows
 from bridge.compile.passes.join_products import join_products
-from bridge.compile.passes.lookups import generate_lookups
-from bridge.compile.passes.moments import add_moments_at_once
-from bridge.compile.passes.normal_functions import name_normal_functions
-from bridge.compile.passes.pad_products import pad_products
-from bridge.compile.passes.parts_apart import read_parts_apart
-from bridge.compile.passes.permutations import recompute_permutations
-from bridge.compile.passes.place_sections import place_sections
-from bridge.compile.passes.pool_gradients import generate_pool_gradients
-from bridge.compile.passes.positions import count_where_read
-from bridge.compile.passes.row_values import recompute_row_values
-from bridge.compile.passes.sections import recompute_sections
-from bridge.compile.passes.slices import recompute_slices
-from bridge.compile.passes.split_products import split_products
-from bridge.compile.passes.walkable import make_walkable
-from bridge.compile.passes.widen import widen_gradients
-from bridge.compile.runtime.build import clear_kernels
-from bridge.compile.runtime.cache import WeakCache
+from bridge.compile.passes.patterns import (
+    add_moments_at_once,
+    generate_lookups,
+    generate_pool_gradients,
+    name_normal_functions,
+)
+from bridge.compile.passes.product_forms import accumulate, pad_products, split_products, widen_gradients
+from bridge.compile.passes.sections import place_sections, read_parts_apart, recompute_sections, recompute_slices
+from bridge.compile.passes.walkable import make_walkable, recompute_permutations
+from bridge.compile.runtime.build import WeakCache, clear_kernels
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.link import assemble
-from bridge.compile.runtime.loop_step import inner_steps
+from bridge.compile.runtime.loop_frame import inner_steps
 from bridge.compile.runtime.pool import ARENAS
 from bridge.compile.runtime.program import Program
-from bridge.compile.runtime.program_store import keep_program, kept_program
-from bridge.compile.schedule.calls import CallShape
+from bridge.compile.runtime.storage import keep_program, kept_program
+from bridge.compile.schedule.chain_plan import CallShape
 from bridge.compile.schedule.products import ProductPolicy, ProductShape
 from bridge.compile.signature import size_signature
 from bridge.compile.targets import backend_for
@@ -131,7 +121,7 @@ def compile_function(
     generator's state: seed and offset, int64.
 
     No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.schedule.fuse`. That is
-    given up with ``options.sums_in_place``, for :mod:`bridge.compile.passes.accumulate`.
+    given up with ``options.sums_in_place``, for :mod:`bridge.compile.passes.product_forms`.
     """
     return Compilation(func, name, options, drawn).finish()
 

@@ -1,7 +1,7 @@
 """Compiled Bernoulli draws: masks and a CPU generator → PyTorch's bits and PyTorch's state afterwards.
 
 PyTorch draws Bernoulli masks one element after another. Here a vectorized Mersenne Twister
-(:mod:`bridge.compile.cpu.mt19937_draw`) takes the generator's own lock, as PyTorch's draws do, fills the masks and
+(:mod:`bridge.compile.cpu.mt19937`) takes the generator's own lock, as PyTorch's draws do, fills the masks and
 advances the generator's engine in place; large masks on all threads. Whatever other threads draw, it is before or
 after.
 
@@ -77,7 +77,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled functions of :mod:`bridge.compile.cpu.mt19937_draw`, and where they find lock and engine."""
+    """The compiled functions of :mod:`bridge.compile.cpu.mt19937`, and where they find lock and engine."""
 
     serial: Built = field(repr=False)
     layout: Layout

@@ -1,7 +1,7 @@
 """A CPU generator's memory: where its mutex and its engine lie in the C++ object, looked up and tried out.
 
 torch's draws lock the mutex and then advance the engine. Python has no way to the mutex, so compiled code goes there by
-its address (:mod:`bridge.compile.cpu.mt19937_draw`). That is torch's, the C++ library's and the interpreter's private
+its address (:mod:`bridge.compile.cpu.mt19937`). That is torch's, the C++ library's and the interpreter's private
 business, so nothing is trusted: the engine is searched for by the words that ``get_state`` gives, in memory that is
 read through the kernel, which does not fail where there is none; the mutex has to be a free one, and to stop another
 thread's ``torch.rand`` while it is held.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import tvm
 
-from bridge.compile.cpu.host import features, model
+from bridge.compile.cpu.build import features, model
 
 __all__ = ["Store", "header_of_this_tree"]
 

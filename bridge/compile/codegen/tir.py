@@ -1,14 +1,42 @@
-"""TIR helpers: statements in sequence, counted loops, functions that are loops from the start."""
+"""TIR: kernels as functions of TVM's IR, their arguments, rounding, and lowering to what LLVM takes."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+import tvm
 from tvm import tirx
-from tvm.tirx import Buffer, Expr, For, ForKind, PrimFunc, SeqStmt, Stmt, Var
+from tvm.ir import PointerType, PrimType
+from tvm.tirx import Bind, Buffer, BufferLoad, DeclBuffer, Expr, For, ForKind, PrimFunc, SeqStmt, Stmt, Var
 
-__all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "Scope", "const", "loop", "loop_function", "sequence"]
+from autodiff.extents import Dim
+from autodiff.ir import itemsize
+from bridge.compile.codegen.emit import Emitter
+from bridge.compile.codegen.pointwise import compute_type, different
+from bridge.compile.loop_ir.graph import Value
+from bridge.compile.loop_ir.operations import Argument, Number, Term
+
+__all__ = [
+    "INDEX",
+    "LOOPS_ATTR",
+    "SHARED_ATTR",
+    "Finish",
+    "Kernel",
+    "LaunchArguments",
+    "Scope",
+    "const",
+    "converted",
+    "flat_buffer",
+    "loop",
+    "loop_function",
+    "lower_loops",
+    "rounded",
+    "sequence",
+]
+
 
 INDEX = "int64"
 """Element type of indices in functions that serve every shape."""
@@ -77,3 +105,141 @@ def loop_function(params: Sequence[Var | Buffer], body: Stmt, *, shared: bool = 
     """A PrimFunc that is loops already; ``shared``: see :data:`SHARED_ATTR`."""
     attributes = {"tirx.noalias": True, "tirx.is_scheduled": True, LOOPS_ATTR: True}
     return PrimFunc(list(params), body).with_attr({**attributes, SHARED_ATTR: True} if shared else attributes)
+
+
+def rounded(e: Emitter, value: Expr, dtype: str, op: str = "") -> Expr:
+    """``value`` rounded to a stored type, in its compute type. What ``op`` only moves is rounded already."""
+    if compute_type(dtype) == dtype or op in ("copy", "concat", "pad"):
+        return value
+    return e.rounded(value, dtype)
+
+
+def converted(e: Emitter, value: Expr, source: str, target: str) -> Expr:
+    """A value of element type ``source`` as ``target``, both in their compute types: ``astype``."""
+    if target == "bool":
+        return different(value, e.const(0, compute_type(source)))
+    if source == "bool":
+        kind = compute_type(target)
+        return e.select(value, e.const(1, kind), e.const(0, kind))
+    if "float" in source and "int" in target:
+        return e.truncated(value, target)
+    return rounded(e, e.cast(value, compute_type(target)), target)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """A second launch: ``func(parts…, outputs…, descriptor)``, ``parts`` of the kernel's scratch memory."""
+
+    func: PrimFunc = field(repr=False)
+    parts: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``func(inputs…, outputs…, scratch…, descriptor)``; ``ops`` are the operators it computes, in order.
+
+    The descriptor, a pointer, is there only if ``scalars`` is not empty: those integers, as int64, of a launch.
+    What ``finish`` computes is not among the outputs.
+    """
+
+    func: PrimFunc = field(repr=False)
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    scratch: tuple[Value, ...] = ()
+    ops: tuple[str, ...] = ()
+    scalars: tuple[Dim, ...] = ()
+    finish: Finish | None = None
+
+
+def lower_loops() -> tuple[tvm.transform.Pass, Callable, Callable]:
+    """The passes that the packed calling convention needs, no others; then those of the host's part and the device's.
+
+    TVM's default pipeline simplifies under an analyzer that substitutes every bound variable by its value, which is
+    exponential in the length of a chain of bindings (a polynomial is one). Nothing here does that.
+
+    The calling convention's checks of every argument (number of dimensions, each extent, dtype, device, strides) are
+    more code than most kernels and take more than half of LLVM's time. A kernel is called only by the Program that it
+    was built for, which checks its inputs once per call and makes everything else itself; so they are left out.
+    """
+    passes = [
+        tirx.transform.BF16ComputeLegalize(),
+        tirx.transform.VerifyMemory(),
+        tirx.transform.AnnotateEntryFunc(),
+        tirx.transform.SplitHostDevice(),
+        tirx.transform.MakePackedAPI(),
+        tirx.transform.SkipAssert(),
+        tirx.transform.BF16StorageLegalize(),
+    ]
+    return tvm.transform.Sequential(passes), tirx.transform.LowerTVMBuiltin, lambda: tvm.transform.Sequential([])
+
+
+_ELEMENTS = {"int32": 2**31 - 1, INDEX: 1 << 40}
+
+
+def flat_buffer(dtype: str, name: str, index_type: str, pointer: Var | None = None) -> Buffer:
+    """Memory of a tensor of any shape, aligned as its elements are."""
+    extent = tirx.const(_ELEMENTS[index_type], index_type)
+    return tirx.decl_buffer((extent,), dtype, name, data=pointer, data_alignment=itemsize(dtype))
+
+
+class LaunchArguments:
+    """The integers that a launch passes, as variables.
+
+    Attributes:
+        params: the kernel's parameter for the descriptor, if it takes any.
+        stmts: what binds the variables, for the beginning of the kernel, once everything else is made.
+    """
+
+    def __init__(self, count: int, index_type: str) -> None:
+        self.index_type = index_type
+        self.params: list[Var] = []
+        self.stmts: list[Stmt] = []
+        self._first = 0
+        self._variables = [Var(f"n{index}", index_type) for index in range(count)]
+        self._wide: dict[int, Var] = {}
+        if not count:
+            return
+        pointer = Var("descriptor", PointerType(PrimType(INDEX)))
+        self._descriptor = flat_buffer(INDEX, "descriptor", INDEX, pointer)
+        self.params.append(pointer)
+        self.stmts.append(DeclBuffer(self._descriptor, data=pointer))
+        for index, variable in enumerate(self._variables):
+            number: Expr = BufferLoad(self._descriptor, [const(index)])
+            self.stmts.append(Bind(variable, number if index_type == INDEX else tirx.Cast(index_type, number)))
+
+    def part(self, first: int, count: int, index_type: str | None = None) -> LaunchArguments:
+        """The integers of one of several plans, ``count`` from ``first`` on, as if they were all; of its index type."""
+        found = copy.copy(self)
+        found._first, found._variables = first, self._variables[first : first + count]
+        if index_type not in (None, self.index_type):
+            found.index_type, wide = index_type, found._variables
+            found._variables = [Var(f"m{index}", index_type) for index in range(count)]
+            casts = zip(found._variables, wide, strict=True)
+            self.stmts += [Bind(short, tirx.Cast(index_type, number)) for short, number in casts]
+        return found
+
+    def __call__(self, number: Number) -> Expr:
+        """A number of a plan as an index."""
+        return tirx.const(number, self.index_type) if isinstance(number, int) else self._variables[number.index]
+
+    def value(self, argument: Argument) -> Expr:
+        """An argument as int64, whatever an index is: a number that is computed with."""
+        if self.index_type == INDEX:
+            return self._variables[argument.index]
+        place = self._first + argument.index
+        if place not in self._wide:
+            variable = self._wide[place] = Var(f"x{place}", INDEX)
+            self.stmts.append(Bind(variable, BufferLoad(self._descriptor, [const(place)])))
+        return self._wide[place]
+
+    def coordinate(self, index: Expr, term: Term) -> Expr:
+        """A loop's coordinate from the number of the turn in all of them."""
+        at = index if term.below == 1 else tirx.truncdiv(index, self(term.below))
+        return at if term.extent is None else tirx.truncmod(at, self(term.extent))
+
+    def index(self, first: Expr, index: Expr, terms: tuple[Term, ...]) -> Expr:
+        """``first`` and the terms of the turn of that number: where an element is."""
+        for term in terms:
+            first = first + self.coordinate(index, term) * self(term.stride)
+        return first

@@ -14,30 +14,24 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from bridge.compile.backend import Backend, Built
-from bridge.compile.cpu.build import CpuLibraries, kernel_source
-from bridge.compile.cpu.call_forms import seconds_of_forms
+from bridge.compile.cpu.build import CpuLibraries, fingerprint, kernel_source
 from bridge.compile.cpu.chain import chain_function
-from bridge.compile.cpu.columns import generate_columns
-from bridge.compile.cpu.gemm import gemm_function
-from bridge.compile.cpu.gemm_buffers import register_tile
-from bridge.compile.cpu.gemm_packed import packed_gemm_function, packing_function
-from bridge.compile.cpu.host import fingerprint
-from bridge.compile.cpu.legalized import scheduled
+from bridge.compile.cpu.gemm import gemm_function, packed_gemm_function, packing_function
+from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.limits import ALTERNATIVES, LIMITS, ORDER
-from bridge.compile.cpu.loops import generate
+from bridge.compile.cpu.loops import generate, generate_columns, scheduled
+from bridge.compile.cpu.measure import seconds_of_forms
 from bridge.compile.cpu.product_ways import Multiply
 from bridge.compile.cpu.products import CpuProducts, generated_types
 from bridge.compile.cpu.step_driver import step_driver
-from bridge.compile.loop_ir.product import Packing, PackPlan, ProductPlan
+from bridge.compile.loop_ir.operations import Packing, PackPlan, ProductPlan
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.kernel_store import kept_kernels
-from bridge.compile.runtime.loop_step import Loop
+from bridge.compile.runtime.loop_frame import Loop
 from bridge.compile.runtime.program import Program
-from bridge.compile.schedule.calls import CallShape
-from bridge.compile.schedule.chain_plan import ChainPlan
+from bridge.compile.schedule.chain_plan import CallShape, ChainPlan, ColumnPlan
 from bridge.compile.schedule.choices import Alternative
-from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.products import ProductShape

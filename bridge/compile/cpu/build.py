@@ -1,9 +1,13 @@
-"""Machine code for the CPU: PrimFuncs → a library by TVM's LLVM, whose parallel loops run on torch's threads."""
+"""Machine code for the CPU: PrimFuncs → a library by TVM's LLVM, for what this processor can do."""
 
 from __future__ import annotations
 
+import functools
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import tvm
 from tvm import tirx
@@ -12,13 +16,45 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from bridge.base.log import channel
-from bridge.compile.codegen.lowering import lower_loops
-from bridge.compile.codegen.tir import LOOPS_ATTR
-from bridge.compile.cpu.host import features, llvm_version
+from bridge.compile.codegen.tir import LOOPS_ATTR, lower_loops
 from bridge.compile.cpu.threads import CONNECT, connect_function, launcher
-from bridge.compile.runtime.library_file import REFUSALS, library_bytes, loaded
+from bridge.compile.runtime.build import REFUSALS, library_bytes, loaded
 
-__all__ = ["CpuLibraries", "kernel_source"]
+__all__ = ["CpuLibraries", "features", "fingerprint", "kernel_source", "llvm_version", "model"]
+
+
+_SETTINGS = ("MKL_", "OMP_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "OPENBLAS_")
+"""What environment variables that libraries of products look at begin with."""
+
+
+def fingerprint() -> tuple:
+    """What measured times depend on: the processor, how many of them, what libraries are told."""
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_SETTINGS))
+    return model(), features(), os.cpu_count(), settings
+
+
+@functools.cache
+def features() -> str:
+    """What LLVM finds here: a target names a processor, of which a virtual machine may let programs use less."""
+    found = tvm.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    return " ".join(sorted(str(name) for name, there in dict(found or {}).items() if bool(there)))
+
+
+@functools.cache
+def llvm_version() -> str:
+    return str(tvm.get_global_func("target.llvm_version_major")())
+
+
+@functools.cache
+def model() -> str:
+    """The processor's name, as in ``"AMD EPYC 9V74 80-Core Processor"``."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor()
+    lines = (line.partition(":") for line in told.splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == "model name"), platform.processor())
+
 
 _LOG = channel("cache")
 

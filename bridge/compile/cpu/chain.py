@@ -18,19 +18,24 @@ from tvm import tirx
 from tvm.ir import PointerType, PrimType
 from tvm.tirx import Buffer, Expr, ForKind, PrimFunc, SeqStmt, Stmt, Var
 
-from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import Emitter, stack_buffer
-from bridge.compile.codegen.tir import INDEX, Scope, const, loop, loop_function
-from bridge.compile.cpu.gemm_buffers import DEPTH, Buffers, RegisterTile, quotient_up, smaller
-from bridge.compile.cpu.gemm_pack import pack_a, pack_b
-from bridge.compile.cpu.gemm_tile import Strip, multiply_tile
-from bridge.compile.cpu.row import emit_row
-from bridge.compile.cpu.row_scope import RowScope
-from bridge.compile.cpu.transpose import transposition
-from bridge.compile.loop_ir.access import Argument
+from bridge.compile.codegen.tir import INDEX, LaunchArguments, Scope, const, flat_buffer, loop, loop_function
+from bridge.compile.cpu.gemm_tile import (
+    DEPTH,
+    Buffers,
+    RegisterTile,
+    Strip,
+    multiply_tile,
+    pack_a,
+    pack_b,
+    quotient_up,
+    smaller,
+)
+from bridge.compile.cpu.loops import transposition
+from bridge.compile.cpu.row import RowScope, emit_row
+from bridge.compile.loop_ir.operations import Argument
 from bridge.compile.schedule.chain_plan import CHAIN_FIELDS, ChainPlan
-from bridge.compile.schedule.row_plan import RowPlan
-from bridge.compile.schedule.row_scope import KernelBuffers
+from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
 __all__ = ["chain_function"]
 

@@ -1,8 +1,9 @@
-"""General matrix multiplication (GEMM) in generated code: pointers and a descriptor → ``c = a @ b`` or ``c += a @ b``.
+"""Matrix products on the CPU: shapes -> a kernel of register tiles over blocks that fit the caches.
 
+General matrix multiplication (GEMM) in generated code: pointers and a descriptor → ``c = a @ b`` or ``c += a @ b``.
 The scheme is that of K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008): a block
 of ``b`` is packed into panels of a few vectors' columns, a register tile's rows of ``a`` at a time beside it
-(:mod:`bridge.compile.cpu.gemm_pack`), and the innermost loop multiplies them into accumulators in registers
+(:mod:`bridge.compile.cpu.gemm_tile`), and the innermost loop multiplies them into accumulators in registers
 (:mod:`bridge.compile.cpu.gemm_tile`). One function serves every shape and every layout of one element type: extents
 and strides are read from a descriptor at the call, so a process compiles it once.
 
@@ -10,30 +11,118 @@ An element of the result is a sum in order of ``k``, in fused multiply-adds with
 chunk: it depends neither on the blocks, nor on the registers' width, nor on the number of threads. The chunks keep the
 rounding error near that of vendor libraries, which cut the sum as well (a chain over all of ``k`` would be about twice
 as far off at 3072).
+
+Matrix products of one matrix with many: it is packed once, all of it, and each product reads the panels.
+A step of a recurrent network multiplies few rows by the weight of all steps, a frozen module any number by a constant.
+Packing, which a product of many rows pays for at once (:mod:`bridge.compile.cpu.gemm`), would take about as long as a
+product of few. An element of the result has the bits that it has there: the same chunks of ``k``, in the same order.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
+import tvm
 from tvm import tirx
-from tvm.tirx import Expr, PrimFunc, Var
+from tvm.tirx import BufferLoad, Expr, ForKind, PrimFunc, SeqStmt, Var
 
-from bridge.compile.codegen.tir import INDEX, Scope, const, loop
-from bridge.compile.cpu.gemm_blocks import Block, product_of_blocks
-from bridge.compile.cpu.gemm_buffers import DEPTH, Buffers, RegisterTile, quotient_up, smaller
-from bridge.compile.cpu.gemm_pack import pack_a, pack_b
-from bridge.compile.cpu.gemm_tile import Strip, multiply_tile
+from bridge.compile.codegen.tir import INDEX, Scope, const, loop, loop_function
+from bridge.compile.cpu.gemm_tile import (
+    DEPTH,
+    Buffers,
+    RegisterTile,
+    Strip,
+    multiply_tile,
+    pack_a,
+    pack_b,
+    quotient_up,
+    smaller,
+)
+from bridge.compile.cpu.loops import transposition
+from bridge.compile.loop_ir.operations import FIELDS
 
-__all__ = ["gemm_function"]
+__all__ = [
+    "Block",
+    "function_of",
+    "gemm_function",
+    "packed_gemm_function",
+    "packing_function",
+    "product_of_blocks",
+    "strip_rows",
+    "with_fields",
+]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of the results, of which ``rows`` and ``width`` columns exist.
+
+    Attributes:
+        batch: numbers of its product in the two axes of the batch.
+        row, column: of the result where it begins.
+    """
+
+    batch: tuple[Var, Var]
+    row: Var
+    column: Var
+    rows: Var
+    width: Var
+
+    def product(self, g: Buffers, operand: str) -> Expr:
+        """Index of an operand's matrix of this block's product."""
+        outer, inner = self.batch
+        return outer * g.field[f"{operand}_outer"] + inner * g.field[f"{operand}_inner"]
+
+
+def with_fields(g: Buffers) -> Scope:
+    """A scope in which the descriptor's fields are read."""
+    scope = Scope()
+    g.field = {
+        name: scope.name(BufferLoad(g.descriptor, [const(position)]), name) for position, name in enumerate(FIELDS)
+    }
+    return scope
+
+
+def product_of_blocks(g: Buffers, task: Callable[[Scope, Block], None]) -> PrimFunc:
+    """The kernel whose tasks, side by side, are the blocks of all products."""
+    scope = with_fields(g)
+    tall = scope.name(quotient_up(g.field["m"], g.field["block_rows"]), "tall")
+    wide = scope.name(quotient_up(g.field["n"], g.field["block_columns"]), "wide")
+    tasks = g.field["outer"] * g.field["inner"] * tall * wide
+    scope.add(loop(tasks, lambda body, index: task(body, _block(g, body, index, tall, wide)), ForKind.PARALLEL))
+    return function_of(g, scope)
+
+
+def _block(g: Buffers, scope: Scope, index: Var, tall: Var, wide: Var) -> Block:
+    field = g.field
+    block = scope.name(tirx.truncmod(index, tall * wide), "block")
+    batch = scope.name(tirx.truncdiv(index, tall * wide), "batch")
+    outer = scope.name(tirx.truncdiv(batch, field["inner"]), "outer_index")
+    inner = scope.name(tirx.truncmod(batch, field["inner"]), "inner_index")
+    row = scope.name(tirx.truncdiv(block, wide) * field["block_rows"], "row")
+    column = scope.name(tirx.truncmod(block, wide) * field["block_columns"], "column")
+    rows = scope.name(smaller(field["m"] - row, field["block_rows"]), "rows")
+    width = scope.name(smaller(field["n"] - column, field["block_columns"]), "width")
+    return Block((outer, inner), row, column, rows, width)
+
+
+def function_of(g: Buffers, scope: Scope, first: int = 0) -> PrimFunc:
+    """The kernel of what a scope does, with the parameters from the ``first`` on."""
+    params = g.params[first:]
+    declared = [tirx.DeclBuffer(buffer, data=param) for buffer, param in zip(g.operands[first:], params, strict=True)]
+    text = tvm.ir.StringImm(transposition(g.dtype, g.lanes))
+    body = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, SeqStmt([*declared, *scope.stmts]))
+    return loop_function(params, body, shared=True)
 
 
 @functools.cache
 def gemm_function(dtype: str, tile: RegisterTile) -> PrimFunc:
     """``gemm(a, b, c, descriptor)``, four pointers; ``dtype`` is float32 or float64.
 
-    The descriptor is int64, see :data:`bridge.compile.loop_ir.product.FIELDS`; its ``block_columns`` must be a
+    The descriptor is int64, see :data:`bridge.compile.loop_ir.operations.FIELDS`; its ``block_columns`` must be a
     multiple of the tile's.
     """
     g = Buffers(dtype, tile)
@@ -77,5 +166,83 @@ def _task(g: Buffers, scope: Scope, block: Block) -> None:
             inside.add(loop(panels, tile))
 
         body.add(loop(quotient_up(rows, const(g.rows)), strip))
+
+    scope.add(loop(quotient_up(field["k"], const(DEPTH)), chunk))
+
+
+def strip_rows(tile: RegisterTile, rows: int) -> int:
+    """The height of the strips that so many rows are cut into: the one with the least to compute in vain."""
+
+    def computed(height: int) -> int:
+        left = rows % height
+        return rows - left + (next(each for each in tile.heights if each >= left) if left else 0)
+
+    return min(reversed(tile.heights), key=computed)
+
+
+@functools.cache
+def packing_function(dtype: str, tile: RegisterTile) -> PrimFunc:
+    """``pack(b, panels, descriptor)``: all of ``b`` as ``[panel][k][column]``; the last panel is not filled up."""
+    g = Buffers(dtype, tile)
+    g.b_panels = g.c
+    scope = with_fields(g)
+    field = g.field
+    count = quotient_up(field["n"], const(g.columns))
+
+    def panel(body: Scope, index: Var) -> None:
+        target = index * field["k"] * const(g.columns)
+        pack_b(g, body, index, const(0), field["k"], field["n"], target)
+
+    scope.add(loop(count, panel, ForKind.PARALLEL))
+    return function_of(g, scope, first=1)
+
+
+@functools.cache
+def packed_gemm_function(dtype: str, tile: RegisterTile) -> PrimFunc:
+    """``gemm(a, panels, c, descriptor)``, for products that all read the same panels; see
+    :func:`bridge.compile.cpu.gemm.gemm_function`."""
+    g = Buffers(dtype, tile, tile.strips)
+    return product_of_blocks(g, partial(_packed_task, g))
+
+
+def _packed_task(g: Buffers, scope: Scope, block: Block) -> None:
+    """One block of the result: all of ``k`` in chunks. A panel's chunk stays near while all strips meet it."""
+    field, columns, rows, width = g.field, const(g.columns), block.rows, block.width
+    panels = scope.name(quotient_up(width, columns), "panels")
+    strips = scope.name(quotient_up(rows, field["strip_rows"]), "strips")
+
+    def start(operand: str) -> Expr:
+        return block.product(g, operand) + block.row * field[f"{operand}_row"]
+
+    a = scope.name(start("a"), "a_start")
+    b = scope.name(block.column * field["k"], "b_start")
+    c = scope.name(start("c") + block.column, "c_start")
+    scope.add(*g.allocations)
+
+    def chunk(body: Scope, index: Var) -> None:
+        begin = body.name(index * const(DEPTH), "begin")
+        depth = body.name(smaller(field["k"] - begin, const(DEPTH)), "depth")
+        onto = body.name(tirx.Cast(INDEX, tirx.Or(begin > const(0), field["accumulate"] > const(0))), "onto")
+
+        def strip(inside: Scope, number: Var) -> tuple[Var, Var, Var]:
+            first = inside.name(number * field["strip_rows"], "first")
+            count = inside.name(smaller(rows - first, field["strip_rows"]), "count")
+            return first, count, inside.name(number * const(DEPTH * g.pitch), "packed")
+
+        def pack(inside: Scope, number: Var) -> None:
+            first, count, packed = strip(inside, number)
+            pack_a(g, inside, a + first * field["a_row"] + begin * field["a_column"], depth, count, packed)
+
+        def panel(inside: Scope, number: Var) -> None:
+            source = inside.name(b + (number * field["k"] + begin) * columns, "panel_start")
+
+            def tile(innermost: Scope, index: Var) -> None:
+                first, count, packed = strip(innermost, index)
+                target = innermost.name(c + first * field["c_row"], "target")
+                multiply_tile(g, innermost, number, Strip(target, depth, count, width, onto, packed), source)
+
+            inside.add(loop(strips, tile))
+
+        body.add(loop(strips, pack), loop(panels, panel))
 
     scope.add(loop(quotient_up(field["k"], const(DEPTH)), chunk))

@@ -1,18 +1,154 @@
-"""The register tile of a matrix product: packed panels → fused multiply-adds in registers → stored or added up."""
+"""Register tiles and panels of matrix products: operands -> memory in the order in which the tiles read it.
+
+Packing of a matrix product: blocks of the operands, of any strides → dense panels in the order of the inner loop.
+Both operands have three ways: vectors where a line of the panel is dense in memory, squares transposed in registers
+where the lines along ``k`` are, element by element otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import tvm
 from tvm import tirx
-from tvm.tirx import Broadcast, BufferLoad, BufferStore, Expr, IfThenElse, SeqStmt, Stmt, Var
+from tvm.ir import PointerType, PrimType
+from tvm.target import Target
+from tvm.tirx import Broadcast, Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Ramp, SeqStmt, Stmt, Var
 
+from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import Emitter, stack_buffer
-from bridge.compile.codegen.tir import Scope, const, loop
-from bridge.compile.cpu.gemm_buffers import VECTORS, Buffers, smaller
+from bridge.compile.codegen.tir import INDEX, Scope, const, loop
+from bridge.compile.cpu.loops import transpose
 
-__all__ = ["Strip", "multiply_tile"]
+__all__ = [
+    "DEPTH",
+    "NARROW",
+    "VECTORS",
+    "WIDE",
+    "Buffers",
+    "RegisterTile",
+    "Strip",
+    "multiply_tile",
+    "pack_a",
+    "pack_b",
+    "quotient_up",
+    "register_tile",
+    "smaller",
+]
+
+
+DEPTH = 256
+"""Terms of one chain of multiply-adds."""
+
+VECTORS = 2
+"""Vectors in a row of the register tile."""
+
+
+@dataclass(frozen=True)
+class RegisterTile:
+    """The part of a result whose sums stay in registers, of a processor's vector registers.
+
+    Attributes:
+        heights: rows, ascending: the last rows of a block use the smallest that holds them. The last is the tile's.
+        vector: bytes of a vector register.
+        panels: of a packed block of ``b``, at most: 196 kB, a part of a second-level cache.
+        strips: of ``a`` that meet a panel of a ``b`` that was packed before, at most: 224 kB of float32. Each block of
+            so many reads ``b`` from where it lies; with a third of them, a weight of 768 x 3072 cost a tenth more.
+    """
+
+    heights: tuple[int, ...]
+    vector: int
+    panels: int
+    strips: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole tile."""
+        return self.heights[-1]
+
+    def lanes(self, dtype: str) -> int:
+        """Elements of a vector."""
+        return self.vector // itemsize(dtype)
+
+    def columns(self, dtype: str) -> int:
+        """Columns of the tile for an element type."""
+        return VECTORS * self.lanes(dtype)
+
+
+WIDE = RegisterTile((4, 8, 14), 64, 6, 14)
+"""28 accumulators of AVX-512's 32 registers."""
+
+NARROW = RegisterTile((2, 4, 6), 32, 12, 28)
+"""12 accumulators of AVX2's 16 registers; two hold ``b``, one ``a``."""
+
+
+def register_tile(target: Target) -> RegisterTile | None:
+    """The tile for a processor; ``None`` for one without fused multiply-adds of vectors."""
+
+    def has(feature: str) -> bool:
+        return bool(tvm.get_global_func("target.target_has_feature")(feature, target))
+
+    if has("avx512f"):
+        return WIDE
+    return NARROW if has("avx2") and has("fma") else None
+
+
+def smaller(a: Expr, b: Expr) -> Expr:
+    """The smaller of two indices."""
+    return tirx.Select(a < b, a, b)
+
+
+def quotient_up(a: Expr, b: Expr) -> Expr:
+    """``a / b`` rounded up."""
+    return tirx.truncdiv(a + (b - const(1)), b)
+
+
+class Buffers:
+    """Everything that the code of a product reads and writes.
+
+    Attributes:
+        params: the kernel's parameters, pointers to ``a``, ``b``, ``c`` and the descriptor.
+        operands: those four as flat buffers.
+        b_panels, a_panel: packed operands, ``[panel][k][column]`` and ``[k][row]``, so that the innermost loop reads
+            both front to back.
+        tile: the register tile at the edge of the result, before the part that exists is stored.
+        allocations: statements that make the three.
+        pitch: elements from one ``k`` to the next in ``a_panel``: whole vectors.
+        field: the descriptor's fields, once the kernel has read them.
+    """
+
+    def __init__(self, dtype: str, tile: RegisterTile, strips: int = 0) -> None:
+        """``strips``: of ``a`` that are packed at once where ``b`` comes in panels; 0 where it does not."""
+        self.dtype = dtype
+        self.heights, self.rows = tile.heights, tile.rows
+        self.lanes = tile.lanes(dtype)
+        self.columns = tile.columns(dtype)
+        self.pitch = -(-self.rows // self.lanes) * self.lanes
+        self.field: Mapping[str, Expr] = {}
+        pointer = PointerType(PrimType(dtype))
+        self.params = [Var(name, pointer) for name in "abc"] + [Var("descriptor", PointerType(PrimType(INDEX)))]
+        self.operands = [_flat(p, kind) for p, kind in zip(self.params, (dtype, dtype, dtype, INDEX), strict=True)]
+        self.a, self.b, self.c, self.descriptor = self.operands
+        self.a_panel, a_allocation = stack_buffer(max(strips, 1) * DEPTH * self.pitch, dtype, "a_panel")
+        self.tile, tile_allocation = stack_buffer(self.rows * self.columns, dtype, "tile")
+        self.allocations = (a_allocation, tile_allocation)
+        self.b_panels = self.b
+        if not strips:
+            self.b_panels, b_allocation = stack_buffer(DEPTH * tile.panels * self.columns, dtype, "b_panels")
+            self.allocations = (b_allocation, *self.allocations)
+
+    def load(self, buffer: Buffer, at: Expr, lanes: int | None = None) -> Expr:
+        """A vector."""
+        return BufferLoad(buffer, [Ramp(at, const(1), lanes or self.lanes)])
+
+    def store(self, buffer: Buffer, at: Expr, value: Expr, lanes: int | None = None) -> Stmt:
+        """Stores a vector."""
+        return BufferStore(buffer, value, [Ramp(at, const(1), lanes or self.lanes)])
+
+
+def _flat(pointer: Var, dtype: str) -> Buffer:
+    return tirx.decl_buffer((1 << 40,), dtype, pointer.name, data=pointer, data_alignment=itemsize(dtype))
 
 
 @dataclass(frozen=True)
@@ -120,3 +256,104 @@ class _Tile:
 
 def _added(old: Expr, value: Expr, add: bool) -> Expr:
     return old + value if add else value
+
+
+def pack_b(g: Buffers, scope: Scope, panel: Var, source: Expr, depth: Var, width: Var, target: Expr) -> None:
+    """Columns of one panel: ``depth`` lines from index ``source`` of ``b`` on, of a block ``width`` columns wide, are
+    put from index ``target`` on."""
+    step, across = g.field["b_row"], g.field["b_column"]
+    column = scope.name(panel * const(g.columns), "column")
+    source = scope.name(source + column * across, "source")
+    target = scope.name(target, "target")
+    valid = scope.name(smaller(width - column, const(g.columns)), "valid")
+    full = tirx.EQ(valid, const(g.columns))
+
+    def vectors(body: Scope, k: Var) -> None:
+        for vector in range(VECTORS):
+            shift = const(vector * g.lanes)
+            value = g.load(g.b, source + k * step + shift)
+            body.add(g.store(g.b_panels, target + k * const(g.columns) + shift, value))
+
+    def elements(begin: Expr) -> Stmt:
+        lines = (g.b, source, step, across), (g.b_panels, lambda at: target + at * const(g.columns))
+        return _elements(begin, depth, valid, *lines)
+
+    turned = Scope()
+    squares = turned.name(tirx.truncdiv(depth, const(g.lanes)), "squares")
+
+    def square(body: Scope, index: Var) -> None:
+        for vector in range(VECTORS):
+            begin = source + const(vector * g.lanes) * across + index * const(g.lanes)
+            to = target + index * const(g.lanes * g.columns) + const(vector * g.lanes)
+            last = const(g.lanes - 1)
+            body.add(transpose(g.dtype, (g.b, begin), across, last, (g.b_panels, to), g.columns))
+
+    turned.add(loop(squares, square), elements(squares * const(g.lanes)))
+    dense, along = tirx.And(full, tirx.EQ(across, const(1))), tirx.And(full, tirx.EQ(step, const(1)))
+    scope.add(IfThenElse(dense, loop(depth, vectors), IfThenElse(along, turned.body, elements(const(0)))))
+
+
+def pack_a(g: Buffers, scope: Scope, source: Expr, depth: Var, count: Var, target: Expr) -> None:
+    """``count`` rows, at most a register tile's, from index ``source`` of ``a`` on, ``depth`` elements each, are put
+    from index ``target`` on."""
+    row, step = g.field["a_row"], g.field["a_column"]
+    source = scope.name(source, "source")
+    pitch = const(g.pitch)
+
+    def elements(begin: Expr) -> Stmt:
+        return _elements(begin, depth, count, (g.a, source, step, row), (g.a_panel, lambda at: target + at * pitch))
+
+    turned = Scope()
+    squares = turned.name(tirx.truncdiv(depth, const(g.lanes)), "squares")
+
+    def square(body: Scope, index: Var) -> None:
+        # Rows behind the last one repeat it: they are read, and their results are not stored.
+        for vector in range(g.pitch // g.lanes):
+            below = const(vector * g.lanes)
+            last = count - const(1) - below
+            last = tirx.Select(last < const(0), const(0), last)
+            begin = source + smaller(below, count - const(1)) * row + index * const(g.lanes)
+            to = target + index * const(g.lanes * g.pitch) + below
+            body.add(transpose(g.dtype, (g.a, begin), row, last, (g.a_panel, to), g.pitch))
+
+    turned.add(loop(squares, square), elements(squares * const(g.lanes)))
+    full = tirx.And(tirx.EQ(row, const(1)), tirx.EQ(count, const(g.rows)))
+
+    def vectors(body: Scope, k: Var) -> None:
+        # The second half vector ends with the last row, so that nothing behind it is read.
+        half = 1 << ((g.rows - 1).bit_length() - 1)
+        for first in (0, g.rows - half):
+            value = g.load(g.a, source + k * step + const(first), half)
+            body.add(g.store(g.a_panel, target + k * pitch + const(first), value, half))
+
+    along = IfThenElse(tirx.EQ(step, const(1)), turned.body, elements(const(0)))
+    scope.add(IfThenElse(full, loop(depth, vectors), along))
+
+
+def _elements(
+    begin: Expr,
+    depth: Var,
+    count: Var,
+    lines: tuple[Buffer, Expr, Expr, Expr],
+    panel: tuple[Buffer, Callable[[Var], Expr]],
+) -> Stmt:
+    """Lines ``begin`` to ``depth``, one element after another.
+
+    Args:
+        count: elements of a line.
+        lines: what is read: a buffer, its first index, the strides from line to line and within a line.
+        panel: where it goes: a buffer, and the index at which a line starts.
+    """
+    source, first, step, across = lines
+    target, start = panel
+
+    def line(body: Scope, k: Var) -> None:
+        at = body.name(begin + k, "at")
+
+        def element(innermost: Scope, j: Var) -> None:
+            value = BufferLoad(source, [first + at * step + j * across])
+            innermost.add(BufferStore(target, value, [start(at) + j]))
+
+        body.add(loop(count, element))
+
+    return loop(depth - begin, line)

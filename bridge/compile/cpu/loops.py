@@ -1,29 +1,33 @@
-"""Row kernels: a row plan → one PrimFunc that walks the rows of its space.
+"""Loop nests on the CPU: a point-wise group, a reduction of columns, a permutation -> parallel loops with vectors.
 
+Row kernels: a row plan → one PrimFunc that walks the rows of its space.
 Rows run in parallel, in chunks (tasks). Each row is :func:`bridge.compile.cpu.row.emit_row`; column reductions are
 accumulated per task and combined at the end, in order. Vectors run along the last column loop, with a scalar tail.
+
+Transposition of a square of vectors in registers: LLVM IR, and calls of it from TIR.
+In TVM's IR each of its shuffles would go through concatenated vectors, which cost LLVM a second.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
-from tvm import tirx
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, PrimFunc, Stmt, Var
+import tvm
+from tvm import s_tir, tirx
+from tvm.tirx import Bind, Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, PrimFunc, Stmt, Var
 
-from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
+from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import compute_type
-from bridge.compile.codegen.tir import loop_function, sequence
-from bridge.compile.cpu.row import emit_row
-from bridge.compile.cpu.row_scope import RowScope
-from bridge.compile.cpu.steps import Steps, block_of, left_over, vectors_and_tail
+from bridge.compile.codegen.tir import LaunchArguments, const, flat_buffer, loop_function, sequence
+from bridge.compile.cpu.row import RowScope, Steps, block_of, emit_row, left_over, vectors_and_tail
 from bridge.compile.cpu.threads import if_worth
+from bridge.compile.schedule.chain_plan import ColumnPlan, Section
 from bridge.compile.schedule.reduction import combine, identity
-from bridge.compile.schedule.row_plan import RowPlan
-from bridge.compile.schedule.row_scope import KernelBuffers
+from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
-__all__ = ["generate"]
+__all__ = ["generate", "generate_columns", "scheduled", "transpose", "transposition"]
 
 
 def generate(plan: RowPlan) -> PrimFunc:
@@ -185,3 +189,165 @@ class _RowKernel:
         length, lanes = self.plan.length, self.plan.lanes
         turns, tail = vectors_and_tail(self.number, length, lanes, (copies,))
         return [*turns, *left_over(self.number, length, lanes, copies), *tail]
+
+
+def generate_columns(plan: ColumnPlan) -> PrimFunc:
+    """The kernel of a plan: the source, the result, the launch's integers."""
+    return _ColumnKernel(plan).build()
+
+
+class _ColumnKernel:
+    def __init__(self, plan: ColumnPlan) -> None:
+        self.plan = plan
+        self.number = LaunchArguments(plan.arguments, plan.index_type)
+        self.source = flat_buffer(plan.source, "in0", plan.index_type)
+        self.target = flat_buffer(plan.target, "out0", plan.index_type)
+
+    def build(self) -> PrimFunc:
+        body = [*map(self._section, self.plan.sections)]
+        params = [self.source, self.target, *self.number.params]
+        return loop_function(params, sequence([*self.number.stmts, *body]))
+
+    def _section(self, section: Section) -> Stmt:
+        """The tasks of one section: all rows of a block of columns of one batch."""
+        plan, number, lanes = self.plan, self.number, section.lanes
+        op, dtype = plan.op, compute_type(plan.target)
+        task, row = Var("task", plan.index_type), Var("row", plan.index_type)
+        batch, block = tirx.truncdiv(task, number(section.count)), tirx.truncmod(task, number(section.count))
+        accumulator, allocation = stack_buffer(lanes * section.copies, dtype, "acc")
+        total, beside = stack_buffer(lanes * section.copies, dtype, "total")
+        start, body, finish = Emitter(lanes), Emitter(lanes), Emitter(lanes)
+        clear, add = Emitter(lanes), Emitter(lanes)
+        first = start.name_index(number.index(number(plan.offset), batch, plan.by_batch), "first")
+        base = body.name_index(number.index(first, row, plan.by_row), "base")
+        for copy in range(section.copies):
+            slot = [start.index(number(copy * lanes), 1)]
+            column = number(section.begin) + (block * number(section.copies) + number(copy)) * number(lanes)
+            for e, buffer in ((start, total), (clear, accumulator)):
+                e.stmts.append(BufferStore(buffer, e.const(identity(op, dtype), dtype), slot))
+            value = body.bind(body.cast(self._load(body, base, column), dtype))
+            old = body.bind(BufferLoad(accumulator, slot))
+            body.stmts.append(BufferStore(accumulator, combine(body, op, old, value), slot))
+            parts = [add.bind(BufferLoad(buffer, slot)) for buffer in (total, accumulator)]
+            add.stmts.append(BufferStore(total, combine(add, op, *parts), slot))
+            result = finish.cast(BufferLoad(total, slot), plan.target)
+            at = finish.index(batch * number(plan.length) + column, 1)
+            finish.stmts.append(BufferStore(self.target, result, [at]))
+        kind = ForKind.PARALLEL if plan.parallel else ForKind.SERIAL
+        stmts = [allocation, beside, *start.stmts, self._blocks(row, clear.stmts, body.stmts, add.stmts), *finish.stmts]
+        tasks = For(task, number(0), number(plan.batches) * number(section.count), kind, sequence(stmts))
+        return if_worth(number, plan.parallel, tasks)
+
+    def _blocks(self, row: Var, clear: list[Stmt], body: list[Stmt], add: list[Stmt]) -> Stmt:
+        """All rows, block by block: each is reduced by itself, and then combined with those before."""
+        plan, number = self.plan, self.number
+        rows = number(plan.rows)
+        size, _ = block_of(number, rows, plan.block_rows)
+        block, inside = Var("block", plan.index_type), Var("inside", plan.index_type)
+        first = block * size
+        body = [Bind(row, first + inside), *body]
+        loop = For(inside, number(0), tirx.min(size, rows - first), ForKind.SERIAL, sequence(body))
+        blocks = tirx.truncdiv(rows + size - number(1), size)
+        return For(block, number(0), blocks, ForKind.SERIAL, sequence([*clear, loop, *add]))
+
+    def _load(self, e: Emitter, base: Expr, column: Expr) -> Expr:
+        """Elements of a row from a column on; lane by lane where the loops inside a row are several."""
+        plan, number = self.plan, self.number
+        if len(plan.columns) == 1:
+            (step,) = plan.steps
+            along = step if isinstance(step, int) else number(step)
+            return BufferLoad(self.source, [e.index(base + column * number(step), along)])
+        lanes = [BufferLoad(self.source, [base + self._column(column + number(k))]) for k in range(e.lanes)]
+        return tirx.Shuffle(lanes, list(range(e.lanes))) if e.lanes > 1 else lanes[0]
+
+    def _column(self, position: Expr) -> Expr:
+        """Index of the element of that number within a row of several loops."""
+        plan, number = self.plan, self.number
+        index, below = number(0), number(1)
+        for extent, stride in reversed(list(zip(plan.columns, plan.steps, strict=True))):
+            if stride:
+                at = tirx.truncmod(tirx.truncdiv(position, below), number(extent))
+                index = index + at * number(stride)
+            below = below * number(extent)
+        return index
+
+
+def transpose(
+    dtype: str, source: tuple[Buffer, Expr], step: Expr, last: Expr, target: tuple[Buffer, Expr], pitch: int
+) -> Stmt:
+    """Lines of ``source``, ``step`` elements apart, become columns of ``target``, whose rows are ``pitch`` apart.
+
+    Both are a buffer and an index in it. A line is a vector; lines behind ``last`` repeat that one.
+    """
+    begin, end = (tirx.address_of(BufferLoad(buffer, [at])) for buffer, at in (source, target))
+    return tirx.Evaluate(tirx.call_extern("int32", _name(dtype), begin, step, last, end, const(pitch)))
+
+
+def _name(dtype: str) -> str:
+    return f"bridge_transpose_{dtype}"
+
+
+def transposition(dtype: str, lanes: int) -> str:
+    """LLVM IR of the function that :func:`transpose` calls, for a square of ``lanes x lanes`` elements."""
+    element = {"float32": "float", "float64": "double"}[dtype]
+    vector = f"<{lanes} x {element}>"
+    lines = [
+        f"define internal i32 @{_name(dtype)}(ptr %from, i64 %step, i64 %last, ptr %to, i64 %pitch) alwaysinline {{"
+    ]
+    for i in range(lanes):
+        lines += [
+            f"  %behind{i} = icmp slt i64 %last, {i}",
+            f"  %line{i} = select i1 %behind{i}, i64 %last, i64 {i}",
+            f"  %shift{i} = mul i64 %line{i}, %step",
+            f"  %source{i} = getelementptr {element}, ptr %from, i64 %shift{i}",
+            f"  %v{i} = load {vector}, ptr %source{i}, align {itemsize(dtype)}",
+        ]
+    current = [f"%v{i}" for i in range(lanes)]
+    distance = lanes // 2
+    while distance:  # exchange the off-diagonal quarters of ever smaller squares
+        low = [k + lanes - distance if k & distance else k for k in range(lanes)]
+        high = [k + lanes if k & distance else k + distance for k in range(lanes)]
+        following = list(current)
+        for i in range(lanes):
+            if i & distance:
+                continue
+            pair = f"{vector} {current[i]}, {vector} {current[i | distance]}"
+            for row, picks in ((i, low), (i | distance, high)):
+                mask = ", ".join(f"i32 {pick}" for pick in picks)
+                following[row] = f"%d{distance}_{row}"
+                lines.append(f"  {following[row]} = shufflevector {pair}, <{lanes} x i32> <{mask}>")
+        current = following
+        distance //= 2
+    for i, value in enumerate(current):
+        lines += [
+            f"  %row{i} = mul i64 %pitch, {i}",
+            f"  %target{i} = getelementptr {element}, ptr %to, i64 %row{i}",
+            f"  store {vector} {value}, ptr %target{i}, align {itemsize(dtype)}",
+        ]
+    return "\n".join([*lines, "  ret i32 0", "}", ""])
+
+
+def scheduled(func: PrimFunc, parallel: int) -> PrimFunc:
+    """Spatial loops of each block of ``parallel`` iterations or more: fused and parallel.
+
+    Functions that are not made of schedulable blocks (sorts, scans, scatters) are left as they are.
+    """
+    sch = s_tir.Schedule(func)
+    try:
+        blocks = sch.get_child_blocks(sch.get_sblock("root"))
+    except tvm.error.InternalError:
+        return func
+    for block in blocks:
+        loops = sch.get_loops(block)
+        iterators = sch.get(block).iter_vars
+        if len(loops) != len(iterators) or not loops or sch.get_child_blocks(block):
+            continue
+        data_parallel = tirx.IterVar.DataPar
+        spatial = 0
+        while spatial < len(loops) and iterators[spatial].iter_type == data_parallel:
+            spatial += 1
+        if spatial == 0:
+            continue
+        if math.prod(int(sch.get(loop).extent) for loop in loops) >= parallel:
+            sch.parallel(sch.fuse(*loops[:spatial]) if spatial > 1 else loops[0])
+    return sch.mod["main"]

@@ -1,25 +1,92 @@
-"""The Mersenne Twister as vector code: twist, temper, compare with a threshold.
+"""Mersenne Twister as torch has it, in TIR: a state -> random words, draws, and states further on.
 
+The Mersenne Twister as vector code: twist, temper, compare with a threshold.
 The engine holds a *block* of 624 words. It is *twisted* into the next one; an output is a *tempered* word of the block.
 The recurrence (Matsumoto and Nishimura, "Mersenne Twister", ACM TOMACS 8, 1998)
 
     word[i] = word[i + 397] ^ f(word[i], word[i + 1])        indices modulo 624
 
 reaches back over 227 words at least, so sixteen of them at a time are independent.
+
+Jumping ahead in the Mersenne Twister: a block and a polynomial over GF(2) → a block far behind it.
+The words of the twister are a linear recurrence of degree 19937 with characteristic polynomial P. If ``x^n mod P`` is
+the sum of ``x^i`` over a set of ``i``, then word ``n + k`` is the exclusive or of the words ``i + k`` over that set,
+for every ``k`` (Haramoto, Matsumoto, Nishimura, Panneton and L'Ecuyer, "Efficient Jump Ahead for F2-Linear Random
+Number Generators", INFORMS Journal on Computing 20, 2008). :mod:`bridge.rng.polynomials` makes the sets.
+
+Word 0 is not part of it: the recurrence reads its highest bit only, and a seed leaves any others there. So words are
+counted from 1.
+
+A CPU generator of torch's as memory: its mutex, which its own draws lock, and its engine, in words of 32 bits.
+words 0-1    the seed
+    word 2       ``left``, int32: one more than the outputs that the current block still has
+    word 3       ``seeded``, one byte
+    word 4       ``next``, uint32: index of the next output in the block
+    words 5-628  the block
+    word 629     nothing
+    words 630-   normal numbers drawn ahead, a float32 and a float64, each with a byte that says whether there is one
+
+Nobody is asked to believe that: :mod:`bridge.rng.engine` looks and tries. The lock is held by compiled code only, which
+neither raises nor waits for the interpreter: whoever holds the interpreter's lock may wait for the generator's.
+
+Bernoulli masks from a generator of torch's, in place: lock, draw, unlock in one call without Python in between.
+The stream is cut into chunks, each a whole number of blocks after the first, so that all of them start at the same
+position in a block; one thread jumps to the start of a chunk (:mod:`bridge.compile.cpu.mt19937`) and draws it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 from tvm import tirx
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, Ramp, Stmt, Var
+from tvm.ir import PointerType, PrimType
+from tvm.tirx import (
+    Bind,
+    Buffer,
+    BufferLoad,
+    BufferStore,
+    DeclBuffer,
+    Expr,
+    ForKind,
+    IfThenElse,
+    PrimFunc,
+    Ramp,
+    Return,
+    Stmt,
+    Var,
+)
 
 from bridge.compile.codegen.emit import Emitter, stack_buffer
-from bridge.compile.codegen.tir import const, loop
+from bridge.compile.codegen.tir import INDEX, const, loop, loop_function, sequence
 from bridge.compile.cpu.limits import LANES
 
-__all__ = ["BLOCK", "FIRST", "PER_BLOCK", "elements", "emit_loop", "load", "next_words", "twist", "working_buffer"]
+__all__ = [
+    "BLOCK",
+    "CHUNK_FIELDS",
+    "DEGREE",
+    "DOUBLE",
+    "FIRST",
+    "FLOAT",
+    "LEFT",
+    "NEXT",
+    "PER_BLOCK",
+    "SEEDED",
+    "SEGMENT_FIELDS",
+    "STATE_WORDS",
+    "WORDS",
+    "at_address",
+    "bernoulli_function",
+    "elements",
+    "emit_loop",
+    "jump",
+    "load",
+    "locked",
+    "next_words",
+    "twist",
+    "working_buffer",
+]
+
 
 BLOCK = 624
 """Words of a block."""
@@ -125,3 +192,198 @@ def elements(words: Buffer, at: Expr, mask: Buffer, to: Expr, count: Expr, thres
         e.stmts += _compare(words, at + step * const(2), mask, to + step, threshold, 1)
 
     return [emit_loop(whole, vector), emit_loop(count - whole * const(_PAIRS), single)]
+
+
+DEGREE = 19937
+"""Of the characteristic polynomial."""
+
+
+_STRIP = 3  # vectors of the result that are summed at a time, in registers
+_WORDS = -(-(DEGREE + BLOCK) // BLOCK) * BLOCK  # what the windows of all terms lie in
+
+
+def jump(start: Buffer, words: Buffer, terms: Buffer, begin: Expr, end: Expr) -> list[Stmt]:
+    """Sets the block of ``words`` from that of ``start``.
+
+    Args:
+        start: a block, [624].
+        words: a working buffer.
+        terms: uint16; ``terms[begin:end]`` is the set of ``i`` for a distance of ``n`` words: the new block starts
+            ``n + 1`` words after ``start``.
+    """
+    stream, room = stack_buffer(_WORDS, "uint32", "stream")
+
+    def copy(e: Emitter, i: Var) -> None:
+        e.stmts.append(BufferStore(stream, BufferLoad(start, [i]), [i]))
+
+    def extend(e: Emitter, i: Var) -> None:
+        at = e.name_index(i * const(LANES), "at")
+        next_words(e, stream, at, at + const(_SHIFT), at + const(BLOCK))
+
+    def strip(e: Emitter, i: Var) -> None:
+        first = e.name_index(i * const(_STRIP * LANES), "first")
+        sums = [stack_buffer(1, f"uint32x{LANES}", f"sum{part}") for part in range(_STRIP)]
+        zero = Emitter(LANES).const(0, "uint32")
+        for cell, allocation in sums:
+            e.stmts += [allocation, BufferStore(cell, zero, [const(0)])]
+
+        def add(inside: Emitter, term: Var) -> None:
+            index = Var("index", INDEX)
+            window = tirx.Cast(INDEX, BufferLoad(terms, [begin + term])) + first + const(1)
+            inside.stmts.append(Bind(index, window))
+            vectors = Emitter(LANES)
+            for part, (cell, _) in enumerate(sums):
+                total = BufferLoad(cell, [const(0)]) ^ load(vectors, stream, index + const(part * LANES))
+                vectors.stmts.append(BufferStore(cell, total, [const(0)]))
+            inside.stmts += vectors.stmts
+
+        e.stmts.append(emit_loop(end - begin, add))
+        for part, (cell, _) in enumerate(sums):
+            at = Emitter(LANES).index(first + const(FIRST + part * LANES), 1)
+            e.stmts.append(BufferStore(words, BufferLoad(cell, [const(0)]), [at]))
+
+    return [
+        room,
+        emit_loop(BLOCK, copy),
+        emit_loop((_WORDS - BLOCK) // LANES, extend),
+        emit_loop(BLOCK // (_STRIP * LANES), strip),
+    ]
+
+
+LEFT, SEEDED, NEXT, WORDS = 2, 3, 4, 5
+FLOAT = WORDS + BLOCK + 1
+"""The float32; the word after it says whether there is one."""
+DOUBLE = FLOAT + 2
+"""The float64; the second word after it says whether there is one."""
+STATE_WORDS = DOUBLE + 4
+
+
+def at_address(address: Expr, dtype: str, name: str) -> tuple[Buffer, list[Stmt]]:
+    """Memory at an address as a flat buffer, and the statements that declare it."""
+    kind = PointerType(PrimType(dtype))
+    pointer = Var(f"{name}_pointer", kind)
+    buffer = tirx.decl_buffer((1 << 40,), dtype, name, data=pointer, data_alignment=1)
+    return buffer, [Bind(pointer, tirx.reinterpret(kind, address)), DeclBuffer(buffer, data=pointer)]
+
+
+def locked(lock: Expr, stmts: Sequence[Stmt]) -> Stmt:
+    """Statements that run while the mutex at an address is held; none of them if it cannot be taken."""
+
+    def call(name: str) -> Expr:
+        return tirx.call_extern("int32", name, tirx.reinterpret("handle", lock))
+
+    unlock = tirx.Evaluate(call("pthread_mutex_unlock"))
+    return IfThenElse(call("pthread_mutex_lock").equal(tirx.const(0, "int32")), sequence([*stmts, unlock]), None)
+
+
+CHUNK_FIELDS = ("first_segment", "end_segment", "first_term", "end_term")
+"""A chunk, four int64: its segments, and the terms of the polynomial that jumps to it (the first chunk needs none)."""
+
+SEGMENT_FIELDS = ("mask", "offset", "count", "threshold")
+"""What a chunk draws of one mask, four int64: its elements ``[offset, offset + count)``."""
+
+
+def _copy(count: int, source: Buffer, offset: int, target: Buffer, to: int) -> Stmt:
+    def word(e: Emitter, i: Var) -> None:
+        e.stmts.append(BufferStore(target, BufferLoad(source, [i + const(offset)]), [i + const(to)]))
+
+    return emit_loop(count, word)
+
+
+def _fields(e: Emitter, table: Buffer, row: Expr, names: Sequence[str]) -> list[Expr]:
+    return [
+        e.bind(BufferLoad(table, [row * const(len(names)) + const(position)]), name)
+        for position, name in enumerate(names)
+    ]
+
+
+def _draw(e: Emitter, words: Buffer, position: Buffer, mask: Buffer, count: Expr, threshold: Expr) -> None:
+    """The next ``count`` elements; ``position`` is ``left`` and ``next`` of the block in ``words``."""
+    left, begin = (e.bind(BufferLoad(position, [const(i)])) for i in range(2))
+    odd = e.bind(tirx.truncmod(left - const(1), const(2)))
+    early = e.bind(tirx.min(tirx.truncdiv(left - const(1), const(2)), count))  # elements of the block at hand
+    blocks = e.bind(tirx.truncdiv(count - early + const(PER_BLOCK - 1), const(PER_BLOCK)))
+
+    def block(inside: Emitter, i: Var) -> None:
+        """What the block at hand still has (turn 0), what the i-th block after it has."""
+        fresh = i > const(0)
+        inside.stmts.append(IfThenElse(fresh, sequence(twist(words)), None))
+        done = inside.bind(tirx.Select(fresh, early + (i - const(1)) * const(PER_BLOCK), const(0)))
+        now = inside.bind(tirx.Select(fresh, tirx.min(count - done, const(PER_BLOCK)), early))
+        at = inside.bind(tirx.Select(fresh, const(0) - odd, begin))
+        inside.stmts += elements(words, at + const(FIRST), mask, done, now, threshold)
+        inside.stmts.append(BufferStore(position, at + now * const(2), [const(1)]))
+
+    e.stmts.append(emit_loop(blocks + const(1), block))
+    new_next = BufferLoad(position, [const(1)])
+    new_left = tirx.Select(blocks > const(0), const(BLOCK + 1) - new_next, left - early * const(2))
+    e.stmts.append(BufferStore(position, new_left, [const(0)]))
+
+
+@functools.cache
+def bernoulli_function(parallel: bool) -> PrimFunc:
+    """``(lock, engine, masks, chunks, segments, terms, count)``: fills masks and advances the engine.
+
+    Element ``i`` of the stream takes the outputs ``2 i`` and ``2 i + 1``, the high and the low half of a 64-bit number;
+    it is true where that number's low 53 bits are less than its segment's threshold.
+
+    Arguments: addresses of a mutex, of an engine, of the masks' addresses (int64), of ``count`` chunks, of their
+    segments (of all chunks, in the order of the stream), of the chunks' terms (uint16). Chunks begin ``k * PER_BLOCK``
+    elements behind each other. ``parallel``: chunks on several threads; otherwise there is one.
+
+    Returns 1; or 0 and does nothing if the lock cannot be taken or the engine is in no state to draw from.
+    """
+    names = ("lock", "engine", "masks", "chunks", "segments", "terms")
+    params = {name: Var(f"{name}_address", INDEX) for name in names}
+    count = Var("count", INDEX)
+    types = {"engine": "uint32", "masks": INDEX, "chunks": INDEX, "segments": INDEX, "terms": "uint16"}
+    memory, declared = {}, []
+    for name, dtype in types.items():
+        memory[name], stmts = at_address(params[name], dtype, name)
+        declared += stmts
+    engine = memory["engine"]
+    start, start_room = stack_buffer(BLOCK, "uint32", "start")
+    drawn, drawn_room = stack_buffer(1, INDEX, "drawn")
+
+    head = Emitter(1)
+    left, begin = (head.bind(tirx.Cast(INDEX, BufferLoad(engine, [const(at)]))) for at in (LEFT, NEXT))
+    seeded = head.bind(BufferLoad(engine, [const(SEEDED)]) & tirx.const(0xFF, "uint32"))
+    valid = tirx.all(seeded.equal(tirx.const(1, "uint32")), left >= const(1), begin + left - const(1) <= const(BLOCK))
+
+    def chunk(e: Emitter, index: Expr) -> None:
+        words, words_room = working_buffer()
+        position, position_room = stack_buffer(2, INDEX, "position")
+        first, end, first_term, end_term = _fields(e, memory["chunks"], index, CHUNK_FIELDS)
+        stay = _copy(BLOCK, start, 0, words, FIRST)
+        if parallel:
+            moved = sequence(jump(start, words, memory["terms"], first_term, end_term))
+            stay = IfThenElse(index > const(0), moved, stay)
+        e.stmts += [words_room, position_room, stay]
+        e.stmts += [BufferStore(position, value, [const(i)]) for i, value in enumerate((left, begin))]
+
+        def segment(inside: Emitter, i: Var) -> None:
+            number, offset, elements, threshold = _fields(inside, memory["segments"], first + i, SEGMENT_FIELDS)
+            address = inside.bind(BufferLoad(memory["masks"], [number]) + offset)
+            mask, stmts = at_address(address, "bool", "mask")
+            inside.stmts += stmts
+            _draw(inside, words, position, mask, elements, threshold)
+
+        e.stmts.append(emit_loop(end - first, segment))
+        store = [_copy(BLOCK, words, FIRST, engine, WORDS)]
+        for i, at in enumerate((LEFT, NEXT)):
+            store.append(BufferStore(engine, tirx.Cast("uint32", BufferLoad(position, [const(i)])), [const(at)]))
+        e.stmts.append(IfThenElse((index + const(1)).equal(count), sequence(store), None))
+
+    draw: Callable[[Emitter, Var], None] = chunk
+    work = [_copy(BLOCK, engine, WORDS, start, 0)]
+    work.append(emit_loop(count, draw, ForKind.PARALLEL if parallel else ForKind.SERIAL))
+    work.append(BufferStore(drawn, const(1), [const(0)]))
+    body = [
+        *declared,
+        start_room,
+        drawn_room,
+        BufferStore(drawn, const(0), [const(0)]),
+        locked(params["lock"], [*head.stmts, IfThenElse(valid, sequence(work), None)]),
+        Return(BufferLoad(drawn, [const(0)])),
+    ]
+    return loop_function([*params.values(), count], sequence(body))

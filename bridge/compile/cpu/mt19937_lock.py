@@ -1,5 +1,6 @@
-"""Proof of a lock: a compiled function that holds a mutex until another thread waits for it.
+"""A generator's lock: the proof that a compiled function holds it; compare and swap of the state under it.
 
+Proof of a lock: a compiled function that holds a mutex until another thread waits for it.
 It runs without the interpreter's lock and lets go of the mutex by itself, so nothing can wait for ever, whatever the
 other thread does and however it was found.
 """
@@ -10,11 +11,25 @@ import functools
 
 from tvm import tirx
 from tvm.ir import StringImm
-from tvm.tirx import PrimFunc, Return, Var
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, PrimFunc, Return, Stmt, Var
 
-from bridge.compile.codegen.tir import INDEX, loop_function
+from bridge.compile.codegen.emit import Emitter, stack_buffer
+from bridge.compile.codegen.tir import INDEX, const, loop_function, sequence
+from bridge.compile.cpu.mt19937 import (
+    BLOCK,
+    DOUBLE,
+    FLOAT,
+    LEFT,
+    NEXT,
+    SEEDED,
+    STATE_WORDS,
+    at_address,
+    emit_loop,
+    locked,
+)
 
-__all__ = ["hold_function"]
+__all__ = ["hold_function", "swap_function"]
+
 
 _TURNS = 200_000
 """Of 50 us each: ten seconds. A thread that is started takes less than one of them."""
@@ -70,3 +85,51 @@ def hold_function() -> PrimFunc:
     result = Return(tirx.call_extern(INDEX, "bridge_hold", *params))
     text = StringImm(_HOLD.replace("TURNS", str(_TURNS)))
     return loop_function(params, tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, result))
+
+
+@functools.cache
+def swap_function() -> PrimFunc:
+    """``(lock, engine, expected, new)``, addresses of a mutex and three engines: 1 if ``engine`` was as ``expected``.
+
+    Then it is as ``new`` afterwards; else nothing is done and 0 returned. The last two belong to nobody else.
+    """
+    params = [Var(f"{name}_address", INDEX) for name in ("lock", "engine", "expected", "new")]
+    buffers, declared = [], []
+    for param in params[1:]:
+        buffer, stmts = at_address(param, "uint32", param.name.removesuffix("_address"))
+        buffers.append(buffer)
+        declared += stmts
+    engine, expected, new = buffers
+    differs, room = stack_buffer(1, "uint32", "differs")
+
+    def note(bits: Expr) -> Stmt:
+        return BufferStore(differs, BufferLoad(differs, [const(0)]) | bits, [const(0)])
+
+    def word(buffer: Buffer, at: Expr | int) -> Expr:
+        return BufferLoad(buffer, [const(at) if isinstance(at, int) else at])
+
+    def flag(buffer: Buffer, at: int) -> Expr:
+        return word(buffer, at) & tirx.const(0xFF, "uint32")
+
+    def compare(e: Emitter, i: Var) -> None:
+        e.stmts.append(note(word(engine, i + const(NEXT)) ^ word(expected, i + const(NEXT))))
+
+    def copy(e: Emitter, i: Var) -> None:
+        e.stmts.append(BufferStore(engine, word(new, i), [i]))
+
+    stmts = [
+        BufferStore(differs, tirx.const(0, "uint32"), [const(0)]),
+        note(word(engine, LEFT) ^ word(expected, LEFT)),
+        note(flag(engine, SEEDED) ^ flag(expected, SEEDED)),
+        emit_loop(1 + BLOCK, compare),
+    ]
+    for number, words, has in ((FLOAT, 1, FLOAT + 1), (DOUBLE, 2, DOUBLE + 2)):
+        stmts.append(note(flag(engine, has) ^ flag(expected, has)))
+        bits = [note(word(engine, at) ^ word(expected, at)) for at in range(number, number + words)]
+        there = flag(engine, has).equal(tirx.const(1, "uint32"))
+        stmts.append(IfThenElse(there, sequence(bits), None))
+    same = word(differs, 0).equal(tirx.const(0, "uint32"))
+    stmts.append(IfThenElse(same, emit_loop(STATE_WORDS, copy), None))
+    failed = BufferStore(differs, tirx.const(1, "uint32"), [const(0)])
+    result = Return(tirx.Select(same, const(1), const(0)))
+    return loop_function(params, sequence([*declared, room, failed, locked(params[0], stmts), result]))

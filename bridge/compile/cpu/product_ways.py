@@ -15,7 +15,7 @@ import torch
 
 from bridge.base.mkl import can_pack, packed
 from bridge.base.torch_internals import bfloat16_in_onednn, linear_pointwise
-from bridge.compile.loop_ir.product import Geometry, Packing, ProductPlan
+from bridge.compile.loop_ir.operations import Geometry, Packing, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.schedule.products import PACKED, LayoutClass, ProductShape
 from bridge.library import OUT_KERNELS

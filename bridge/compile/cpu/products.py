@@ -23,14 +23,12 @@ from tvm.target import Target
 from autodiff.extents import Dim, maximum, minimum
 from bridge.base.interrupts import held
 from bridge.base.log import channel
-from bridge.compile.cpu.attainable import attainable_rate
-from bridge.compile.cpu.gemm_buffers import RegisterTile, register_tile
-from bridge.compile.cpu.gemm_packed import strip_rows
-from bridge.compile.cpu.kept_times import kept_times
-from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
+from bridge.compile.cpu.gemm import strip_rows
+from bridge.compile.cpu.gemm_tile import RegisterTile, register_tile
+from bridge.compile.cpu.measure import attainable_rate, in_a_plain_thread, kept_times, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
-from bridge.compile.loop_ir.product import Packing
-from bridge.compile.runtime.background import settle
+from bridge.compile.loop_ir.operations import Packing
+from bridge.compile.runtime.build import settle
 from bridge.compile.schedule.products import (
     BY_ROWS,
     CHAINED,

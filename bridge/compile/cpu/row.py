@@ -1,23 +1,264 @@
-"""Row emitter: a row plan → the code of one row, its passes over the columns and the reductions between them."""
+"""Row kernels on the CPU: a group with reductions along rows -> loops over rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Shuffle, Stmt, Var
 
-from bridge.compile.codegen.emit import Emitter
+from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import compute_type
-from bridge.compile.codegen.rounding import rounded
-from bridge.compile.codegen.tir import sequence
-from bridge.compile.cpu.row_scope import RowScope
-from bridge.compile.cpu.row_step import Accumulators, Step
-from bridge.compile.cpu.steps import Steps, narrowed, vectors_and_tail
+from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
+from bridge.compile.loop_ir.operations import Access, Number
 from bridge.compile.schedule.reduction import combine, fold_lanes, identity
-from bridge.compile.schedule.row_plan import RowPass
+from bridge.compile.schedule.row_plan import Index, KernelBuffers, Made, Read, RowPass, RowPlan, RowValues
 
-__all__ = ["emit_row"]
+__all__ = [
+    "Accumulators",
+    "RowScope",
+    "Step",
+    "Steps",
+    "block_of",
+    "emit_row",
+    "left_over",
+    "narrowed",
+    "vectors_and_tail",
+]
+
+
+_NARROWEST = 4
+"""Lanes of a vector below which the columns behind the vectors are walked one by one."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A loop along the last columns: ``trips`` times ``copies`` steps of so many lanes, from column ``first`` on."""
+
+    lanes: int
+    copies: int
+    first: Expr
+    trips: Expr
+
+
+def block_of(number: LaunchArguments, rows: Expr, block: int) -> tuple[Expr, Expr]:
+    """Rows of a block of a chunk of column reductions, and whether there are several (:mod:`..schedule.order`)."""
+    several = tirx.And(number(2 * block) < rows, tirx.const(block > 0, "bool"))
+    return tirx.Select(several, number(block), tirx.max(rows, number(1))), several
+
+
+def vectors_and_tail(
+    number: LaunchArguments, extent: Number, lanes: int, widths: Sequence[int]
+) -> tuple[list[Steps], list[Steps]]:
+    """The loop of all vectors in turns of so many, for each of the widths; that of the columns behind the vectors.
+
+    Of an extent that is a number, loops without a turn are left out.
+    """
+    if isinstance(extent, int):
+        vectors, tail = divmod(extent, lanes)
+        turns = [Steps(lanes, width, number(0), number(vectors // width)) for width in widths if vectors]
+        return turns, [Steps(1, 1, number(extent - tail), number(tail))] if tail else []
+    vectors = tirx.truncdiv(number(extent), number(lanes))
+    whole = vectors * number(lanes)
+    turns = [Steps(lanes, width, number(0), tirx.truncdiv(vectors, number(width))) for width in widths]
+    return turns, [Steps(1, 1, whole, number(extent) - whole)]
+
+
+def narrowed(number: LaunchArguments, extent: Number, lanes: int, tail: Sequence[Steps]) -> list[Steps]:
+    """The columns behind the vectors, as many of them as make a narrower vector at once: an attention
+    over 328 columns takes a seventh less than with the last 8 one by one."""
+    left = extent % lanes if isinstance(extent, int) else 0
+    width = 1 << max(left.bit_length() - 1, 0)
+    if width < _NARROWEST:
+        return list(tail)
+    first = extent - left
+    narrow = Steps(width, 1, number(first), number(1))
+    return [narrow, Steps(1, 1, number(first + width), number(left - width))] if left > width else [narrow]
+
+
+def left_over(number: LaunchArguments, extent: Number, lanes: int, width: int) -> list[Steps]:
+    """The loop of the vectors behind the last turn of an extent that is the launch's; a number has none."""
+    if isinstance(extent, int) or width == 1:
+        return []
+    vectors = tirx.truncdiv(number(extent), number(lanes))
+    left = tirx.truncmod(vectors, number(width))
+    return [Steps(lanes, 1, (vectors - left) * number(lanes), left)]
+
+
+class RowScope(RowValues):
+    """Emission state of one row.
+
+    Attributes:
+        task: index of the task that walks the row.
+        parts: index, in the partial results of column reductions, of what the row is added to.
+        tail: whether the row is the elements behind the vectors of a flat space.
+        row_buffers: elementwise values cached for later passes, by node.
+        allocations: statements that make the buffers of a row.
+    """
+
+    def __init__(
+        self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, task: Expr, *, tail: bool = False
+    ) -> None:
+        super().__init__(plan, buffers, number, Emitter(1))
+        self.task = task
+        self.parts: Expr = task * number(plan.length)
+        self.tail = tail
+        self.allocations: list[Stmt] = []
+        self.row_buffers = dict(buffers.cached)
+        for node in plan.cached:
+            if node not in self.row_buffers:
+                self.row_buffers[node] = self.allocate(plan.length, compute_type(plan.nodes[node].dtype), "cached")
+
+    def allocate(self, size: int, dtype: str, name: str) -> Buffer:
+        """A buffer on the stack."""
+        buffer, allocation = stack_buffer(size, dtype, f"{name}{len(self.allocations)}")
+        self.allocations.append(allocation)
+        return buffer
+
+    def in_row_buffer(self, position: Expr) -> Expr:
+        """Index in a row buffer of the element at ``position`` of the row."""
+        row = self.plan.buffer_row
+        return position if row is None else self.task * self.number(row) + position
+
+
+Accumulators = Mapping[tuple[int, int], Buffer]
+"""Of each row reduction and number of lanes, the buffer that it is accumulated in."""
+
+
+class Step:
+    """One step of a pass.
+
+    Args:
+        index: of the pass.
+        at: the step's coordinate in each loop over the columns; of its first lane in the last one.
+        sections: see :meth:`RowScope.compute`.
+        copy: which of the row reductions' parallel accumulators this step adds to.
+    """
+
+    def __init__(
+        self,
+        scope: RowScope,
+        index: int,
+        lanes: int,
+        at: Sequence[Expr],
+        sections: Sequence[int | None],
+        accumulators: Accumulators,
+        copy: int,
+    ) -> None:
+        self.scope = scope
+        self.plan = scope.plan
+        self.index = index
+        self.e = Emitter(lanes)
+        self.at = at
+        self.sections = sections
+        self.accumulators = accumulators
+        self.copy = copy
+        self._values: dict[int, Expr] = {}
+        self._loads: dict[Read, Expr] = {}
+        position: Expr = scope.number(0)
+        for extent, coordinate in zip(self.plan.columns, at, strict=True):
+            position = position * scope.number(extent) + coordinate
+        self.position = position  # of the first lane, in the row
+
+    def emit(self, row_pass: RowPass) -> list[Stmt]:
+        """Statements that store, cache and accumulate what the pass has to."""
+        e, scope, nodes = self.e, self.scope, self.plan.nodes
+        for node in row_pass.stores:
+            if nodes[node].places:
+                self._store_sections(node)
+                continue
+            buffer, index = scope.buffers.outputs[node], e.index(scope.result(node, self.position), 1)
+            e.stmts.append(BufferStore(buffer, e.stored(self._value(node), nodes[node].dtype), [index]))
+            e.stmts += scope.behind(node, buffer, self.position, e.lanes)
+        for node in row_pass.cached:
+            buffer = scope.row_buffers[node]
+            at = scope.in_row_buffer(self.position)
+            e.stmts.append(BufferStore(buffer, self._value(node), [e.index(at, 1)]))
+        for node in row_pass.reductions:
+            operand = e.cast(self._read(nodes[node].operands[0]), compute_type(nodes[node].dtype))
+            if nodes[node].reduces == "row" and (node, e.lanes) not in self.accumulators:
+                self._add_one_by_one(node, operand)
+                continue
+            if nodes[node].reduces == "row":
+                buffer = self.accumulators[node, e.lanes]
+                at = e.index(scope.number(self.copy * e.lanes), 1)
+            else:
+                buffer = scope.buffers.partial[node]
+                at = e.index(scope.parts + self.position, 1)
+            old = e.bind(BufferLoad(buffer, [at]))
+            e.stmts.append(BufferStore(buffer, combine(e, nodes[node].op, old, operand), [at]))
+        return e.stmts
+
+    def _store_sections(self, index: int) -> None:
+        node, e = self.plan.nodes[index], self.e
+        values = self.scope.values(node.operands, e, self._read)
+        for value, place in zip(values, node.places, strict=True):
+            at, step = self._place(place)
+            buffer, stored = self.scope.buffers.outputs[index], e.stored(value, node.dtype)
+            e.stmts.append(BufferStore(buffer, stored, [e.index(at, step)]))
+
+    def _add_one_by_one(self, node: int, operand: Expr) -> None:
+        """A narrower vector's lanes: the columns behind the vectors, in order."""
+        e, buffer, at = Emitter(1), self.accumulators[node, 1], self.scope.number(0)
+        vector, total = self.e.bind(operand), e.bind(BufferLoad(buffer, [at]))
+        for lane in range(self.e.lanes):
+            total = e.bind(combine(e, self.plan.nodes[node].op, total, e.bind(Shuffle([vector], [lane]))))
+        self.e.stmts += [*e.stmts, BufferStore(buffer, total, [at])]
+
+    def _value(self, node: int) -> Expr:
+        """A node's elementwise value at this step."""
+        if node not in self._values:
+            self._values[node] = self._compute(node)
+        return self._values[node]
+
+    def _compute(self, node: int) -> Expr:
+        e, scope = self.e, self.scope
+        if self.plan.levels[node] < self.index:
+            if node in scope.row_buffers:
+                at = scope.in_row_buffer(self.position)
+                return e.bind(BufferLoad(scope.row_buffers[node], [e.index(at, 1)]))
+            if node in scope.buffers.outputs:
+                load = BufferLoad(scope.buffers.outputs[node], [e.index(scope.element(self.position), 1)])
+                return e.bind(e.cast(load, compute_type(self.plan.nodes[node].dtype)))
+        return scope.compute(self.plan.nodes[node], e, self._read, self.sections)
+
+    def _read(self, operand: Read | Index | Made) -> Expr:
+        """An operand at this step, in its compute type."""
+        if isinstance(operand, Index):
+            return self._index(operand)
+        if isinstance(operand, Made):
+            if operand.node in self.scope.scalars:
+                return self.e.broadcast(self.scope.scalars[operand.node])
+            return self._value(operand.node)
+        if operand not in self._loads:
+            self._loads[operand] = self._load(operand)
+        return self._loads[operand]
+
+    def _load(self, read: Read) -> Expr:
+        e, scope, strides = self.e, self.scope, read.access.columns
+        if not any(strides):
+            return e.broadcast(scope.load_scalar(read))
+        dtype = compute_type(self.plan.dtype(read))
+        index, step = self._place(read.access)
+        buffer = scope.buffers.inputs[read.tensor]
+        index = scope.place_of(read.tensor, index)
+        if strides[-1] == 0 and e.lanes > 1:
+            return e.bind(e.cast(e.broadcast(BufferLoad(buffer, [index])), dtype))
+        return e.bind(e.cast(BufferLoad(buffer, [e.index(index, step)]), dtype))
+
+    def _index(self, operand: Index) -> Expr:
+        index, step = self._place(operand.access)
+        return self.e.broadcast(index) if operand.access.columns[-1] == 0 else self.e.index(index, step)
+
+    def _place(self, access: Access) -> tuple[Expr, Expr | int]:
+        """Index of the first lane's element, and the step to the next one's."""
+        index, number = self.scope.base(access), self.scope.number
+        for coordinate, stride in zip(self.at, access.columns, strict=True):
+            if stride:
+                index = index + coordinate * number(stride)
+        last = access.columns[-1]
+        return index, last if isinstance(last, int) else number(last)
 
 
 def emit_row(scope: RowScope, row: Expr) -> Stmt:

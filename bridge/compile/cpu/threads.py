@@ -26,9 +26,9 @@ from tvm.ir import StringImm
 from tvm.tirx import BufferLoad, BufferStore, Evaluate, PrimFunc, SeqStmt, Stmt
 
 from bridge.base.log import channel
-from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import stack_buffer
-from bridge.compile.loop_ir.access import Argument
+from bridge.compile.codegen.tir import LaunchArguments
+from bridge.compile.loop_ir.operations import Argument
 
 __all__ = ["CONNECT", "connect_function", "end_team", "if_worth", "launcher", "module_of"]
 

@@ -26,16 +26,12 @@ from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
 from bridge.compile.cuda.scatter import scatter, sorts
 from bridge.compile.cuda.shapes import launch_shapes
-from bridge.compile.loop_ir.lookup import LookupPlan
-from bridge.compile.loop_ir.pool import PoolPlan
-from bridge.compile.loop_ir.product import ProductPlan
-from bridge.compile.loop_ir.scatter import ScatterPlan
-from bridge.compile.runtime.background import in_background
-from bridge.compile.runtime.build import build_kernels
+from bridge.compile.loop_ir.operations import LookupPlan, PoolPlan, ProductPlan, ScatterPlan
+from bridge.compile.runtime.build import build_kernels, in_background
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.program import Program
+from bridge.compile.schedule.chain_plan import ColumnPlan
 from bridge.compile.schedule.choices import Alternative
-from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.row_plan import RowPlan

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from bridge.base.tensor_properties import span_of
-from bridge.compile.runtime.loop_step import Instruction
+from bridge.compile.runtime.loop_frame import Instruction
 
 __all__ = ["Branches", "Crossings", "Range", "memory_of"]
 

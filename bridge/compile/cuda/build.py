@@ -28,12 +28,11 @@ from tvm.tirx import PrimFunc
 from tvm.tirx.build import split_host_device_mods
 
 from bridge.base.threads import serves
-from bridge.compile.codegen.lowering import lower_loops
-from bridge.compile.codegen.tir import LOOPS_ATTR
+from bridge.compile.codegen.tir import LOOPS_ATTR, lower_loops
 from bridge.compile.cuda.nvrtc import compiled
 from bridge.compile.cuda.preamble import PREAMBLE
 from bridge.compile.cuda.sass import disassembled
-from bridge.compile.runtime.background import others_may_build
+from bridge.compile.runtime.build import others_may_build
 
 __all__ = ["HOST_TARGET", "build_executable", "build_library", "cuda_source", "kernel_source", "target_of"]
 

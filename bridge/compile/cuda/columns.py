@@ -9,14 +9,13 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx import BufferLoad, BufferStore, Expr, IfThenElse, PrimFunc, Stmt, Var
 
-from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import compute_type
-from bridge.compile.codegen.tir import loop_function, sequence
+from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, storage_type
 from bridge.compile.cuda.launch import SharedMemory, launch, portions
 from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_STRANDS, FEW_ROWS, WARP
 from bridge.compile.cuda.strands import Strands
-from bridge.compile.schedule.column_plan import ColumnPlan
+from bridge.compile.schedule.chain_plan import ColumnPlan
 
 __all__ = ["generate_columns"]
 

@@ -16,7 +16,7 @@ from bridge.compile.codegen.philox import IN_A_ROW, NUMBERS, is_kept, numbers_of
 from bridge.compile.codegen.pointwise import MASKS
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.scope import ThreadScope
-from bridge.compile.loop_ir.access import Access
+from bridge.compile.loop_ir.operations import Access
 from bridge.compile.schedule.row_plan import Compute, Index, Read
 
 __all__ = ["drawn_vector", "is_at_multiples"]

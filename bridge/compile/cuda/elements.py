@@ -11,15 +11,13 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.tirx import Bind, Expr, IfThenElse, Stmt, Var
 
-from bridge.compile.codegen.arguments import LaunchArguments
-from bridge.compile.codegen.tir import sequence
+from bridge.compile.codegen.tir import LaunchArguments, sequence
 from bridge.compile.cuda.emitter import CudaEmitter
 from bridge.compile.cuda.launch import launch, portions
 from bridge.compile.cuda.limits import ROWS_THREADS, WARP
 from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.cuda.steps import column_steps
-from bridge.compile.schedule.row_plan import RowPlan
-from bridge.compile.schedule.row_scope import KernelBuffers
+from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
 __all__ = ["elements"]
 

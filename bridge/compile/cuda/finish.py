@@ -8,14 +8,12 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Stmt, Var
 
-from bridge.compile.codegen.arguments import LaunchArguments
-from bridge.compile.codegen.tir import sequence
+from bridge.compile.codegen.tir import LaunchArguments, sequence
 from bridge.compile.cuda.emitter import CudaEmitter
 from bridge.compile.cuda.launch import SharedMemory, launch, portions
 from bridge.compile.cuda.limits import FINISH_STRANDS, WARP
 from bridge.compile.cuda.strands import Strands
-from bridge.compile.schedule.row_plan import RowPlan
-from bridge.compile.schedule.row_scope import KernelBuffers
+from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
 __all__ = ["finish_columns"]
 

@@ -21,8 +21,7 @@ from bridge.base.log import channel
 from bridge.compile.backend import Built
 from bridge.compile.cuda.build import HOST_TARGET, build_library
 from bridge.compile.cuda.nvrtc import made_for
-from bridge.compile.runtime.background import Build
-from bridge.compile.runtime.library_file import REFUSALS, library_bytes, loaded
+from bridge.compile.runtime.build import REFUSALS, Build, library_bytes, loaded
 
 __all__ = ["CudaLibraries", "clear_unused", "hold", "let_go"]
 

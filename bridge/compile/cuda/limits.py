@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from bridge.compile.loop_ir.access import Number
+from bridge.compile.loop_ir.operations import Number
 from bridge.compile.schedule.choices import LIMITS as OF_LIMITS
 from bridge.compile.schedule.choices import ORDER as OF_ORDER
 from bridge.compile.schedule.choices import Alternative

@@ -11,12 +11,11 @@ from tvm import tirx
 from tvm.tirx import BufferLoad, BufferStore, Evaluate, Expr, IfThenElse, PrimFunc, Stmt, Var
 
 from autodiff.ir import itemsize
-from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
-from bridge.compile.codegen.tir import loop_function, sequence
+from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type, vector_at
 from bridge.compile.cuda.launch import launch, portions
 from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS
-from bridge.compile.loop_ir.lookup import LookupPlan
+from bridge.compile.loop_ir.operations import LookupPlan
 
 __all__ = ["lookup"]
 

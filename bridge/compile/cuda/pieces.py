@@ -25,11 +25,11 @@ from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.copies import bring, copy
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
 from bridge.compile.cuda.own_kernels import MOST_NUMBERS
-from bridge.compile.graphs.recorder import Form, Replay
+from bridge.compile.graphs.recordings import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Action, bind
 from bridge.compile.runtime.instructions import CallLibrary, View
-from bridge.compile.runtime.loop_step import Instruction, Loop, inner_steps
+from bridge.compile.runtime.loop_frame import Instruction, Loop, inner_steps
 from bridge.library import INTO_GIVEN, PLACED_DRAWS, invoke_into
 
 __all__ = ["Pieces", "PiecewiseExecutor", "inside_of_loops", "is_between"]

@@ -9,14 +9,12 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, PrimFunc, Stmt, Var
 
-from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import compute_type
-from bridge.compile.codegen.tir import loop_function, sequence
+from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type, vector_at
 from bridge.compile.cuda.launch import launch, portions
 from bridge.compile.cuda.limits import BLOCK_THREADS
-from bridge.compile.loop_ir.access import counting_dtype
-from bridge.compile.loop_ir.pool import PoolPlan
+from bridge.compile.loop_ir.operations import PoolPlan, counting_dtype
 
 __all__ = ["pool_gradient"]
 

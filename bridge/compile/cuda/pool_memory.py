@@ -11,7 +11,7 @@ import torch
 
 from bridge.base.torch_cuda import empty_strided, reinterpreted
 from bridge.compile.cuda.private_pool import PrivatePool
-from bridge.compile.graphs.recorder import Form, nbytes
+from bridge.compile.graphs.recordings import Form, nbytes
 
 __all__ = ["ALIGNMENT", "PoolMemory", "bytes_of", "pieces_of", "places_of", "spare_bytes"]
 
@@ -23,7 +23,7 @@ _SHARE = 1 / 8
 
 
 class PoolMemory:
-    """Memory of a private pool, see :class:`bridge.compile.graphs.recorder.Memory`; of a device that is current.
+    """Memory of a private pool, see :class:`bridge.compile.graphs.recordings.Memory`; of a device that is current.
 
     Where it cannot be had, memory is like any other: an allocator of another kind than torch's own has no pools, and
     another thread may be using this one.

@@ -27,9 +27,9 @@ from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loop
 from bridge.compile.cuda.pool_memory import PoolMemory, spare_bytes
 from bridge.compile.cuda.private_pool import PrivatePool, takes_from
 from bridge.compile.cuda.slot_memory import SlotMemory
-from bridge.compile.graphs.recorder import Form, Replay, nbytes
-from bridge.compile.runtime.arena import ALIGNMENT as ARENA_ALIGNMENT
+from bridge.compile.graphs.recordings import Form, Replay, nbytes
 from bridge.compile.runtime.instructions import CallLibrary
+from bridge.compile.runtime.layout import ALIGNMENT as ARENA_ALIGNMENT
 from bridge.compile.runtime.pool import Block
 from bridge.compile.runtime.program import Program
 from bridge.library import DRAWS, REDRAWS, waits_for_the_device
@@ -188,7 +188,7 @@ STREAMS = Streams()
 
 
 class CudaRecorder:
-    """Records one program, see :class:`bridge.compile.graphs.recorder.Recorder`."""
+    """Records one program, see :class:`bridge.compile.graphs.recordings.Recorder`."""
 
     def __init__(self, program: Program, device: torch.device):
         self._program, self._device, self._index = program, device, device.index

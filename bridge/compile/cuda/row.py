@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
 from autodiff.ir import itemsize
-from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.pointwise import EXPENSIVE
-from bridge.compile.codegen.rounding import rounded
-from bridge.compile.codegen.tir import sequence
+from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.launch import portions
 from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS, VECTOR, WARP, row_groups, row_lanes, row_threads

@@ -13,9 +13,8 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx import BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
-from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import compute_type
-from bridge.compile.codegen.tir import sequence
+from bridge.compile.codegen.tir import LaunchArguments, sequence
 from bridge.compile.cuda.ahead import reads_ahead
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.finish import finish_columns
@@ -26,8 +25,7 @@ from bridge.compile.cuda.shared_bytes import turns_together
 from bridge.compile.cuda.task_parts import TaskParts
 from bridge.compile.cuda.tree import Team
 from bridge.compile.schedule.reduction import identity
-from bridge.compile.schedule.row_plan import RowPlan
-from bridge.compile.schedule.row_scope import KernelBuffers
+from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
 __all__ = ["row_launch", "rows"]
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx import Buffer, Expr, IfThenElse, Stmt
 
-from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import compute_type
+from bridge.compile.codegen.tir import LaunchArguments, flat_buffer
 from bridge.compile.cuda.emitter import CudaEmitter, storage_type
-from bridge.compile.schedule.row_plan import Read, RowPlan
-from bridge.compile.schedule.row_scope import KernelBuffers, RowValues
+from bridge.compile.schedule.row_plan import KernelBuffers, Read, RowPlan, RowValues
 
 __all__ = ["Kept", "ThreadScope", "kernel_buffers"]
 

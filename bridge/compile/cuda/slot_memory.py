@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.torch_cuda import empty_strided
 from bridge.compile.cuda.pool_memory import ALIGNMENT, PoolMemory, bytes_of, pieces_of, places_of
-from bridge.compile.graphs.recorder import Form
+from bridge.compile.graphs.recordings import Form
 
 __all__ = ["SlotMemory", "rooms_of"]
 
@@ -52,7 +52,7 @@ class _Slot:
 
 
 class SlotMemory:
-    """Memory for one result, or for several that lie in one block, see :class:`bridge.compile.graphs.recorder.Memory`.
+    """Memory for one result, or for several in one block, see :class:`bridge.compile.graphs.recordings.Memory`.
 
     Args:
         index: of the device, which is current.

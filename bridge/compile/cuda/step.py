@@ -19,7 +19,7 @@ from bridge.compile.cuda.drawn_vector import drawn_vector, is_at_multiples
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type, vector_at
 from bridge.compile.cuda.limits import ACCESS_BYTES
 from bridge.compile.cuda.scope import ThreadScope
-from bridge.compile.loop_ir.access import Access
+from bridge.compile.loop_ir.operations import Access
 from bridge.compile.schedule.reduction import combine
 from bridge.compile.schedule.row_plan import Index, Made, Read, RowPass
 
@@ -35,7 +35,7 @@ class Step:
         position: of the first one in the row.
         slot: its place among the elements of the row that the thread meets.
         at: coordinate in each loop over the columns; of the first lane in the last one.
-        sections: see :meth:`~bridge.compile.schedule.row_scope.RowValues.compute`.
+        sections: see :meth:`~bridge.compile.schedule.row_plan.RowValues.compute`.
         accumulators: of the row reductions, a lane each.
     """
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx import BufferLoad, BufferStore, Expr, For, ForKind, Stmt, Var
 
-from bridge.compile.codegen.arguments import LaunchArguments
-from bridge.compile.codegen.tir import sequence
+from bridge.compile.codegen.tir import LaunchArguments, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.launch import SharedMemory, synchronize
 from bridge.compile.cuda.limits import WARP

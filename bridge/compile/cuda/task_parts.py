@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Stmt
 
 from autodiff.ir import itemsize
-from bridge.compile.codegen.arguments import LaunchArguments
-from bridge.compile.codegen.tir import sequence
+from bridge.compile.codegen.tir import LaunchArguments, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, vector_at
 from bridge.compile.cuda.launch import SharedMemory, synchronize
 from bridge.compile.cuda.limits import ACCESS_BYTES
 from bridge.compile.cuda.row import RowForm
-from bridge.compile.loop_ir.access import Number
+from bridge.compile.loop_ir.operations import Number
 from bridge.compile.schedule.reduction import combine
 
 __all__ = ["TaskParts"]

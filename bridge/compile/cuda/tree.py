@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Stmt
 
-from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import element_type
-from bridge.compile.codegen.tir import sequence
+from bridge.compile.codegen.tir import LaunchArguments, sequence
 from bridge.compile.cuda.emitter import CudaEmitter
 from bridge.compile.cuda.launch import SharedMemory, synchronize
 from bridge.compile.cuda.limits import WARP

@@ -1,15 +1,21 @@
-"""Control of recorded graphs: whether a module's programs are recorded, and what became of their runs."""
+"""Control of recorded graphs: a user's wish, what memory is left -> which programs are recorded, and what for."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable, Collection, Hashable
 from typing import Literal, Protocol
 
 from bridge.base.log import channel
+from bridge.base.lru import LeastRecentlyUsed
+from bridge.compile.graphs.ports import Ports
+from bridge.compile.graphs.worth import LaunchCost, Verdicts
 
-__all__ = ["MAX_GRAPH_BYTES", "MAX_RECORDINGS", "MODES", "Mode", "RecordedGraphs"]
+__all__ = ["MAX_GRAPH_BYTES", "MAX_RECORDINGS", "MODES", "STREAMS", "Mode", "RecordedGraphs", "Shared"]
+
 
 Mode = Literal["auto"] | bool
 
@@ -112,3 +118,49 @@ class RecordedGraphs:
         lines += [f"  {count} runs without: {reason}" for reason, count in self.ungraphed.most_common()]
         lines += [f"  {program} is not recorded: {reason}" for program, reason in self.refused.items()]
         return "\n".join(lines)
+
+
+#: Streams on which a program stays recorded; those used last.
+STREAMS = 4
+
+
+class Shared:
+    """Of one program. One thread at a time is in it.
+
+    Attributes:
+        varies: whether there are several sizes.
+        verdicts: whether graphs pay; ``cost``: what the first runs have taken.
+        is_warm: whether some size has run often enough to be recorded: kernels are loaded.
+        lock: held by whoever runs it.
+
+    Args:
+        moves: how often results' memory had to move, for all sizes, because a larger one came.
+        buffered: places of inputs that are copied for each replay, wherever they lie.
+    """
+
+    def __init__(
+        self,
+        varies: bool = False,
+        moves: Callable[[], int] = lambda: 0,
+        verdicts: Verdicts | None = None,
+        buffered: Collection[int] = (),
+    ):
+        self.varies = varies
+        self.verdicts = Verdicts() if verdicts is None else verdicts
+        self.cost = LaunchCost()
+        self.is_warm = False
+        self.lock = threading.Lock()
+        self._moves, self._moved, self._buffered = moves, 0, buffered
+        self._ports: LeastRecentlyUsed[Hashable, Ports] = LeastRecentlyUsed(STREAMS)
+
+    def ports(self, stream: Hashable, count: int, on_host: Collection[int]) -> Ports:
+        """The ports on a stream."""
+        return self._ports.get(stream) or self._ports.put(stream, Ports(count, on_host, self._buffered))
+
+    def follow_memory(self) -> None:
+        """Addresses that memory for results has left do not count any more."""
+        moves = self._moves()
+        if moves != self._moved:
+            self._moved = moves
+            for _, ports in self._ports.items():
+                ports.forget()

@@ -1,5 +1,10 @@
-"""Recordings of one program on one stream: a call's tensors → the recording for their addresses, made when they return.
+"""Recordings of a program: inputs, memory of results -> a recorded graph that is replayed.
 
+Recorder: what a device does for recorded graphs, as an interface; CUDA's is :mod:`bridge.compile.cuda.recorder`.
+A recording is a run's launches with all addresses in them; replaying it makes the same launches again, on the current
+stream and in its order. Whoever replays sees to it that the addresses mean what they meant.
+
+Recordings of one program on one stream: a call's tensors → the recording for their addresses, made when they return.
 Memory of results is new at each call, from memory that nothing else takes from (:class:`~.recorder.Memory`), so a
 replay never writes where somebody still holds a tensor, and the allocator knows what streams a tensor is used on.
 Holders change which addresses a call gets: a gradient that stays in ``p.grad``, an output that is kept. There are as
@@ -8,19 +13,229 @@ many recordings as there are such patterns; a port whose address never returns i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
+from operator import itemgetter
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.ports import Key, Ports
-from bridge.compile.graphs.recorder import Form, Memory, Recorder, Replay, nbytes
-from bridge.compile.graphs.results import ReplayResults
+from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.forms import Strided
+from bridge.compile.runtime.instructions import View
+from bridge.compile.runtime.program import Program
 
-__all__ = ["MAX_MADE", "MAX_OF_A_STREAM", "StreamRecordings"]
+__all__ = [
+    "MAX_MADE",
+    "MAX_OF_A_STREAM",
+    "Form",
+    "Memory",
+    "Recorder",
+    "Replay",
+    "ReplayResults",
+    "StreamRecordings",
+    "Timer",
+    "nbytes",
+]
+
+
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and element type of a dense tensor."""
+
+Replay = Callable[[Sequence[torch.Tensor]], Any]
+"""Replays a recording; it is given what the recording was made with, inputs and memory of results in a row, where the
+program has inputs on the host, which have no part in addresses; else nothing."""
+
+
+def nbytes(form: Form) -> int:
+    """Bytes of a tensor."""
+    shape, _, dtype = form
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+class Memory(Protocol):
+    """Memory that nothing else on the device takes from: what was given back is there again at the next call, at the
+    same addresses if the same is asked for. Tensors in it are like any others, to their holders and to the allocator.
+
+    Attributes:
+        grown: how often addresses that were given before will not return, because more was asked for.
+    """
+
+    grown: int
+
+    def __call__(self, forms: Sequence[Form]) -> list[torch.Tensor]:
+        """New tensors on the current stream."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the device has set aside for it."""
+
+
+class Timer(Protocol):
+    """Time of one run, on the host and on the device, taken without waiting for the device.
+
+    Attributes:
+        is_disturbed: whether this thread has not had a processor for all of it; known once it has stopped.
+    """
+
+    is_disturbed: bool
+
+    def stop(self) -> None:
+        """The end of the run."""
+
+    def seconds(self) -> tuple[float, float] | None:
+        """The host's and the device's; ``None`` while the device is at work on it."""
+
+
+class Recorder(Protocol):
+    """Recorded graphs of one program on one device."""
+
+    def refusal(self) -> str | None:
+        """Why the program cannot be recorded, naming the step; ``None`` if nothing is known against it."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a replay takes the device less time than the run, for steps run at the same time."""
+
+    def spare_bytes(self, wanted: int) -> int:
+        """Bytes of results that recordings may set aside on the device, all others' counted.
+
+        Args:
+            wanted: by who asks; it is not spare for those who ask next.
+        """
+
+    def elsewhere(self) -> AbstractContextManager | None:
+        """What makes the program's device the current one; ``None`` if it is."""
+
+    def is_capturing(self) -> bool:
+        """Whether somebody records the current stream into a graph of his own."""
+
+    def stream(self) -> Hashable:
+        """The current stream."""
+
+    def memory(self, varies: bool = False, joined: bool = False) -> Memory:
+        """New memory for results.
+
+        Args:
+            varies: for one, or for several that are let go together, of any size: it begins at the same address
+                whatever the size.
+            joined: for several that are let go together, of one size.
+        """
+
+    def empty(self, form: Form) -> torch.Tensor:
+        """A tensor on the current stream, in memory that all share."""
+
+    def timer(self) -> Timer:
+        """A timer that begins now."""
+
+    def record(
+        self,
+        inputs: Sequence[torch.Tensor],
+        fresh: Sequence[torch.Tensor],
+        copies: Sequence[tuple[int, torch.Tensor]],
+    ) -> Replay:
+        """Records a run on these inputs with this memory for results, for replays on the current stream.
+
+        Nothing is computed. Intermediates lie in memory that the recordings of a stream share; no tensor is kept.
+        Whatever goes wrong is raised, and leaves the device as it was.
+
+        Args:
+            inputs: dense or not; copies of those that are not belong to the run.
+            fresh: memory of the results in ``layout.fresh``.
+            copies: places of other results, with memory that they are written into, or copied to at the end of the run.
+
+        Returns:
+            what replays it.
+        """
+
+
+class ReplayResults:
+    """Where the results of a program are.
+
+    A result lies in an input, in a constant, in memory that the run was given, or in memory of a library function's
+    own: then the run is given memory for it as well, and what is recorded writes it there, or copies it at the end.
+
+    Attributes:
+        forms: of the memory that a run is given: first that of ``layout.fresh``, then that of ``copied``.
+        copied: places of results that library functions allocate.
+        readers: of each form, the first result that lies in it.
+
+    Args:
+        program: any, of numbers only.
+        results: of a run.
+    """
+
+    def __init__(self, program: Program, results: Sequence[torch.Tensor]):
+        layout = program.layout
+        fresh = {made.slot: place for place, made in enumerate(layout.fresh)}
+        self.forms: list[Form] = [
+            (tuple(made.shape), dense_strides(made.shape), made.torch_dtype) for made in layout.fresh
+        ]
+        params, constants = len(layout.params), {slot for slot, _ in program.constants}
+        views = {step.writes[0]: step for step in (*program.steps, *layout.views) if isinstance(step, View)}
+        self.copied: list[int] = []
+        self.readers = [layout.memory.index(made.slot) for made in layout.fresh]
+        self._find: list[Callable[[Sequence, Sequence], torch.Tensor]] = []
+        memory: list[int | None] = []
+        for place, (slot, base, seen) in enumerate(zip(layout.results, layout.memory, results, strict=True)):
+            if base in constants:
+                self._find.append(_constant(seen))
+                memory.append(None)
+                continue
+            if base not in fresh and base >= params:
+                fresh[slot] = len(self.forms)
+                self.forms.append((tuple(seen.shape), _dense_in_its_order(seen), seen.dtype))
+                self.copied.append(place)
+                self.readers.append(place)
+                base = slot
+            view = views.get(slot) if slot != base else None
+            self._find.append(_found(fresh.get(base), base, view))
+            memory.append(fresh.get(base) if view is None else None)
+        # at once, in the place of those that are no given memory as well: they are few
+        self._pick = itemgetter(*[at or 0 for at in memory]) if self.forms and len(memory) > 1 else None
+        self._others = [place for place, at in enumerate(memory) if at is None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that a run is given."""
+        return sum(map(nbytes, self.forms))
+
+    def __call__(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The results of a run on these inputs in this memory."""
+        if self._pick is None:
+            return [find(inputs, fresh) for find in self._find]
+        results = list(self._pick(fresh))
+        for place in self._others:
+            results[place] = self._find[place](inputs, fresh)
+        return results
+
+
+def _dense_in_its_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides with the axes in the order in which they lie, and nothing in between."""
+    if tensor.is_contiguous():
+        return dense_strides(tensor.shape)
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _constant(tensor: torch.Tensor) -> Callable[[Sequence, Sequence], torch.Tensor]:
+    return lambda inputs, fresh: tensor
+
+
+def _found(place: int | None, slot: int, view: View | None) -> Callable[[Sequence, Sequence], torch.Tensor]:
+    """What finds an input, given memory, or a view of one."""
+    if view is None:
+        return (lambda inputs, fresh: inputs[slot]) if place is None else (lambda inputs, fresh: fresh[place])
+    shape, strides, offset = view.shape, view.strides, view.offset
+
+    def find(inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> torch.Tensor:
+        base = inputs[slot].contiguous() if place is None else fresh[place]
+        return base.as_strided(shape, strides, base.storage_offset() + offset)
+
+    return find
+
 
 #: Recordings of a program for one stream; the one that was used the longest ago leaves.
 MAX_OF_A_STREAM = 8

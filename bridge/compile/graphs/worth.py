@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bridge.compile.graphs.recorder import Recorder, Timer
+from bridge.compile.graphs.recordings import Recorder, Timer
 
 __all__ = ["RUNS", "LaunchCost", "Verdicts"]
 

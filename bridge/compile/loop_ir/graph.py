@@ -7,7 +7,7 @@ Six kinds of node, each with *dense* results:
 * :class:`Reduction` — over the middle of ``(outer, reduced, inner)``: a row reduction where ``inner == 1``, a column
   reduction otherwise;
 * :class:`LibraryCall` — torch computes it (:mod:`bridge.library`); a :class:`LoopCall`, a program of its own;
-* :class:`Product` — a matrix product in generated code (:mod:`bridge.compile.loop_ir.product`);
+* :class:`Product` — a matrix product in generated code (:mod:`bridge.compile.loop_ir.operations`);
 * :class:`Fallback` — one function: TVM's legalization of a Relax operator, or a kernel of the backend's own.
 
 Shape operations are no nodes: they are the :class:`~bridge.compile.loop_ir.views.View` of an :class:`Operand`. What
@@ -25,7 +25,7 @@ import tvm
 from autodiff.extents import Dim, Extent, same
 from autodiff.ir import itemsize
 from autodiff.scan import Scan
-from bridge.compile.loop_ir.product import ProductPlan
+from bridge.compile.loop_ir.operations import ProductPlan
 from bridge.compile.loop_ir.views import View, dense, is_dense
 
 __all__ = [

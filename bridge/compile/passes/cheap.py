@@ -1,21 +1,68 @@
-"""Recomputation of cheap arithmetic where it is read: a view of its result → the same arithmetic on views of operands.
+"""Recomputation at readers: a value that costs little -> computed again in each kernel that reads it.
 
+Recomputation of cheap arithmetic where it is read: a view of its result → the same arithmetic on views of operands.
 The rest of the result is then perhaps never computed, or never stored. The values are the same, bit for bit: the same
 operator is applied to the same elements.
 
 *Cheap* means one operator, not a transcendental one, with at most one operand as large as the result: no more is read
 than the result itself.
+
+Casts: a cast of a small tensor that a larger one is computed with → the cast where that is read.
+Autocast casts each bias: on a GPU a kernel of its own, which takes longer than what it does. The values are the same,
+bit for bit.
+
+Positions: a constant ``0, 1, 2, …`` that a larger tensor is computed with → each element's place, where it is read.
+A comparison with a row's index, say: on a GPU it would read four bytes of a constant for each element of the row.
+
+Row values: arithmetic on a few values for each row that kernels with rows of several lengths read → once for each.
+The reciprocal root of a variance is one number for each row. Where the gates of a recurrent cell read it in slices of
+their rows, and a normalization in whole ones, a kernel that stores it would have to run before both; computed in each,
+it costs an operator for each row. The values are the same, bit for bit.
+
+Few rows: a sum of few long rows → additions, which are fused with what makes the rows and with what reads the sum.
+The gradient of a key that four heads share, of a table of positions that a batch of eight reads: each result is a sum
+of as many elements, which one thread adds in order in any case.
 """
 
 from __future__ import annotations
 
-from autodiff.extents import sample_of
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from autodiff.extents import Extent, same, sample_of
+from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pad, Pointwise, Reduction, Scalar, Value
-from bridge.compile.schedule.limits import Limits
+from bridge.compile.loop_ir.graph import (
+    Concat,
+    Graph,
+    Node,
+    Operand,
+    Pad,
+    Pointwise,
+    Positions,
+    Reduction,
+    Scalar,
+    Value,
+    whole,
+)
+from bridge.compile.loop_ir.views import cut_out, dense, is_dense
+from bridge.compile.schedule.limits import Limits, Rules
 
-__all__ = ["Producers", "box_of_arithmetic", "permuted_arithmetic"]
+__all__ = [
+    "Producers",
+    "add_few_rows",
+    "box_of_arithmetic",
+    "cast_where_read",
+    "count_where_read",
+    "permuted_arithmetic",
+    "recompute_row_values",
+]
 
 
 class Producers:
@@ -94,3 +141,190 @@ def permuted_arithmetic(node: Pointwise, read: Operand) -> list[Operand | Scalar
             return None
         moved.append(Operand(operand.value, view))
     return moved
+
+
+def cast_where_read(graph: Graph, rules: Rules) -> Graph:
+    """The graph in which point-wise nodes cast what they read of tensors that are smaller by the backend's limit."""
+    factor = rules.limits.small_casts
+    if not factor:
+        return graph
+    casts: dict[Value, Operand] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if type(node) is Pointwise:
+            reads = tuple(_read_cast(operand, node, casts, nodes, factor) for operand in node.operands)
+            node = node if reads == node.operands else replace(node, operands=reads)
+            if node.op == "astype" and isinstance(reads[0], Operand) and is_dense(reads[0].view):
+                casts[node.out] = reads[0]
+        nodes.append(node)
+    return replace(graph, nodes=nodes)
+
+
+def _read_cast(
+    operand: Operand | Scalar, reader: Pointwise, casts: dict[Value, Operand], nodes: list[Node], factor: int
+) -> Operand | Scalar:
+    """The operand, or what a cast for this reader alone makes, which is added to the nodes."""
+    if isinstance(operand, Scalar) or operand.value not in casts:
+        return operand
+    if factor * sample_of(operand.value.numel) > sample_of(reader.out.numel):
+        return operand
+    source, out = casts[operand.value], Value(operand.value.name, operand.shape, operand.dtype)
+    view = replace(operand.view, offset=operand.view.offset + source.view.offset)
+    nodes.append(Pointwise("astype", (Operand(source.value, view),), out))
+    return whole(out)
+
+
+def count_where_read(graph: Graph, rules: Rules) -> Graph:
+    """The graph in which point-wise nodes count what they would read of constants that are smaller by the limit."""
+    factor = rules.limits.small_casts
+    counts = {value for value, constant in graph.constants.items() if factor and _counts(constant)}
+    if not counts:
+        return graph
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if type(node) is Pointwise:
+            reads = tuple(_read_count(operand, node, counts, nodes, factor) for operand in node.operands)
+            node = node if reads == node.operands else replace(node, operands=reads)
+        nodes.append(node)
+    return replace(graph, nodes=nodes)
+
+
+def _counts(constant: torch.Tensor | Positions) -> bool:
+    if isinstance(constant, Positions) or constant.dtype not in (torch.int32, torch.int64) or constant.ndim != 1:
+        return False
+    return torch.equal(constant, torch.arange(len(constant), dtype=constant.dtype, device=constant.device))
+
+
+def _read_count(
+    operand: Operand | Scalar, reader: Pointwise, counts: set[Value], nodes: list[Node], factor: int
+) -> Operand | Scalar:
+    """The operand, or the places that this reader counts, which are added to the nodes."""
+    if isinstance(operand, Scalar) or operand.value not in counts:
+        return operand
+    if factor * sample_of(operand.value.numel) > sample_of(reader.out.numel):
+        return operand
+    index = Value(operand.value.name, operand.value.shape, "int64", "index")
+    out = Value(operand.value.name, operand.shape, operand.dtype)
+    nodes.append(Pointwise("astype", (Operand(index, operand.view),), out))
+    return whole(out)
+
+
+def recompute_row_values(graph: Graph, rules: Rules) -> Graph:
+    """The graph in which kernels of several sizes that read small values each compute them from what is in memory."""
+    if not rules.limits.section_elements:
+        return graph
+    copies = _Copies(graph, rules)
+    for node in graph.nodes:
+        copies.add(node)
+    return replace(graph, nodes=copies.nodes)
+
+
+class _Copies:
+    def __init__(self, graph: Graph, rules: Rules) -> None:
+        self.nodes: list[Node] = []
+        self._free_reads = rules.limits.free_reads
+        self._producers = Producers(rules.limits)
+        self._made: dict[tuple[Value, int], Value] = {}
+        self._sizes: dict[Value, set[int]] = defaultdict(set)
+        for node in graph.nodes:
+            for operand in node.operands:
+                if isinstance(operand, Operand) and self._is_small(operand, node):
+                    self._sizes[operand.value].add(sample_of(node.out.numel))
+
+    def _is_small(self, operand: Operand, node: Node) -> bool:
+        """Whether a point-wise node reads a value that is small beside what it makes."""
+        if type(node) is not Pointwise or operand.value.source != "node":
+            return False
+        return self._free_reads * sample_of(operand.value.numel) <= sample_of(node.out.numel)
+
+    def add(self, node: Node) -> None:
+        if type(node) is Pointwise:
+            read = tuple(self._read(operand, node) for operand in node.operands)
+            node = node if read == node.operands else replace(node, operands=read)
+        self.nodes.append(node)
+        self._producers.add(node)
+
+    def _read(self, operand: Operand | Scalar, node: Pointwise) -> Operand | Scalar:
+        if isinstance(operand, Scalar) or not self._is_small(operand, node) or len(self._sizes[operand.value]) < 2:
+            return operand
+        value = self._copy(operand.value, sample_of(node.out.numel))
+        return operand if value is None else Operand(value, operand.view)
+
+    def _copy(self, value: Value, size: int) -> Value | None:
+        """The value, computed once more for readers of a size; ``None`` if it is not made of values in memory."""
+        if (value, size) not in self._made:
+            producer = self._producers.arithmetic(value)
+            if producer is None or producer.out.dtype == "bool":
+                return None
+            read = tuple(self._operand(operand, value, size) for operand in producer.operands)
+            if None in read:
+                return None
+            made = self._made[value, size] = Value(value.name, value.shape, value.dtype)
+            self.nodes.append(Pointwise(producer.op, read, made))
+        return self._made[value, size]
+
+    def _operand(self, operand: Operand | Scalar, value: Value, size: int) -> Operand | Scalar | None:
+        if isinstance(operand, Scalar) or not self._producers.is_of_a_kernel(operand.value):
+            return operand
+        if sample_of(operand.value.numel) > sample_of(value.numel):
+            return None
+        copied = self._copy(operand.value, size)
+        return None if copied is None else Operand(copied, operand.view)
+
+
+def add_few_rows(graph: Graph, rules: Rules) -> Graph:
+    """The graph with additions in the place of such sums; each begins with zero, as the reduction's."""
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        rows = _rows(node) if isinstance(node, Reduction) and _is_of_few(node, rules) else None
+        nodes += [node] if rows is None else _added(rows, node.out)
+    return replace(graph, nodes=nodes)
+
+
+def _is_of_few(node: Reduction, rules: Rules) -> bool:
+    """Whether it is worth it: where less is added up, a launch has few threads, and a row is theirs together."""
+    if node.op != "sum" or same(node.inner, 1) or isinstance(node.reduced, Extent):
+        return False
+    if not 1 < node.reduced <= rules.limits.added_rows or sample_of(node.out.numel) <= rules.limits.single_elements:
+        return False
+    return same(rules.order.column_chunks(node.reduced, node.inner), 1)
+
+
+def _rows(node: Reduction) -> list[Operand] | None:
+    """What is added, one after another, the axes that are reduced with an extent of 1; ``None`` if those are cut."""
+    axes, view = _axes(node), node.operand.view
+    if axes is None:
+        return None
+    rows = []
+    for place in itertools.product(*(range(view.shape[axis]) for axis in axes)):
+        corner = [0] * len(view.shape)
+        corner[axes.start : axes.stop] = place
+        extents = [1 if axis in axes else extent for axis, extent in enumerate(view.shape)]
+        rows.append(Operand(node.operand.value, cut_out(view, corner, extents)))
+    return rows
+
+
+def _axes(node: Reduction) -> range | None:
+    """The axes of the operand's view that are reduced; ``None`` where one is in part."""
+    extents = node.operand.view.shape
+    for begin, end in itertools.combinations(range(len(extents) + 1), 2):
+        parts = extents[:begin], extents[begin:end], extents[end:]
+        if all(map(same, map(math.prod, parts), (node.outer, node.reduced, node.inner))):
+            return range(begin, end)
+    return None
+
+
+def _added(rows: Sequence[Operand], out: Value) -> list[Node]:
+    """The sum in order, in the type in which sums are computed, rounded once."""
+    dtype, extents = compute_type(out.dtype), rows[0].shape
+    nodes: list[Node] = []
+
+    def computed(op: str, *operands: Operand | Scalar) -> Operand:
+        nodes.append(Pointwise(op, operands, Value(out.name, extents, dtype)))
+        return whole(nodes[-1].out)
+
+    total: Operand | Scalar = Scalar(0.0 if "float" in dtype else 0, dtype, extents)
+    for row in rows:
+        total = computed("add", total, row if row.dtype == dtype else computed("astype", row))
+    shaped = Operand(total.value, dense(out.shape))
+    return [*nodes, Pointwise("copy" if dtype == out.dtype else "astype", (shaped,), out)]

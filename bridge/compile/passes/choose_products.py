@@ -15,9 +15,9 @@ from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Product, Value, whole
 from bridge.compile.loop_ir.neutral import MatMul, Neutral, Shaped
-from bridge.compile.loop_ir.product import Geometry, ProductPlan
+from bridge.compile.loop_ir.operations import Geometry, ProductPlan
 from bridge.compile.loop_ir.views import View
-from bridge.compile.passes.placed import Placed
+from bridge.compile.passes.sections import Placed
 from bridge.compile.schedule.products import (
     CHAINED,
     GENERATED,
@@ -273,7 +273,7 @@ def _library(
     """2-D products by the kernel that ``way`` names; batches by ``torch.bmm``.
 
     ``keeps_order``: see :class:`~bridge.compile.schedule.products.ProductPolicy`; ``dtype``: of the result, the
-    operands' or a wider one (:mod:`bridge.compile.passes.split_products`).
+    operands' or a wider one (:mod:`bridge.compile.passes.product_forms`).
     """
     dtype = a.dtype if dtype is None else dtype
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]

@@ -1,22 +1,54 @@
-"""Sections: operands of a concatenation that cheap arithmetic made → the arithmetic inside their section.
+"""Sections: slices, concatenations and what is computed in parts -> reads and writes of a larger buffer in place.
 
+Sections: operands of a concatenation that cheap arithmetic made → the arithmetic inside their section.
 The gates of an LSTM's gradient, the halves of a rotary embedding: each is computed where the concatenation puts it, and
 never stored by itself. A small concatenation, for which a launch takes longer than all its arithmetic, is computed from
 what other than point-wise nodes have made, whatever that takes.
+
+Sections in place: a concatenation of what kernels compute, for readers in memory → stored by who computes it.
+The gradients of an LSTM's gates, of query, key and value: a product reads them side by side. The kernel that computes
+them stores each in its section, and there is no pass over memory that puts them together. The same elements, as they
+are rounded in any case. Where a kernel reads the concatenation, its own sections stay: it needs no memory at all.
+
+Slices: a slice of the result of cheap arithmetic → the arithmetic on slices of its operands.
+Example: ``exp(y[:, :4])`` and ``z + y[:, 4:]`` are the readers of ``y = x * s``: two products of halves, and ``y`` is
+dead. Where slices are all that is read of a value, and no element twice, any arithmetic is computed on them: the gates
+of an LSTM are added up in the kernel that applies their activations.
+
+Parts apart: loops that read parts of a concatenation → they read the tensors that it would be made of.
+The backward of a loop reads its states before the steps: the first one, and behind it those that the forward has
+stacked, but for the last. The step that is run last reads the first one. It reads that where it lies, and all other
+steps what the forward has stacked, so that nothing is put together. The same elements are read.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from autodiff.extents import same, sample_of
-from bridge.compile.loop_ir.graph import Concat, Graph, Node, Operand, Pointwise, Scalar, Value, whole
+from autodiff.extents import Dim, same, sample_of
+from bridge.compile.loop_ir import views
+from bridge.compile.loop_ir.graph import (
+    Concat,
+    Graph,
+    LoopCall,
+    Node,
+    Operand,
+    Pointwise,
+    Reduction,
+    Scalar,
+    Sections,
+    Value,
+    whole,
+)
+from bridge.compile.loop_ir.neutral import Dense, Join, Neutral
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.cheap import Producers, box_of_arithmetic
 from bridge.compile.schedule.limits import Rules
 
-__all__ = ["recompute_sections"]
+__all__ = ["Placed", "place_sections", "read_parts_apart", "recompute_sections", "recompute_slices"]
 
 
 def recompute_sections(graph: Graph, rules: Rules) -> Graph:
@@ -109,3 +141,225 @@ class _Small(_Sections):
         out = Value(self._name, self._spread, operand.dtype)
         self.nodes.append(Pointwise(producer.op, placed, out))
         return whole(out)
+
+
+def place_sections(graph: Graph, rules: Rules) -> Graph:
+    """The graph with such concatenations, of few sections, in the place of nodes that read their operands."""
+    made = {node.out for node in graph.nodes if type(node) is Pointwise}
+    by_kernels = {
+        operand.value
+        for node in graph.nodes
+        for operand in node.operands
+        if isinstance(node, Pointwise | Reduction) and isinstance(operand, Operand)
+    }
+    most, nodes = rules.limits.placed_sections, []
+    for node in graph.nodes:
+        if isinstance(node, Concat) and len(node.operands) <= most and node.out not in by_kernels:
+            node = _placed(node, made) or node
+        nodes.append(node)
+    return replace(graph, nodes=nodes)
+
+
+def _placed(node: Concat, made: Collection[Value]) -> Sections | None:
+    """``None`` unless each section is all of a value that a kernel makes."""
+    values = []
+    for operand in node.operands:
+        if isinstance(operand, Scalar) or operand.value not in made or not _is_all(operand, node):
+            return None
+        values.append(operand.value)
+    return Sections(tuple(map(whole, values)), node.out, node.inner)
+
+
+def _is_all(operand: Operand, node: Concat) -> bool:
+    """Whether a section reads all elements of a value in order."""
+    view, sections = operand.view, len(node.operands)
+    if not same(operand.value.numel * sections, node.out.numel):
+        return False
+    place = next(
+        axis for axis, extent in enumerate(view.shape) if same(extent, sections) and same(view.strides[axis], 0)
+    )
+    shape, strides = ((*each[:place], *each[place + 1 :]) for each in (view.shape, view.strides))
+    return Operand(operand.value, View(shape, strides, view.offset)).is_whole and same(view.offset, 0)
+
+
+def recompute_slices(graph: Graph, rules: Rules) -> Graph:
+    """The graph with every slice of cheap arithmetic that point-wise nodes read computed by a node of its own, once."""
+    slices = _Slices(rules, _sliced(graph))
+    for node in graph.nodes:
+        slices.add(node)
+    return replace(graph, nodes=slices.nodes)
+
+
+def _sliced(graph: Graph) -> set[Value]:
+    """Values of which point-wise nodes read slices, and nobody anything else, of no more elements than they have; and
+    what such values alone are made of."""
+    readers: dict[Value, list[tuple[Node, Operand]]] = defaultdict(list)
+    for node in graph.nodes:
+        for operand in node.operands:
+            if isinstance(operand, Operand):
+                readers[operand.value].append((node, operand))
+    results = {operand.value for operand in graph.results}
+    counts: dict[Value, int] = {}  # of elements that are read
+    for node in reversed(graph.nodes):
+        if type(node) is Pointwise and node.out not in results:
+            count = _count(readers[node.out], counts)
+            if count is not None and 0 < count <= sample_of(node.out.numel):
+                counts[node.out] = count
+    return set(counts)
+
+
+def _count(readers: Sequence[tuple[Node, Operand]], counts: Mapping[Value, int]) -> int | None:
+    """How many elements of a value are read in slices, each slice once; ``None`` if one reads it in another way."""
+    found: dict[Operand | Value, int] = {}
+    for node, operand in readers:
+        part = _part(operand)
+        if type(node) is Pointwise and part is not None:
+            found[part] = sample_of(part.view.numel)
+        elif type(node) is Pointwise and operand.is_whole and node.out in counts:
+            found[node.out] = counts[node.out]
+        else:
+            return None
+    return sum(found.values())
+
+
+def _part(operand: Operand) -> Operand | None:
+    """What is read of a value, each element once; ``None`` if that is all of it, or no slice."""
+    view = views.without_broadcast(operand.view, len(operand.value.shape))
+    # A few elements for each row or column would be a kernel of their own.
+    if view is None or not same(operand.view.numel, view.numel):
+        return None
+    return Operand(operand.value, view) if sample_of(view.numel) < sample_of(operand.value.numel) else None
+
+
+class _Slices:
+    def __init__(self, rules: Rules, sliced: Collection[Value]) -> None:
+        self.nodes: list[Node] = []
+        self._sliced = sliced
+        self._producers = Producers(rules.limits)
+        self._known: dict[Operand, Operand] = {}
+
+    def add(self, node: Node) -> None:
+        if type(node) is Pointwise:
+            reads = tuple(self._read(operand, node.out.name) for operand in node.operands)
+            node = node if reads == node.operands else replace(node, operands=reads)
+        self.nodes.append(node)
+        self._producers.add(node)
+
+    def _read(self, operand: Operand | Scalar, name: str) -> Operand | Scalar:
+        """The operand, or the same elements from a node that computes no others."""
+        if isinstance(operand, Scalar):
+            return operand
+        part = _part(operand)
+        if part is None:
+            return operand
+        if part not in self._known:
+            self._known[part] = self._computed(part, name)
+        found = self._known[part]
+        return operand if found is part else Operand(found.value, views.expand(found.view, operand.shape))
+
+    def _computed(self, part: Operand, name: str) -> Operand:
+        of_any = part.value in self._sliced
+        producer = self._producers.arithmetic(part.value, draws=True) if of_any else self._producers.cheap(part.value)
+        reads = None if producer is None else box_of_arithmetic(producer, part)
+        if reads is None:
+            return part
+        out = Value(name, part.shape, part.dtype)
+        self.add(Pointwise(producer.op, tuple(reads), out))
+        return whole(out)
+
+
+def read_parts_apart(graph: Graph, rules: Rules) -> Graph:
+    """A neutral graph with such loops, where nobody else reads the concatenation; the same one if there are none."""
+    most = rules.limits.parts_apart
+    if not most or not any(isinstance(node, LoopCall) for node in graph.nodes):
+        return graph
+    readers = Counter(
+        operand.value for node in graph.nodes for operand in node.operands if isinstance(operand, Operand)
+    )
+    made = {node.out: node for node in graph.nodes if isinstance(node, Dense | Join) and readers[node.out] == 1}
+    nodes: list[Node | Neutral] = []
+    for node in graph.nodes:
+        nodes += _apart(node, made, most) if isinstance(node, LoopCall) else [node]
+    return graph if len(nodes) == len(graph.nodes) else replace(graph, nodes=nodes)
+
+
+def _apart(call: LoopCall, made: dict[Value, Node | Neutral], most: int) -> list[Node | Neutral]:
+    """The nodes that take the place of a loop."""
+    operands, before = list(call.operands), []
+    apart, tensors = [], []
+    for x in range(call.scan.xs):
+        join = _joined(operands[call.scan.carries + x], made)
+        if join is None or len(apart) == most:
+            continue
+        one, others = join.operands if call.scan.reverse else join.operands[::-1]
+        if isinstance(others, Scalar) or not same(one.shape[0], 1):
+            continue
+        tensor = Value(join.out.name, one.shape, one.dtype)
+        before.append(Pointwise("copy", (one,), tensor) if isinstance(one, Scalar) else Dense(one, tensor))
+        operands[call.scan.carries + x] = others
+        apart.append(x)
+        tensors.append(whole(tensor))
+    return [*before, replace(call, operands=(*operands, *tensors), apart=tuple(apart))] if apart else [call]
+
+
+def _joined(operand: Operand, made: dict[Value, Node | Neutral]) -> Join | None:
+    """The concatenation of two tensors, along the steps, that an operand is."""
+    node = made.get(operand.value)
+    while isinstance(node, Dense) and node.operand.is_whole:
+        node = made.get(node.operand.value)
+    return node if isinstance(node, Join) and node.axis == 0 and len(node.operands) == 2 else None
+
+
+class Placed:
+    """The nodes of a graph under construction, with the copies among them: equal ones are made once.
+
+    Attributes:
+        nodes: in order.
+        name: that of values made now.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.name = "t"
+        self._copies: dict[Hashable, Operand] = {}
+
+    def fresh(self, extents: Sequence[Dim], element_type: str) -> Value:
+        """A value to be a node's result."""
+        return Value(self.name, tuple(extents), element_type)
+
+    def pointwise_copy(self, operand: Operand | Scalar) -> Operand:
+        """The operand's elements in order, in a value that nothing else shares."""
+        return self._add_copy(operand, self.fresh(operand.shape, operand.dtype))
+
+    def copy(self, operand: Operand | Scalar, out: Value | None = None) -> Operand:
+        """The operand's elements in order; ``out`` is the value that holds them if they are not there yet."""
+        key = (operand, str(operand.number)) if isinstance(operand, Scalar) else operand  # 0.0 equals -0.0
+        if key not in self._copies:
+            self._copies[key] = self._add_copy(operand, out or self.fresh(operand.shape, operand.dtype))
+        return self._copies[key]
+
+    def copied(self, operand: Operand | Scalar) -> Operand | None:
+        """The copy of an operand's elements in order, if one was made."""
+        return self._copies.get(operand) if isinstance(operand, Operand) else None
+
+    def _add_copy(self, operand: Operand | Scalar, out: Value) -> Operand:
+        self.nodes.append(Pointwise("copy", (operand,), out))
+        return whole(out)
+
+    def dense(self, operand: Operand | Scalar) -> Operand:
+        """A value of its own that holds the operand's elements in order, unless it already is one."""
+        return operand if is_all_of_a_value(operand) else self.copy(operand)
+
+    def expand(self, operand: Operand, extents: Sequence[Dim]) -> Operand:
+        return Operand(operand.value, views.expand(operand.view, extents))
+
+    def reshape(self, operand: Operand, extents: Sequence[Dim]) -> Operand:
+        view = views.reshape(operand.view, extents)
+        if view is not None:
+            return Operand(operand.value, view)
+        return Operand(self.copy(operand).value, views.dense(extents))
+
+
+def is_all_of_a_value(operand: Operand | Scalar) -> bool:
+    """Whether the operand reads all elements of a value in the order in which they lie."""
+    return isinstance(operand, Operand) and operand.is_whole

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from bridge.compile.runtime.instructions import CallLibrary, View, roots_of
-from bridge.compile.runtime.loop_step import Instruction
+from bridge.compile.runtime.loop_frame import Instruction
 
 __all__ = ["Beside", "lasting", "steps_beside"]
 

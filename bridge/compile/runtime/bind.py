@@ -13,8 +13,7 @@ from bridge.base.devices import HOST
 from bridge.base.picks import picker
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.loop import loop_action
-from bridge.compile.runtime.loop_frame import Drive, LoopFrames, is_framed
-from bridge.compile.runtime.loop_step import Instruction, Loop
+from bridge.compile.runtime.loop_frame import Drive, Instruction, Loop, LoopFrames, is_framed
 from bridge.library import FUNCTIONS, OUT_KERNELS, invoke
 
 __all__ = ["Action", "Arrays", "bind", "last_uses"]

@@ -1,25 +1,277 @@
 """Building: PrimFuncs → machine code, in one call of the compiler for all that the process has not built before.
 
-The compiler runs in the background (:mod:`bridge.compile.runtime.background`).
+Weak cache: source → what was made from an equal source and is still in use.
+Two functions are the same if they are structurally equal, so a cache is a table of hashes with a few candidates each.
+It holds what was made weakly: when the last module that uses a program is gone, so are its kernels' machine code and
+its arena.
+
+Background builds: a function runs in a thread of its own while Python goes on; its result is waited for when needed.
+LLVM works without the interpreter's lock, so on two processors its work costs no time of the compiler's own passes. One
+build runs at a time: LLVM's options belong to the process; while it waits for another compiler, the next one may begin.
+What needs no compiler is done before a build's turn. A fork waits for all of them, a child has none.
+
+Library files: a module whose host code LLVM made ↔ the bytes of a shared library, with the modules that it imports.
+The imported ones, a GPU's machine code, lie in the library as data, where TVM's loader looks for them, as in a library
+that TVM exports.
+
+The compiler runs in the background (:mod:`bridge.compile.runtime.build`).
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
-from collections.abc import Sequence
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
 
+import tvm
+from tvm.runtime import Module
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal, structural_hash
 
 from bridge.base.interrupts import raise_deferred
 from bridge.compile.backend import Built
 from bridge.compile.codegen.tir import LOOPS_ATTR, SHARED_ATTR
-from bridge.compile.runtime.background import Build
-from bridge.compile.runtime.cache import WeakCache
+from bridge.compile.runtime.elf import CannotLinkError, shared_library
 from bridge.compile.runtime.kernel_store import KernelTexts, Libraries, stored_or_built
 
-__all__ = ["build_kernels", "clear_kernels"]
+__all__ = [
+    "REFUSALS",
+    "Build",
+    "LateMapping",
+    "WeakCache",
+    "build_kernels",
+    "clear_kernels",
+    "in_background",
+    "library_bytes",
+    "loaded",
+    "others_may_build",
+    "settle",
+    "some_of",
+]
+
+
+Value = TypeVar("Value")
+
+
+class LateMapping(Mapping[str, Value]):
+    """``read``: what makes each value, by its name; each is made once."""
+
+    def __init__(self, read: Mapping[str, Callable[[], Value]]):
+        self._read = read
+        self._found: dict[str, Value] = {}
+
+    def __getitem__(self, name: str) -> Value:
+        if name not in self._found:
+            self._found[name] = self._read[name]()
+        return self._found[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._read
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
+def some_of(values: Mapping[str, Value], names: Collection[str]) -> Mapping[str, Value]:
+    """Those of a mapping that are among ``names``, in its order; nothing is read for it."""
+    if isinstance(values, LateMapping):
+        return LateMapping({name: lambda name=name: values[name] for name in values if name in names})
+    return {name: value for name, value in values.items() if name in names}
+
+
+Source = TypeVar("Source")
+Made = TypeVar("Made")
+
+
+class WeakCache(Generic[Source, Made]):
+    """What was made from a source, found by a key and equality of the sources.
+
+    Args:
+        equal: whether two sources of one key are the same.
+        usable: whether something made may still be given out.
+
+    Not synchronized: callers hold a lock of theirs around each call.
+    """
+
+    def __init__(self, equal: Callable[[Source, Source], bool], usable: Callable[[Made], bool] = lambda made: True):
+        self._equal = equal
+        self._usable = usable
+        self._entries: dict[Hashable, list[tuple[Source, weakref.ref[Made]]]] = {}
+        self._gone: deque[Hashable] = deque()  # filled whenever the garbage collector runs; emptied by the callers
+
+    def get(self, key: Hashable, source: Source) -> Made | None:
+        """What was made from an equal source and is in use, or ``None``."""
+        for known, reference in self._entries.get(key, ()):
+            made = reference()
+            if made is not None and self._usable(made) and self._equal(source, known):
+                return made
+        return None
+
+    def put(self, key: Hashable, source: Source, made: Made) -> None:
+        """Remembers what was made from a source until nobody uses it."""
+        self._drop_gone()
+        gone = self._gone
+        reference = weakref.ref(made, lambda _: gone.append(key))
+        self._entries.setdefault(key, []).append((source, reference))
+
+    def clear(self) -> None:
+        """Forget everything; who uses it keeps it."""
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        """Number of things in use."""
+        self._drop_gone()
+        return sum(map(len, self._entries.values()))
+
+    def _drop_gone(self) -> None:
+        while self._gone:
+            key = self._gone.popleft()
+            alive = [entry for entry in self._entries.pop(key, ()) if entry[1]() is not None]
+            if alive:
+                self._entries[key] = alive
+
+
+Result = TypeVar("Result")
+
+_POLL = 0.1
+"""Seconds between two looks for an interrupt."""
+
+_ONE_AT_A_TIME = threading.Lock()
+_RUNNING: set[threading.Thread] = set()
+_THIS_THREAD = threading.local()
+
+
+class Build(Generic[Result]):
+    """One piece of work, begun when this is made.
+
+    Attributes:
+        seconds: what it took, 0 before its end.
+
+    Args:
+        work: one at a time.
+        first: what is done before that, beside other builds.
+    """
+
+    def __init__(self, work: Callable[[], Result], first: Callable[[], object] = lambda: None):
+        self.seconds = 0.0
+        self._first: Callable[[], object] | None = first
+        self._work: Callable[[], Result] | None = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="bridge-build")
+        _RUNNING.add(self._thread)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads to be had, or the interpreter is ending
+            self._run()
+
+    def result(self) -> Result:
+        """What the work returned; raises what it raised. Lets go of the wait where a SIGINT was deferred."""
+        while self._thread.is_alive():
+            self._thread.join(_POLL)
+            raise_deferred()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the work has ended with an exception."""
+        return self._error is not None
+
+    def _run(self) -> None:
+        try:
+            self._first()
+            with _ONE_AT_A_TIME:
+                _THIS_THREAD.builds = True
+                started = time.perf_counter()
+                self._result = self._work()
+                self.seconds = time.perf_counter() - started
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            self._error = error
+        finally:
+            self._work = self._first = None
+            _THIS_THREAD.builds = False
+            _RUNNING.discard(self._thread)
+
+
+def in_background(work: Callable[[], object]) -> None:
+    """Does, beside builds, what is only to be done sooner than somebody needs it, who meets whatever it raises."""
+    Build(lambda: None, work)
+
+
+@contextmanager
+def others_may_build() -> Iterator[None]:
+    """While a build waits for what is not LLVM's."""
+    if not getattr(_THIS_THREAD, "builds", False):  # somebody compiles without one
+        yield
+        return
+    _ONE_AT_A_TIME.release()
+    try:
+        yield
+    finally:
+        _ONE_AT_A_TIME.acquire()
+
+
+def settle() -> None:
+    """Waits for all builds that have begun."""
+    for thread in list(_RUNNING):
+        if thread is not threading.current_thread() and thread.ident is not None:
+            thread.join()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=settle)
+
+
+try:
+    import resource
+except ImportError:  # not on Windows, where there are no such files either
+    resource = None
+
+REFUSALS = (CannotLinkError, OSError, RuntimeError)
+"""What is raised where a module cannot be a file here, or a file not be loaded."""
+
+
+def library_bytes(module: Module) -> bytes:
+    """The machine code of a module of kind ``"llvm"``, linked, with its imports. Raises one of :data:`REFUSALS`."""
+    code = _object_code(module)
+    if not module.imports:
+        return shared_library(code)
+    packed = tvm.get_global_func("runtime.ModulePackImportsToTensor")(module)
+    return shared_library(code, {tvm.get_global_func("runtime.ModuleImportsBlobName")(): packed.numpy().tobytes()})
+
+
+def loaded(content: bytes) -> Module:
+    """The module of :func:`library_bytes`; the same machine code. Raises one of :data:`REFUSALS`."""
+    # a file of its own for each: the loader tells libraries apart by name and place; it is not needed once loaded
+    with tempfile.TemporaryDirectory(prefix="bridge") as folder:
+        path = Path(folder) / "kernels.so"
+        path.write_bytes(content)
+        return tvm.get_global_func("ffi.Module.load_from_file.so")(str(path), "so")
+
+
+def _object_code(library: Module) -> bytes:
+    """The object file that LLVM writes, in memory: where a disk is full, LLVM ends the process.
+
+    Raises:
+        OSError: there are no files in memory here, or no large ones are allowed.
+    """
+    if not hasattr(os, "memfd_create") or resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        raise OSError("no file in memory can be made here")
+    with os.fdopen(os.memfd_create("kernels.o"), "rb") as file:
+        library.write_to_file(f"/proc/self/fd/{file.fileno()}", "o")
+        return file.read()
 
 
 def _is_usable(built: Built) -> bool:

@@ -10,7 +10,7 @@ import torch
 from bridge.base.mkl import can_pack, packed
 from bridge.compile.runtime.bind import bind
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
-from bridge.compile.runtime.loop_step import Instruction
+from bridge.compile.runtime.loop_frame import Instruction
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.products import PACKED
 from bridge.library import dense

@@ -1,5 +1,13 @@
-"""Cutting: a program + places between its steps → segments: programs that, one after another, do what it does.
+"""Cutting of a program: places of results -> segments, each with what it takes from those before it.
 
+Flow of a program's memory: instructions → of each tensor in memory of its own, when it is made, changed and read.
+A view shares the memory of its *root*: the parameter, constant, intermediate or result that it is a view of. What is
+said here about a root holds for all of its views.
+
+Views of results: steps at a program's end → right behind the steps that compute what they show.
+Who waits for a result, as for one gradient of many, waits for no more than that.
+
+Cutting: a program + places between its steps → segments: programs that, one after another, do what it does.
 The steps are the same, in the same order, on tensors of the same geometry, so every result has the same bits. A segment
 has an arena of its own; what a later one reads is among its results, and views are made again where they are read.
 Nothing is written on both sides of a cut.
@@ -11,16 +19,108 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from bridge.compile.runtime.arena import lying_below, plan_arena
+from autodiff.extents import sample_of
 from bridge.compile.runtime.beside import lasting, steps_beside
-from bridge.compile.runtime.flow import Flow
-from bridge.compile.runtime.instructions import View
-from bridge.compile.runtime.late import some_of
-from bridge.compile.runtime.layout import Layout, Register
-from bridge.compile.runtime.loop_step import Instruction, inner_steps
+from bridge.compile.runtime.build import some_of
+from bridge.compile.runtime.instructions import View, roots_of
+from bridge.compile.runtime.layout import Layout, Register, lying_below, plan_arena
+from bridge.compile.runtime.loop_frame import Instruction, inner_steps
 from bridge.compile.runtime.program import Program
 
-__all__ = ["Segment", "cut"]
+__all__ = ["Flow", "Segment", "brought_forward", "cut"]
+
+
+class Flow:
+    """When the instructions of a program work on which memory.
+
+    Attributes:
+        registers: of all roots but constants, by slot.
+        views: what makes the tensors in the slots of views, by slot.
+        constants: slots of constants.
+        made: of each root that is no parameter and no constant, the first step that writes it; -1 for one without
+            elements, which no step writes.
+        born: of each slot but parameters', the step that fills it; -1 for what is there from the start.
+        changed: of each root the last step that writes it.
+        touched: of each root the last step that reads or writes it, through a view or not.
+        handed_out: roots of results.
+    """
+
+    def __init__(self, program: Program):
+        layout = program.layout
+        self.num_params = len(layout.params)
+        self.num_steps = len(program.steps)
+        self.handed_out = set(layout.memory)
+        made = (*layout.params, *layout.arena, *layout.fresh, *layout.allocated)
+        self.registers: dict[int, Register] = {register.slot: register for register in made}
+        self.constants = {slot for slot, _ in (*program.constants, *program.positions)}
+        views = (*layout.views, *(step for step in program.steps if isinstance(step, View)))
+        self.views: dict[int, View] = {view.writes[0]: view for view in views}
+        self._roots = roots_of(views)
+        self.made: dict[int, int] = {}
+        self.changed: dict[int, int] = {}
+        self.touched: dict[int, int] = {}
+        for index, step in enumerate(program.steps):
+            for slot in (*step.reads, *step.writes):
+                self.touched[self.root(slot)] = index
+            for root in map(self.root, step.writes if not isinstance(step, View) else ()):
+                self.changed[root] = index
+                if root >= self.num_params and root not in self.constants:
+                    self.made.setdefault(root, index)
+        for slot in self.registers:
+            if slot >= self.num_params:
+                self.made.setdefault(slot, -1)
+        self.born = dict.fromkeys((*self.constants, *self.views), -1) | self.made
+        self.born |= {step.writes[0]: at for at, step in enumerate(program.steps) if isinstance(step, View)}
+
+    def name(self, slot: int) -> str:
+        """Of the tensor in a slot, for people."""
+        if slot in self.views:
+            return self.views[slot].outputs[0]
+        return "a constant" if slot in self.constants else self.registers[slot].name
+
+    def root(self, slot: int) -> int:
+        """The slot of the tensor whose memory this is."""
+        return self._roots.get(slot, slot)
+
+    @property
+    def boundaries(self) -> dict[int, int]:
+        """Places where the steps can be cut in two → bytes of intermediates that cross there, of the sample's sizes.
+
+        Place ``p`` is in front of step ``p``. None lies between two steps that write the same memory.
+        """
+        inside = [0] * (self.num_steps + 1)
+        crossing = [0] * (self.num_steps + 1)
+        for slot, first in self.made.items():
+            inside[first + 1] += 1
+            inside[self.changed.get(slot, first) + 1] -= 1
+        for slot, first in self.made.items():
+            last = self.touched.get(slot, first)
+            if slot in self.handed_out or last == first:
+                continue
+            crossing[first + 1] += sample_of(self.registers[slot].nbytes)
+            crossing[last + 1] -= sample_of(self.registers[slot].nbytes)
+        found: dict[int, int] = {}
+        partial = total = 0
+        for place in range(1, self.num_steps):
+            partial, total = partial + inside[place], total + crossing[place]
+            if not partial:
+                found[place] = total
+        return found
+
+
+def brought_forward(steps: Sequence[Instruction], first: int) -> tuple[list[Instruction], dict[int, int]]:
+    """The steps, and by the place of one in front of ``first``, and by that, where it is now. From there on, all are
+    views."""
+    written = {slot: index for index, step in enumerate(steps[:first]) for slot in step.writes}
+    behind: dict[int, list[Instruction]] = {}
+    for view in steps[first:]:
+        behind.setdefault(written.get(view.reads[0], -1), []).append(view)
+    found, places = [*behind.get(-1, ())], {}
+    for index, step in enumerate(steps[:first]):
+        places[index] = len(found)
+        found += [step, *behind.get(index, ())]
+    places[first] = len(found)
+    return found, places
 
 
 @dataclass(frozen=True)
@@ -44,7 +144,7 @@ def cut(program: Program, places: Sequence[int], name: str) -> tuple[Segment, ..
     """The segments of a program, one more than there are places to cut at.
 
     Args:
-        places: ascending, each one of :attr:`~bridge.compile.runtime.flow.Flow.boundaries`, the beginning or the end;
+        places: ascending, each one of :attr:`~bridge.compile.runtime.cut.Flow.boundaries`, the beginning or the end;
             equal ones leave a segment without steps.
         name: of the segments' programs.
 

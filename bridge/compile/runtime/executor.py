@@ -22,8 +22,7 @@ from bridge.compile.runtime.bind import Action, Arrays, bind, last_uses
 from bridge.compile.runtime.forms import InputForms
 from bridge.compile.runtime.instructions import View
 from bridge.compile.runtime.layout import Layout
-from bridge.compile.runtime.loop_frame import Drive
-from bridge.compile.runtime.loop_step import Instruction
+from bridge.compile.runtime.loop_frame import Drive, Instruction
 from bridge.compile.runtime.pool import ARENAS, ArenaPool, Block
 
 __all__ = ["Actions", "Executor", "bind_all"]

@@ -16,10 +16,9 @@ import torch
 from autodiff.extents import Dim, Extent, ExtentScope
 from bridge.base.devices import HOST
 from bridge.compile.loop_ir.graph import Positions
-from bridge.compile.runtime.arena import ALIGNMENT
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
-from bridge.compile.runtime.layout import Layout, Register
-from bridge.compile.runtime.loop_step import Instruction, Loop
+from bridge.compile.runtime.layout import ALIGNMENT, Layout, Register
+from bridge.compile.runtime.loop_frame import Instruction, Loop
 
 __all__ = ["Instances"]
 

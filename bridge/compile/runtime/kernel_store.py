@@ -21,7 +21,7 @@ from tvm.tirx import PrimFunc
 from bridge.artifact import Store, current_store, key_of, made_once, of_this_package
 from bridge.base.log import channel
 from bridge.compile.backend import Built
-from bridge.compile.runtime.canonical import canonical_text, functions_of
+from bridge.compile.runtime.plain import canonical_text, functions_of
 
 __all__ = ["KeptFunctions", "KernelTexts", "Libraries", "kept_kernels", "stored_or_built"]
 
@@ -146,7 +146,7 @@ def kept_kernels(
 
 @dataclass(frozen=True, eq=False)
 class _Loaded:
-    """Functions of libraries from the disk, in the place of their :class:`~bridge.compile.runtime.background.Build`:
+    """Functions of libraries from the disk, in the place of their :class:`~bridge.compile.runtime.build.Build`:
     the libraries are loaded for as long as this is held."""
 
     functions: tuple[tvm_ffi.Function, ...]

@@ -14,7 +14,7 @@ from autodiff.extents import Dim, ExtentScope, same, sample_of
 from autodiff.ir import itemsize
 from bridge.base.interrupts import raise_deferred
 from bridge.compile.backend import Backend, Built
-from bridge.compile.codegen.kernel import Finish, Kernel
+from bridge.compile.codegen.tir import Finish, Kernel
 from bridge.compile.loop_ir.graph import (
     Fallback,
     Graph,
@@ -26,17 +26,16 @@ from bridge.compile.loop_ir.graph import (
     Value,
     whole,
 )
-from bridge.compile.loop_ir.product import PackPlan
+from bridge.compile.loop_ir.operations import PackPlan
 from bridge.compile.loop_ir.views import alike, dense
-from bridge.compile.runtime.arena import lying_below, plan_arena
 from bridge.compile.runtime.beside import Beside, lasting, steps_beside
 from bridge.compile.runtime.contents import Contents, contents
+from bridge.compile.runtime.cut import brought_forward
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
-from bridge.compile.runtime.layout import Layout, Register
+from bridge.compile.runtime.layout import Layout, Register, lying_below, plan_arena
 from bridge.compile.runtime.loop import scratch_bytes
-from bridge.compile.runtime.loop_step import Instruction, Loop
+from bridge.compile.runtime.loop_frame import Instruction, Loop
 from bridge.compile.runtime.program import Program
-from bridge.compile.runtime.result_views import brought_forward
 from bridge.compile.runtime.step_kernels import chained, guard_indices, kernel_of, one
 from bridge.compile.schedule.fuse import Group, fuse
 from bridge.compile.schedule.read_again import read_again

@@ -24,11 +24,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from bridge.base.devices import HOST
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.arena import ALIGNMENT
 from bridge.compile.runtime.instructions import Launch, View
-from bridge.compile.runtime.layout import Layout, Register
-from bridge.compile.runtime.loop_frame import Addresses, LoopFrames
-from bridge.compile.runtime.loop_step import Instruction, Loop
+from bridge.compile.runtime.layout import ALIGNMENT, Layout, Register
+from bridge.compile.runtime.loop_frame import Addresses, Instruction, Loop, LoopFrames
 from bridge.library import ALIGNMENT as ACCESS
 
 __all__ = ["loop_action", "scratch_bytes"]

@@ -1,5 +1,6 @@
-"""Loop frames: a step's launches as data in memory, which a driver runs for many steps without Python.
+"""Loops as instructions: a body, its registers for one step, and what lies where between steps.
 
+Loop frames: a step's launches as data in memory, which a driver runs for many steps without Python.
 A frame holds what the calling convention wants of a call: tensors' descriptions, arguments, calls. The addresses in it
 are put there for each step: from one step to the next they alternate between two places, or move on by a part of a
 tensor, or stay; so the address two steps later is this one and a constant more.
@@ -8,16 +9,67 @@ tensor, or stay; so the address two steps later is this one and a constant more.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import tvm_ffi
 
+from autodiff.extents import Dim
 from bridge.base.devices import HOST
-from bridge.compile.runtime.instructions import Launch
+from bridge.compile.runtime.contents import Contents
+from bridge.compile.runtime.instructions import CallLibrary, Launch, View
+from bridge.compile.runtime.layout import Layout
 
-__all__ = ["Addresses", "Drive", "LoopFrames", "is_framed"]
+__all__ = ["Addresses", "Drive", "Instruction", "Loop", "LoopFrames", "inner_steps", "is_framed"]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A body that is run ``length`` times (an extent is known when the program is bound), from the last step to the
+    first with ``reverse``.
+
+    ``reads``: the initial carries, tensors with the steps in front, of which each step reads its part, what every step
+    reads, then ``constants`` that fill those slots of the body, then the parts of xs that lie ``apart`` (see
+    :class:`~bridge.compile.loop_ir.graph.LoopCall`). ``writes``: the last carries, tensors with the steps in
+    front, of which each step fills its part, and scratch memory: the body's arena and two places for each carry.
+
+    The body's registers are its own: parameters are carries, ``xs`` parts and what every step reads; results are the
+    next carries, then parts.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    steps: tuple[Instruction, ...] = field(repr=False)
+    layout: Layout = field(repr=False)
+    carries: int
+    xs: int
+    length: Dim
+    reverse: bool = False
+    constants: tuple[int, ...] = ()
+    contents: Contents = field(default=Contents(), repr=False)
+    apart: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        order = ", last first" if self.reverse else ""
+        head = f"{', '.join(self.outputs)} = {self.name} of {self.length} steps{order}({', '.join(self.inputs)})"
+        return "\n".join([head, *(f"      {step}" for step in self.steps)])
+
+
+Instruction = Launch | CallLibrary | View | Loop
+
+
+def inner_steps(steps: Iterable[Instruction]) -> Iterator[Instruction]:
+    """Instructions, each loop followed by those of its body."""
+    for step in steps:
+        yield step
+        if isinstance(step, Loop):
+            yield from inner_steps(step.steps)
+
 
 Drive = Callable[[int, int, int, int, int], None]
 """``drive(steps, calls, how many, places, how many)``: runs the calls so many times, addresses put into place before

@@ -1,5 +1,6 @@
-"""Plain form of a program's data: frozen dataclasses, tuples and numbers ↔ what JSON holds, nothing lost.
+"""Plain forms: a program's data ↔ JSON; functions of TVM ↔ canonical text, the same in every process.
 
+Plain form of a program's data: frozen dataclasses, tuples and numbers ↔ what JSON holds, nothing lost.
 A tuple is a list, a dataclass an object whose ``"is"`` is the class's name; there are no other lists and objects. A
 symbolic extent is its terms; the scope that it belongs to is told to who reads it.
 """
@@ -7,18 +8,49 @@ symbolic extent is its terms; the scope that it belongs to is told to who reads 
 from __future__ import annotations
 
 import math
+import re
+import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
+
+import tvm
+import tvm_ffi
 
 from autodiff.extents import Composite, Extent, ExtentScope, Guard, ScopeState, Symbol
 from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.contents import Contents, Operation
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout, Register
-from bridge.compile.runtime.loop_step import Loop
+from bridge.compile.runtime.loop_frame import Loop
 from bridge.library import TensorAt, TensorsAt
 
-__all__ = ["from_plain", "to_plain"]
+__all__ = ["canonical_text", "from_plain", "functions_of", "to_plain"]
+
+
+_SMALL_FLOAT = re.compile(r'"value":(-?\d[\d.]*e-3\d\d)\b')
+
+
+def canonical_text(functions: Sequence[Any]) -> str:
+    """The text of TIR or Relax functions; :func:`functions_of` reads it.
+
+    Raises:
+        ValueError: a literal that TVM's JSON cannot hold, a float64 below 2.3e-308.
+    """
+    text = tvm.ir.save_json(tvm_ffi.Array(list(functions)))
+    for number in _SMALL_FLOAT.findall(text):
+        if abs(float(number)) < sys.float_info.min:
+            raise ValueError(f"TVM's JSON cannot hold a kernel's literal {number}")
+    return text
+
+
+def functions_of(text: str) -> list[Any]:
+    """The functions of a :func:`canonical_text` that this version of TVM wrote.
+
+    ``tvm.ir.load_json`` would look for what older versions wrote first, which takes several times as long.
+    """
+    return list(tvm_ffi.serialization.from_json_graph_str(text))
+
 
 _CLASSES = {
     kind.__name__: kind

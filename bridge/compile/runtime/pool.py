@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bridge.base.devices import HOST
-from bridge.compile.runtime.arena import ALIGNMENT
+from bridge.compile.runtime.layout import ALIGNMENT
 
 __all__ = ["ARENAS", "ArenaPool", "Block"]
 

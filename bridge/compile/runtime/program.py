@@ -18,7 +18,7 @@ from bridge.compile.runtime.beside import Beside, steps_beside
 from bridge.compile.runtime.instance import Instances
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout
-from bridge.compile.runtime.loop_step import Instruction, inner_steps
+from bridge.compile.runtime.loop_frame import Instruction, inner_steps
 from bridge.compile.runtime.plain import to_plain
 from bridge.library import NEVER_RAISE
 

@@ -8,14 +8,12 @@ from tvm.tirx import PrimFunc
 
 from autodiff.extents import Dim, Extent, below, same, sample_of
 from bridge.compile.backend import Backend
-from bridge.compile.codegen.kernel import Finish, Kernel
+from bridge.compile.codegen.tir import Finish, Kernel
 from bridge.compile.loop_ir.graph import Fallback, LibraryCall, Product, Reduction, Value
-from bridge.compile.schedule.chain_plan import find_chains, plan_chain
-from bridge.compile.schedule.column_plan import plan_columns
+from bridge.compile.schedule.chain_plan import find_chains, plan_chain, plan_columns
 from bridge.compile.schedule.fuse import Group
 from bridge.compile.schedule.limits import Rules
-from bridge.compile.schedule.plan_rows import plan_rows
-from bridge.compile.schedule.planned import Planned
+from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.together import plan_together
 

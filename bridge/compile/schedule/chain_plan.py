@@ -1,26 +1,89 @@
-"""Chain plan: a product, the row group that alone reads it and the product that alone reads that → one kernel, as data.
+"""Plans as data: a chain of two products, a reduction over columns, a call that has several forms.
 
+Calls of library functions that have several forms: what their time depends on, as plain data.
+A form is another function of :mod:`bridge.library`, of the same arguments, that gives the same results to rounding.
+
+Chain plan: a product, the row group that alone reads it and the product that alone reads that → one kernel, as data.
 An attention's scores are written and read three times where each step is a kernel, and are too large for the caches
 near a core. A chain's kernel makes some rows of them at a time, which no other kernel sees.
+
+Column plan: a reduction over few rows, alone in its kernel → how its columns are walked, as plain data.
+The order of the additions is that of :mod:`bridge.compile.schedule.order` with one chunk: row after row. A plan
+holds the columns and the steps along them; the number of rows and the strides between them are launch arguments, as in
+:mod:`bridge.compile.schedule.row_plan`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from autodiff.extents import Dim, same
-from bridge.compile.loop_ir.access import Term
-from bridge.compile.loop_ir.graph import Pointwise, Product, Reduction, Value
-from bridge.compile.loop_ir.product import Geometry
+from autodiff.extents import Dim, same, sample_of
+from bridge.compile.loop_ir.graph import LibraryCall, LoopCall, Pointwise, Product, Reduction, Value
+from bridge.compile.loop_ir.operations import Argument, Geometry, Number, Term
+from bridge.compile.loop_ir.views import View
+from bridge.compile.schedule.access import Arguments, column_strides, make_space, offset_of, terms_of, window
 from bridge.compile.schedule.fuse import Group
 from bridge.compile.schedule.limits import Rules
-from bridge.compile.schedule.plan_rows import plan_rows
-from bridge.compile.schedule.planned import Planned
+from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.products import CHAINED
 from bridge.compile.schedule.row_plan import RowPlan
+from bridge.library import FORMS, TensorAt
 
-__all__ = ["CHAIN_FIELDS", "ChainPlan", "find_chains", "plan_chain"]
+__all__ = [
+    "CHAIN_FIELDS",
+    "CallShape",
+    "ChainPlan",
+    "ColumnPlan",
+    "Section",
+    "call_of_plain",
+    "find_chains",
+    "plan_chain",
+    "plan_columns",
+]
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """A class of calls.
+
+    Attributes:
+        name: of the function.
+        operands: element type, extents and strides of each tensor.
+        arguments: in order: numbers, lists of them, and ``"#0"``, ``"#1"``, … for the tensors.
+    """
+
+    name: str
+    operands: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    arguments: tuple
+
+    @classmethod
+    def of(cls, call: object) -> CallShape | None:
+        """``None`` for a node that is no such call, or whose sizes vary."""
+        if not isinstance(call, LibraryCall) or isinstance(call, LoopCall) or call.name not in FORMS:
+            return None
+        operands = tuple((each.dtype, tuple(each.view.shape), tuple(each.view.strides)) for each in call.operands)
+        arguments = tuple(str(each) if isinstance(each, TensorAt) else each for each in call.attrs)
+        numbers = [number for _, *sizes in operands for size in sizes for number in size]
+        numbers += [number for each in arguments for number in (each if isinstance(each, tuple) else (each,))]
+        return cls(call.name, operands, arguments) if all(isinstance(each, int | str) for each in numbers) else None
+
+    def __str__(self) -> str:
+        sizes = " x ".join("x".join(map(str, shape)) for _, shape, _ in self.operands)
+        return f"{self.name} {sizes} {self.arguments[len(self.operands) :]}"
+
+
+def call_of_plain(plain: Sequence) -> CallShape:
+    """A call from what ``dataclasses.astuple`` gives of it, also after JSON."""
+    name, operands, arguments = map(_frozen, plain)
+    return CallShape(str(name), operands, arguments)
+
+
+def _frozen(plain: Any) -> Any:
+    return tuple(map(_frozen, plain)) if isinstance(plain, list | tuple) else plain
+
 
 CHAIN_FIELDS = (
     *("outer", "inner", "m", "block_rows"),
@@ -30,7 +93,7 @@ CHAIN_FIELDS = (
     *("c_outer", "c_inner", "c_row"),
 )
 """The first integers of a launch: ``c[o, i] = rows(a[o, i] @ b[o, i]) @ next[o, i]``, as in
-:data:`~bridge.compile.loop_ir.product.FIELDS`. The row plan's own follow."""
+:data:`~bridge.compile.loop_ir.operations.FIELDS`. The row plan's own follow."""
 
 
 @dataclass(frozen=True)
@@ -149,3 +212,98 @@ def _is_plain(rows: RowPlan, scores: int, n: int) -> bool:
         same(read.access.offset, 0) and read.access.columns == (1,) and read.access.terms == (Term(1, None, n),)
         for read in reads
     )
+
+
+@dataclass(frozen=True)
+class Section:
+    """``count`` blocks of ``copies`` vectors of so many lanes, from column ``begin`` on; a task each."""
+
+    lanes: int
+    copies: int
+    begin: Number
+    count: Number
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """How one column reduction is walked.
+
+    Attributes:
+        op: sum, prod, max, min.
+        source, target: element types.
+        offset, by_batch, by_row, steps: index of the source's element: offset, terms of the batch, terms of the row
+            within it, stride for each loop inside a row.
+        batches, rows: extents; ``block_rows``: see :class:`~bridge.compile.schedule.order.ReductionOrder`.
+        columns: loop extents inside a row.
+        length: elements of a row.
+        sections: what the columns are cut into.
+        parallel: whether blocks are worth starting threads for; an argument, 0 if not, where a launch's sizes decide.
+        index_type: the integer type that reaches every element.
+        arguments: how many integers a launch passes.
+    """
+
+    op: str
+    source: str
+    target: str
+    offset: Number
+    by_batch: tuple[Term, ...]
+    by_row: tuple[Term, ...]
+    steps: tuple[Number, ...]
+    batches: Number
+    rows: Number
+    columns: tuple[Number, ...]
+    length: Number
+    sections: tuple[Section, ...]
+    parallel: bool | Argument
+    index_type: str
+    arguments: int
+    block_rows: int = 0
+
+
+def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
+    """``out[b, k] = op over r of operand[b, r, k]``, the rows in order."""
+    outer, reduced, inner = node.outer, node.reduced, node.inner
+    view = node.operand.view
+    cut = View((outer, reduced, inner), (0, 1, 0))
+    space = make_space(view.numel, inner, [(view, 1), (cut, 1)], rules, reduces=False)
+    if space is None:
+        raise AssertionError("a column reduction without common loop extents was formed")
+    arguments = Arguments()
+    strides, steps = space.strides(view)
+    key = window(node.operand, strides, steps)
+    first = next(axis for axis in range(len(space.rows) + 1) if same(math.prod(space.rows[axis:]), reduced))
+    by_batch, by_row = (
+        terms_of(space.rows[loops], strides[loops], (1, inner), (name, key), arguments)
+        for name, loops in (("batches", slice(first)), ("rows", slice(first, None)))
+    )
+    lanes, vectors = rules.order.lanes, rules.limits.column_vectors
+    wide = lanes * vectors
+    sections = (
+        ((lanes, vectors), 0, inner // wide),
+        ((lanes, 1), inner - inner % wide, inner % wide // lanes),
+        ((1, 1), inner - inner % lanes, inner % lanes),
+    )
+    value = node.operand.value
+    plan = ColumnPlan(
+        node.op,
+        value.dtype,
+        node.out.dtype,
+        offset_of(node.operand, key, arguments),
+        by_batch,
+        by_row,
+        column_strides(space, steps, key, arguments),
+        1 if same(outer, 1) else arguments.add(outer, "batches"),
+        arguments.add(reduced, "rows"),
+        tuple(arguments.known(extent, ("column extent", axis)) for axis, extent in enumerate(space.columns)),
+        arguments.known(inner, "columns"),
+        tuple(
+            Section(*form, arguments.known(begin, ("begin", form)), arguments.known(count, ("count", form)))
+            for form, begin, count in sections
+            if not same(count, 0)
+        ),
+        not same(inner * outer, 1) and arguments.reaches(view.numel, rules.limits.parallel_columns, "parallel"),
+        "int64" if max(sample_of(value.numel), sample_of(node.out.numel)) >= 2**31 else "int32",
+        len(arguments.numbers),
+        rules.order.block_rows,
+    )
+    return Planned(plan, (value,), (node.out,), (), tuple(arguments.numbers), (node.op,))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
-from bridge.compile.schedule.calls import CallShape, call_of_plain
+from bridge.compile.schedule.chain_plan import CallShape, call_of_plain
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.products import ProductShape, product_of_plain

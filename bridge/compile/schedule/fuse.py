@@ -37,8 +37,8 @@ from bridge.compile.loop_ir.graph import (
     Value,
 )
 from bridge.compile.loop_ir.views import View, alike, merged
+from bridge.compile.schedule.access import Space, make_space
 from bridge.compile.schedule.limits import Rules
-from bridge.compile.schedule.space import Space, make_space
 
 __all__ = ["Group", "fuse"]
 

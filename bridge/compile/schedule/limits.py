@@ -7,9 +7,7 @@ from typing import Protocol
 
 from tvm.tirx import PrimFunc
 
-from bridge.compile.loop_ir.lookup import LookupPlan
-from bridge.compile.loop_ir.pool import PoolPlan
-from bridge.compile.loop_ir.scatter import ScatterPlan
+from bridge.compile.loop_ir.operations import LookupPlan, PoolPlan, ScatterPlan
 from bridge.compile.schedule.order import ReductionOrder
 
 __all__ = ["Limits", "Rules"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autodiff.extents import Dim
-from bridge.compile.loop_ir.product import Packing
+from bridge.compile.loop_ir.operations import Packing
 
 __all__ = [
     "BY_ROWS",

@@ -16,8 +16,7 @@ from autodiff.extents import sample_of
 from bridge.compile.loop_ir.graph import LibraryCall, Pointwise, Reduction, Value
 from bridge.compile.schedule.fuse import Group
 from bridge.compile.schedule.limits import Rules
-from bridge.compile.schedule.plan_rows import plan_rows
-from bridge.compile.schedule.planned import Planned
+from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["TogetherPlan", "plan_together", "together"]

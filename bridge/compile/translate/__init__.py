@@ -1,9 +1,9 @@
 """Relax → loop IR, one translation per operator; :func:`translate` is the room's face."""
 
 # Importing these registers their translations.
-from bridge.compile.translate import arithmetic, concat, fallback, libcalls, matmul, scan, shapes  # noqa: F401
-from bridge.compile.translate.drawn_masks import DrawnMask
+from bridge.compile.translate import arithmetic, libcalls, shapes  # noqa: F401
+from bridge.compile.translate.builder import TRANSLATIONS
 from bridge.compile.translate.function import translate
-from bridge.compile.translate.registry import TRANSLATIONS
+from bridge.compile.translate.shapes import DrawnMask
 
 __all__ = ["TRANSLATIONS", "DrawnMask", "translate"]

@@ -15,8 +15,7 @@ from bridge.base.devices import HOST
 from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Operand, Scalar
-from bridge.compile.translate.builder import Builder
-from bridge.compile.translate.registry import number, register
+from bridge.compile.translate.builder import Builder, number, register
 
 __all__: list[str] = []
 

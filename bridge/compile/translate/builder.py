@@ -1,13 +1,15 @@
-"""Graph builder: operands in, neutral loop IR nodes out; what every translation builds with."""
+"""Graph builder: operands in, neutral loop IR nodes out; translations by operator name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
+from tvm.tirx import FloatImm, IntImm
 
-from autodiff.extents import Dim, Extent, same
-from autodiff.ir import Constant, Expr, Tuple, Var, dtype, shape
+from autodiff.extents import Dim, Extent, from_tir, same
+from autodiff.ir import Constant, Expr, ShapeExpr, Tuple, Var, dtype, shape
 from bridge.base.devices import HOST
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.loop_ir import views
@@ -16,7 +18,45 @@ from bridge.compile.loop_ir.neutral import Dense, Neutral, Shaped
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.reduction import identity
 
-__all__ = ["Builder"]
+__all__ = ["TRANSLATIONS", "Builder", "Translation", "number", "numbers", "register"]
+
+
+Translation = Callable[[Any, Any], Any]
+"""``(builder, call) -> operand``; a list of operands for a tuple-typed call, ``NotImplemented`` for "not this one"."""
+
+TRANSLATIONS: dict[str, Translation] = {}
+"""By name: Relax operators (``"relax.add"``), library functions (``"library.embedding"``), ``"fallback"``."""
+
+
+def register(*names: str) -> Callable[[Translation], Translation]:
+    """Register the translation of Relax operators (``"relax.add"``) or library functions (``"library.embedding"``)."""
+
+    def decorate(function: Translation) -> Translation:
+        for name in names:
+            TRANSLATIONS[name] = function
+        return function
+
+    return decorate
+
+
+def number(expr: Expr) -> Dim | float:
+    """The Python number of a literal argument, or an extent. ``TypeError`` if it is neither."""
+    if isinstance(expr, IntImm | FloatImm):
+        return expr.value
+    if isinstance(expr, Constant) and not shape(expr):
+        return expr.value.numpy().item()
+    if isinstance(expr, int | float):
+        return expr
+    try:
+        return from_tir(expr)
+    except ValueError as error:
+        raise TypeError(f"wanted a number known at compile time or an extent, got {expr}") from error
+
+
+def numbers(expr: Expr) -> list[Dim]:
+    """The integers of a literal tuple or shape."""
+    fields = expr.values if isinstance(expr, ShapeExpr) else expr.fields if isinstance(expr, Tuple) else expr
+    return [int(each) if isinstance(each, float) else each for each in map(number, fields)]
 
 
 class Builder:

@@ -4,7 +4,7 @@ Every Relax operator has a *translation*, registered by name: a function ``(buil
 operands for a tuple-typed call). Arithmetic becomes point-wise nodes and reductions
 (:mod:`bridge.compile.translate.arithmetic`), gathers and the like become library calls
 (:mod:`bridge.compile.translate.libcalls`), and every other operator is legalized by TVM
-(:mod:`bridge.compile.translate.fallback`). Where values lie is left open: shape operations, matrix products and
+(:mod:`bridge.compile.translate.libcalls`). Where values lie is left open: shape operations, matrix products and
 concatenations become neutral nodes, see :mod:`bridge.compile.passes.choose_layouts`.
 """
 
@@ -34,9 +34,8 @@ from bridge.compile.loop_ir.graph import Graph, Operand, Scalar, Value, whole
 from bridge.compile.loop_ir.neutral import Result
 from bridge.compile.loop_ir.views import inverse
 from bridge.compile.schedule.limits import Rules
-from bridge.compile.translate.builder import Builder
-from bridge.compile.translate.drawn_masks import DrawnMask, drawn_mask, state_parameter
-from bridge.compile.translate.registry import TRANSLATIONS
+from bridge.compile.translate.builder import TRANSLATIONS, Builder
+from bridge.compile.translate.shapes import DrawnMask, drawn_mask, state_parameter
 
 __all__ = ["translate"]
 

@@ -1,13 +1,31 @@
-"""Shape operators → another view of the same value; nothing is computed."""
+"""Shape operators, concatenations, products, scans and drawn masks → neutral nodes.
+
+Masks that kernels compute: a parameter that is the generator's state in place of a mask → a point-wise node.
+The mask of eager's fused dropouts follows from the generator's seed and offset (:mod:`bridge.compile.codegen.philox`).
+A kernel that reads it computes it, forward and backward; it lies in memory only where a kernel that is not generated
+reads it.
+"""
 
 from __future__ import annotations
 
-from autodiff.ir import Call, Constant, dtype, extents_of, numpy_value, shape
-from bridge.compile.loop_ir.graph import Operand, Scalar
-from bridge.compile.translate.builder import Builder
-from bridge.compile.translate.registry import numbers, register
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-__all__: list[str] = []
+from autodiff.extents import Dim, Extent
+from autodiff.ir import Call, Constant, Tuple, TupleType, dtype, extents_of, numpy_value, shape
+from autodiff.library import GENERATOR_STATE
+from autodiff.scan import scan_of
+from bridge.compile.codegen.philox import threshold
+from bridge.compile.loop_ir.graph import LoopCall, Operand, Scalar, Value, whole
+from bridge.compile.loop_ir.neutral import Join, MatMul
+from bridge.compile.loop_ir.views import View
+from bridge.compile.passes.choose_layouts import is_worth_joining
+from bridge.compile.translate.builder import Builder, numbers, register
+from bridge.compile.translate.libcalls import emit, tensor
+
+__all__ = ["DrawnMask", "drawn_mask", "state_parameter"]
+
 
 _END = 2**62
 """From here on the end of a slice means that of the tensor, whatever its size."""
@@ -88,3 +106,110 @@ def _marker(builder: Builder, call: Call) -> Operand | Scalar:
 def _with_derivative(builder: Builder, call: Call) -> Operand | Scalar:
     """What is not differentiated has the value alone."""
     return builder.get(call.args[1])
+
+
+@register("relax.concat")
+def _concat(builder: Builder, call: Call) -> Operand:
+    field = call.args[0]
+    many = isinstance(field, Tuple) or isinstance(field.ty, TupleType)
+    operands = builder.get(field) if many else [builder.get(field)]
+    if len({operand.dtype for operand in operands}) > 1:
+        return NotImplemented
+    axis = 0 if call.attrs.axis is None else int(call.attrs.axis) % len(shape(call))
+    return _join(builder, operands, axis, shape(call))
+
+
+@register("relax.nn.pad")
+def _pad(builder: Builder, call: Call) -> Operand:
+    """By a kernel that concatenates; where it had better not, and of several axes, one of torch's copies."""
+    x = builder.get(call.args[0])
+    widths = [int(width) for width in call.attrs.pad_width]
+    axes = [axis for axis in range(len(x.shape)) if any(widths[2 * axis : 2 * axis + 2])]
+    symbolic = any(isinstance(extent, Extent) for extent in x.shape)
+    if str(call.attrs.pad_mode) != "constant" or min(widths) < 0 or not axes:
+        return NotImplemented
+    fill = float(call.attrs.pad_value)
+    number = fill if "float" in x.dtype else int(fill)
+    if not symbolic and len(axes) > 1:
+        return _copied(builder, call, widths, number)
+    for axis in axes:
+        operands: list[Operand | Scalar] = [x]
+        for width, place in ((widths[2 * axis], 0), (widths[2 * axis + 1], 2)):
+            if width:
+                extents = (*x.shape[:axis], width, *x.shape[axis + 1 :])
+                operands.insert(place, Scalar(number, x.dtype, extents))
+        if not symbolic and not is_worth_joining(operands, axis, builder.rules):
+            return _copied(builder, call, widths, number)
+        extent = sum(widths[2 * axis : 2 * axis + 2]) + x.shape[axis]
+        x = _join(builder, operands, axis, (*x.shape[:axis], extent, *x.shape[axis + 1 :]))
+    return x
+
+
+def _copied(builder: Builder, call: Call, widths: Sequence[int], number: float) -> Operand:
+    """Between numbers that are written around it."""
+    out = builder.fresh(shape(call), dtype(call))
+    return emit(builder, "pad", [tensor(builder, call.args[0])], [out], tuple(widths[::2]), number)[0]
+
+
+def _join(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, extents: Sequence[Dim]) -> Operand:
+    out = builder.fresh(extents, operands[0].dtype)
+    builder.add(Join(tuple(operands), axis, out))
+    return whole(out)
+
+
+@register("relax.matmul")
+def _matmul(builder: Builder, call: Call) -> Operand:
+    """``NotImplemented`` for types torch has no product of."""
+    result = dtype(call)
+    if result == "bool" or result.startswith("uint"):
+        return NotImplemented
+    a, b = (builder.cast(tensor(builder, arg), result) for arg in call.args)
+    out = builder.fresh(shape(call), result)
+    builder.add(MatMul(a, b, out))
+    return whole(out)
+
+
+@register("library.biased_product")
+def _biased_product(builder: Builder, call: Call) -> Operand:
+    a, b, bias = (tensor(builder, arg) for arg in call.args[1:4])
+    out = builder.fresh((a.shape[0], b.shape[1]), dtype(call))
+    builder.add(MatMul(a, b, out, bias))
+    return builder.reshape(whole(out), shape(call))
+
+
+@register("library.scan")
+def _scan(builder: Builder, call: Call) -> list[Operand]:
+    scan, tensors = scan_of(call)
+    operands = tuple(builder.dense(tensor(builder, each)) for each in tensors)
+    outs = tuple(builder.fresh(extents_of(ty), str(ty.dtype)) for ty in call.ty.fields)
+    builder.add(LoopCall("loop", operands, outs, scan=dataclasses.replace(scan, gradient=None)))
+    return [whole(out) for out in outs]
+
+
+@dataclass(frozen=True)
+class DrawnMask:
+    """How eager draws a mask.
+
+    Attributes:
+        rate: the probability of a zero.
+        width: how many elements a thread of its kernel loads at once, of :data:`philox.WIDTHS`.
+        threads: of its launch; attention's mask does not depend on them.
+    """
+
+    rate: float
+    width: int
+    threads: Dim
+
+
+def state_parameter(name: str) -> Value:
+    """The generator's state, as a parameter: a caller has it on the host, a kernel finds it on its device."""
+    return Value(name, *GENERATOR_STATE, "param")
+
+
+def drawn_mask(builder: Builder, mask: DrawnMask, state: Value, extents: Sequence[Dim]) -> Operand:
+    """The mask of a dense tensor of these extents, from the generator's state; made where it is first read."""
+    every = (0,) * len(extents)
+    seed, offset = (Operand(state, View(tuple(extents), every, place)) for place in range(2))
+    index = whole(Value(f"{state.name}_index", tuple(extents), "int64", "index"))
+    numbers = Scalar(mask.threads, "int64"), Scalar(threshold(mask.rate, mask.width), "int64")
+    return builder.pointwise(f"dropout_mask_{mask.width}", [index, seed, offset, *numbers], "bool")

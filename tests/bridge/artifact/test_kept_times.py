@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge.artifact import current_store
-from bridge.compile.cpu import host
+from bridge.compile.cpu import build
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cpu.products import clear_choices
 from bridge.compile.schedule.products import ProductShape
@@ -35,7 +35,7 @@ def chosen(threads=1, shape=SHAPE):
 def test_another_process_measures_nothing(measured, monkeypatch):
     first = chosen()
     assert chosen() == first and len(measured) == 1
-    monkeypatch.setattr(host, "model", lambda: "another processor")
+    monkeypatch.setattr(build, "model", lambda: "another processor")
     assert chosen() == first and len(measured) == 2
     chosen(threads=3)
     chosen(shape=ProductShape("float32", 1, 256, 256, 512))

@@ -11,7 +11,7 @@ from torch import nn
 
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import clear_cache
-from bridge.compile.cpu import host
+from bridge.compile.cpu import build
 from bridge.lowering import recurrent_trial
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import Call, assert_same, run
@@ -178,7 +178,7 @@ def test_a_trial_is_made_once_per_machine_and_threads(measured, monkeypatch):
         torch.set_num_threads(threads)
     assert len(measured) == 3
     as_another_process()
-    monkeypatch.setattr(host, "model", lambda: "another processor")
+    monkeypatch.setattr(build, "model", lambda: "another processor")
     measured.loop = 2.0
     assert forms(lstm(), sample()) == KERNEL and len(measured) == 4
 

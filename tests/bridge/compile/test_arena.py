@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bridge.compile.loop_ir.graph import Value
-from bridge.compile.runtime.arena import ArenaPlan, plan_arena
-from bridge.compile.runtime.layout import Layout, Register
+from bridge.compile.runtime.layout import ArenaPlan, Layout, Register, plan_arena
 from bridge.compile.runtime.pool import Block
 
 STEPS = 12

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from bridge.compile.runtime.background import Build, others_may_build, settle
+from bridge.compile.runtime.build import Build, others_may_build, settle
 
 
 def test_a_build_goes_on_beside_its_maker():

@@ -21,8 +21,8 @@ from bridge.compile import CompileOptions, Launch, View, backend_for, compile_fu
 from bridge.compile.cuda.branches import Branches, Crossings, memory_of
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, is_between
 from bridge.compile.runtime.beside import Beside, lasting, steps_beside
+from bridge.compile.runtime.cut import Flow
 from bridge.compile.runtime.executor import bind_all
-from bridge.compile.runtime.flow import Flow
 from bridge.compile.runtime.pool import ArenaPool
 from tests.bridge.compile.host_recorder import alias
 from tests.bridge.compile.random_functions import build, draw, sample

@@ -10,7 +10,7 @@ from torch import nn
 
 from bridge import add_tvm_dispatch, explain
 from bridge.compile import chosen_chains, clear_cache, clear_choices, host_backend
-from bridge.compile.cpu.gemm_buffers import register_tile
+from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.passes import chains
 from bridge.compile.runtime import link

@@ -13,7 +13,7 @@ from bridge.compile import host_backend
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.loop_ir.graph import LibraryCall, Product
 from bridge.compile.loop_ir.neutral import Neutral
-from bridge.compile.loop_ir.product import FIELDS, Packing, ProductPlan
+from bridge.compile.loop_ir.operations import FIELDS, Packing, ProductPlan
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.schedule.products import GENERATED, IN_PANELS, ProductShape
 from bridge.compile.translate import translate

@@ -15,7 +15,7 @@ from tvm.relax import op as R
 from bridge.compile.cuda.row import RowForm
 from bridge.compile.loop_ir.graph import Pointwise
 from bridge.compile.passes.choose_layouts import choose_layouts
-from bridge.compile.passes.normal_functions import name_normal_functions
+from bridge.compile.passes.patterns import name_normal_functions
 from bridge.compile.pipeline import optimize
 from bridge.compile.translate import translate
 from tests.bridge.compile.test_fastmath import FUNCTIONS, floats, ulps

@@ -11,8 +11,8 @@ from torch import nn
 
 from bridge import add_tvm_dispatch, remove_tvm_dispatch
 from bridge.compile import clear_cache, clear_choices, host_backend
-from bridge.compile.cpu.gemm_buffers import NARROW, WIDE, register_tile
-from bridge.compile.cpu.gemm_packed import strip_rows
+from bridge.compile.cpu.gemm import strip_rows
+from bridge.compile.cpu.gemm_tile import NARROW, WIDE, register_tile
 from bridge.compile.cpu.product_ways import Trial
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.runtime.loop import _LoopAction

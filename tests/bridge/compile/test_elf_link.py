@@ -14,8 +14,7 @@ from bridge.compile import Built, CompileOptions, clear_cache, compile_function
 from bridge.compile.codegen.tir import LOOPS_ATTR
 from bridge.compile.cpu.build import CpuLibraries
 from bridge.compile.cuda import build
-from bridge.compile.runtime.elf_link import shared_library
-from bridge.compile.runtime.elf_object import CannotLinkError, read_object
+from bridge.compile.runtime.elf import CannotLinkError, read_object, shared_library
 from tests.bridge.compile.stored_program import bits, programs
 from tests.bridge.compile.test_cuda_programs import Collecting
 from tests.bridge.compile_helpers import function, program
@@ -121,7 +120,7 @@ def test_what_cannot_be_linked_runs_from_memory(monkeypatch):
         raise CannotLinkError("a relocation")
 
     clear_cache()
-    monkeypatch.setattr("bridge.compile.runtime.library_file.shared_library", refuse)
+    monkeypatch.setattr("bridge.compile.runtime.build.shared_library", refuse)
     made = program([((5, 7), "float32")], lambda emit, x: [emit(x + x)])
     library, content = CpuLibraries(made.backend.target).build_bytes(made.kernels, True)
     assert content is None and library.kind == "llvm"

@@ -12,9 +12,7 @@ from bridge import lower
 from bridge.compile import CallLibrary, CompileOptions, Launch, compile_function
 from bridge.compile.cuda.lookup import lookup
 from bridge.compile.cuda.scatter import scatter, sorts
-from bridge.compile.loop_ir.access import Argument
-from bridge.compile.loop_ir.lookup import LookupPlan
-from bridge.compile.loop_ir.scatter import ScatterPlan
+from bridge.compile.loop_ir.operations import Argument, LookupPlan, ScatterPlan
 from bridge.library.indexing import sorted_keys
 from tests.cuda_plans import FOR_LITTLE, array
 from tests.opencl import OpenClKernels

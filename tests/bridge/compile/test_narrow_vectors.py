@@ -10,7 +10,7 @@ from tvm.relax import op as R
 
 from bridge.compile import clear_cache, compile_function, host_backend
 from bridge.compile.cpu import row
-from bridge.compile.cpu.steps import narrowed
+from bridge.compile.cpu.row import narrowed
 from tests.bridge.compile_helpers import function
 from tests.sampling import sampled
 

@@ -18,8 +18,7 @@ from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.loop_ir.graph import Graph, Pad
 from bridge.compile.passes.choose_layouts import choose_layouts
-from bridge.compile.passes.pad_products import pad_products
-from bridge.compile.passes.widen import widen_gradients
+from bridge.compile.passes.product_forms import pad_products, widen_gradients
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.products import ProductShape
 from bridge.compile.translate import translate

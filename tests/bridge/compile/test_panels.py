@@ -11,7 +11,7 @@ from tvm.relax import op as R
 
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import CompileOptions, clear_cache, clear_choices, compile_function, host_backend, with_constants
-from bridge.compile.cpu.gemm_buffers import register_tile
+from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.runtime.instructions import Launch
 from bridge.compile.schedule.products import GENERATED, IN_PANELS, PACKED, LayoutClass, ProductShape

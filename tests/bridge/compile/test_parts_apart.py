@@ -13,8 +13,8 @@ from autodiff.ir import TensorType, TupleGetItem, Var, build_function
 from autodiff.scan import Scan, body_text, scan_call
 from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.compile import CallLibrary, clear_cache, compile_function, host_backend
-from bridge.compile.passes import parts_apart
-from bridge.compile.runtime.loop_step import Loop
+from bridge.compile.passes import sections
+from bridge.compile.runtime.loop_frame import Loop
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compile_helpers import current_options, function
 from tests.sampling import sampled
@@ -153,6 +153,6 @@ def test_others_stay(fresh):
 
 
 def test_a_graph_without_loops_is_the_same():
-    graph = object.__new__(parts_apart.Graph)
+    graph = object.__new__(sections.Graph)
     graph.nodes = []
-    assert parts_apart.read_parts_apart(graph, host_backend()) is graph
+    assert sections.read_parts_apart(graph, host_backend()) is graph

@@ -14,10 +14,8 @@ from bridge.compile.cpu.backend import host_backend
 from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
-from bridge.compile.passes.permutations import recompute_permutations
-from bridge.compile.passes.sections import recompute_sections
-from bridge.compile.passes.slices import recompute_slices
-from bridge.compile.passes.walkable import make_walkable
+from bridge.compile.passes.sections import recompute_sections, recompute_slices
+from bridge.compile.passes.walkable import make_walkable, recompute_permutations
 from bridge.compile.translate import translate
 from tests.bridge.compile.graph_text import text
 from tests.bridge.compile.random_functions import build, draw, sample

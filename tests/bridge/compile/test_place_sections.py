@@ -14,8 +14,8 @@ from bridge import add_tvm_dispatch, stats
 from bridge.compile import CallLibrary, Launch, Program, compile_function
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.passes.choose_layouts import choose_layouts
-from bridge.compile.passes.place_sections import place_sections
-from bridge.compile.runtime.loop_step import inner_steps
+from bridge.compile.passes.sections import place_sections
+from bridge.compile.runtime.loop_frame import inner_steps
 from bridge.compile.translate import translate
 from tests.bridge.compile.graph_text import text
 from tests.bridge.compile_helpers import current_options, function

@@ -17,9 +17,8 @@ from tvm_ffi import structural_hash
 
 from bridge import add_tvm_dispatch, explain, stats
 from bridge.compile import backend_for, clear_cache, clear_choices, compile_function, host_backend
-from bridge.compile.cpu.attainable import attainable_rate
-from bridge.compile.cpu.gemm_buffers import NARROW, WIDE
-from bridge.compile.cpu.measure import seconds_of
+from bridge.compile.cpu.gemm_tile import NARROW, WIDE
+from bridge.compile.cpu.measure import attainable_rate, seconds_of
 from bridge.compile.cpu.product_ways import Trial, library_ways
 from bridge.compile.cpu.products import CpuProducts, measured, shape_class
 from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape

@@ -13,7 +13,7 @@ from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cpu.limits import ORDER
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.views import View
-from bridge.compile.schedule.space import Space, make_space, share_loops
+from bridge.compile.schedule.access import Space, make_space, share_loops
 from tests.bridge.compile.random_views import addresses, factors
 
 SIZES = [1, 2, 7, 12, 24, 64, 96, 360, 1024, 5000, 12288]

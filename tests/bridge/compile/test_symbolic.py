@@ -17,7 +17,7 @@ from autodiff.extents import ExtentScope, maximum
 from autodiff.library import number
 from bridge.compile import compile_function
 from bridge.compile.runtime import program as program_module
-from bridge.compile.runtime.arena import lying_below
+from bridge.compile.runtime.layout import lying_below
 from bridge.compile.runtime.storage import load, save
 from tests.bridge.compile.symbolic import SAMPLE, Symbolic
 from tests.bridge.compile_helpers import function

@@ -11,7 +11,7 @@ from autodiff.extents import Dim, ExtentScope, sample_of
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cpu.threads import launcher
 from bridge.compile.loop_ir.graph import Graph
-from bridge.compile.loop_ir.product import FIELDS
+from bridge.compile.loop_ir.operations import FIELDS
 from bridge.compile.schedule.products import GENERATED
 from tests.bridge.compile.planned_graphs import Builder, Kernels, assert_static_bits, build, symbolic
 from tests.bridge.compile.symbolic import SAMPLE, Symbolic

@@ -16,8 +16,7 @@ from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.compile import Built, clear_cache
 from bridge.compile.pipeline import _PROGRAMS
 from bridge.compile.runtime import executor
-from bridge.compile.runtime.build import _KERNELS
-from bridge.compile.runtime.cache import WeakCache
+from bridge.compile.runtime.build import _KERNELS, WeakCache
 from bridge.compile.runtime.pool import ARENAS, ArenaPool
 from tests.bridge.models import MLP, TwoOutputs
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import Built
 from bridge.compile.cpu import mt19937 as code
-from bridge.compile.cpu import mt19937_draw as draw_code
+from bridge.compile.cpu import mt19937 as draw_code
 from bridge.compile.cpu.backend import host_backend
-from bridge.compile.cpu.mt19937_engine import STATE_WORDS
+from bridge.compile.cpu.mt19937 import STATE_WORDS
 from bridge.rng import cpu as mt19937
 from bridge.rng import engine, functions
 from bridge.rng.cpu import Mask

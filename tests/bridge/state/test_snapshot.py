@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
-from bridge.compile.runtime.background import Build
+from bridge.compile.runtime.build import Build
 from tests.bridge import settings
 
 pytestmark = pytest.mark.composes(

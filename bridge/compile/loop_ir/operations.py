@@ -1,4 +1,4 @@
-"""Matrix products as data: operands' views → extents and strides → plan → the descriptor that the kernel reads."""
+"""Operations of the loop IR that are more than point-wise: products, lookups, scatters, pools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,147 @@ from dataclasses import dataclass
 from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir.views import View, alike
 
-__all__ = ["FIELDS", "Geometry", "PackPlan", "Packing", "ProductPlan"]
+__all__ = [
+    "FIELDS",
+    "Access",
+    "Argument",
+    "Geometry",
+    "LookupPlan",
+    "Number",
+    "PackPlan",
+    "Packing",
+    "PoolPlan",
+    "ProductPlan",
+    "ScatterPlan",
+    "Term",
+    "counting_dtype",
+]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """The integer at that index of those that a launch passes."""
+
+    index: int
+
+
+Number = int | Argument
+
+
+@dataclass(frozen=True)
+class Term:
+    """``row // below % extent * stride``; 1 below means no division, extent ``None`` no remainder."""
+
+    below: Number
+    extent: Number | None
+    stride: Number
+
+
+@dataclass(frozen=True)
+class Access:
+    """Index of the element of a row at given column coordinates: ``offset + terms + coordinates * columns``."""
+
+    offset: Number
+    terms: tuple[Term, ...]
+    columns: tuple[Number, ...]
+
+
+def counting_dtype(*counts: int) -> str:
+    """The integers that count so many, and a few thousand more: the last threads of a launch are behind the end."""
+    return "int32" if max(counts) < 2**31 - 2**13 else "int64"
+
+
+@dataclass(frozen=True)
+class LookupPlan:
+    """``out[i] = table[indices[i]]``. An index outside of the table is an error, as eager's.
+
+    Attributes:
+        dtype: element type of the table; ``index_dtype``, of the indices.
+        length: how many indices there are, a number or the launch's; ``table``: how many rows; ``columns``: elements of
+            each.
+        wraps: whether negative indices count from the end.
+    """
+
+    dtype: str
+    index_dtype: str
+    length: Number
+    table: int
+    columns: int
+    wraps: bool = False
+
+    @property
+    def place_dtype(self) -> str:
+        """The integers that count elements."""
+        if not isinstance(self.length, int):
+            return "int64"
+        return counting_dtype(self.length * self.columns, self.table * self.columns)
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """``dx[n, h, w, c]``: the sum of ``grad[n, i, j, c]`` over the windows whose maximum is at ``h * W + w``.
+
+    Windows are met row by row, each row in order, as eager's kernel adds them; in float32 for half types.
+
+    Attributes:
+        dtype: element type of gradients; places are int64.
+        batch, channels: extents; ``image``: height and width of ``x``; ``windows``: how many there are, down and along.
+        kernel, stride, padding, dilation: of a window, each down and along.
+    """
+
+    dtype: str
+    batch: int
+    channels: int
+    image: tuple[int, int]
+    windows: tuple[int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    def reach(self, axis: int) -> int:
+        """Elements from the first of a window to the last."""
+        return self.dilation[axis] * (self.kernel[axis] - 1)
+
+    def overlapping(self, axis: int) -> int:
+        """Windows at most that an element lies between the ends of."""
+        return min(self.windows[axis], self.reach(axis) // self.stride[axis] + 1)
+
+
+@dataclass(frozen=True)
+class ScatterPlan:
+    """``table[v]``: the sum of ``rows[i]`` over all ``i`` with ``indices[i] == v``; zeros where there is none.
+
+    A row's summands are added in an order that follows from their places ``i`` alone; in float32 for half types.
+
+    Attributes:
+        dtype: element type of rows and table.
+        index_dtype: of the indices.
+        length: how many rows there are, a number or the launch's; ``table``: how many the table has; ``columns``:
+            elements of each.
+        skipped: the row of the table that stays zero; ``None``: there is none.
+        wraps: whether negative indices count from the end.
+        is_sorted: whether keys are given, sorted, with one behind them that is larger than all, in the place of
+            indices. A key is an index and a place, ``index * length + place``.
+    """
+
+    dtype: str
+    index_dtype: str
+    length: Number
+    table: int
+    columns: int
+    skipped: int | None = None
+    wraps: bool = False
+    is_sorted: bool = False
+
+    @property
+    def key_dtype(self) -> str:
+        """The integers that count elements, and pairs of an index and a place."""
+        if not isinstance(self.length, int):
+            return "int64"
+        keys = (self.table + 1) * self.length
+        return counting_dtype(keys, self.length * self.columns, self.table * self.columns)
+
 
 FIELDS = (
     *("outer", "inner", "m", "n", "k"),

@@ -1,0 +1,326 @@
+"""Forms of matrix products: a product -> one that is split, padded, widened or accumulated.
+
+Accumulation: a sum of two products → the later product, added onto the earlier one in its memory.
+Where an input feeds several products (the query, key and value of an attention), its gradient is a sum of products. A
+product that starts from what is there saves writing its own result and reading both.
+
+Rounding differs from that of a sum of finished products by the order of the additions, and whether a sum is made this
+way depends on who else reads its terms. So this is for functions whose results need not be the same bits whatever is
+captured: backwards (see :func:`bridge.compile.compile_function`).
+
+Split products: a product of few rows → a batch of products of parts of its inner axis, added up.
+Such a product is too small to fill a GPU, and what comes next waits for it. cuBLAS splits the inner axis itself, and
+adds the parts up in a kernel of its own; here who reads the product adds them up. A sum's order changes, by rounding;
+parts of a half type are float32, and their sum is rounded once, as in one product.
+
+Padded products: a large product whose rows begin anywhere → a part of one of matrices with zeros behind.
+A GPU's library has kernels of full speed for matrices whose extents along memory are multiples of 16 bytes, and slow
+ones for others: of a vocabulary of 30522 words the products of a language model's head take up to three times as long
+(an H200, bfloat16 and TF32). The zeros add zeros to a sum, and nobody reads the rows and columns that they make.
+
+The kernel that makes a matrix writes it in its padded form where it can (:class:`~bridge.compile.loop_ir.graph.Pad`),
+once for all products that read it. What reads the result reads a part of a wider one.
+
+Wide gradients: a gradient's product or sum in a half type that is cast to float32 → one with a float32 result.
+Both are summed in float32 in either case; what is left out is the rounding to the half type, the memory that it is
+stored in and the kernel that casts it. So the gradients of autocast's weights and biases come out more exact than
+eager's. This is for gradients alone: whatever a forward computes is rounded where eager rounds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from autodiff.extents import Dim, same, sample_of
+from autodiff.ir import itemsize
+from bridge.compile.loop_ir import views
+from bridge.compile.loop_ir.graph import (
+    Graph,
+    LibraryCall,
+    Node,
+    Operand,
+    Pad,
+    Pointwise,
+    Product,
+    Reduction,
+    Value,
+    whole,
+)
+from bridge.compile.loop_ir.neutral import MatMul, Neutral, Result, Shaped, is_turned
+from bridge.compile.loop_ir.views import alike, is_dense
+from bridge.compile.passes.dead_code import eliminate_dead_code
+from bridge.compile.schedule.limits import Rules
+from bridge.compile.schedule.products import LayoutClass, ProductShape
+
+__all__ = ["WIDE", "accumulate", "pad_products", "split_products", "widen_gradients"]
+
+
+def accumulate(graph: Graph) -> Graph:
+    """The graph with sums of two products that nothing else reads made by the later product."""
+    readers = Counter(
+        operand.value for node in graph.nodes for operand in node.operands if isinstance(operand, Operand)
+    )
+    readers.update(operand.value for operand in graph.results)
+    nodes: list[Node] = []
+    position: dict[Value, int] = {}
+    for node in graph.nodes:
+        terms = _terms(node, nodes, position, readers)
+        if terms is None:
+            position.update((out, len(nodes)) for out in node.outs)
+            nodes.append(node)
+            continue
+        first, second = terms
+        place = position[second]
+        # The sum may have another shape of the same elements: both lie in memory in the same order.
+        nodes[place] = replace(
+            nodes[place],
+            operands=(*nodes[place].operands, whole(first)),
+            out=node.out,
+            onto=first,
+        )
+        position[node.out] = place
+    return replace(graph, nodes=nodes) if len(nodes) != len(graph.nodes) else graph
+
+
+def _terms(
+    node: Node, nodes: list[Node], position: dict[Value, int], readers: Counter[Value]
+) -> tuple[Value, Value] | None:
+    """The products that an addition adds, the one that is made first before the other."""
+    if type(node) is not Pointwise or node.op != "add":
+        return None
+    for operand in node.operands:
+        if not isinstance(operand, Operand) or operand.value not in position or readers[operand.value] != 1:
+            return None
+        aligned = is_dense(operand.view) and same(operand.view.offset, 0) and same(operand.value.numel, node.out.numel)
+        if not aligned or not isinstance(nodes[position[operand.value]], Product):
+            return None
+    first, second = sorted((operand.value for operand in node.operands), key=position.__getitem__)
+    return None if nodes[position[second]].onto else (first, second)
+
+
+def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: bool = False) -> Graph:
+    """A neutral graph with its products in so many parts as ``parts`` says; the same one if that is one.
+
+    Args:
+        is_step: of a loop, whose products are split where a kernel that reads one can make the sum. Elsewhere the shape
+            alone decides: a backward may compute a product again, and the numbers are to be the same.
+    """
+    readers: defaultdict[Value, list[Node | Neutral]] = defaultdict(list)
+    for node in graph.nodes:
+        for operand in node.operands:
+            if isinstance(operand, Operand):
+                readers[operand.value].append(node)
+    turned = {node.out for node in graph.nodes if isinstance(node, Shaped) and is_turned(node)}
+    nodes: list[Node | Neutral] = []
+    for node in graph.nodes:
+        count = _count(node, parts, turned) if isinstance(node, MatMul) and node.bias is None else 1
+        if count == 1 or (is_step and not _is_added_up_by_readers(readers[node.out])):
+            nodes.append(node)
+        else:
+            nodes += _split(node, count)
+    return graph if len(nodes) == len(graph.nodes) else replace(graph, nodes=nodes)
+
+
+def _is_added_up_by_readers(readers: Sequence[Node | Neutral]) -> bool:
+    """Whether a kernel that reads the product can make the sum; it stores that where it is a result, too."""
+    return not (any(isinstance(each, MatMul) for each in readers) or all(isinstance(each, Result) for each in readers))
+
+
+def _count(node: MatMul, parts: Callable[[ProductShape], int], turned: Collection[Value]) -> int:
+    extents = (*node.a.shape, *node.b.shape)
+    if len(node.a.shape) < 2 or len(node.b.shape) != 2 or not all(isinstance(extent, int) for extent in extents):
+        return 1
+    (*rows, k), n = node.a.shape, node.b.shape[1]
+    b = LayoutClass("column" if node.b.value in turned else "row")
+    return parts(ProductShape(node.out.dtype, 1, math.prod(rows), n, k, b=b))
+
+
+def _split(node: MatMul, count: int) -> list[Node | Neutral]:
+    (*rows, k), n, dtype = node.a.shape, node.b.shape[1], node.out.dtype
+    m, inner = math.prod(rows), k // count
+    nodes: list[Node | Neutral] = []
+
+    wide = "float32" if itemsize(dtype) == 2 else dtype
+
+    def value(extents: tuple[int, ...]) -> Value:
+        return Value(node.out.name, extents, wide)
+
+    def shaped(function: Callable, arguments: tuple, operand: Operand, extents: tuple[int, ...]) -> Operand:
+        out = Value(node.out.name, extents, operand.dtype)
+        nodes.append(Shaped(function, arguments, operand, out))
+        return whole(out)
+
+    a = shaped(views.reshape, ((m, count, inner),), node.a, (m, count, inner))
+    a = shaped(views.permute, ((1, 0, 2),), a, (count, m, inner))
+    b = shaped(views.reshape, ((count, inner, n),), node.b, (count, inner, n))
+    products = value((count, m, n))
+    nodes.append(MatMul(a, b, products))
+    total = None
+    for part in range(count):
+        each = shaped(views.slice_view, (0, part, part + 1, 1), whole(products), (1, m, n))
+        each = shaped(views.reshape, (node.out.shape,), each, node.out.shape)
+        if total is None:
+            total = each
+            continue
+        out = node.out if part == count - 1 and wide == dtype else value(node.out.shape)
+        nodes.append(Pointwise("add", (total, each), out))
+        total = whole(out)
+    if wide != dtype:
+        nodes.append(Pointwise("astype", (total,), node.out))
+    return nodes
+
+
+def pad_products(graph: Graph, unit: Callable[[ProductShape], int]) -> Graph:
+    """A neutral graph with its products of matrices padded; the same one if there are none to be.
+
+    Args:
+        unit: of a product for the sample's sizes, numbers of which extents along memory had better be multiples; 1: any
+            will do.
+    """
+    walk = _Walk(graph, unit)
+    for node in graph.nodes:
+        walk.add(node)
+    return graph if len(walk.nodes) == len(graph.nodes) else replace(graph, nodes=walk.nodes)
+
+
+class _Walk:
+    def __init__(self, graph: Graph, unit: Callable[[ProductShape], int]) -> None:
+        self.nodes: list[Node | Neutral] = []
+        self._unit = unit
+        self._turned = {node.out: node.operand for node in graph.nodes if isinstance(node, Shaped) and is_turned(node)}
+        self._padded: dict[tuple[Value, tuple[Dim, ...]], Operand] = {}
+
+    def add(self, node: Node | Neutral) -> None:
+        wide = self._wide(node) if isinstance(node, MatMul) else None
+        if wide is None:
+            self.nodes.append(node)
+            return
+        m, k, n = wide
+        a, b = self._matrix(node.a, (m, k)), self._matrix(node.b, (k, n))
+        bias = None if node.bias is None else self._row(node.bias, n)
+        out = Value(node.out.name, (m, n), node.out.dtype)
+        self.nodes.append(MatMul(a, b, out, bias))
+        parts = [(axis, extent) for axis, extent in enumerate(node.out.shape) if not same(extent, out.shape[axis])]
+        made = whole(out)
+        if not parts:  # the inner axis alone is padded
+            self.nodes[-1] = replace(self.nodes[-1], out=node.out)
+        for place, (axis, extent) in enumerate(parts, start=1):
+            extents = tuple(extent if index == axis else each for index, each in enumerate(made.shape))
+            part = node.out if place == len(parts) else Value(node.out.name, extents, node.out.dtype)
+            self.nodes.append(Shaped(views.slice_view, (axis, 0, extent, 1), made, part))
+            made = whole(part)
+
+    def _wide(self, node: MatMul) -> tuple[Dim, Dim, Dim] | None:
+        """The extents of a product that is to be padded: rows, inner ones, columns."""
+        if len(node.a.shape) != 2 or len(node.b.shape) != 2 or not (node.a.is_whole and node.b.is_whole):
+            return None
+        (m, k), n = node.a.shape, node.b.shape[1]
+        columns = [node.a.value in self._turned, node.b.value in self._turned]
+        a, b = (LayoutClass("column" if each else "row") for each in columns)
+        unit = self._unit(ProductShape(node.out.dtype, 1, *map(sample_of, (m, n, k)), a, b))
+        extents = {"m": m, "k": k, "n": n}
+        along_memory = {"m" if columns[0] else "k", "k" if columns[1] else "n", "n"}
+        known = [extents[name] for name in along_memory]
+        if not all(isinstance(extent, int) for extent in known) or not any(extent % unit for extent in known):
+            return None
+        return tuple(-(-each // unit) * unit if name in along_memory else each for name, each in extents.items())
+
+    def _matrix(self, operand: Operand, extents: tuple[Dim, Dim]) -> Operand:
+        """The matrix, or the transpose of one that lies by rows, with zeros behind."""
+        if operand.value not in self._turned:
+            return self._with_zeros(operand, extents)
+        source = self._with_zeros(self._turned[operand.value], extents[::-1])
+        if source is self._turned[operand.value]:
+            return operand
+        out = Value(operand.value.name, extents, operand.dtype)
+        self.nodes.append(Shaped(views.permute, ((1, 0),), source, out))
+        return whole(out)
+
+    def _row(self, bias: Operand, columns: Dim) -> Operand:
+        """A vector with zeros behind."""
+        (count,) = bias.shape
+        if count == columns:
+            return bias
+        matrix, vector = (Value(bias.value.name, extents, bias.dtype) for extents in ((1, count), (columns,)))
+        self.nodes.append(Shaped(views.reshape, ((1, count),), bias, matrix))
+        padded = self._with_zeros(whole(matrix), (1, columns))
+        self.nodes.append(Shaped(views.reshape, ((columns,),), padded, vector))
+        return whole(vector)
+
+    def _with_zeros(self, operand: Operand, extents: tuple[Dim, Dim]) -> Operand:
+        if views.alike(operand.shape, extents):
+            return operand
+        key = operand.value, extents
+        if key not in self._padded:
+            out = Value(operand.value.name, extents, operand.dtype)
+            self.nodes.append(Pad("pad", (operand,), out))
+            self._padded[key] = whole(out)
+        return self._padded[key]
+
+
+WIDE = "float32"
+
+_NAMES = {"mm": "mm_wide"}
+
+
+def widen_gradients(graph: Graph, rules: Rules, widened: Collection[str], grad_outs: int) -> Graph:
+    """The graph with products and sums that nothing reads but casts to ``widened`` types, then :data:`WIDE`, made wide.
+
+    ``grad_outs``: see :class:`~bridge.compile.options.CompileOptions`.
+    """
+    if not widened or not grad_outs:
+        return graph
+    readers = Counter(
+        operand.value for node in graph.nodes for operand in node.operands if isinstance(operand, Operand)
+    )
+    readers.update(operand.value for operand in graph.results)
+    gradients: set[Value] = set(graph.params[len(graph.params) - grad_outs :])
+    nodes: list[Node] = []
+    position: dict[Value, int] = {}
+    for node in graph.nodes:
+        if any(isinstance(operand, Operand) and operand.value in gradients for operand in node.operands):
+            gradients.update(node.outs)
+        read = _cast(node)
+        place = None if read is None else position.get(read.value)
+        if place is not None:
+            is_alone = readers[read.value] == 1 and read.value in gradients
+            place = place if is_alone and (read.is_whole or isinstance(nodes[place], LibraryCall)) else None
+        if place is not None and node.out.dtype == WIDE:
+            wide = node.out if read.is_whole else Value(node.out.name, read.value.shape, WIDE)
+            nodes[place] = _wide(nodes[place], wide)
+            if not read.is_whole:  # of a product with zeros behind its rows
+                nodes.append(Pointwise("copy", (Operand(wide, read.view),), node.out))
+            continue
+        if place is not None and isinstance(nodes[place], Reduction) and node.out.dtype in widened:
+            position[node.out] = place  # rounded, and perhaps cast back
+        elif isinstance(node, LibraryCall) and node.outs[0].dtype in widened and _has_wide_form(node):
+            position[node.outs[0]] = len(nodes)
+        elif isinstance(node, Reduction) and node.out.dtype == WIDE:
+            position[node.out] = len(nodes)
+        nodes.append(node)
+    return eliminate_dead_code(replace(graph, nodes=nodes), rules)
+
+
+def _has_wide_form(node: LibraryCall) -> bool:
+    """Whether the library has this product with a float32 result; one of nothing is left as it is."""
+    return node.name in _NAMES and not any(same(operand.value.numel, 0) for operand in node.operands)
+
+
+def _wide(node: LibraryCall | Reduction, out: Value) -> Node:
+    if isinstance(node, Reduction):
+        return replace(node, out=out)
+    return LibraryCall(_NAMES[node.name], node.operands, (out,), node.attrs)
+
+
+def _cast(node: Node) -> Operand | None:
+    """What a node casts, element for element: a value as it lies, or its first rows."""
+    if type(node) is not Pointwise or node.op != "astype":
+        return None
+    (operand,) = node.operands
+    if not isinstance(operand, Operand) or not alike(operand.shape, node.out.shape):
+        return None
+    begins = same(operand.view.offset, 0) and is_dense(operand.view)
+    return operand if begins and alike(operand.shape[1:], operand.value.shape[1:]) else None
