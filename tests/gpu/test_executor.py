@@ -14,7 +14,7 @@ from tvm.relax import op
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import CompileOptions, Launch, backend_for, clear_cache, compile_function
 from bridge.compile.cuda.executor import POOLS
-from bridge.compile.cuda.sass import disassembler
+from bridge.compile.cuda.nvrtc import disassembler
 from bridge.library import FUNCTIONS
 from bridge.library.attention import FORMULA, KERNELS
 from bridge.library.registry import ALIGNMENT, invoke

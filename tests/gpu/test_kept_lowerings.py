@@ -10,7 +10,7 @@ import bridge
 from bridge.artifact.complain import forget_complaints
 from bridge.capture import RecordedCall
 from bridge.compile import clear_cache, pipeline
-from bridge.compile.cuda import libraries
+from bridge.compile.cuda import build
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import as_call
 from tests.device import DEVICE, generators, moved
@@ -71,7 +71,7 @@ def counted(monkeypatch):
     for owner, attribute, what in (
         (RecordedCall, "captured", "capture"),
         (pipeline, "_Graphs", "graphs"),
-        (libraries, "build_library", "library"),
+        (build, "build_library", "library"),
     ):
         make = getattr(owner, attribute)
         monkeypatch.setattr(

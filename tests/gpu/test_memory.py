@@ -17,8 +17,7 @@ from bridge import add_tvm_dispatch, stats
 from bridge.base.torch_internals import FakeTensorMode
 from bridge.compile import clear_cache
 from bridge.compile.cuda.executor import POOLS
-from bridge.compile.cuda.pool_memory import PoolMemory
-from bridge.compile.cuda.private_pool import PrivatePool
+from bridge.compile.cuda.memory import PoolMemory, PrivatePool
 from tests.device import DEVICE
 from tests.gpu.marks import ON_A_GPU
 

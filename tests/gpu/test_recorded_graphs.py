@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import gpu_of
 from bridge.compile.cuda.driver_graphs import captured, new_stream
-from bridge.compile.cuda.pool_memory import PoolMemory
+from bridge.compile.cuda.memory import PoolMemory
 from bridge.compile.runtime.beside import steps_beside
 from bridge.library import INTO_GIVEN
 from bridge.rng.states import GeneratorStates

@@ -15,7 +15,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile.cuda.slot_memory import SlotMemory
+from bridge.compile.cuda.memory import SlotMemory
 from tests.bridge.dispatch.recorded_loops import Pair, plain
 from tests.device import DEVICE
 from tests.gpu.marks import ON_A_GPU

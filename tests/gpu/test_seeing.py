@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, explain, stats
-from bridge.compile.cuda import sass
+from bridge.compile.cuda import nvrtc
 from bridge.lowering import megabytes
 from tests.device import DEVICE
 from tests.gpu.marks import ON_A_GPU
@@ -67,9 +67,9 @@ def test_a_report_has_the_source_of_each_kernel(gated, form):
 def test_machine_code_as_text_says_what_is_missing(gated, monkeypatch):
     (entry,) = stats(gated[0]).entries
     (name, *_) = entry.forward.kernels
-    if sass.disassembler():
+    if nvrtc.disassembler():
         assert "EXIT" in entry.forward.source(name, "sass")
-    monkeypatch.setattr(sass, "disassembler", list)
+    monkeypatch.setattr(nvrtc, "disassembler", list)
     with pytest.raises(RuntimeError, match="nvdisasm and cuobjdump of CUDA's toolkit: none is on the PATH"):
         entry.forward.source(name, "sass")
 

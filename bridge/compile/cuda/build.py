@@ -1,11 +1,17 @@
-"""Modules for CUDA: PrimFuncs → one module, host code by LLVM, kernels by calls of NVRTC on several processors.
+"""Modules for CUDA: PrimFuncs → one module, host code by LLVM, kernels by NVRTC, kept as bytes.
 
+Modules for CUDA: PrimFuncs → one module, host code by LLVM, kernels by calls of NVRTC on several processors.
 A PrimFunc is a host function that launches one kernel or several, one after another: its loops are bound to blocks and
 threads, and what it computes outside of them (the launch's integers) reaches the kernels by value. It is called with
 tensors, and launches on the stream that torch has current on their device.
 
 TVM's own compilation of CUDA source, which asks for fast math, is not used. The module that it makes from machine code
 wants a driver; everything before that does not.
+
+Libraries of kernels for GPUs: made, kept as bytes, and let go where that disturbs nobody: in the thread that builds.
+Unloading a module makes the device that it was loaded on the current one of the thread (TVM's destructor does not put
+it back). So the last reference to a library is never a user's: it is held here until none of its kernels is in use, and
+dropped before the next one is built.
 """
 
 from __future__ import annotations
@@ -13,9 +19,11 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import tvm
@@ -27,14 +35,28 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.build import split_host_device_mods
 
+from bridge.base.locks import free_in_children
+from bridge.base.log import channel
 from bridge.base.threads import serves
+from bridge.compile.backend import Built
 from bridge.compile.codegen.tir import LOOPS_ATTR, lower_loops
-from bridge.compile.cuda.nvrtc import compiled
+from bridge.compile.cuda.nvrtc import compiled, disassembled, made_for
 from bridge.compile.cuda.preamble import PREAMBLE
-from bridge.compile.cuda.sass import disassembled
-from bridge.compile.runtime.build import others_may_build
+from bridge.compile.runtime.build import REFUSALS, Build, library_bytes, loaded, others_may_build
 
-__all__ = ["HOST_TARGET", "build_executable", "build_library", "cuda_source", "kernel_source", "target_of"]
+__all__ = [
+    "HOST_TARGET",
+    "CudaLibraries",
+    "build_executable",
+    "build_library",
+    "clear_unused",
+    "cuda_source",
+    "hold",
+    "kernel_source",
+    "let_go",
+    "target_of",
+]
+
 
 HOST_TARGET = {"kind": "llvm", "opt-level": 0}
 """Any processor of the kind, as soon as possible: what launches kernels is no matter of instructions, and there is more
@@ -227,3 +249,71 @@ def kernel_source(func: PrimFunc, name: str, arch: str, form: str) -> str:
     if form == "cuda":
         return source.partition(_LINE)[2]
     return compiled(source, arch, "ptx").decode() if form == "ptx" else disassembled(compiled(source, arch))
+
+
+_CUDA_RUN_TIME = "ffi.Module.create.cuda"
+"""TVM's function that makes a module of machine code for GPUs; missing where there is no driver."""
+
+_LOG = channel("cache")
+
+_HELD: dict[Hashable, weakref.WeakSet[Built]] = {}
+_LIBRARIES_LOCK = free_in_children(threading.Lock())
+
+
+@dataclass(frozen=True)
+class CudaLibraries:
+    """Libraries of functions for an architecture, a :class:`~bridge.compile.runtime.kernel_store.Libraries`.
+
+    A file of one has the code that launches, for the host, and what NVRTC made, as it was.
+    """
+
+    arch: str
+
+    @property
+    def key(self) -> tuple[str, ...] | None:
+        """The architecture, NVRTC and what it is told, and what the host's code is made for."""
+        if tvm.get_global_func(_CUDA_RUN_TIME, allow_missing=True) is None:
+            return None
+        return self.arch, str(HOST_TARGET), *made_for()
+
+    def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> Module:
+        let_go()
+        return build_library(functions, self.arch)
+
+    def build_bytes(self, functions: Mapping[str, PrimFunc], loops: bool) -> tuple[Module, bytes | None]:
+        """The library as another process will load it."""
+        library = self.build(functions, loops)
+        try:
+            content = library_bytes(library)
+            return self.load(content), content
+        except REFUSALS as error:
+            _LOG.info("kernels are not kept: %s", error)
+            return library, None
+
+    def load(self, content: bytes) -> Module:
+        return loaded(content)
+
+
+def hold(kernels: Iterable[Built]) -> None:
+    """Keeps the libraries that kernels are in for as long as those are in use, and until :func:`let_go`."""
+    with _LIBRARIES_LOCK:
+        for kernel in kernels:
+            if kernel.build is not None:
+                _HELD.setdefault(kernel.build, weakref.WeakSet()).add(kernel)
+
+
+def let_go() -> None:
+    """Drops the libraries of which no kernel is in use; only in a thread whose current device is nobody's concern."""
+    with _LIBRARIES_LOCK:
+        unused = [build for build, kernels in _HELD.items() if not kernels]
+        for build in unused:
+            del _HELD[build]
+    del unused  # the last references: not while the lock is held
+
+
+def clear_unused() -> None:
+    """:func:`let_go`, from any thread, if there is something to drop."""
+    with _LIBRARIES_LOCK:
+        is_any = not all(_HELD.values())
+    if is_any:
+        Build(let_go)

@@ -1,23 +1,197 @@
-"""Column reduction kernels: a column plan → a thread, or several, for each column.
+"""Column reductions on a GPU: a column plan → threads that combine by halves, and the second launch.
 
+Trees over threads: a value of each thread → one value that all of them hold, combined by halves.
+Element ``i`` is combined with element ``i + half``, for halves of ever smaller size, the lower one being the
+accumulator.
+
+Column reduction kernels: a column plan → a thread, or several, for each column.
 Few rows are added by one thread, in order; many are dealt to strands. How many rows there are is known at the launch,
 which has both forms.
+
+Second launch of column reductions: the tasks' parts → results.
+A column's parts are dealt to strands, each added in order; the strands are combined by halves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 from tvm import tirx
-from tvm.tirx import BufferLoad, BufferStore, Expr, IfThenElse, PrimFunc, Stmt, Var
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, PrimFunc, Stmt, Var
 
-from bridge.compile.codegen.emit import compute_type
+from bridge.compile.codegen.emit import compute_type, element_type
 from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
-from bridge.compile.cuda.emitter import CudaEmitter, storage_type
-from bridge.compile.cuda.launch import SharedMemory, launch, portions
-from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_STRANDS, FEW_ROWS, WARP
-from bridge.compile.cuda.strands import Strands
+from bridge.compile.cuda.emitter import (
+    CudaEmitter,
+    SharedMemory,
+    launch,
+    local_buffer,
+    portions,
+    storage_type,
+    synchronize,
+)
+from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_STRANDS, FEW_ROWS, FINISH_STRANDS, WARP
 from bridge.compile.schedule.chain_plan import ColumnPlan
+from bridge.compile.schedule.reduction import combine, identity
+from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
-__all__ = ["generate_columns"]
+__all__ = ["Halved", "Strands", "Team", "finish_columns", "generate_columns", "halve"]
+
+
+@dataclass(frozen=True)
+class Halved:
+    """Something that is combined: by which operation, in which shared buffer, where a member's element is."""
+
+    op: str
+    buffer: Buffer
+    place: Callable[[Expr], Expr]
+
+
+def halve(parts: Sequence[Halved], count: int, member: Expr, number: LaunchArguments) -> list[Stmt]:
+    """Combines the members' elements into the first one's, which all threads may read behind it."""
+    stmts: list[Stmt] = [synchronize()]
+    for half in _halves(count):
+        stmts += _step(parts, half, member, member < number(half), number)
+    return stmts
+
+
+def _halves(count: int) -> list[int]:
+    """``count / 2, …, 2, 1``."""
+    return [1 << bit for bit in reversed(range(max(count, 1).bit_length() - 1))]
+
+
+def _step(parts: Sequence[Halved], half: int, member: Expr, active: Expr, number: LaunchArguments) -> tuple[Stmt, Stmt]:
+    """The elements of active members with those ``half`` behind them; a barrier."""
+    e = CudaEmitter()
+    for part in parts:
+        mine, other = (BufferLoad(part.buffer, [part.place(at)]) for at in (member, member + number(half)))
+        e.stmts.append(BufferStore(part.buffer, combine(e, part.op, mine, other), [part.place(member)]))
+    return IfThenElse(active, sequence(e.stmts), None), synchronize()
+
+
+@dataclass(frozen=True)
+class Team:
+    """The threads of a group, which combine what each has of a row.
+
+    Threads of a warp first, by halves, then the warps by halves. CUDA's form exchanges between threads of a warp
+    directly; the plain form does the same steps in shared memory.
+
+    Attributes:
+        threads: how many, a power of two.
+        group, thread: which one of the block this is.
+        shared: a buffer for each combination at a time, an element for each warp of the block, which has no more of
+            them than a warp has threads; in the plain form for each thread.
+        plain: whether to take the plain form.
+    """
+
+    threads: int
+    group: Expr
+    thread: Expr
+    number: LaunchArguments
+    shared: SharedMemory
+    plain: bool
+
+    def totals(self, e: CudaEmitter, parts: Sequence[tuple[str, str, Expr]]) -> list[Expr]:
+        """Of each ``(op, type, value)``, all threads' values combined."""
+        if self.threads == 1 or not parts:
+            return [value for _, _, value in parts]
+        return self._in_memory(e, parts) if self.plain else self._exchanged(e, parts)
+
+    def _in_memory(self, e: CudaEmitter, parts: Sequence[tuple[str, str, Expr]]) -> list[Expr]:
+        number, thread = self.number, self.thread
+        first = self.group * number(self.threads)
+        halved = []
+        e.stmts.append(synchronize())
+        for index, (op, dtype, value) in enumerate(parts):
+            buffer = self.shared(dtype, index)
+            e.stmts.append(BufferStore(buffer, value, [first + thread]))
+            halved.append(Halved(op, buffer, lambda member: first + member))
+        e.stmts.append(synchronize())
+        for half in (*_halves(min(self.threads, WARP)), *(WARP * half for half in _halves(self.threads // WARP))):
+            active = tirx.bitwise_and(thread, number(2 * half - 1)) < number(half)
+            e.stmts += _step(halved, half, thread, active, number)
+        return [e.bind(BufferLoad(part.buffer, [first]), "total") for part in halved]
+
+    def _exchanged(self, e: CudaEmitter, parts: Sequence[tuple[str, str, Expr]]) -> list[Expr]:
+        number, thread, warps = self.number, self.thread, self.threads // WARP
+        totals = [self._butterfly(e, op, value, min(self.threads, WARP)) for op, _, value in parts]
+        if warps < 2:
+            return totals
+        place = self.group * number(warps)
+        stores = [
+            BufferStore(self.shared(dtype, index, WARP), total, [place + tirx.truncdiv(thread, number(WARP))])
+            for index, ((_, dtype, _), total) in enumerate(zip(parts, totals, strict=True))
+        ]
+        first_lane = tirx.EQ(tirx.bitwise_and(thread, number(WARP - 1)), number(0))
+        e.stmts += [synchronize(), IfThenElse(first_lane, sequence(stores), None), synchronize()]
+        found = []
+        for index, (op, dtype, _) in enumerate(parts):
+            at = place + tirx.bitwise_and(thread, number(warps - 1))
+            found.append(self._butterfly(e, op, e.bind(BufferLoad(self.shared(dtype, index, WARP), [at])), warps))
+        return found
+
+    def _butterfly(self, e: CudaEmitter, op: str, value: Expr, count: int) -> Expr:
+        """The values of ``count`` neighbours in a warp, combined by halves in each of them."""
+        for half in _halves(count):
+            value, dtype = e.bind(value), element_type(value)
+            other = e.bind(tirx.call_pure_extern(dtype, "bridge_shuffle_xor", value, tirx.const(half, "int32")))
+            if op in ("sum", "prod") or dtype != "float64":  # in either order the same
+                value = e.bind(combine(e, op, value, other))
+                continue
+            lower = tirx.EQ(tirx.bitwise_and(self.thread, self.number(half)), self.number(0))
+            pair = (tirx.Select(lower, value, other), tirx.Select(lower, other, value))
+            value = e.bind(combine(e, op, *map(e.bind, pair)))
+        return value
+
+
+@dataclass(frozen=True)
+class Strands:
+    """``count`` strands, a power of two, for each of a warp of columns.
+
+    Attributes:
+        strand, column: which one of the block this thread is.
+        shared: a buffer with an element for each thread.
+    """
+
+    count: int
+    strand: Expr
+    column: Expr
+    number: LaunchArguments
+    shared: SharedMemory
+
+    @property
+    def leads(self) -> Expr:
+        """Whether this thread has the total."""
+        return tirx.EQ(self.strand, self.number(0))
+
+    def combined(
+        self, op: str, dtype: str, part: Callable[[CudaEmitter, Expr], Expr], parts: Expr
+    ) -> tuple[list[Stmt], Expr]:
+        """Statements that combine ``part(emitter, index)`` for all indices, and the leading thread's total."""
+        number, e = self.number, CudaEmitter()
+        turn = Var("turn", number.index_type)
+        acc, allocation = local_buffer(1, dtype, "acc")
+        at, inside = [number(0)], CudaEmitter()
+        index = inside.name_index(turn * number(self.count) + self.strand, "part")
+        value = inside.bind(part(inside, index))
+        inside.stmts.append(BufferStore(acc, combine(inside, op, BufferLoad(acc, at), value), at))
+        turns = tirx.truncdiv(parts - self.strand + number(self.count - 1), number(self.count))
+        stmts = [
+            allocation,
+            BufferStore(acc, e.const(identity(op, dtype), dtype), at),
+            For(turn, number(0), turns, ForKind.SERIAL, sequence(inside.stmts)),
+        ]
+        if self.count == 1:
+            return stmts, BufferLoad(acc, at)
+        shared = self.shared(dtype)
+
+        def place(member: Expr) -> Expr:
+            return member * number(WARP) + self.column
+
+        stmts += [synchronize(), BufferStore(shared, BufferLoad(acc, at), [place(self.strand)])]
+        stmts += halve([Halved(op, shared, place)], self.count, self.strand, number)
+        return stmts, BufferLoad(shared, [place(number(0))])
 
 
 def generate_columns(plan: ColumnPlan) -> PrimFunc:
@@ -76,3 +250,45 @@ class _ColumnKernel:
             if plan.steps[axis]:
                 index = index + at * number(plan.steps[axis])
         return index
+
+
+def finish_columns(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> Stmt:
+    """The launch for all column reductions that are wanted in memory, each in blocks of its own."""
+    walk, length = plan.walk, number(plan.length)
+    count = number(walk.batches) * length
+    chunks = number(walk.chunks)
+    nodes = plan.finished
+    portion = portions(count, WARP)
+
+    shared = SharedMemory(WARP * FINISH_STRANDS)
+
+    def body(block: Var, group: Var, thread: Var) -> Stmt:
+        e = CudaEmitter()
+        which, within = number(0), block
+        if len(nodes) > 1:
+            which = e.name_index(tirx.truncmod(block, number(len(nodes))), "which")
+            within = tirx.truncdiv(block, number(len(nodes)))
+        begin = within * number(WARP)
+        left = count - begin
+        column = e.name_index(begin + tirx.min(thread, left - number(1)), "column")
+        first = column
+        if walk.batched:
+            batch = tirx.truncdiv(column, length)
+            first = e.name_index(column + batch * (chunks - number(1)) * length, "first")
+        chosen: Stmt | None = None
+        for index, node in reversed(list(enumerate(nodes))):
+            partial, op = buffers.partial[node], plan.nodes[node].op
+            own = CudaEmitter()
+
+            def part(e: CudaEmitter, chunk: Expr, partial: Buffer = partial) -> Expr:
+                return BufferLoad(partial, [first + chunk * length])
+
+            form = Strands(FINISH_STRANDS, group, thread, number, shared)
+            summed, total = form.combined(op, str(partial.dtype), part, chunks)
+            store = BufferStore(buffers.outputs[node], own.stored(total, plan.nodes[node].dtype), [column])
+            alone = IfThenElse(tirx.And(form.leads, thread < left), store, None)
+            here = sequence([*summed, *own.stmts, alone])
+            chosen = here if chosen is None else IfThenElse(tirx.EQ(which, number(index)), here, chosen)
+        return sequence([*e.stmts, chosen])
+
+    return launch(portion * number(len(nodes)), WARP, FINISH_STRANDS, body, shared)

@@ -1,5 +1,10 @@
-"""CUDA graphs by the driver: launches on a stream → a graph that launches them again, as one.
+"""CUDA graphs by the driver: launches on a stream → a graph that launches them again, as one; its nodes.
 
+Nodes of a captured graph: memory that is filled by the GPU's copy engine → by a kernel; a kernel's argument, anew.
+A kernel that waits for the copy engine's fill, as attention's backward and some convolutions' do, waits in a graph for
+some three microseconds; for a kernel's, it takes its turn at once.
+
+CUDA graphs by the driver: launches on a stream → a graph that launches them again, as one.
 The driver is asked itself (``libcuda``, by ctypes): torch's own capture puts the device's default generator into
 another state for as long as it lasts, in which draws of other threads raise, and in which a capture that fails leaves
 it. Here a capture touches nothing but its stream, and a draw inside of it raises.
@@ -15,10 +20,152 @@ from contextlib import contextmanager
 import torch
 
 from bridge.compile.cuda.driver import DriverError, Kernel, at_any_moment, call, error_name, library, require_context
-from bridge.compile.cuda.graph_nodes import KernelNode, fills_by_kernel, node_of
-from bridge.compile.cuda.own_kernels import own_kernels
+from bridge.compile.cuda.own_kernels import THREADS, VECTOR, Fill, own_kernels
 
-__all__ = ["Graph", "captured", "new_stream"]
+__all__ = ["Graph", "KernelNode", "captured", "fills_by_kernel", "new_stream", "node_of"]
+
+
+_KERNEL, _MEMSET = 0, 2
+"""``CU_GRAPH_NODE_TYPE_KERNEL``, ``CU_GRAPH_NODE_TYPE_MEMSET``."""
+_MOST_BLOCKS = 1024
+_WHOLE = {1: 0x01010101, 2: 0x00010001, 4: 1}
+"""By the bytes of an element, what makes four bytes of it."""
+
+
+class _Memset(ctypes.Structure):
+    """``CUDA_MEMSET_NODE_PARAMS``."""
+
+    _fields_ = (
+        ("target", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+        ("value", ctypes.c_uint),
+        ("size", ctypes.c_uint),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+class _KernelParams(ctypes.Structure):
+    """``CUDA_KERNEL_NODE_PARAMS``."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("arguments", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+    )
+
+
+class _Launch:
+    """A kernel's launch with one argument, as a node has it."""
+
+    def __init__(self, kernel: Kernel, blocks: tuple[int, int], threads: int, argument: ctypes.Structure):
+        self._argument = argument
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        grid, block, first = (*blocks, 1), (threads, 1, 1), ctypes.addressof(self._arguments)
+        self._params = _KernelParams(kernel.function, grid, block, 0, first, None)
+        self.params = ctypes.byref(self._params)
+
+
+class KernelNode:
+    """The node of one launch of a kernel, with one argument.
+
+    Args:
+        node: of a graph that lives as long.
+    """
+
+    def __init__(self, node: ctypes.c_void_p, kernel: Kernel):
+        self._node, self._kernel = node, kernel
+
+    def updater(
+        self, executable: ctypes.c_void_p, blocks: tuple[int, int], threads: int, argument: ctypes.Structure
+    ) -> Callable[[], None]:
+        """What makes later launches of an instance of the graph have this argument, as its bytes are when it is called.
+
+        It raises ``DriverError`` where the driver refuses.
+        """
+        launch = _Launch(self._kernel, blocks, threads, argument)
+        given, update = (executable, self._node, launch.params), library().cuGraphExecKernelNodeSetParams
+
+        def renew(_launch: _Launch = launch) -> None:
+            if status := update(*given):
+                raise DriverError(f"cuGraphExecKernelNodeSetParams: {error_name(status)}")
+
+        return renew
+
+
+def node_of(graph: ctypes.c_void_p, kernel: Kernel) -> KernelNode | None:
+    """The first node that launches a kernel of our own; ``None``: there is none."""
+    for node in _listed("cuGraphGetNodes", graph):
+        if _kind(node) == _KERNEL and _function(node) == kernel.function.value:
+            return KernelNode(node, kernel)
+    return None
+
+
+def _function(node: ctypes.c_void_p) -> int | None:
+    """The handle of what a node launches; ``None`` if that is of a newer kind."""
+    params = _KernelParams()
+    try:
+        call("cuGraphKernelNodeGetParams", node, ctypes.byref(params))
+    except DriverError:
+        return None
+    return params.function
+
+
+def fills_by_kernel(graph: ctypes.c_void_p, fill: Kernel) -> int:
+    """Replaces what fills a row of memory; how many nodes it replaced.
+
+    Raises:
+        DriverError: the graph is not fit to be used.
+    """
+    require_context()
+    return sum(_replaced(graph, node, fill) for node in _listed("cuGraphGetNodes", graph) if _kind(node) == _MEMSET)
+
+
+def _kind(node: ctypes.c_void_p) -> int:
+    kind = ctypes.c_int()
+    call("cuGraphNodeGetType", node, ctypes.byref(kind))
+    return kind.value
+
+
+def _replaced(graph: ctypes.c_void_p, node: ctypes.c_void_p, fill: Kernel) -> bool:
+    memset = _Memset()
+    call("cuGraphMemsetNodeGetParams", node, ctypes.byref(memset))
+    if memset.height != 1 or (memset.target or 0) % VECTOR or memset.size not in _WHOLE:
+        return False
+    try:
+        before, behind = (_listed(f"cuGraphNodeGet{name}", node) for name in ("Dependencies", "DependentNodes"))
+    except DriverError:  # an edge is of another kind than one that waits for the end
+        return False
+    nbytes = memset.size * memset.width
+    argument = Fill(memset.target, nbytes, memset.value * _WHOLE[memset.size] & 0xFFFFFFFF)
+    blocks = min(max(1, -(-nbytes // (VECTOR * THREADS))), _MOST_BLOCKS)
+    made, launch = ctypes.c_void_p(), _Launch(fill, (blocks, 1), THREADS, argument)
+    call("cuGraphAddKernelNode", ctypes.byref(made), graph, _array(before), _count(before), launch.params)
+    call("cuGraphAddDependencies", graph, _array([made] * len(behind)), _array(behind), _count(behind))
+    call("cuGraphDestroyNode", node)
+    return True
+
+
+def _listed(name: str, of: ctypes.c_void_p) -> list[ctypes.c_void_p]:
+    """The nodes that a function of the driver's lists."""
+    count = ctypes.c_size_t()
+    call(name, of, None, ctypes.byref(count))
+    found = (ctypes.c_void_p * count.value)()
+    if count.value:
+        call(name, of, found, ctypes.byref(count))
+    return [ctypes.c_void_p(each) for each in found]
+
+
+def _array(nodes: list[ctypes.c_void_p]) -> ctypes.Array:
+    return (ctypes.c_void_p * len(nodes))(*[node.value for node in nodes])
+
+
+def _count(nodes: list[ctypes.c_void_p]) -> ctypes.c_size_t:
+    return ctypes.c_size_t(len(nodes))
+
 
 _NON_BLOCKING = 1
 """``CU_STREAM_NON_BLOCKING``: the stream does not wait for the legacy default one, nor that for it."""
@@ -61,7 +208,7 @@ class Graph:
         self._launch = library().cuGraphLaunch
 
     def node_of(self, kernel: Kernel) -> KernelNode | None:
-        """See :func:`bridge.compile.cuda.graph_nodes.node_of`."""
+        """See :func:`bridge.compile.cuda.driver_graphs.node_of`."""
         return node_of(self._graph, kernel)
 
     def launcher(self, stream: int) -> Callable[..., None]:

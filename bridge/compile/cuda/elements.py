@@ -1,6 +1,14 @@
-"""Element kernels: row plans without reductions → a thread for each vector, and for each element behind them.
+"""Element kernels: plans without reductions → a thread for each element, or for a few of them.
 
+Element kernels: row plans without reductions → a thread for each vector, and for each element behind them.
 Several plans share a launch: the first blocks are the first plan's, and so on.
+
+Rows of a table at indices: a plan → a thread for each of a few vectors of the result.
+An index outside of the table ends the process' work on the GPU, as a failed assertion in eager's kernel does.
+
+Gradient of a pool: a plan → a thread for each element, or for two channels of one.
+The places of a window's maxima are as many bytes as everything else together; those that neighbours share come from
+the cache.
 """
 
 from __future__ import annotations
@@ -9,17 +17,19 @@ import math
 from collections.abc import Callable, Sequence
 
 from tvm import tirx
-from tvm.tirx import Bind, Expr, IfThenElse, Stmt, Var
+from tvm.tirx import Bind, Buffer, BufferLoad, BufferStore, Evaluate, Expr, IfThenElse, PrimFunc, Stmt, Var
 
-from bridge.compile.codegen.tir import LaunchArguments, sequence
-from bridge.compile.cuda.emitter import CudaEmitter
-from bridge.compile.cuda.launch import launch, portions
-from bridge.compile.cuda.limits import ROWS_THREADS, WARP
-from bridge.compile.cuda.scope import ThreadScope
-from bridge.compile.cuda.steps import column_steps
+from autodiff.ir import itemsize
+from bridge.compile.codegen.emit import compute_type
+from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
+from bridge.compile.cuda.emitter import CudaEmitter, launch, local_buffer, portions, storage_type, vector_at
+from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS, ROWS_THREADS, WARP
+from bridge.compile.cuda.step import ThreadScope, column_steps
+from bridge.compile.loop_ir.operations import LookupPlan, PoolPlan, counting_dtype
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
-__all__ = ["elements"]
+__all__ = ["elements", "lookup", "pool_gradient"]
+
 
 _LONG = 8
 """Rows of as many warps' vectors: in such, the threads of a warp take neighbours at once where a vector is less than an
@@ -134,3 +144,150 @@ def _step(scope: ThreadScope, position: Expr, lanes: int, behind: int) -> list[S
     e, number = CudaEmitter(), scope.number
     at = position if behind == 0 else e.name_index(position + number(behind), "position")
     return [*e.stmts, *column_steps(scope, 0, lanes, at, number(0), {})]
+
+
+_TOGETHER = 4
+"""Vectors that a thread asks for at once, where there are enough for all of a GPU's threads."""
+
+_ENOUGH = 2**20
+"""Vectors that are."""
+
+
+def lookup(plan: LookupPlan) -> PrimFunc:
+    """The kernel: the table, indices, the result."""
+    number = LaunchArguments(int(not isinstance(plan.length, int)), plan.place_dtype)
+    index_type, stored = number.index_type, storage_type(plan.dtype)
+    table, out = (flat_buffer(stored, name, index_type) for name in ("in0", "out0"))
+    indices = flat_buffer(plan.index_dtype, "in1", index_type)
+    lanes = math.gcd(plan.columns, max(1, ACCESS_BYTES // itemsize(plan.dtype)))
+    across = plan.columns // lanes
+    vectors = number(plan.length) * number(across)
+    together = _TOGETHER if isinstance(plan.length, int) and plan.length * across >= _ENOUGH else 1
+
+    def elements(vector: Expr) -> Expr:
+        return vector_at(vector * number(lanes), lanes)
+
+    def row(e: CudaEmitter, vector: Expr) -> Expr:
+        """Of the table, for a vector of the result."""
+        found = BufferLoad(indices, [tirx.truncdiv(vector, number(across))])
+        index = e.bind(tirx.Cast("int64", found), "index")
+        if plan.wraps:
+            behind = index + tirx.const(plan.table, "int64")
+            index = e.bind(tirx.Select(index < tirx.const(0, "int64"), behind, index), "index")
+        inside = tirx.And(index >= tirx.const(0, "int64"), index < tirx.const(plan.table, "int64"))
+        refused = Evaluate(tirx.call_extern("void", "bridge_refuse_index"))
+        e.stmts.append(IfThenElse(tirx.Not(inside), refused, None))
+        return tirx.Cast(index_type, index)
+
+    def body(block: Var, _: Var, thread: Var) -> Stmt:
+        e = CudaEmitter()
+        first = e.name_index(block * number(BLOCK_THREADS * together) + thread, "first")
+        loaded = []
+        for turn in range(together):
+            vector = e.name_index(tirx.min(first + number(turn * BLOCK_THREADS), vectors - number(1)), "vector")
+            column = vector - tirx.truncdiv(vector, number(across)) * number(across)
+            local, allocation = local_buffer(lanes, stored, "x")
+            source = e.name_index(row(e, vector) * number(across) + column, "source")
+            load = BufferStore(local, BufferLoad(table, [elements(source)]), [elements(number(0))])
+            e.stmts += [allocation, load]
+            loaded.append(local)
+        for turn, local in enumerate(loaded):
+            vector = first + number(turn * BLOCK_THREADS)
+            store = BufferStore(out, BufferLoad(local, [elements(number(0))]), [elements(vector)])
+            e.stmts.append(IfThenElse(vector < vectors, store, None))
+        return sequence(e.stmts)
+
+    made = launch(portions(vectors, BLOCK_THREADS * together), BLOCK_THREADS, 1, body)
+    return loop_function([table, indices, out, *number.params], sequence([*number.stmts, made]))
+
+
+def pool_gradient(plan: PoolPlan) -> PrimFunc:
+    """The kernel: gradients of the windows, the places of their maxima, the result; all with channels behind."""
+    return _PoolKernel(plan).build()
+
+
+class _PoolKernel:
+    def __init__(self, plan: PoolPlan) -> None:
+        self.plan = plan
+        self.lanes = 1 if plan.channels % 2 else 2
+        elements = plan.batch * plan.channels * max(plan.image[0] * plan.image[1], plan.windows[0] * plan.windows[1])
+        self.number = LaunchArguments(0, counting_dtype(elements))
+        index_type, stored = self.number.index_type, storage_type(plan.dtype)
+        self.grad = flat_buffer(stored, "in0", index_type)
+        self.places = flat_buffer("int64", "in1", index_type)
+        self.out = flat_buffer(stored, "out0", index_type)
+
+    def build(self) -> PrimFunc:
+        plan, number = self.plan, self.number
+        vectors = plan.batch * plan.image[0] * plan.image[1] * (plan.channels // self.lanes)
+
+        def body(block: Var, _: Var, thread: Var) -> Stmt:
+            first = block * number(BLOCK_THREADS)
+            return IfThenElse(thread < number(vectors) - first, sequence(self._vector(first + thread)), None)
+
+        made = launch(portions(number(vectors), BLOCK_THREADS), BLOCK_THREADS, 1, body)
+        return loop_function([self.grad, self.places, self.out], made)
+
+    def _vector(self, index: Expr) -> list[Stmt]:
+        """The elements of one place, of as many channels as there are lanes."""
+        plan, number, e = self.plan, self.number, CudaEmitter()
+        dtype = compute_type(plan.dtype)
+        index = e.name_index(index, "index")
+        element = e.name_index(tirx.truncdiv(index, number(plan.channels // self.lanes)), "element")
+        row = e.name_index(tirx.truncdiv(element, number(plan.image[1])), "row")
+        image = e.name_index(tirx.truncdiv(row, number(plan.image[0])), "image")
+        at = row - image * number(plan.image[0]), element - row * number(plan.image[1])
+        at = tuple(e.name_index(each, name) for each, name in zip(at, ("down", "along"), strict=True))
+        channel = index - element * number(plan.channels // self.lanes)
+        place = e.name_index(tirx.Cast("int64", element - image * number(plan.image[0] * plan.image[1])), "place")
+        total, allocation = local_buffer(self.lanes, dtype, "total")
+        e.stmts += [allocation, *(BufferStore(total, e.const(0, dtype), [number(k)]) for k in range(self.lanes))]
+        bounds = [self._windows(e, at[axis], axis) for axis in (0, 1)]
+        for down in range(plan.overlapping(0)):
+            inside: list[Stmt] = []
+            window_row = bounds[0][0] + number(down)
+            for along in range(plan.overlapping(1)):
+                window = bounds[1][0] + number(along)
+                vector = (image * number(plan.windows[0]) + window_row) * number(plan.windows[1]) + window
+                vector = vector * number(plan.channels // self.lanes) + channel
+                added = sequence(self._added(total, vector, place, dtype))
+                inside.append(IfThenElse(window <= bounds[1][1], added, None))
+            e.stmts.append(IfThenElse(window_row <= bounds[0][1], sequence(inside), None))
+        made, allocation = local_buffer(self.lanes, str(self.out.dtype), "y")
+        stored = [
+            BufferStore(made, e.stored(BufferLoad(total, [number(k)]), plan.dtype), [number(k)])
+            for k in range(self.lanes)
+        ]
+        e.stmts += [allocation, *stored]
+        e.stmts.append(BufferStore(self.out, BufferLoad(made, [self._lanes(number(0))]), [self._lanes(index)]))
+        return e.stmts
+
+    def _windows(self, e: CudaEmitter, at: Expr, axis: int) -> tuple[Expr, Expr]:
+        """The first and the last window that an element lies between the ends of."""
+        plan, number = self.plan, self.number
+        behind = at + number(plan.padding[axis])
+        stride = number(plan.stride[axis])
+        first = tirx.max(behind - number(plan.reach(axis)), number(0)) + number(plan.stride[axis] - 1)
+        last = tirx.min(tirx.truncdiv(behind, stride), number(plan.windows[axis] - 1))
+        return e.name_index(tirx.truncdiv(first, stride), "first"), e.name_index(last, "last")
+
+    def _added(self, total: Buffer, vector: Expr, place: Expr, dtype: str) -> list[Stmt]:
+        """Adds a window's gradients to those of the elements that are its maxima."""
+        number, e = self.number, CudaEmitter()
+        vector = e.name_index(vector, "vector")
+        found = []
+        for memory in (self.places, self.grad):
+            local, allocation = local_buffer(self.lanes, str(memory.dtype), "x")
+            loaded = BufferLoad(memory, [self._lanes(vector)])
+            e.stmts += [allocation, BufferStore(local, loaded, [self._lanes(number(0))])]
+            found.append(local)
+        for k in range(self.lanes):
+            maximum, grad = (BufferLoad(local, [number(k)]) for local in found)
+            wide = e.cast(e.loaded(grad, self.plan.dtype), dtype)
+            chosen = tirx.Select(tirx.EQ(maximum, place), wide, e.const(0, dtype))
+            e.stmts.append(BufferStore(total, BufferLoad(total, [number(k)]) + chosen, [number(k)]))
+        return e.stmts
+
+    def _lanes(self, vector: Expr) -> Expr:
+        """Where a vector's elements lie."""
+        return vector_at(vector * self.number(self.lanes), self.lanes)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from tvm.tirx import PrimFunc
 
 from bridge.compile.codegen.tir import LaunchArguments, loop_function, sequence
-from bridge.compile.cuda.columns import generate_columns
+from bridge.compile.cuda.columns import finish_columns, generate_columns
 from bridge.compile.cuda.elements import elements
-from bridge.compile.cuda.finish import finish_columns
-from bridge.compile.cuda.rows import row_launch, rows
-from bridge.compile.cuda.scope import kernel_buffers
+from bridge.compile.cuda.row import row_launch, rows
+from bridge.compile.cuda.step import kernel_buffers
 from bridge.compile.schedule.chain_plan import ColumnPlan
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.together import TogetherPlan

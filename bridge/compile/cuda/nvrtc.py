@@ -1,5 +1,6 @@
-"""NVRTC: CUDA C → machine code (a cubin) or PTX for an architecture, by the library of torch's CUDA wheels.
+"""NVRTC: CUDA C → machine code (a cubin) or PTX for an architecture; a cubin's instructions as text.
 
+NVRTC: CUDA C → machine code (a cubin) or PTX for an architecture, by the library of torch's CUDA wheels.
 No compiler has to be installed, and no GPU or driver is needed. The library is asked for by ctypes; our kernels include
 no file of CUDA's: what the head of TVM's source includes is given in memory.
 
@@ -14,6 +15,9 @@ import functools
 import hashlib
 import importlib.util
 import re
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +27,35 @@ from bridge.artifact import current_store, key_of, made_once
 from bridge.base.errors import TORCH_DIR
 from bridge.base.lru import LeastRecentlyUsed
 
-__all__ = ["OPTIONS", "absent", "clear_compiled", "compiled", "version", "warm_up"]
+__all__ = ["OPTIONS", "absent", "clear_compiled", "compiled", "disassembled", "disassembler", "version", "warm_up"]
+
+
+_TOOLS = {"nvdisasm": ("-c",), "cuobjdump": ("-sass",)}
+"""Programs of CUDA's toolkit, with what is said before the file's name."""
+
+
+def disassembler() -> list[str]:
+    """The command that disassembles a file; empty where there is none."""
+    for tool, options in _TOOLS.items():
+        path = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
+        if path is not None:
+            return [path, *options]
+    return []
+
+
+def disassembled(cubin: bytes) -> str:
+    """``RuntimeError`` where there is no disassembler, or it fails."""
+    command = disassembler()
+    if not command:
+        raise RuntimeError(f"SASS wants one of {' and '.join(_TOOLS)} of CUDA's toolkit: none is on the PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernels.cubin"
+        path.write_bytes(cubin)
+        ran = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise RuntimeError(f"{command[0]} failed: {ran.stderr.strip()}")
+    return ran.stdout
+
 
 OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17", "--disable-warnings")
 """Of every compilation, beside the architecture."""

@@ -23,10 +23,8 @@ from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.copies import bring_anew
 from bridge.compile.cuda.driver_graphs import Graph, captured, new_stream
 from bridge.compile.cuda.executor import CudaExecutor
+from bridge.compile.cuda.memory import PoolMemory, PrivatePool, SlotMemory, spare_bytes, takes_from
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
-from bridge.compile.cuda.pool_memory import PoolMemory, spare_bytes
-from bridge.compile.cuda.private_pool import PrivatePool, takes_from
-from bridge.compile.cuda.slot_memory import SlotMemory
 from bridge.compile.graphs.recordings import Form, Replay, nbytes
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.layout import ALIGNMENT as ARENA_ALIGNMENT

@@ -1,28 +1,51 @@
-"""Row of a group of threads: a row plan → the code of one row, its passes and the reductions between them."""
+"""Row kernels on a GPU: a row plan with reductions → its launches.
+
+Task parts: what the groups of a block have of a column reduction → the task's part of it, in memory.
+The groups put their numbers into shared memory; then each group takes whole vectors of columns, combines what all
+groups have of them by halves, and stores the result. A column's combination is one thread's and its order follows from
+the number of groups alone.
+
+Row kernels: a row plan with reductions → its launches.
+Rows alone: a group of threads for each. Where rows are reduced as well, or a row's buffers lie in scratch memory: a
+block for each task, whose groups take the task's rows in turn; what a task has of a column reduction is combined by a
+second launch, see :mod:`bridge.compile.cuda.columns`.
+
+Of rows whose length is the launch's there are two forms, of which the launch takes one: short rows are walked by warps,
+which keep in registers what a later pass reads.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
-from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
-from bridge.compile.cuda.launch import portions
+from bridge.compile.cuda.columns import Team, finish_columns
+from bridge.compile.cuda.emitter import (
+    CudaEmitter,
+    SharedMemory,
+    launch,
+    local_buffer,
+    portions,
+    synchronize,
+    vector_at,
+)
 from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS, VECTOR, WARP, row_groups, row_lanes, row_threads
-from bridge.compile.cuda.scope import ThreadScope
-from bridge.compile.cuda.shared_bytes import fitting_groups
-from bridge.compile.cuda.steps import column_steps
-from bridge.compile.cuda.tree import Team
+from bridge.compile.cuda.shapes import fitting_groups, turns_together
+from bridge.compile.cuda.step import Kept, ThreadScope, column_steps, reads_ahead
+from bridge.compile.loop_ir.operations import Number
 from bridge.compile.schedule.reduction import combine, identity
-from bridge.compile.schedule.row_plan import RowPass, RowPlan
+from bridge.compile.schedule.row_plan import KernelBuffers, RowPass, RowPlan
 
-__all__ = ["SHORT_ROW", "RowForm", "emit_row"]
+__all__ = ["SHORT_ROW", "RowForm", "TaskParts", "emit_row", "row_launch", "rows"]
+
 
 _UNROLLED = 16
 """Turns of a loop over a row at most that is unrolled, so that what a thread keeps is in registers."""
@@ -204,3 +227,266 @@ def _folded(scope: ThreadScope, node: int, buffer: Buffer) -> Expr:
         half = len(lanes) // 2
         lanes = [head.bind(combine(head, op, a, b)) for a, b in zip(lanes[:half], lanes[half:], strict=True)]
     return lanes[0]
+
+
+class TaskParts:
+    """Storing of a block's parts.
+
+    Args:
+        form: of the rows, with a bound for how many turns there are.
+        group, thread: which one of the block this is.
+        task: which part it is.
+        length: elements of a row.
+        together: turns whose parts shared memory has room for at once
+            (:func:`bridge.compile.cuda.shapes.turns_together`).
+    """
+
+    def __init__(
+        self,
+        form: RowForm,
+        number: LaunchArguments,
+        shared: SharedMemory,
+        group: Expr,
+        thread: Expr,
+        task: Expr,
+        length: Number,
+        together: int,
+    ) -> None:
+        self.form, self.number, self.shared = form, number, shared
+        self.group, self.thread = group, thread
+        self.task, self.length, self.room = task, length, together
+        self.turns = [(form.tile, 0)]
+        if form.tile is None:
+            self.turns = [(number(turn), turn) for turn in range(form.turns)]
+
+    def stored(self, kept: Buffer, memory: Buffer, op: str) -> list[Stmt]:
+        """What each thread has in ``kept``, combined, in ``memory``."""
+        form, dtype = self.form, str(kept.dtype)
+        width = min(form.lanes, ACCESS_BYTES // itemsize(dtype))
+        if form.groups == 1:
+            return [
+                self._inside(turn, self._copies(kept, self._kept(index, width), memory, self._places(turn, width)))
+                for turn, index in self.turns
+            ]
+        most, stmts = min(self.room, len(self.turns)), []
+        for first in range(0, len(self.turns), most):
+            stmts += self._together(kept, memory, op, self.turns[first : first + most], width, most)
+        return stmts
+
+    def _together(
+        self, kept: Buffer, memory: Buffer, op: str, turns: list[tuple[Expr, int]], width: int, room: int
+    ) -> list[Stmt]:
+        """The parts of some turns, between the same barriers, in shared memory with room for so many."""
+        form, number, dtype = self.form, self.number, str(kept.dtype)
+        shared = self.shared(dtype, size=room * form.groups * form.threads * form.lanes)
+        stmts: list[Stmt] = [synchronize()]
+        for at, (_, index) in enumerate(turns):
+            stmts += self._copies(kept, self._kept(index, width), shared, self._shared(number(at), self.group, width))
+        stmts.append(synchronize())
+        for first in range(0, len(turns), form.groups):
+            some = len(turns) - first
+            at = number(first) + self.group
+            turn = turns[0][0] if len(turns) == 1 else turns[first][0] + self.group
+            inside = self._inside(turn, self._combined(shared, memory, op, at, turn, width))
+            stmts.append(inside if some >= form.groups else IfThenElse(self.group < number(some), inside, None))
+        return stmts
+
+    def _combined(self, shared: Buffer, memory: Buffer, op: str, at: Expr, turn: Expr, width: int) -> list[Stmt]:
+        """All groups' numbers of one turn, by halves."""
+        form, number, dtype, e = self.form, self.number, str(shared.dtype), CudaEmitter()
+        locals_ = []
+        for member in range(form.groups):
+            local, allocation = local_buffer(form.lanes, dtype, "x")
+            e.stmts.append(allocation)
+            e.stmts += self._copies(shared, self._shared(at, number(member), width), local, self._kept(0, width))
+            locals_.append(local)
+        half = form.groups
+        while half > 1:
+            half //= 2
+            for local, other in zip(locals_[:half], locals_[half : 2 * half], strict=True):
+                for lane in range(form.lanes):
+                    place = [number(lane)]
+                    both = BufferLoad(local, place), BufferLoad(other, place)
+                    e.stmts.append(BufferStore(local, combine(e, op, *both), place))
+        return [*e.stmts, *self._copies(locals_[0], self._kept(0, width), memory, self._places(turn, width))]
+
+    def _inside(self, turn: Expr, stmts: list[Stmt]) -> Stmt:
+        """Statements for a turn's columns, as far as there are any."""
+        form, number = self.form, self.number
+        if form.turns is not None and form.turns * form.threads * form.lanes == self.length:
+            return sequence(stmts)
+        position = (turn * number(form.threads) + self.thread) * number(form.lanes)
+        return IfThenElse(position < number(self.length), sequence(stmts), None)
+
+    def _copies(self, source: Buffer, there: Iterator[Expr], target: Buffer, here: Iterator[Expr]) -> list[Stmt]:
+        """One vector, access by access."""
+        return [BufferStore(target, BufferLoad(source, [a]), [b]) for a, b in zip(there, here, strict=True)]
+
+    def _kept(self, index: int, width: int) -> Iterator[Expr]:
+        """Where a thread has its ``index``-th vector."""
+        number, lanes = self.number, self.form.lanes
+        return (vector_at(number(index * lanes + first), width) for first in range(0, lanes, width))
+
+    def _shared(self, at: Expr, group: Expr, width: int) -> Iterator[Expr]:
+        """Where a group's vector lies in shared memory."""
+        number, form = self.number, self.form
+        vector = (at * number(form.groups) + group) * number(form.threads) + self.thread
+        return self._pieces(vector, width)
+
+    def _places(self, turn: Expr, width: int) -> Iterator[Expr]:
+        """Where the vector of a turn lies in the task's part."""
+        number, form = self.number, self.form
+        vectors = self.length // form.lanes if isinstance(self.length, int) else self.length  # whose lanes are one
+        vector = self.task * number(vectors) + turn * number(form.threads) + self.thread
+        return self._pieces(vector, width)
+
+    def _pieces(self, vector: Expr, width: int) -> Iterator[Expr]:
+        """Accesses of a vector of that index, written as multiples of their width: see :mod:`.step`."""
+        number, pieces = self.number, self.form.lanes // width
+        first = vector if pieces == 1 else vector * number(pieces)
+        return (vector_at((first + number(piece)) * number(width), width) for piece in range(pieces))
+
+
+_REGISTERS = 64
+"""Numbers of a column reduction at most that a thread keeps for itself; of longer rows they lie in scratch memory."""
+
+
+def rows(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool) -> list[Stmt]:
+    """The launches of a plan with reductions; ``plain``: see :class:`~bridge.compile.cuda.columns.Team`."""
+    first = row_launch(plan, buffers, number, plain)
+    return [first, finish_columns(plan, buffers, number)] if plan.finished else [first]
+
+
+def row_launch(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool = False) -> Stmt:
+    """The launch that walks the rows; of columns it leaves parts."""
+    launch = _Rows(plan, buffers, number, plain, RowForm.of(plan)).launch()
+    if isinstance(plan.length, int):
+        return launch
+    short = _Rows(plan, buffers, number, plain, RowForm.short()).launch()
+    return IfThenElse(number(plan.length) < number(SHORT_ROW + 1), short, launch)
+
+
+def _tiles(plan: RowPlan, form: RowForm, number: LaunchArguments) -> Expr | None:
+    """How many blocks share a task's rows, each with the columns of one turn: nothing else of a row is combined.
+
+    A column's sum is the same one, for its elements are the same threads'. ``None``: one block.
+    """
+    if not combines_columns_alone(plan) or form.turns == 1:
+        return None
+    wide = form.threads * form.lanes
+    return portions(number(plan.length), wide) if form.turns is None else number(form.turns)
+
+
+class _Rows:
+    """The rows' launch, in one form.
+
+    Attributes:
+        in_memory: whether what is kept between passes lies in scratch memory, which each task has of its own.
+    """
+
+    def __init__(
+        self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool, form: RowForm
+    ) -> None:
+        self.plain = plain
+        self.plan, self.buffers, self.number = plan, buffers, number
+        self.form = form
+        self.tiles = _tiles(plan, form, number)
+        self.in_memory = plan.buffer_row is not None and (isinstance(plan.length, int) or form.kept is None)
+        self.shared = SharedMemory(form.threads * form.groups)
+
+    def launch(self) -> Stmt:
+        plan, number, form, walk = self.plan, self.number, self.form, self.plan.walk
+        if plan.column_reductions or self.in_memory:
+            blocks, body = number(1 if walk.tasks is None else walk.tasks), self._task
+            blocks = blocks if self.tiles is None else blocks * self.tiles
+        else:
+            blocks, body = portions(number(walk.rows), form.groups), self._row
+        return launch(blocks, form.threads, form.groups, body, self.shared)
+
+    def _team(self, group: Expr, thread: Expr) -> tuple[Team, ThreadScope]:
+        team = Team(self.form.threads, group, thread, self.number, self.shared, self.plain)
+        return team, ThreadScope(self.plan, self.buffers, self.number, tirx.EQ(thread, self.number(0)))
+
+    def _turn(self, scope: ThreadScope, group: Expr, turn: Expr, count: Expr) -> Expr:
+        """The row, of ``count``, that a group takes in a turn.
+
+        Groups behind the last repeat it, so that all reach every barrier, and store nothing.
+        """
+        first = turn * self.number(self.form.groups)
+        if self.form.groups == 1:
+            return first
+        scope.valid = group < count - first
+        return first + tirx.min(group, count - first - self.number(1))
+
+    def _row(self, block: Var, group: Var, thread: Var) -> Stmt:
+        team, scope = self._team(group, thread)
+        row = self._turn(scope, group, block, self.number(self.plan.walk.rows))
+        allocations = self._keep(scope, self.number(0))
+        return sequence([*allocations, *emit_row(scope, self.form, team, row)])
+
+    def _task(self, block: Var, group: Var, thread: Var) -> Stmt:
+        number, walk, names, task = self.number, self.plan.walk, CudaEmitter(), block
+        if self.tiles is not None:
+            task = names.name_index(tirx.truncdiv(block, self.tiles), "task")
+            self.form = self.form.of_tile(names.name_index(tirx.truncmod(block, self.tiles), "tile"))
+        form = self.form
+        team, scope = self._team(group, thread)
+        begin, count = number(0), number(walk.rows)
+        if walk.task_rows is not None:
+            chunk = tirx.truncmod(task, number(walk.chunks)) if walk.batched else task
+            begin = chunk * number(walk.task_rows)
+            count = tirx.min(number(walk.task_rows), number(walk.rows) - begin)
+            if walk.batched:
+                begin = tirx.truncdiv(task, number(walk.chunks)) * number(walk.rows) + begin
+            begin, count = names.name_index(begin, "begin"), names.name_index(count, "count")
+        allocations = self._keep(scope, task)
+        turn = Var("turn", self.plan.index_type)
+        row = begin + self._turn(scope, group, turn, count)
+        loop = For(
+            turn, number(0), portions(count, form.groups), ForKind.SERIAL, sequence(emit_row(scope, form, team, row))
+        )
+        first = self._partials(scope, team, True, task)
+        return sequence([*names.stmts, *allocations, *first, loop, *self._partials(scope, team, False, task)])
+
+    def _keep(self, scope: ThreadScope, task: Expr) -> list[Stmt]:
+        """Makes room for what a thread keeps: between passes, and of column reductions."""
+        plan, number, form, kept = self.plan, self.number, self.form, self.form.kept
+        allocations: list[Stmt] = []
+        for node in plan.cached:
+            if self.in_memory:
+                scope.cached[node] = Kept(self.buffers.cached[node], task * number(plan.buffer_row))
+                continue
+            buffer, allocation = local_buffer(kept, compute_type(plan.nodes[node].dtype), "kept")
+            scope.cached[node] = Kept(buffer)
+            allocations.append(allocation)
+        for read in reads_ahead(plan, kept) if form.lanes > 1 else ():
+            buffer, allocation = local_buffer(kept, str(self.buffers.inputs[read.tensor].dtype), "ahead")
+            scope.ahead[read] = Kept(buffer)
+            allocations.append(allocation)
+        for node in plan.column_reductions:
+            if kept is None or kept > _REGISTERS:
+                scope.partial[node] = Kept(self.buffers.partial[node], task * number(plan.length))
+                continue
+            buffer, allocation = local_buffer(kept, compute_type(plan.nodes[node].dtype), "part")
+            scope.partial[node] = Kept(buffer)
+            allocations.append(allocation)
+        return allocations
+
+    def _partials(self, scope: ThreadScope, team: Team, first: bool, task: Expr) -> list[Stmt]:
+        """Fills the parts of column reductions with identities, or stores those that the thread keeps."""
+        plan, number, form, stmts = self.plan, self.number, self.form, []
+        together = turns_together(plan, form.threads, form.groups, form.lanes)
+        for node, kept in scope.partial.items():
+            op, dtype = plan.nodes[node].op, compute_type(plan.nodes[node].dtype)
+
+            def clear(position: Expr, slot: Expr, kept=kept, op=op, dtype=dtype) -> list[Stmt]:
+                start = CudaEmitter().const(identity(op, dtype), dtype)
+                at = kept.at(slot, position)
+                return [BufferStore(kept.buffer, start, [at + number(k)]) for k in range(form.lanes)]
+
+            if first:
+                stmts.append(form.loop(plan, number, team.thread, clear))
+            elif kept.base is None:
+                parts = TaskParts(form, number, self.shared, team.group, team.thread, task, plan.length, together)
+                stmts += parts.stored(kept.buffer, self.buffers.partial[node], op)
+        return stmts

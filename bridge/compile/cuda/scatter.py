@@ -17,10 +17,18 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThen
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
-from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type, vector_at
-from bridge.compile.cuda.launch import SharedMemory, launch, portions, synchronize
+from bridge.compile.cuda.columns import Halved, halve
+from bridge.compile.cuda.emitter import (
+    CudaEmitter,
+    SharedMemory,
+    launch,
+    local_buffer,
+    portions,
+    storage_type,
+    synchronize,
+    vector_at,
+)
 from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS, VECTOR, WARP
-from bridge.compile.cuda.tree import Halved, halve
 from bridge.compile.loop_ir.operations import ScatterPlan
 
 __all__ = ["scatter", "sorts"]

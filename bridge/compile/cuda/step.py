@@ -1,29 +1,217 @@
-"""Vector step: one vector of a pass over the row → loads, a loop of its lanes, stores, in one thread.
+"""Vector steps: a vector of a pass over the row → loads, a loop of its lanes, stores, in one thread.
 
+Reads ahead: what a later pass reads alike in all rows → read in the first pass, beside the row itself.
+A norm's weight is asked for while the row is on its way, not once its statistics are there: each wait for memory is
+some hundred cycles, in which the threads of a few rows have nothing else to do.
+
+Masks vector by vector: a computed mask whose lanes take the numbers of one call of the generator → that call, once.
+A thread of eager's kernel that loads four elements or eight decides about four neighbours with one call's four numbers,
+and so does attention's, which takes one sequence of them. Our thread takes the same four where its vectors begin at
+multiples of four.
+
+Vector step: one vector of a pass over the row → loads, a loop of its lanes, stores, in one thread.
 Vectors are loaded and stored as a whole where they lie at a multiple of their size, which the code asks wherever the
 plan does not say it; arithmetic is scalar, lane by lane.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import compute_type
-from bridge.compile.codegen.tir import sequence
-from bridge.compile.cuda.ahead import first_pass
-from bridge.compile.cuda.drawn_vector import drawn_vector, is_at_multiples
+from bridge.compile.codegen.philox import IN_A_ROW, NUMBERS, is_kept, numbers_of, place
+from bridge.compile.codegen.pointwise import MASKS
+from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type, vector_at
 from bridge.compile.cuda.limits import ACCESS_BYTES
-from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.loop_ir.operations import Access
 from bridge.compile.schedule.reduction import combine
-from bridge.compile.schedule.row_plan import Index, Made, Read, RowPass
+from bridge.compile.schedule.row_plan import Compute, Index, KernelBuffers, Made, Read, RowPass, RowPlan, RowValues
 
-__all__ = ["Step"]
+__all__ = [
+    "Kept",
+    "Step",
+    "ThreadScope",
+    "column_steps",
+    "drawn_vector",
+    "first_pass",
+    "is_at_multiples",
+    "kernel_buffers",
+    "reads_ahead",
+]
+
+
+_MOST_BYTES = 256
+"""That a thread keeps for later passes at most: 64 registers."""
+
+
+def first_pass(plan: RowPlan) -> int:
+    """The index of the first pass in which something is done."""
+    return next(index for index, each in enumerate(plan.passes) if each)
+
+
+def reads_ahead(plan: RowPlan, kept: int | None) -> list[Read]:
+    """Vectors to read in the first pass; none where rows are walked for sums of columns, and keep what is alike.
+
+    Args:
+        kept: elements of a row that a thread meets; ``None``: nobody knows.
+    """
+    if kept is None or plan.column_reductions or any(plan.concats):
+        return []
+    first = first_pass(plan)
+    now = _reads(plan, first)
+    later = dict.fromkeys(read for index in range(first + 1, len(plan.passes)) for read in _reads(plan, index))
+    found = [read for read in later if read not in now and _is_vector_of_all_rows(read)]
+    return found if sum(kept * itemsize(plan.dtype(read)) for read in found) <= _MOST_BYTES else []
+
+
+def _is_vector_of_all_rows(read: Read) -> bool:
+    access = read.access
+    return not access.terms and any(access.columns) and access.columns[-1] == 1
+
+
+def _reads(plan: RowPlan, index: int) -> list[Read]:
+    """What a pass reads to compute elements, in order."""
+    row_pass = plan.passes[index]
+    if not row_pass:
+        return []
+    kept = {*plan.cached, *plan.outputs}
+    reads: dict[Read, None] = {}
+    seen: set[int] = set()
+
+    def visit(operands: Iterable[object]) -> None:
+        for operand in operands:
+            if isinstance(operand, Read):
+                reads[operand] = None
+            elif isinstance(operand, Made):
+                compute(operand.node)
+
+    def compute(node: int) -> None:
+        is_there = plan.nodes[node].per_row or (plan.levels[node] < index and node in kept)
+        if node not in seen and not is_there:
+            seen.add(node)
+            visit(plan.nodes[node].operands)
+
+    for node in (*row_pass.stores, *row_pass.cached):
+        compute(node)
+    for node in row_pass.reductions:
+        visit(plan.nodes[node].operands)
+    return list(reads)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Numbers that a thread keeps for each of its elements of a row.
+
+    Attributes:
+        buffer: the thread's own array; or memory of all rows or tasks.
+        base: index of the row's first element in memory; ``None``: the thread's own, in the order of its turns.
+    """
+
+    buffer: Buffer
+    base: Expr | None = None
+
+    def at(self, slot: Expr, position: Expr) -> Expr:
+        """Index of the element that the thread meets as its ``slot``-th, at ``position`` of the row."""
+        return slot if self.base is None else self.base + position
+
+
+class ThreadScope(RowValues):
+    """Emission state of one row in one thread.
+
+    Attributes:
+        leads: whether the thread stores the row's own results.
+        valid: whether the row is one at all, and not a repetition for a group without one; ``None``: always.
+        cached: elementwise values kept for later passes, by node.
+        partial: parts of column reductions, by node.
+        ahead: what is the same for all rows and is read in the first pass for a later one, as stored.
+    """
+
+    head: CudaEmitter
+
+    def __init__(self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, leads: Expr) -> None:
+        super().__init__(plan, buffers, number, CudaEmitter())
+        self.leads = leads
+        self.valid: Expr | None = None
+        self.cached: dict[int, Kept] = {}
+        self.partial: dict[int, Kept] = {}
+        self.ahead: dict[Read, Kept] = {}
+
+    def store_scalar(self, store: Stmt) -> None:
+        alone = self.leads if self.valid is None else tirx.And(self.leads, self.valid)
+        self.head.stmts.append(IfThenElse(alone, store, None))
+
+    def if_valid(self, stmt: Stmt) -> Stmt:
+        """A statement for rows only, not for repetitions of one."""
+        return stmt if self.valid is None else IfThenElse(self.valid, stmt, None)
+
+    def taken(self) -> list[Stmt]:
+        """The statements emitted so far, which the head forgets."""
+        stmts, self.head.stmts = self.head.stmts, []
+        return stmts
+
+
+def kernel_buffers(plan: RowPlan, suffix: str = "") -> KernelBuffers:
+    """The kernel's memory, in the order of its parameters; ``suffix`` of their names."""
+
+    def buffer(dtype: str, name: str) -> Buffer:
+        return flat_buffer(storage_type(dtype), name + suffix, plan.index_type)
+
+    nodes = plan.nodes
+    cached = enumerate(plan.cached if plan.buffer_row is not None else ())
+    return KernelBuffers(
+        [buffer(dtype, f"in{index}") for index, dtype in enumerate(plan.inputs)],
+        {node: buffer(nodes[node].dtype, f"out{i}") for i, node in enumerate(plan.outputs)},
+        {node: buffer(compute_type(nodes[node].dtype), f"partial{i}") for i, node in enumerate(plan.column_reductions)},
+        {node: buffer(compute_type(nodes[node].dtype), f"row{i}") for i, node in cached},
+    )
+
+
+class _Step(Protocol):
+    scope: ThreadScope
+    lanes: int
+    lane: Expr
+    before: CudaEmitter
+    e: CudaEmitter
+
+    def first(self, access: Access) -> Expr: ...
+
+
+def is_at_multiples(access: Access, count: int) -> bool:
+    """Whether it is known that vectors of so many elements begin at multiples of their number."""
+    known = [access.offset, *(term.stride for term in access.terms), *access.columns[:-1]]
+    return all(isinstance(each, int) and each % count == 0 for each in known)
+
+
+def drawn_vector(step: _Step, node: Compute) -> Expr | None:
+    """Whether this lane's element is kept; ``None``: no mask, or each lane has a call of its own."""
+    width = MASKS.get(node.op, 1)
+    if (width < NUMBERS and width != IN_A_ROW) or step.lanes % NUMBERS or node.per_row:
+        return None
+    index, *others = node.operands
+    if index.access.columns[-1] != 1 or not is_at_multiples(index.access, NUMBERS):
+        return None
+    e = step.before
+
+    def read(operand: Read | Index) -> Expr:
+        return step.scope.load_scalar(operand)
+
+    seed, offset, threads, least = step.scope.values(others, e, read)
+    words: Buffer
+    words, allocation = local_buffer(step.lanes, "uint32", "words")
+    e.stmts.append(allocation)
+    begin, index_type = step.first(index.access), str(step.lane.ty)
+    for first in range(0, step.lanes, NUMBERS):
+        call, thread, _ = place(e, width, begin + tirx.const(first, index_type), threads)
+        for lane, number in enumerate(numbers_of(e, seed, offset, call, thread)):
+            e.stmts.append(BufferStore(words, number, [tirx.const(first + lane, index_type)]))
+    return step.e.bind(is_kept(width, BufferLoad(words, [step.lane]), step.e.cast(least, "uint32")))
 
 
 class Step:
@@ -212,3 +400,37 @@ class Step:
         at = self.before.name_index(at, "at")
         stores = [BufferStore(buffer, BufferLoad(local, here), there) for there, here in self._pieces(buffer, at)]
         self.after.append(self.scope.if_valid(sequence([*stores, *behind])))
+
+
+def column_steps(
+    scope: ThreadScope, index: int, lanes: int, position: Expr, slot: Expr, accumulators: dict[int, Buffer]
+) -> list[Stmt]:
+    """Statements of pass ``index`` for one vector; per-row loads that it asks for are the head's."""
+    coordinates, e = _coordinates(scope, position)
+
+    def inside(at: list[Expr], sections: list[int | None]) -> list[Stmt]:
+        axis = len(at)
+        if axis == len(coordinates):
+            step = Step(scope, index, lanes, position, slot, at, sections, accumulators)
+            return step.emit(scope.plan.passes[index])
+        if axis == len(coordinates) - 1 or not scope.unrolled(axis):
+            return inside([*at, coordinates[axis]], [*sections, None])
+        chosen: Stmt | None = None
+        for k in reversed(range(scope.plan.columns[axis])):
+            here = sequence(inside([*at, scope.number(k)], [*sections, k]))
+            chosen = here if chosen is None else IfThenElse(tirx.EQ(coordinates[axis], scope.number(k)), here, chosen)
+        return [chosen]
+
+    body = inside([], [])
+    return [*e.stmts, *body]
+
+
+def _coordinates(scope: ThreadScope, position: Expr) -> tuple[list[Expr], CudaEmitter]:
+    """The coordinate in each loop over the columns, and what names them."""
+    e, number, columns = CudaEmitter(), scope.number, scope.plan.columns
+    found: list[Expr] = []
+    for axis in reversed(range(1, len(columns))):
+        extent = number(columns[axis])
+        found.append(e.name_index(tirx.truncmod(position, extent), f"c{axis}"))
+        position = e.name_index(tirx.truncdiv(position, extent), "outer")
+    return [position, *reversed(found)], e

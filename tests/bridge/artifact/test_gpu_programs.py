@@ -10,7 +10,7 @@ from tvm.relax import op
 import bridge.compile.pipeline as pipeline
 from bridge.artifact import current_store
 from bridge.compile import CompileOptions, DrawnMask, clear_cache
-from bridge.compile.cuda import libraries
+from bridge.compile.cuda import build
 from bridge.compile.cuda.backend import CudaBackend
 from bridge.compile.cuda.build import build_library
 from tests.bridge.compile_helpers import function
@@ -33,9 +33,9 @@ def seen(monkeypatch, used_cache):
         found["loaded"].append(bytes(content))
         return tvm.get_global_func("runtime.CSourceModuleCreate")("", "c", [], [])
 
-    monkeypatch.setattr(libraries, "build_library", lambda *given, real=build_library: count("built", real(*given)))
+    monkeypatch.setattr(build, "build_library", lambda *given, real=build_library: count("built", real(*given)))
     monkeypatch.setattr(pipeline, "_Graphs", lambda *given, real=pipeline._Graphs: count("graphs", real(*given)))
-    monkeypatch.setattr(libraries, "_CUDA_RUN_TIME", "target.build.cuda")
+    monkeypatch.setattr(build, "_CUDA_RUN_TIME", "target.build.cuda")
     tvm_ffi.register_global_func(LOADER, load)
     yield found
     tvm_ffi.remove_global_func(LOADER)
@@ -88,6 +88,6 @@ def test_damaged_files_cost_a_compilation(seen, kind):
 
 @without_gpu
 def test_without_a_driver_no_library_is_kept(seen, monkeypatch):
-    monkeypatch.setattr(libraries, "_CUDA_RUN_TIME", "no such function")
+    monkeypatch.setattr(build, "_CUDA_RUN_TIME", "no such function")
     compiled()
     assert not list(current_store().files())

@@ -13,8 +13,7 @@ import torch
 
 from bridge.base.tensor_properties import span_of
 from bridge.base.torch_internals import empty_strided
-from bridge.compile.cuda.pool_memory import bytes_of, places_of
-from bridge.compile.cuda.slot_memory import rooms_of
+from bridge.compile.cuda.memory import bytes_of, places_of, rooms_of
 from bridge.compile.runtime.executor import Executor
 
 __all__ = ["HostMemory", "HostRecorder", "HostSlots", "alias", "memories"]

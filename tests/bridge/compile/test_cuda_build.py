@@ -16,9 +16,8 @@ from tvm.tirx import AttrStmt, BufferLoad, BufferStore, Expr, IfThenElse, PrimFu
 from bridge.compile import Built
 from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
 from bridge.compile.cuda import build, nvrtc
-from bridge.compile.cuda.build import build_library, cuda_source, kernel_source
-from bridge.compile.cuda.libraries import hold, let_go
-from bridge.compile.cuda.sass import disassembler
+from bridge.compile.cuda.build import build_library, cuda_source, hold, kernel_source, let_go
+from bridge.compile.cuda.nvrtc import disassembler
 from bridge.compile.loop_ir.operations import Argument
 from bridge.compile.runtime.build import Build
 from tests.nvrtc import ARCHES, needs_nvrtc, without_gpu

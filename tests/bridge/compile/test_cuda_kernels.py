@@ -10,7 +10,7 @@ import torch
 
 from autodiff.extents import ExtentScope
 from bridge.compile.cpu.backend import host_backend
-from bridge.compile.cuda import rows
+from bridge.compile.cuda import row
 from bridge.compile.cuda.build import cuda_source
 from bridge.compile.cuda.kernels import generate
 from bridge.compile.cuda.nvrtc import compiled
@@ -211,7 +211,7 @@ def test_blocks_share_the_columns_of_a_task(monkeypatch):
     found = []
     for alone in (True, False):
         if not alone:
-            monkeypatch.setattr(rows, "_tiles", lambda plan, form, number: None)
+            monkeypatch.setattr(row, "_tiles", lambda plan, form, number: None)
         plans = [planned(graph) for graph in graphs]
         ours = CudaKernels(plans)
         for graph, each in zip(graphs, plans, strict=True):

@@ -10,7 +10,7 @@ from torch import nn
 
 from bridge import lower
 from bridge.compile import CallLibrary, CompileOptions, Launch, compile_function
-from bridge.compile.cuda.lookup import lookup
+from bridge.compile.cuda.elements import lookup
 from bridge.compile.cuda.scatter import scatter, sorts
 from bridge.compile.loop_ir.operations import Argument, LookupPlan, ScatterPlan
 from bridge.library.indexing import sorted_keys
@@ -48,7 +48,7 @@ def test_rows(dtypes, columns, monkeypatch):
     names, table = names_of(*dtypes), torch.randn(30, columns).to(dtype)
     plans = [LookupPlan(*names, length, 30, columns, wraps) for length in (700, Argument(0)) for wraps in (False, True)]
     made = [lookup(plan) for plan in plans]
-    monkeypatch.setattr("bridge.compile.cuda.lookup._ENOUGH", 0)
+    monkeypatch.setattr("bridge.compile.cuda.elements._ENOUGH", 0)
     code = OpenClKernels([*made, *map(lookup, plans)])
     for number, plan in enumerate((*plans, *plans)):
         for length in [700] if isinstance(plan.length, int) else (700, 1, 0):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from bridge import lower
 from bridge.compile import CallLibrary, CompileOptions, Launch, compile_function
-from bridge.compile.cuda.pool_gradient import pool_gradient
+from bridge.compile.cuda.elements import pool_gradient
 from bridge.compile.loop_ir.operations import PoolPlan
 from tests.cuda_plans import FOR_LITTLE, array
 from tests.opencl import OpenClKernels

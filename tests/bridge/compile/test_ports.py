@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bridge.compile.cuda.pool_memory import bytes_of, pieces_of, places_of
-from bridge.compile.cuda.slot_memory import rooms_of
+from bridge.compile.cuda.memory import bytes_of, pieces_of, places_of, rooms_of
 from bridge.compile.graphs import control as control_module
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.ports import MAX_ADDRESSES, MAX_LARGE_ADDRESSES, Ports
