@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from bridge.artifact.complain import complain
-from bridge.artifact.folder import made_private
+from bridge.artifact.settings import complain, made_private
 from bridge.artifact.store import Store
 from bridge.base.interrupts import raise_deferred
 

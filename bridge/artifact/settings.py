@@ -1,5 +1,8 @@
 """Cache settings: environment variables → where artifacts lie, how many bytes they may take, whether there are any.
 
+Cache folder: a path → a directory that nobody but this user (and root) writes to, or why it is not used.
+Artifacts hold machine code, which is run: a directory that others write to would let them run theirs.
+
 BRIDGE_CACHE=0                 neither reads nor writes
 BRIDGE_CACHE_DIR=/some/where   default: ``tvm_dispatch`` in the user's cache directory; a relative one is taken from
                                where the process was when this package was imported
@@ -10,12 +13,68 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CacheSettings", "NoFolderError", "cache_settings", "is_off"]
+from bridge.base.log import channel
+
+__all__ = [
+    "CacheSettings",
+    "NoFolderError",
+    "cache_settings",
+    "complain",
+    "forget_complaints",
+    "is_off",
+    "made_private",
+    "why_unsafe",
+]
+
+
+_LOG = channel("cache")
+
+_TOLD: set[str] = set()
+
+
+def complain(trouble: str, detail: str) -> None:
+    """Warns of ``trouble`` the first time, tells the log's details later."""
+    if trouble in _TOLD:
+        _LOG.debug("%s: %s", trouble, detail)
+        return
+    _TOLD.add(trouble)
+    _LOG.warning("%s: %s (said once; compiled as without a cache)", trouble, detail)
+
+
+def forget_complaints() -> None:
+    """Warn again."""
+    _TOLD.clear()
+
+
+def why_unsafe(folder: Path) -> str:
+    """Why artifacts in an existing directory are not to be trusted; empty where they are."""
+    if not hasattr(os, "getuid"):
+        return ""
+    told = folder.stat()
+    if not stat.S_ISDIR(told.st_mode):
+        return f"{folder} is no directory"
+    if told.st_uid not in (os.getuid(), 0):
+        return f"{folder} belongs to another user"
+    if told.st_mode & stat.S_IWOTH:
+        return f"{folder} is writable for everybody"
+    above = folder.resolve().parent.stat()
+    if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+        return f"{folder.parent} is writable for everybody"
+    return ""
+
+
+def made_private(folder: Path) -> Path:
+    """Makes the directory, for this user alone, where there is none. ``OSError`` where that is impossible."""
+    if not folder.is_dir():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
 
 _DEFAULT_BYTES = 2 * 2**30
 

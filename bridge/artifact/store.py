@@ -1,5 +1,14 @@
 """Store: ``(kind, key)`` → an artifact in a file of its own, shared by any number of processes.
 
+Artifact file: a kind, a key and named parts ↔ bytes that say whether they are whole.
+16 bytes   magic, with the number of the format
+    32 bytes   SHA-256 of everything that follows
+     8 bytes   length of the header, little endian
+     header    JSON: kind, key, a note for people, where each part lies
+     data      the parts, one after another
+
+Parts are texts (JSON) or raw bytes. Nothing in a file is executed or unpickled when it is read.
+
 A file is written under another name and renamed: it is there complete, or not at all. What is read is checked; a file
 that is damaged, half-written or of another origin counts as absent. No lock is taken: two processes that write one
 artifact write the same content. Trouble with the disk costs a warning, once, and a compilation, never a wrong number.
@@ -7,22 +16,112 @@ artifact write the same content. Trouble with the disk costs a warning, once, an
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from bridge.artifact.complain import complain
-from bridge.artifact.folder import made_private, why_unsafe
-from bridge.artifact.format import DamagedError, read_artifact, write_artifact
-from bridge.artifact.prune import prune
-from bridge.artifact.settings import CacheSettings, NoFolderError, cache_settings, is_off
+from bridge.artifact.settings import (
+    CacheSettings,
+    NoFolderError,
+    cache_settings,
+    complain,
+    is_off,
+    made_private,
+    why_unsafe,
+)
 
-__all__ = ["Artifact", "Store", "current_store"]
+__all__ = ["Artifact", "DamagedError", "Store", "current_store", "prune", "read_artifact", "write_artifact"]
+
+
+_MAGIC = b"bridge artifact1"
+_HEAD = len(_MAGIC) + 32
+
+
+class DamagedError(ValueError):
+    """Bytes that are no artifact, or not a whole one, or another one than asked for."""
+
+
+def write_artifact(kind: str, key: str, parts: Mapping[str, bytes], note: str = "") -> bytes:
+    """The bytes of an artifact; ``note``: what it is, for people who list artifacts."""
+    places, at = {}, 0
+    for name, part in parts.items():
+        places[name] = [at, at + len(part)]
+        at += len(part)
+    header = json.dumps({"kind": kind, "key": key, "note": note, "parts": places}).encode()
+    body = b"".join((len(header).to_bytes(8, "little"), header, *parts.values()))
+    return _MAGIC + hashlib.sha256(body).digest() + body
+
+
+def read_artifact(
+    content: bytes, kind: str | None = None, key: str | None = None
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """``(header, parts)`` of an artifact's bytes; ``kind``, ``key``: those that it has to have.
+
+    Raises:
+        DamagedError: what is wrong with it.
+    """
+    if content[: len(_MAGIC)] != _MAGIC:
+        raise DamagedError("is no artifact of this format")
+    body = memoryview(content)[_HEAD:]
+    if hashlib.sha256(body).digest() != content[len(_MAGIC) : _HEAD]:
+        raise DamagedError("is damaged: its checksum does not fit")
+    begin = 8 + int.from_bytes(body[:8], "little")
+    header = json.loads(bytes(body[8:begin]))
+    if kind not in (None, header["kind"]) or key not in (None, header["key"]):
+        raise DamagedError(f"is another artifact: {header['kind']} {header['key']}")
+    return header, {name: bytes(body[begin + first : begin + last]) for name, (first, last) in header["parts"].items()}
+
+
+_KEPT = 0.8
+"""Part of the bound that is left, so that not every write has to prune."""
+
+_ABANDONED = 3600
+"""Seconds after which a file that is still unfinished belongs to a process that was killed."""
+
+
+def prune(folder: Path, most_bytes: int) -> tuple[int, int]:
+    """Removes artifacts, the least recently used first, until they are well within the bound, if they are beyond it.
+
+    Returns:
+        number and bytes of the artifacts that were removed.
+    """
+    for pattern in ("unfinished/*", "claims/*"):
+        for path in folder.glob(pattern):
+            if _age(path) > _ABANDONED:
+                path.unlink(missing_ok=True)
+    found = []
+    for path in folder.glob("*/??/*"):
+        try:
+            told = path.stat()
+        except OSError:  # another process was quicker
+            continue
+        found.append((told.st_mtime_ns, told.st_size, path))
+    total, removed, freed = sum(size for _, size, _ in found), 0, 0
+    if total <= most_bytes:
+        return 0, 0
+    for _, size, path in sorted(found):
+        if total - freed <= _KEPT * most_bytes:
+            break
+        path.unlink(missing_ok=True)
+        removed, freed = removed + 1, freed + size
+    return removed, freed
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
+
 
 _LOOK_AGAIN = 16
 """A process that has written this part of the bound looks whether something has to go."""

@@ -15,9 +15,7 @@ from bridge.aten import (
     pointwise,
     recurrent,
     reductions,
-    resize,
     shape,
-    sorting,
     special,
     whole,
 )
@@ -49,9 +47,7 @@ __all__ = [
     "pointwise",
     "recurrent",
     "reductions",
-    "resize",
     "shape",
-    "sorting",
     "special",
     "whole",
 ]

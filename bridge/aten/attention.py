@@ -15,7 +15,7 @@ from autodiff.ir import TensorType, Var, dtype, shape
 from autodiff.library import LEARNED
 from bridge.aten.computed_from import computed_from
 from bridge.aten.dims import numbers_only
-from bridge.aten.placed_draws import state_before
+from bridge.aten.draws import state_before
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT, TensorForm, attends_by_products

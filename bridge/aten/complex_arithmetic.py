@@ -10,9 +10,9 @@ from typing import Any
 from tvm import relax
 
 from autodiff.ir import Expr, dtype
+from bridge.aten.activations import times, where, with_derivative
 from bridge.aten.complex_value import Complex, as_complex, constant, joined, part_type, separated
-from bridge.aten.derivative import times, where, with_derivative
-from bridge.aten.element_types import relax_dtype
+from bridge.aten.dims import relax_dtype
 from bridge.aten.pointwise import stop_gradient
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten

@@ -1,5 +1,6 @@
-"""Dims of conversions: what Python computes with sizes that may be extents, without asking for more than it needs.
+"""Helpers of conversions: dimensions, places and element types.
 
+Dims of conversions: what Python computes with sizes that may be extents, without asking for more than it needs.
 Where a number and an extent are equal for the sample only, conversions take the way that is right for all sizes; what
 has no such way asks the extent, which makes a guard (:mod:`autodiff.extents`).
 """
@@ -9,16 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+from torch import fx
+
 from autodiff.extents import Dim, Extent, maximum, minimum, same
 from bridge.aten.registry import UnsupportedUse
+from bridge.base.devices import current_device
+from bridge.capture import TensorForm
 
 __all__ = [
+    "ELEMENT_TYPES",
     "broadcast_shape",
     "clamped",
     "dims",
     "has_extents",
     "index_shape",
+    "lies_elsewhere",
     "numbers_only",
+    "relax_dtype",
     "same_shape",
 ]
 
@@ -70,3 +79,30 @@ def index_shape(shape: Sequence[Dim], axes: Sequence[int], indices: Sequence[Seq
     rest = [extent for axis, extent in enumerate(shape) if axis not in axes]
     first = axes[0] if list(axes) == list(range(axes[0], axes[0] + len(axes))) else 0
     return (*rest[:first], *broadcast, *rest[first:])
+
+
+def lies_elsewhere(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor on another device than the call's."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor | TensorForm) and value.device not in (None, current_device())
+
+
+ELEMENT_TYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.bool: "bool",
+}
+
+
+def relax_dtype(torch_dtype: torch.dtype) -> str:
+    """The Relax name of a torch dtype. :class:`UnsupportedUse` for those that Relax does not compute with."""
+    if torch_dtype not in ELEMENT_TYPES:
+        raise UnsupportedUse(f"values of type {torch_dtype}")
+    return ELEMENT_TYPES[torch_dtype]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bridge.aten.complex_value import PARTS
-from bridge.aten.element_types import ELEMENT_TYPES
+from bridge.aten.dims import ELEMENT_TYPES
 from bridge.base.errors import Unsupported
 from bridge.capture import Captured, where_is
 

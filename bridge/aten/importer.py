@@ -34,13 +34,11 @@ from bridge.aten.any_operator import check_functional
 from bridge.aten.complex_arithmetic import COMPLEX
 from bridge.aten.complex_parts import convert_complex, is_complex
 from bridge.aten.complex_value import Complex, joined, joined_form, separated
-from bridge.aten.dims import dims, has_extents, same_shape
-from bridge.aten.draws import ChainedDraws, given_type
-from bridge.aten.element_types import ELEMENT_TYPES, relax_dtype
+from bridge.aten.dims import ELEMENT_TYPES, dims, has_extents, relax_dtype, same_shape
+from bridge.aten.draws import ChainedDraws, given_type, unplaced
 from bridge.aten.entering_types import unknown_types
 from bridge.aten.imported import Imported
 from bridge.aten.number_checks import compared, computed_numbers, first_broken, holds
-from bridge.aten.placed_draws import unplaced
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 from bridge.aten.result_forms import made_by, other_form
 from bridge.aten.sizes import is_size, size

@@ -1,4 +1,4 @@
-"""Indexing → Relax: gathers, scatters, reads and writes at computed positions."""
+"""Indexing by tensors and order statistics → library functions and Relax's own gathers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tvm import relax
 
 from autodiff.extents import maximum, minimum, same
 from autodiff.ir import dtype, numel, shape
-from bridge.aten.dims import has_extents, index_shape, numbers_only
+from bridge.aten.dims import has_extents, index_shape, lies_elsewhere, numbers_only
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
-from bridge.base.torch_internals import aten
+from bridge.base.torch_internals import aten, schema
 from bridge.capture import TensorForm
 
 op = relax.op
@@ -243,3 +243,77 @@ def _strided_positions(node, size, stride, storage_offset):
         steps = np.arange(extent, dtype="int64") * step
         positions = positions + steps.reshape([-1 if other == axis else 1 for other in range(len(size))])
     return positions
+
+
+def _require_device(node):
+    """The host's kernels and a GPU's may bring equal numbers in other orders."""
+    if lies_elsewhere(node.args[0]):
+        hint = "sort it on the GPU, or with stable=True"
+        raise UnsupportedUse("an order of equal numbers, on the host beside a GPU's tensors", hint)
+
+
+def _pair(importer, node, name, args):
+    pair = importer.library(name, args, node.meta["val"])
+    return importer.item(pair, 0), importer.item(pair, 1)
+
+
+def _of_scalar(importer, node, x):
+    """Along the only axis that a 0-d tensor does not have: itself, at position 0."""
+    return x, importer.filled(node.meta["val"][1], 0)
+
+
+@converts(aten.sort.default)
+def sort(importer, node, x, dim=-1, descending=False):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    _require_device(node)
+    return _pair(importer, node, "sort", [x, dim % len(shape(x)), bool(descending), False])
+
+
+@converts(aten.sort.stable)
+def sort_stable(importer, node, x, *, stable=False, dim=-1, descending=False):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    if not stable:
+        _require_device(node)
+    return _pair(importer, node, "sort", [x, dim % len(shape(x)), bool(descending), bool(stable)])
+
+
+@converts(aten.topk.default)
+def topk(importer, node, x, k, dim=-1, largest=True, sorted=True):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    numbers_only("top-k", k)
+    _require_device(node)
+    return _pair(importer, node, "topk", [x, dim % len(shape(x)), k, bool(largest), bool(sorted)])
+
+
+@converts(aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode.default)
+def along(importer, node, x, dim=-1, keepdim=False):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    _require_device(node)
+    name = schema(node.target).name.removeprefix("aten::") + "_dim"
+    dim %= len(shape(x))
+    kept = [fake if keepdim else fake.unsqueeze(dim) for fake in node.meta["val"]]
+    pair = importer.library(name, [x, dim], kept)
+    return tuple(importer.reshape(importer.item(pair, i), fake.shape) for i, fake in enumerate(node.meta["val"]))
+
+
+@converts(aten.kthvalue.default)
+def kthvalue(importer, node, x, k, dim=-1, keepdim=False):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    dim %= len(shape(x))
+    numbers_only("the k-th value", k)
+    _require_device(node)
+    kept = [fake if keepdim else fake.unsqueeze(dim) for fake in node.meta["val"]]
+    pair = importer.library("kthvalue", [x, dim, k], kept)
+    return tuple(importer.reshape(importer.item(pair, i), fake.shape) for i, fake in enumerate(node.meta["val"]))
+
+
+@converts(aten.cummax.default, aten.cummin.default)
+def cummax(importer, node, x, dim):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    return _pair(importer, node, schema(node.target).name.removeprefix("aten::"), [x, dim % len(shape(x))])

@@ -11,11 +11,10 @@ from tvm import relax
 from autodiff.constants import const
 from autodiff.dropout import keep_scale
 from autodiff.ir import Expr, TensorType, Var, dtype, shape
-from bridge.aten.activations import leaky_relu
-from bridge.aten.derivative import with_derivative
+from bridge.aten.activations import leaky_relu, with_derivative
 from bridge.aten.dims import numbers_only, same_shape
+from bridge.aten.draws import placed_draw
 from bridge.aten.norm import moments, rstd_of
-from bridge.aten.placed_draws import placed_draw
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
 from bridge.base.devices import HOST

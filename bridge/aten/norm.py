@@ -9,7 +9,7 @@ from tvm import relax
 
 from autodiff.extents import maximum
 from autodiff.ir import dtype, numel, shape
-from bridge.aten.channels_last import lies_behind, read_from_behind
+from bridge.aten.conv import lies_behind, read_from_behind
 from bridge.aten.reductions import euclidean_norm
 from bridge.aten.registry import UnsupportedUse, converts, rounds_once
 from bridge.base.torch_internals import aten

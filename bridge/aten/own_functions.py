@@ -12,9 +12,9 @@ from typing import Any
 from tvm import relax
 
 from autodiff.ir import Expr
+from bridge.aten.activations import with_derivative
 from bridge.aten.complex_arithmetic import COMPLEX
 from bridge.aten.complex_value import Complex
-from bridge.aten.derivative import with_derivative
 from bridge.aten.registry import converts
 from bridge.capture import CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT
 

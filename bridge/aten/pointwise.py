@@ -7,9 +7,9 @@ from tvm import relax
 
 from autodiff.extents import Extent
 from autodiff.ir import Expr, dtype, is_float
+from bridge.aten.activations import clamp_at_bound, fmax_prefers_first
 from bridge.aten.dims import has_extents
 from bridge.aten.registry import UnsupportedUse, converts
-from bridge.aten.subgradients import clamp_at_bound, fmax_prefers_first
 from bridge.aten.whole import whole
 from bridge.base.devices import current_device
 from bridge.base.torch_internals import aten

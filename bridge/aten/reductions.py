@@ -7,7 +7,7 @@ import math
 from tvm import relax
 
 from autodiff.ir import dtype, is_float, shape
-from bridge.aten.derivative import times, where, with_derivative, with_slope
+from bridge.aten.activations import times, where, with_derivative, with_slope
 from bridge.aten.dims import broadcast_shape
 from bridge.aten.registry import converts, rounds_once
 from bridge.aten.whole import whole

@@ -11,7 +11,7 @@ from torch import fx
 
 from autodiff.ir import Expr, dtype, shape
 from bridge.aten.complex_value import joined_form
-from bridge.aten.element_types import ELEMENT_TYPES
+from bridge.aten.dims import ELEMENT_TYPES
 from bridge.base.errors import Unsupported
 from bridge.capture import Output, TensorForm, where_is
 

@@ -8,8 +8,7 @@ import torch
 from tvm import relax
 
 from autodiff.ir import dtype, is_float
-from bridge.aten.activations import log_sigmoid_of
-from bridge.aten.derivative import scaled, times, where, with_derivative, with_slope
+from bridge.aten.activations import log_sigmoid_of, scaled, times, where, with_derivative, with_slope
 from bridge.aten.pointwise import broadcast
 from bridge.aten.registry import converts, rounds_once
 from bridge.base.torch_internals import aten, schema

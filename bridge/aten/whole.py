@@ -16,7 +16,7 @@ from torch import fx
 from autodiff.extents import Extent
 from autodiff.ir import Expr
 from bridge.aten.complex_value import Complex, joined_form
-from bridge.aten.places import lies_elsewhere
+from bridge.aten.dims import lies_elsewhere
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import OpOverload, aten, pytree
 from bridge.capture import WHOLE, WHOLE_FUNCTIONS, TensorForm

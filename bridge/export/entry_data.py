@@ -22,7 +22,7 @@ from bridge.base.torch_cuda import SETTINGS, meaning_the_same
 from bridge.capture import Captured, Draw, Observation
 from bridge.compile import DrawnMask
 from bridge.dispatch import Backward, CallStep, Draws, Entry, Save
-from bridge.export.plain import from_plain, to_plain
+from bridge.export.structure import from_plain, to_plain
 from bridge.rng import checked_gpu, computed_mask
 from bridge.state import ModuleTensor
 

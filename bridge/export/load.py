@@ -19,7 +19,7 @@ from bridge.export.entry_data import modes_of, refuse_other_draws, refuse_other_
 from bridge.export.module import LoadedDispatcher, module_from
 from bridge.export.safetensors import read_safetensors
 from bridge.export.save import FORMAT, INDEX, PARAMETERS, digest, digest_of_index
-from bridge.export.signature import signature_from
+from bridge.export.structure import signature_from
 from bridge.state import ModuleTensor
 
 __all__ = ["LoadedPrograms", "load_compiled"]

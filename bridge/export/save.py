@@ -27,7 +27,7 @@ from bridge.export.entry_data import data_of
 from bridge.export.module import module_data
 from bridge.export.native import save_native
 from bridge.export.safetensors import write_safetensors
-from bridge.export.signature import signature_data
+from bridge.export.structure import signature_data
 from bridge.state import ModuleTensor
 
 __all__ = ["FORMAT", "INDEX", "PARAMETERS", "digest", "digest_of_index", "save_compiled"]

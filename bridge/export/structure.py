@@ -1,21 +1,32 @@
-"""Structures of arguments and results: pytree specifications ↔ plain data, without the classes of the user's code.
+"""Parts of an entry as plain data: steps, draws, structures of arguments and results, signatures.
 
+Structures of arguments and results: pytree specifications ↔ plain data, without the classes of the user's code.
 Tuples, lists, dicts, named tuples and ``torch.Size`` come back as they are. A result of another class (transformers'
 outputs, a dataclass) comes back as a :class:`Record`: names and values, by attribute, name or position.
+
+Parts of an entry as plain data: steps of a call, draws, outputs, module tensors ↔ what JSON holds.
+Frozen dataclasses of a closed list are written by name and field, torch's types by name; anything else is refused.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from bridge.base.objects import ObjectNode, WithWholes
 from bridge.base.torch_internals import pytree
+from bridge.capture import Draw, Operand, Operation, Output, Parameter, Place, Recomputed
+from bridge.dispatch import STEPS
+from bridge.state import ModuleTensor
 
-__all__ = ["Record", "structure_of", "to_structure"]
+__all__ = ["Record", "from_plain", "signature_data", "signature_from", "structure_of", "to_plain", "to_structure"]
+
 
 _LEAF = None
 _SEQUENCES = {tuple: "tuple", list: "list"}
@@ -109,3 +120,80 @@ def _skeleton(plain: Any) -> Any:
     if made is None:
         raise ValueError(f"a structure of unknown kind {kind!r}")
     return made(pairs)
+
+
+_PARTS = (Draw, ModuleTensor, Operand, Operation, Output, Parameter, Place, Recomputed)
+_CLASSES = {kind.__name__: kind for kind in (*STEPS, *_PARTS)}
+_TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+
+
+def to_plain(value: Any) -> Any:
+    """What JSON holds. ``TypeError`` for anything that cannot be told without the user's code."""
+    if value is None or type(value) in (bool, int):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if type(value) is float:
+        return value if math.isfinite(value) else {"is": "float", "value": repr(value)}
+    if type(value) in (tuple, torch.Size):
+        return [to_plain(item) for item in value]
+    if type(value) in (list, frozenset):
+        return {"is": type(value).__name__, "items": [to_plain(item) for item in value]}
+    if isinstance(value, pytree.TreeSpec):
+        return {"is": "structure", "value": to_structure(value)}
+    if isinstance(value, torch.device):
+        return {"is": "device", "value": str(value)}
+    for name, kind in _TORCH.items():
+        if isinstance(value, kind):
+            return {"is": name, "value": str(value).removeprefix("torch.")}
+    if type(value) in _CLASSES.values():
+        return {"is": type(value).__name__} | {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
+    raise TypeError(f"a value of class {type(value).__name__}")
+
+
+def from_plain(plain: Any) -> Any:
+    """The inverse of :func:`to_plain`. ``ValueError`` for what is none of those that it makes."""
+    if isinstance(plain, list):
+        return tuple(from_plain(item) for item in plain)
+    if not isinstance(plain, dict):
+        return plain
+    name = plain.get("is")
+    if name == "structure":
+        return structure_of(plain["value"])
+    given = {key: from_plain(item) for key, item in plain.items() if key != "is"}
+    if name in ("list", "frozenset"):
+        return (list if name == "list" else frozenset)(given["items"])
+    if name == "float":
+        return float(given["value"])
+    if name == "device":
+        return torch.device(given["value"])
+    if name in _TORCH:
+        found = getattr(torch, given["value"], None)
+        if isinstance(found, _TORCH[name]):
+            return found
+    if name not in _CLASSES or given.keys() != {each.name for each in fields(_CLASSES[name])}:
+        raise ValueError(f"wanted a part of an entry, got {name!r} with {', '.join(given)}")
+    return _CLASSES[name](**given)
+
+
+def signature_data(signature: inspect.Signature | None) -> list[list[Any]] | None:
+    """Name, kind and default of each parameter; ``None`` where a default cannot be told, or there is no signature."""
+    if signature is None:
+        return None
+    try:
+        return [
+            [each.name, each.kind.name, [] if each.default is each.empty else [to_plain(each.default)]]
+            for each in signature.parameters.values()
+        ]
+    except TypeError:
+        return None
+
+
+def signature_from(data: list[list[Any]] | None) -> inspect.Signature | None:
+    """The inverse of :func:`signature_data`. ``ValueError`` for what is no signature."""
+    return None if data is None else inspect.Signature([_parameter(*each) for each in data])
+
+
+def _parameter(name: str, kind: str, default: list[Any]) -> inspect.Parameter:
+    value = from_plain(default[0]) if default else inspect.Parameter.empty
+    return inspect.Parameter(name, getattr(inspect.Parameter, kind), default=value)

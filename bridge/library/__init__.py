@@ -1,29 +1,13 @@
 """torch's kernels as named functions with attributes: what compiled programs call, and reference interpreters run.
 
 :data:`FUNCTIONS` holds ``library.<name>`` (see :mod:`autodiff.library`) by name, which return tensors of their own;
-:data:`OUT_KERNELS` the kernels that write into given tensors (:mod:`bridge.library.outputs`,
+:data:`OUT_KERNELS` the kernels that write into given tensors (:mod:`bridge.library.operators`,
 :mod:`bridge.library.products`). No name is in both.
 """
 
 # Importing these registers their functions and kernels.
-from bridge.library import (  # noqa: F401
-    attention,
-    convolution,
-    convolution_forms,
-    draws,
-    elementwise,
-    indexing,
-    operators,
-    outputs,
-    own_functions,
-    pooling,
-    products,
-    recurrent,
-    recurrent_layers,
-    resize,
-    sorting,
-)
-from bridge.library.convolution_forms import FORMS
+from bridge.library import attention, convolution, draws, indexing, operators, padding, products, recurrent  # noqa: F401
+from bridge.library.convolution import FORMS
 from bridge.library.operators import waits_for_the_device
 from bridge.library.registry import (
     ALIGNMENT,

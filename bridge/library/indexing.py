@@ -1,17 +1,19 @@
-"""Indexing by tensors: embeddings, ``x[indices]``, ``index_put``, ``index_select`` and its kin, and their VJPs.
+"""Indexing by tensors, order statistics, and elementwise functions that torch computes more exactly.
 
+Indexing by tensors: embeddings, ``x[indices]``, ``index_put``, ``index_select`` and its kin, and their VJPs.
 ``x[indices]`` and ``index_put`` count negative indices from the end; the others take none. Each raises torch's error
 for an index outside of its tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from bridge.base.torch_internals import aten
 from bridge.library.registry import into_given, library_function
-
-__all__: list[str] = []
 
 
 @library_function("embedding", aten.embedding)
@@ -78,3 +80,59 @@ def index_put(x, values, dims, indices, accumulate):
 
 for _function in (torch.index_select, torch.index_add, torch.index_copy):
     library_function(_function.__name__)(_function)
+
+
+@library_function("sort")
+def sort(x, axis, descending, stable):
+    return tuple(torch.sort(x, dim=axis, descending=bool(descending), stable=bool(stable)))
+
+
+@library_function("topk")
+def topk(x, axis, k, largest, sorted_):
+    return tuple(torch.topk(x, k, axis, bool(largest), bool(sorted_)))
+
+
+@library_function("kthvalue")
+def kthvalue(x, axis, k):
+    return tuple(torch.kthvalue(x, k, axis, keepdim=True))
+
+
+@library_function("cummax")
+def cummax(x, axis):
+    return tuple(torch.cummax(x, axis))
+
+
+@library_function("cummin")
+def cummin(x, axis):
+    return tuple(torch.cummin(x, axis))
+
+
+def _along(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function along an axis that is kept as extent 1."""
+    return lambda x, axis: tuple(function(x, axis, keepdim=True))
+
+
+for _function in (torch.max, torch.min, torch.median, torch.nanmedian, torch.mode):
+    library_function(f"{_function.__name__}_dim")(_along(_function))
+
+
+for _function in (torch.erfc, torch.exp2, torch.atan2, torch.fmod, torch.remainder):
+    library_function(_function.__name__)(_function)
+
+
+@library_function("divide_floor")
+def divide_floor(a, b):
+    """The quotient, rounded down."""
+    return torch.div(a, b, rounding_mode="floor")
+
+
+@library_function("divide_trunc")
+def divide_trunc(a, b):
+    """The quotient, rounded towards zero."""
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+@library_function("binary_cross_entropy", aten.binary_cross_entropy)
+def binary_cross_entropy(x, target):
+    """Of each element; its logarithms are bounded below by -100."""
+    return aten.binary_cross_entropy(x, target, None, 0)

@@ -1,17 +1,24 @@
-"""Any ATen operator by name, and its VJP by torch's autograd."""
+"""Any ATen operator by name, its VJP by torch's autograd, and its form that writes into given tensors.
+
+torch's kernels that write into given tensors, by name: ``kernel(outs, args, *attributes)``, outs and args tensors.
+Outs are dense; args may have any strides.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from bridge.base.complex_views import as_parts
-from bridge.library.registry import library_function
+from bridge.base.torch_internals import aten
+from bridge.library.padding import move
+from bridge.library.registry import library_function, out_kernel
 
 __all__ = ["waits_for_the_device"]
+
 
 _WAITING = frozenset(
     "_linalg_eigh _linalg_eigvals linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_matrix_rank linalg_pinv "
@@ -80,3 +87,100 @@ def operator_vjp(name, arguments, wanted, outputs, *tensors_and_grads):
             [value for value, _ in pairs], [target], [grad for _, grad in pairs], allow_unused=True
         )
     return torch.zeros_like(target) if partial is None else partial
+
+
+@library_function("tangent")
+def tangent(like, number, index):
+    return torch.zeros_like(like)
+
+
+@library_function("custom_gradient")
+def custom_gradient(count, *tensors):
+    return tuple(torch.zeros_like(each) for each in tensors[2 * count :])
+
+
+Tensors = Sequence[torch.Tensor]
+
+_FEW_COPIES = 4
+"""For which as many launches take less time than one that moves as many elements alone."""
+
+
+@out_kernel("cat")
+def _cat(outs: Tensors, args: Tensors, axis: int) -> None:
+    """The args one after another along an axis.
+
+    On a GPU, torch's kernel moves parts of tensors element by element; a few are copied by what divides their rows.
+    """
+    if not args[0].is_cuda or len(args) > _FEW_COPIES or all(each.is_contiguous() for each in args):
+        torch.cat(list(args), axis, out=outs[0])
+        return
+    begin = 0
+    for each in args:
+        move(each, outs[0].narrow(axis, begin, each.shape[axis]))
+        begin += each.shape[axis]
+
+
+@out_kernel("copy")
+def _copy(outs: Tensors, args: Tensors) -> None:
+    """The only arg's elements in order."""
+    outs[0].copy_(args[0])
+
+
+@out_kernel("stack")
+def _stack(outs: Tensors, args: Tensors, axis: int) -> None:
+    """The args along a new axis."""
+    torch.stack(list(args), axis, out=outs[0])
+
+
+@out_kernel("flip")
+def _flip(outs: Tensors, args: Tensors, axis: int) -> None:
+    """The only arg's elements along an axis, the last one first."""
+    aten.flip.out(args[0], [axis], out=outs[0])
+
+
+@out_kernel("cumsum")
+def _cumsum(outs: Tensors, args: Tensors, axis: int, exclusive: bool) -> None:
+    """Sums up to each element along an axis, in the out's type; an exclusive one leaves the element itself out."""
+    _scan(torch.cumsum, outs[0], args[0], axis, 0 if exclusive else None)
+
+
+@out_kernel("cumprod")
+def _cumprod(outs: Tensors, args: Tensors, axis: int, exclusive: bool) -> None:
+    """Products up to each element along an axis, in the out's type; an exclusive one leaves the element itself out."""
+    _scan(torch.cumprod, outs[0], args[0], axis, 1 if exclusive else None)
+
+
+def _scan(
+    function: Callable[..., torch.Tensor], out: torch.Tensor, x: torch.Tensor, axis: int, first: int | None
+) -> None:
+    """An inclusive scan, or one that starts with ``first`` and leaves the last element out."""
+    if first is None:
+        function(x, axis, dtype=out.dtype, out=out)
+    elif count := x.shape[axis]:
+        out.narrow(axis, 0, 1).fill_(first)
+        rest = function(x.narrow(axis, 0, count - 1), axis, dtype=out.dtype)
+        out.narrow(axis, 1, count - 1).copy_(rest)
+
+
+@out_kernel("gather")
+def _gather(outs: Tensors, args: Tensors, axis: int) -> None:
+    """``args = (x, index)``, int64: ``out[i][j] = x[index[i][j]][j]`` for axis 0, and so on."""
+    torch.gather(args[0], axis, args[1], out=outs[0])
+
+
+@out_kernel("scatter")
+def _scatter(outs: Tensors, args: Tensors, axis: int) -> None:
+    """``args = (x, index, source)``: ``x`` with elements replaced by those of ``source``."""
+    torch.scatter(args[0], axis, args[1], args[2], out=outs[0])
+
+
+@out_kernel("scatter_add")
+def _scatter_add(outs: Tensors, args: Tensors, axis: int) -> None:
+    """``args = (x, index, source)``: ``x`` with those of ``source`` added to its elements."""
+    torch.scatter_add(args[0], axis, args[1], args[2], out=outs[0])
+
+
+@out_kernel("take")
+def _take(outs: Tensors, args: Tensors, axis: int) -> None:
+    """``args = (x, index)``, index 1-D, int32 or int64. ``IndexError`` from torch for one outside of the tensor."""
+    torch.index_select(args[0], axis, args[1], out=outs[0])

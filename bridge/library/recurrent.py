@@ -1,24 +1,341 @@
-"""Recurrent layers: one direction of one layer over a whole sequence, and its VJP, as eager computes them.
+"""Recurrent layers: one direction of one layer over a whole sequence, or all layers by cuDNN, and their VJPs.
 
+Recurrent layers step by step: one direction of one layer over a whole sequence, and its VJP.
+What eager runs as a loop of small operators (a GRU, a plain RNN, an LSTM in float64 or with a projection). Here the
+input's part of all gates is one product, each step is one product and a few operators that write in place, and the
+backward multiplies by derivatives that are computed for all steps at once; the weights' gradients are one product
+each. The arithmetic is eager's up to the order of sums.
+
+A cell's functions take ``x`` [steps, batch, inputs], :class:`Weights` and states [batch, hidden]:
+
+    forward(x, weights, states, order) -> y, last states, what the backward reads
+    backward(y, weights, states, saved, dy, d_states, order) -> d_gates_x, d_gates_h, d_states, [d_projection]
+
+Recurrent layers on a GPU: cuDNN's kernels of all layers and directions at once, and their VJP.
+cuDNN takes the weights of all layers in one buffer, and hands its backward a workspace. Parameters of torch's layers
+lie as in that buffer from the start (``flatten_parameters``); others are copied into one. Where there is no cuDNN (what
+is compiled for a GPU is looked at on the host), torch's layers and autograd stand in for it.
+
+Recurrent layers: one direction of one layer over a whole sequence, and its VJP, as eager computes them.
 An LSTM in float32 or bfloat16 is oneDNN's kernel, whose workspace is handed to its own backward; everything else, and
-what that kernel does not know, goes step by step (:mod:`bridge.library.recurrent_cells`).
+what that kernel does not know, goes step by step (:mod:`bridge.library.recurrent`).
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from bridge.base.cudnn_layers import settings_of_layers
 from bridge.base.torch_internals import aten
-from bridge.library.recurrent_cells import CELLS, Weights, backward, forward
 from bridge.library.registry import library_function
 
-__all__ = ["FUSED_TYPES"]
+__all__ = ["CELLS", "FUSED_TYPES", "Cell", "Weights", "backward", "forward"]
+
+
+class Weights(NamedTuple):
+    """Of one layer in one direction; gates in torch's order, biases and projection ``None`` if there are none."""
+
+    of_input: Tensor
+    of_hidden: Tensor
+    input_bias: Tensor | None
+    hidden_bias: Tensor | None
+    projection: Tensor | None
+
+
+class Cell(NamedTuple):
+    """Forward and backward of one kind of cell; ``states``: how many it has."""
+
+    forward: Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]]
+    backward: Callable[..., tuple[Tensor, Tensor, list[Tensor], list[Tensor]]]
+    states: int
+
+
+def _of_input(x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weights.of_input, bias)
+
+
+def _before(y: Tensor, first: Tensor, order: Sequence[int]) -> Tensor:
+    """The state before each step, from those after it."""
+    return torch.cat([y[1:], first[None]] if order[0] else [first[None], y[:-1]])
+
+
+def _lstm(x: Tensor, weights: Weights, states: list[Tensor], order: Sequence[int]):
+    """c' = f c + i g, h' = o tanh(c'); i, f, o = sigmoid, g = tanh of x Wx + h Wh + b."""
+    size = states[1].shape[1]
+    bias = None if weights.input_bias is None else weights.input_bias + weights.hidden_bias
+    gates = _of_input(x, weights, bias)
+    cells, y = x.new_empty(*x.shape[:2], size), x.new_empty(*x.shape[:2], states[0].shape[1])
+    parts = gates.split(size, 2)
+    each, (i, f, g, o) = gates.unbind(0), (part.unbind(0) for part in parts)
+    i_and_f, every_c, every_h = gates[..., : 2 * size].unbind(0), cells.unbind(0), y.unbind(0)
+    h, c = states
+    recurrent = weights.of_hidden.t()
+    for t in order:
+        each[t].addmm_(h, recurrent)
+        i_and_f[t].sigmoid_()
+        g[t].tanh_()
+        o[t].sigmoid_()
+        c = torch.mul(f[t], c, out=every_c[t]).addcmul_(i[t], g[t])
+        if weights.projection is None:
+            h = torch.mul(o[t], c.tanh(), out=every_h[t])
+        else:
+            h = torch.mm(o[t] * c.tanh(), weights.projection.t(), out=every_h[t])
+    return y, [h, c], [gates, cells]
+
+
+def _lstm_backward(y, weights, states, saved, dy, d_states, order):
+    gates, cells = saved
+    size = cells.shape[2]
+    i, f, g, o = gates.split(size, 2)
+    tanh = cells.tanh()
+    to_c = o * (1 - tanh * tanh)
+    before = _before(cells, states[1], order)
+    to_o = tanh * o * (1 - o)
+    to_ifg = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g * g)], 2)
+    d_gates = torch.empty_like(gates)
+    split = d_gates.view(*d_gates.shape[:2], 4, size)
+    d_ifg, d_o, flat = split[:, :, :3].unbind(0), split[:, :, 3].unbind(0), d_gates.unbind(0)
+    projected = None if weights.projection is None else torch.empty_like(dy)
+    dh, dc = d_states
+    to_c, to_o, to_ifg, f, dy = (each.unbind(0) for each in (to_c, to_o, to_ifg, f, dy))
+    for t in reversed(order):
+        dh = dh + dy[t]
+        if projected is not None:
+            projected[t] = dh
+            dh = dh @ weights.projection
+        torch.mul(to_o[t], dh, out=d_o[t])
+        dc = torch.addcmul(dc, to_c[t], dh)
+        torch.mul(to_ifg[t], dc.unsqueeze(1), out=d_ifg[t])
+        dc = dc * f[t]
+        dh = flat[t] @ weights.of_hidden
+    d_projection = [] if projected is None else [projected.flatten(0, 1).t() @ (o * tanh).flatten(0, 1)]
+    return d_gates, d_gates, [dh, dc], d_projection
+
+
+def _gru(x: Tensor, weights: Weights, states: list[Tensor], order: Sequence[int]):
+    """h' = n + z (h - n); r, z = sigmoid, n = tanh of x Wx + b + r (h Wh + b), where r acts on n's part alone."""
+    (h,) = states
+    size = h.shape[1]
+    gates = _of_input(x, weights, weights.input_bias)
+    hidden, y = x.new_empty(*x.shape[:2], 3 * size), x.new_empty(*x.shape[:2], size)
+    r, z, n = (part.unbind(0) for part in gates.split(size, 2))
+    r_and_z, hidden_r_and_z = gates[..., : 2 * size].unbind(0), hidden[..., : 2 * size].unbind(0)
+    hidden_n, every_h, every = hidden[..., 2 * size :].unbind(0), y.unbind(0), hidden.unbind(0)
+    recurrent = weights.of_hidden.t()
+    for t in order:
+        if weights.hidden_bias is None:
+            torch.mm(h, recurrent, out=every[t])
+        else:
+            torch.addmm(weights.hidden_bias, h, recurrent, out=every[t])
+        r_and_z[t].add_(hidden_r_and_z[t]).sigmoid_()
+        n[t].addcmul_(r[t], hidden_n[t]).tanh_()
+        h = torch.sub(h, n[t], out=every_h[t]).mul_(z[t]).add_(n[t])
+    return y, [h], [gates, hidden[..., 2 * size :].contiguous()]
+
+
+def _gru_backward(y, weights, states, saved, dy, d_states, order):
+    gates, hidden_n = saved
+    size = y.shape[2]
+    r, z, n = gates.split(size, 2)
+    to_n = (1 - z) * (1 - n * n)
+    to_z = (_before(y, states[0], order) - n) * z * (1 - z)
+    factors = torch.stack([to_n * hidden_n * r * (1 - r), to_z, to_n * r, to_n], 2).unbind(0)
+    split = y.new_empty(*y.shape[:2], 4, size)  # r, z, the hidden part of n, the input's part of n
+    d_gates_h = split.view(*y.shape[:2], 4 * size)[..., : 3 * size]
+    every, flat = split.unbind(0), d_gates_h.unbind(0)
+    (dh,) = d_states
+    z, dy = z.unbind(0), dy.unbind(0)
+    for t in reversed(order):
+        dh = dh + dy[t]
+        torch.mul(factors[t], dh.unsqueeze(1), out=every[t])
+        dh = torch.addmm(dh * z[t], flat[t], weights.of_hidden)
+    d_gates_x = torch.cat([split[:, :, :2], split[:, :, 3:]], 2).flatten(2)
+    return d_gates_x, d_gates_h, [dh], []
+
+
+def _plain(activate: Callable[[Tensor], Tensor]):
+    """h' = tanh or relu of x Wx + h Wh + b."""
+
+    def step_by_step(x: Tensor, weights: Weights, states: list[Tensor], order: Sequence[int]):
+        bias = None if weights.input_bias is None else weights.input_bias + weights.hidden_bias
+        y = _of_input(x, weights, bias)
+        (h,), every, recurrent = states, y.unbind(0), weights.of_hidden.t()
+        for t in order:
+            h = activate(every[t].addmm_(h, recurrent))
+        return y, [h], []
+
+    return step_by_step
+
+
+def _plain_backward(derivative: Callable[[Tensor], Tensor]):
+    def backwards(y, weights, states, saved, dy, d_states, order):
+        d_gates = derivative(y)
+        every, dy = d_gates.unbind(0), dy.unbind(0)
+        (dh,) = d_states
+        for t in reversed(order):
+            dh = every[t].mul_(dh + dy[t]) @ weights.of_hidden
+        return d_gates, d_gates, [dh], []
+
+    return backwards
+
+
+CELLS = {
+    "lstm": Cell(_lstm, _lstm_backward, 2),
+    "gru": Cell(_gru, _gru_backward, 1),
+    "rnn_tanh": Cell(_plain(torch.tanh_), _plain_backward(lambda y: 1 - y * y), 1),
+    "rnn_relu": Cell(_plain(torch.relu_), _plain_backward(lambda y: (y <= 0).logical_not().to(y.dtype)), 1),
+}
+"""By the name of torch's operator for whole layers."""
+
+
+def _order(steps: int, reverse: bool) -> range:
+    return range(steps - 1, -1, -1) if reverse else range(steps)
+
+
+def forward(
+    cell: Cell, reverse: bool, x: Tensor, weights: Weights, states: list[Tensor]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Outputs [steps, batch, hidden] in the order of the input, last states, what :func:`backward` reads."""
+    y, last, saved = cell.forward(x, weights, states, _order(len(x), reverse))
+    return y, [state.clone() for state in last], saved
+
+
+def backward(
+    cell: Cell,
+    reverse: bool,
+    x: Tensor,
+    weights: Weights,
+    states: list[Tensor],
+    y: Tensor,
+    saved: list[Tensor],
+    dy: Tensor,
+    d_states: list[Tensor],
+) -> tuple[Tensor, Weights, list[Tensor]]:
+    """VJPs with respect to the input, the weights and the initial states (backpropagation through time)."""
+    order = _order(len(x), reverse)
+    of_x, of_h, d_first, d_projection = cell.backward(y, weights, states, saved, dy, d_states, order)
+    flat_x, flat_h = of_x.flatten(0, 1), of_h.flatten(0, 1)
+    d_weights = Weights(
+        flat_x.t() @ x.flatten(0, 1),
+        flat_h.t() @ _before(y, states[0], order).flatten(0, 1),
+        None if weights.input_bias is None else flat_x.sum(0),
+        None if weights.hidden_bias is None else flat_h.sum(0),
+        d_projection[0] if d_projection else None,
+    )
+    return (flat_x @ weights.of_input).view_as(x), d_weights, d_first
+
+
+_LAYERS = {"rnn_relu": torch.rnn_relu, "rnn_tanh": torch.rnn_tanh, "lstm": torch.lstm, "gru": torch.gru}
+
+
+class _Layers(NamedTuple):
+    """The options of a call, read: see ``recurrent_layers`` in :mod:`autodiff.library`."""
+
+    cell: str
+    layers: int
+    both_ways: bool
+    biases: bool
+
+    def parts(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The input, the weights and the states, in order among the tensors."""
+        x, *rest = (tensor.contiguous() for tensor in tensors)
+        count = len(rest) - (2 if self.cell == "lstm" else 1)
+        return x, rest[:count], rest[count:]
+
+    @property
+    def of_layer(self) -> int:
+        """Weights of one layer in one direction."""
+        return 4 if self.biases else 2
+
+    def settings(self, size: int) -> list[object]:
+        """See :func:`~bridge.base.cudnn_layers.settings_of_layers`."""
+        return settings_of_layers(self.cell, size, self.layers, self.both_ways)
+
+    def of_torch(self, x: Tensor, weights: list[Tensor], states: list[Tensor]) -> tuple[Tensor, ...]:
+        given = states if self.cell == "lstm" else states[0]
+        return _LAYERS[self.cell](x, given, weights, self.biases, self.layers, 0.0, True, self.both_ways, False)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_layers(options: str) -> _Layers:
+    return _Layers(**json.loads(options))
+
+
+@library_function("recurrent_layers", aten._cudnn_rnn)
+def recurrent_layers(options, states, *tensors):
+    """Outputs, last ``states`` states, cuDNN's workspace."""
+    layers = _read_layers(options)
+    x, weights, first = layers.parts(tensors)
+    if not x.is_cuda:
+        with torch.no_grad():
+            return (*layers.of_torch(x, weights, first), x.new_empty(0, dtype=torch.uint8))
+    h, *c = first
+    rest = layers.settings(h.shape[2])
+    buffer = _in_a_row(layers, x, weights)
+    y, last, cell, workspace, _ = aten._cudnn_rnn(x, weights, layers.of_layer, buffer, h, c[0] if c else None, *rest)
+    return (y, last, *([cell] if c else []), workspace)
+
+
+@library_function("recurrent_layers_backward", aten._cudnn_rnn_backward)
+def recurrent_layers_backward(options, count, *given):
+    """VJPs with respect to the first ``count`` tensors, from the forward's results and the gradients of its own."""
+    layers = _read_layers(options)
+    tensors, given = given[:count], given[count:]
+    x, weights, states = layers.parts(tensors)
+    y, workspace = given[0], given[1 + len(states)]
+    dy, *d_last = (grad.contiguous() for grad in given[2 + len(states) :])
+    if not x.is_cuda:
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, *weights, *states)]
+        with torch.enable_grad():
+            made = layers.of_torch(leaves[0], leaves[1 : -len(states)], leaves[-len(states) :])
+        return torch.autograd.grad(made, leaves, [dy, *d_last])
+    (h, *c), (dh, *dc) = states, d_last
+    c, dc = (c[0], dc[0]) if c else (None, None)
+    rest = layers.settings(h.shape[2])
+    workspace = workspace.clone()  # cuDNN writes into it, and there may be another backward
+    buffer, wanted = _in_a_row(layers, x, weights), [True, True, c is not None, True]
+    dx, dh, dc, d_weights = aten._cudnn_rnn_backward(
+        x, weights, layers.of_layer, buffer, h, c, y, dy, dh, dc, *rest, workspace, wanted
+    )
+    return (dx, *d_weights, dh, *([] if c is None else [dc]))
+
+
+def _in_a_row(layers: _Layers, x: Tensor, weights: list[Tensor]) -> Tensor:
+    """cuDNN's buffer of these weights: the memory that they lie in, where that is one, else a copy."""
+    shapes = tuple(tuple(weight.shape) for weight in weights)
+    count, offsets = _places(layers, x.shape[2], shapes, x.dtype, x.device)
+    first, size = weights[0], x.element_size()
+    storage = first.untyped_storage()
+    begin = first.data_ptr() - size * offsets[0]
+    lie_so = begin >= storage.data_ptr() and begin + size * count <= storage.data_ptr() + storage.nbytes()
+    for weight, offset in zip(weights, offsets, strict=True):
+        lie_so = lie_so and weight.data_ptr() == begin + size * offset
+    if lie_so:
+        return first.detach().as_strided((count,), (1,), first.storage_offset() - offsets[0])
+    buffer = x.new_zeros(count)
+    for weight, offset in zip(weights, offsets, strict=True):
+        buffer[offset : offset + weight.numel()].view_as(weight).copy_(weight)
+    return buffer
+
+
+@functools.lru_cache(maxsize=64)
+def _places(
+    layers: _Layers, inputs: int, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
+) -> tuple[int, tuple[int, ...]]:
+    """Elements of cuDNN's buffer, and where each weight begins in it; cuDNN tells of weights that it puts there."""
+    weights = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    mode, size, *_ = layers.settings(shapes[1][1])
+    options = [inputs, mode, size, 0, layers.layers, False, layers.both_ways]
+    with torch.no_grad():
+        buffer = aten._cudnn_rnn_flatten_weight(weights, layers.of_layer, *options)
+    return buffer.numel(), tuple(weight.storage_offset() - buffer.storage_offset() for weight in weights)
+
 
 FUSED_TYPES = (torch.float32, torch.bfloat16)
 """Element types of oneDNN's kernel."""

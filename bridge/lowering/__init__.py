@@ -5,9 +5,8 @@ from bridge.lowering.lowered import LoweredCall, Sample
 from bridge.lowering.origin import Origin
 from bridge.lowering.pipeline import DEFAULT_PARTITION, cleaned_and_named, lower_captured, partition_options
 from bridge.lowering.reuse import lower_once
-from bridge.lowering.script import script
 from bridge.lowering.stage import Stage
-from bridge.lowering.text import attributes, binding_line, count, html_table, megabytes, short_op, value_text
+from bridge.lowering.text import attributes, binding_line, count, html_table, megabytes, script, short_op, value_text
 
 __all__ = [
     "DEFAULT_PARTITION",

@@ -20,9 +20,8 @@ from bridge.base.torch_cuda import gpu_features, read_settings
 from bridge.capture import RecordedCall
 from bridge.compile import host_features
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
-from bridge.lowering.graph_record import NotRecordedError
 from bridge.lowering.lowered import LoweredCall
-from bridge.lowering.record import KeptLowering, parts_of_lowering
+from bridge.lowering.record import KeptLowering, NotRecordedError, parts_of_lowering
 from bridge.lowering.sources import code_digest
 
 __all__ = [

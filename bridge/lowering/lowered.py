@@ -23,10 +23,9 @@ from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.capture import Captured
 from bridge.compile import KeptFunction
-from bridge.lowering.diff import Diff, diff
 from bridge.lowering.origin import Origin, origins
-from bridge.lowering.script import script
-from bridge.lowering.stage import Stage, stage_named
+from bridge.lowering.stage import Diff, Stage, diff, stage_named
+from bridge.lowering.text import script
 from bridge.reference import needed_nodes
 from partition import Partitioned, Plan, rebuild_backward
 

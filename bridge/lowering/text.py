@@ -1,8 +1,9 @@
-"""Pretty printing: a binding of a Relax function → one line, ``gelu: float32[3, 17, 40] = gelu(linear_4__4)``."""
+"""Pretty printing: a binding of a Relax function → one line; functions as TVMScript with their scans' bodies."""
 
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable
 
 from tvm.tirx import FloatImm, IntImm
@@ -25,6 +26,7 @@ from autodiff.ir import (
     numpy_value,
     op_name,
 )
+from autodiff.scan import Scan, is_scan, scan_of
 
 __all__ = [
     "attributes",
@@ -33,10 +35,33 @@ __all__ = [
     "function_lines",
     "html_table",
     "megabytes",
+    "script",
     "short_op",
     "type_text",
     "value_text",
 ]
+
+
+_OPTIONS = re.compile(r'R\.str\("\{\\"body\\": .*?[^\\]"\)')
+
+
+def script(function: Function) -> str:
+    """A function in flat form as TVMScript. The options of a scan are told in words; its body, without how it is
+    differentiated, comes behind the function, under the name that stands in the call."""
+    scans = [scan_of(value)[0] for _, value in bindings(function) if is_scan(value)]
+    if not scans:
+        return function.script()
+    names = {body: f"step_{index}" for index, body in enumerate(dict.fromkeys(scan.body for scan in scans))}
+    told = iter([f'R.str("{_words(scan, names[scan.body])}")' for scan in scans])
+    text = _OPTIONS.sub(lambda _: next(told), function.script())
+    bodies = [f"# {name}\n{script(scan.function)}" for scan in scans if (name := names.pop(scan.body, None))]
+    return "\n\n".join([text, *bodies])
+
+
+def _words(scan: Scan, name: str) -> str:
+    order = ", last first" if scan.reverse else ""
+    return f"{name}, {scan.length} times{order}: {scan.carries} carries, {scan.xs} xs, {scan.constants} constants"
+
 
 _FEW = 6  # elements of a constant that are written out
 

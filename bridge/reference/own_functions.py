@@ -1,14 +1,26 @@
-"""A user's own Function in an interpreted graph: torch's autograd runs the backward that the graph holds."""
+"""A user's own Function in an interpreted graph: torch's autograd runs the backward that the graph holds.
+
+A user's own Function in a graph whose gradients are differentiated again: an ``autograd.Function`` of its two parts.
+Its forward's operators run without autograd, as in eager; its backward's run when autograd asks, on what eager's
+backward reads: the Function's arguments and outputs, which autograd follows, and what forward made on its way, which is
+a constant. So the derivative of the backward is torch's, of the user's own operators.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd.function import once_differentiable
 
-__all__ = ["own_gradient", "with_own_gradient"]
+from bridge.capture import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
+from bridge.reference.linearity import is_linear
+
+__all__ = ["OwnCall", "own_calls", "own_gradient", "with_own_gradient"]
+
 
 Evaluate = Callable[[fx.Node, Mapping[fx.Node, Any]], Any]
 """A node, and the values of those that it reads → its value."""
@@ -59,3 +71,110 @@ def own_gradient(node: fx.Node, env: Mapping[fx.Node, Any], evaluate: Evaluate) 
 def with_own_gradient(output: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
     """The value of a ``with_gradient`` node."""
     return output.detach().clone() if gradient is None else _With.apply(output, gradient)
+
+
+
+class OwnCall:
+    """One application of a Function.
+
+    Attributes:
+        forward: its nodes that run before; ``backward``: those that autograd runs; ``outputs``: what comes after it
+            reads these.
+    """
+
+    def __init__(
+        self, gradient: fx.Node, forward: set[fx.Node], backward: list[fx.Node], again: str, nodes: set[fx.Node]
+    ):
+        self._inputs, self._gradients, self._tangents = gradient.args
+        self._raw = [tangent.args[0] for tangent in self._tangents]
+        fields = {user: user.args[1] for user in gradient.users if user.target is operator.getitem}
+        self.outputs = {mark: place for field, place in fields.items() for mark in field.users}
+        self.forward = forward
+        self.backward = {gradient, *fields, *self._tangents, *backward}
+        self._steps = [node for node in backward if node not in (gradient, *fields, *self._tangents)]
+        own = {*self._steps, *self._tangents}
+        sources = [source for node in self._steps for source in node.all_input_nodes]
+        reads = dict.fromkeys(each for each in (*sources, *self._gradients) if each not in own)
+        self._reads = list(reads)
+        self._function = _Once if again == ONCE else _Again
+        inside = {*self.forward, *self.backward}
+        told_apart = all(raw in self.forward or raw not in reads for raw in self._raw)
+        seen = {user for node in inside for user in node.users if user in nodes} - inside
+        whole = all(mark.target is WITH_GRADIENT for mark in (*self.outputs, *seen))
+        self._problem = None
+        if again == UNKNOWN or not (told_apart and whole):
+            self._problem = "sets grad modes, applies another one, or returns one of its arguments"
+        elif not is_linear(self._steps, self._tangents, self._gradients):
+            self._problem = "is not seen to be linear in its gradients"
+
+    def run(self, env: Mapping[fx.Node, Any], evaluate: Evaluate) -> dict[fx.Node, torch.Tensor]:
+        """The values of :attr:`outputs`, once forward's are there; autograd follows them."""
+        tensors = [each for each in self._reads if isinstance(env[each], torch.Tensor)]
+        plain = {each: env[each] for each in self._reads if each not in tensors}
+
+        def backward(saved: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+            if self._problem is not None and torch.is_grad_enabled():
+                reason = f"that {self._problem}: such derivatives would not be eager's"
+                raise RuntimeError(f"create_graph=True through the backward of an autograd.Function {reason}")
+            values = dict(plain)
+            values.update(zip((*tensors, *self._raw), saved, strict=True))
+            values.update(zip(self._tangents, grads, strict=True))
+            for node in self._steps:
+                values[node] = evaluate(node, values)
+            return [values[each] for each in self._gradients]
+
+        given = [env[each] for each in (*self._inputs, *tensors)]
+        made = self._function.apply(backward, len(self._inputs), [env[each] for each in self._raw], *given)
+        return {mark: made[place] for mark, place in self.outputs.items()}
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, backward: Callable, count: int, raw: list[torch.Tensor], *given: torch.Tensor) -> Any:
+        made = tuple(each.clone() for each in raw)
+        ctx.run, ctx.others = backward, len(given) - count
+        ctx.save_for_backward(*given[count:], *made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, None, *ctx.run(ctx.saved_tensors, grads), *[None] * ctx.others
+
+
+class _Once(_Again):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return _Again.backward(ctx, *grads)
+
+
+def own_calls(nodes: Collection[fx.Node]) -> list[OwnCall]:
+    """The Functions among the nodes of a graph that autograd follows.
+
+    A backward that is not exactly eager's when it is differentiated again raises then.
+
+    Raises:
+        RuntimeError: the graph does not tell the parts of one.
+    """
+    forward: dict[str, set[fx.Node]] = {}
+    backward: dict[str, list[fx.Node]] = {}
+    gradients: dict[str, tuple[fx.Node, str]] = {}
+    for node in nodes:
+        told = (node.meta.get("custom") or {}).get(OWN)
+        if told is None:
+            continue
+        number, part, again = told.split(":")
+        if part == "forward":
+            forward.setdefault(number, set()).add(node)
+        else:
+            backward.setdefault(number, []).append(node)
+        if node.target is CUSTOM_GRADIENT:
+            gradients[number] = node, again
+    made = [
+        OwnCall(node, forward.get(number, set()), backward[number], again, set(nodes))
+        for number, (node, again) in gradients.items()
+    ]
+    known = {node for call in made for node in call.backward}
+    if any(node.target in (CUSTOM_GRADIENT, TANGENT) and node not in known for node in nodes):
+        raise RuntimeError("a second derivative through an autograd.Function whose parts the graph does not tell")
+    return made

@@ -2,9 +2,8 @@
 
 from bridge.rng.check_philox import begin_check, checked_gpu
 from bridge.rng.computed import alignment_of, computed_mask, mask_at
-from bridge.rng.draws import Draws
-from bridge.rng.swap import swap_state
-from bridge.rng.undo import undo_draws
+from bridge.rng.draws import Draws, undo_draws
+from bridge.rng.engine import swap_state
 
 __all__ = [
     "Draws",

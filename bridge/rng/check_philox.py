@@ -15,7 +15,7 @@ from tvm import relax
 from bridge.base.generators import default_generator, on_side_states
 from bridge.base.log import channel
 from bridge.compile import IN_A_ROW, Compilation, CompileOptions, DrawnMask, Gpu, backend_for, gpu_of
-from bridge.rng.attention_mask import mask_of_attention
+from bridge.rng.computed import mask_of_attention
 
 __all__ = ["begin_check", "checked_gpu"]
 

@@ -1,5 +1,15 @@
-"""Which masks kernels compute: observed dropouts of a GPU → how eager draws each, where that is known to the bit.
+"""Masks of a GPU's dropout: observed dropouts → masks by eager's own kernels, or which of them kernels compute.
 
+Masks of fused dropout by torch: an observed ``native_dropout``, a GPU's dropout → its mask, by eager's own kernel.
+The kernel takes a tensor, whose type, strides and 16-byte alignment decide which element gets which number. So it is
+run on one of eager's layout, with whatever numbers; the mask, and what it adds to the generator's offset, are eager's.
+
+Masks of attention's weights by torch: an observed dropout inside of the efficient kernel → what it drops.
+The kernel keeps its mask to itself, and gives it away where each key's value is a row of its own: with equal scores, a
+result's element says whether the weight of that key was kept. So the mask and what it adds to the generator's offset
+are eager's own. Where kernels compute masks (:mod:`bridge.rng.computed`), only the check of the rule asks for it.
+
+Which masks kernels compute: observed dropouts of a GPU → how eager draws each, where that is known to the bit.
 It is known for dense tensors of the usual types, on a GPU that draws as the formula says
 (:mod:`bridge.rng.check_philox`): in memory of the call's own, and in an input's that begins where torch's allocator
 would have it begin, which is then a condition of the entry (:func:`alignment_of`). Every other mask is drawn by torch
@@ -14,13 +24,126 @@ from dataclasses import replace
 import torch
 
 from autodiff.extents import Dim, divides, same
+from bridge.base.devices import HOST
 from bridge.base.generators import at_state, default_generator
+from bridge.base.tensor_properties import span_of
+from bridge.base.torch_internals import aten
 from bridge.capture import Draw
-from bridge.compile import IN_A_ROW, DrawnMask, Gpu
-from bridge.rng.attention_mask import AttentionMask
-from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout
+from bridge.compile import IN_A_ROW, DrawnMask, Gpu, gpu_of
 
-__all__ = ["alignment_of", "computed_mask", "mask_at"]
+__all__ = [
+    "NATIVE_DROPOUT",
+    "AttentionMask",
+    "FusedDropout",
+    "FusedSteps",
+    "alignment_of",
+    "computed_mask",
+    "mask_at",
+    "mask_of_attention",
+]
+
+
+NATIVE_DROPOUT = "aten.native_dropout.default"
+
+_ALIGNED = 16
+"""Bytes that a thread reads at once at most; torch's allocator gives multiples of more."""
+
+
+class FusedDropout:
+    """The mask of one dropout.
+
+    Args:
+        draw: of :data:`NATIVE_DROPOUT`.
+    """
+
+    def __init__(self, draw: Draw):
+        self._draw, self._operand = draw, draw.operand
+        self._rate = draw.args[0]
+        self._span = span_of(draw.shape, self._operand.stride)
+        self._count = torch.Size(draw.shape).numel()
+
+    def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The mask, from the device's default generator.
+
+        Args:
+            generator: another one is moved on as far, and the mask is not drawn: the operator takes none.
+            inputs: module tensors and arguments: the dropout may read in the memory of one.
+        """
+        if generator is not None:
+            self._move(generator)
+            return []
+        return [torch.native_dropout(self._like_operand(inputs), self._rate, True)[1]]
+
+    def _move(self, generator: torch.Generator) -> None:
+        draw = self._draw
+        if draw.device == HOST:
+            torch.empty(draw.shape, dtype=torch.bool).bernoulli_(1 - self._rate, generator=generator)
+        else:
+            generator.set_offset(generator.get_offset() + gpu_of(draw.device).advance(self._count))
+
+    def _like_operand(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        operand, draw = self._operand, self._draw
+        address = operand.offset + (0 if operand.of is None else inputs[operand.of].data_ptr())
+        first, beside = divmod(address % _ALIGNED, operand.dtype.itemsize)
+        if beside:
+            raise RuntimeError(f"a dropout's tensor lies at {address}, which is no address of {operand.dtype}")
+        memory = torch.empty(first + self._span, dtype=operand.dtype, device=draw.device)
+        return memory.as_strided(draw.shape, operand.stride, first)
+
+
+class FusedSteps:
+    """The masks of a loop's steps, which are one draw: a row for each step.
+
+    Args:
+        draw: whose steps have dropouts.
+    """
+
+    def __init__(self, draw: Draw):
+        self._shape = draw.shape
+        self._dropouts = [FusedDropout(each) for each in draw.steps.dropouts]
+
+    def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As :meth:`FusedDropout.draw`, one after the other."""
+        masks = [mask.reshape(-1) for each in self._dropouts for mask in each.draw(generator, inputs)]
+        return [torch.cat(masks).reshape(self._shape)] if masks else []
+
+
+_UNIT = 8
+"""Elements of a row at a multiple of which rows begin: 16 bytes of any type."""
+
+
+def mask_of_attention(shape: Sequence[int], rate: float, device: torch.device) -> torch.Tensor:
+    """The mask that the efficient kernel draws for weights of (batch, head, row, column); it moves the generator."""
+    batch, heads, rows, columns = shape
+    query, key = (torch.zeros(batch, heads, each, _UNIT, device=device) for each in (rows, columns))
+    value = torch.eye(columns, -(-columns // _UNIT) * _UNIT, device=device).expand(batch, heads, -1, -1)
+    kernel = aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, None, False, rate, False, scale=1.0)[0][..., :columns] > 0
+
+
+class AttentionMask:
+    """The mask of one attention's weights, in memory.
+
+    Args:
+        draw: whose ``is_attention_mask`` is true.
+    """
+
+    def __init__(self, draw: Draw):
+        self._draw = draw
+
+    def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The mask, from the device's default generator.
+
+        Args:
+            generator: another one is moved on as far, and nothing is drawn: the operator takes none.
+        """
+        draw = self._draw
+        if generator is not None:
+            generator.set_offset(generator.get_offset() + draw.advance)
+            return []
+        with torch.no_grad():
+            return [mask_of_attention(draw.shape, draw.args[0], draw.device).contiguous()]
+
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST = 16

@@ -24,8 +24,7 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.log import channel
 from bridge.compile import Built, bernoulli_function, host_backend
-from bridge.rng.engine import Layout
-from bridge.rng.functions import LOCK, functions, layout_for
+from bridge.rng.engine import LOCK, Layout, functions, layout_for
 from bridge.rng.stream import Stream, stream
 
 __all__ = ["Kernels", "Mask", "MaskRun", "compiled", "draw_by_torch"]

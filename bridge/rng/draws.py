@@ -2,10 +2,10 @@
 
 Each is made on its device, from that device's default generator. On the CPU, Bernoulli draws that follow each other,
 dropout masks first of all, are made by compiled code (:mod:`bridge.rng.cpu`) where that is faster and gives torch's
-bits; a GPU's dropout masks by the kernel that eager's dropout is (:mod:`bridge.rng.fused`,
-:mod:`bridge.rng.attention_mask`); everything else by torch.
+bits; a GPU's dropout masks by the kernel that eager's dropout is (:mod:`bridge.rng.computed`,
+:mod:`bridge.rng.computed`); everything else by torch.
 Where the program computes a GPU's mask, or makes a GPU's draw in its place, the generator's state is made instead
-(:mod:`bridge.rng.states`).
+(:mod:`bridge.rng.engine`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,33 @@ from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.torch_internals import no_torch_function, schema
 from bridge.capture import Draw, StepMasks, with_generator
 from bridge.rng import cpu as mt19937
-from bridge.rng.attention_mask import AttentionMask
-from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout, FusedSteps
-from bridge.rng.states import GeneratorStates
-from bridge.rng.undo import undo_draws
+from bridge.rng.computed import NATIVE_DROPOUT, AttentionMask, FusedDropout, FusedSteps
+from bridge.rng.engine import GeneratorStates, swap_state
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "undo_draws"]
+
+
+def undo_draws(
+    before: torch.Tensor, draw_again: Callable[[torch.Generator], object], device: torch.device = HOST
+) -> None:
+    """Puts a device's default generator back to ``before`` if it is where the draws leave it.
+
+    If it is not, another thread has drawn, before, between or after them, and its numbers must not come again. A GPU's
+    generator has no lock that we could take: another thread can draw between the comparison and the replacement.
+
+    Args:
+        before: the generator's state before the draws.
+        draw_again: makes the same draws once more, from a generator.
+    """
+    twin = torch.Generator(device)
+    twin.set_state(before)
+    draw_again(twin)
+    after, generator = twin.get_state(), default_generator(device)
+    if device == HOST:
+        swap_state(after, before)
+    elif torch.equal(generator.get_state(), after):
+        generator.set_state(before)
+
 
 _WORTH = 300
 """Elements of consecutive Bernoulli draws from which compiled code is faster: a call of it takes 3 us, torch 5 ns for
@@ -122,7 +143,7 @@ class Draws:
         return [made[index] if index not in self._moved else made[index].to(self._device) for index in self._used]
 
     def undo(self, inputs: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
-        """What takes back the draws that are made next, with these inputs (:mod:`bridge.rng.undo`).
+        """What takes back the draws that are made next, with these inputs (:mod:`bridge.rng.draws`).
 
         Raises:
             GuardFailure: a CUDA graph is being captured: the state is then not to be read.

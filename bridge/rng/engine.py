@@ -1,27 +1,51 @@
-"""A CPU generator's memory: where its mutex and its engine lie in the C++ object, looked up and tried out.
+"""A CPU generator's memory: where its mutex and its engine lie, and compiled functions that work on it in place.
 
+A CPU generator's memory: where its mutex and its engine lie in the C++ object, looked up and tried out.
 torch's draws lock the mutex and then advance the engine. Python has no way to the mutex, so compiled code goes there by
 its address (:mod:`bridge.compile.cpu.mt19937`). That is torch's, the C++ library's and the interpreter's private
 business, so nothing is trusted: the engine is searched for by the words that ``get_state`` gives, in memory that is
 read through the kernel, which does not fail where there is none; the mutex has to be a free one, and to stop another
 thread's ``torch.rand`` while it is held.
+
+Generator states: draws that programs make by themselves → seed and offset before each.
+A CUDA generator's seed and offset are read, and the offset is moved on as eager's kernel would, without waiting for the
+device. Library functions read the states of placed draws on the host; those that kernels compute masks from
+(:mod:`bridge.compile.codegen.philox`) get to the device as a kernel's argument (:mod:`bridge.compile.cuda.copies`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import os
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from bridge.compile import DOUBLE, FLOAT, STATE_WORDS, WORDS
+from bridge.base.generators import MOVING, default_generator
+from bridge.base.locks import free_in_children
+from bridge.base.log import channel
+from bridge.capture import Draw
+from bridge.compile import (
+    DOUBLE,
+    FLOAT,
+    STATE_WORDS,
+    WORDS,
+    Built,
+    bernoulli_function,
+    gpu_of,
+    hold_function,
+    host_backend,
+    swap_function,
+)
 
-__all__ = ["Layout", "find_layout", "is_the_lock"]
+__all__ = ["LOCK", "GeneratorStates", "Layout", "find_layout", "functions", "is_the_lock", "layout_for", "swap_state"]
+
 
 _STATE_BYTES = 5056
 _HANDLE = 16
@@ -140,3 +164,113 @@ def is_the_lock(hold: Callable[[int, int], int], layout: Layout) -> bool:
     other.join()
     wanted = [torch.rand(3, generator=twin), twin.get_state()]
     return bool(waited and drawn) and all(map(torch.equal, [*drawn, ours.get_state()], wanted))
+
+
+log = channel("mt19937")
+
+LOCK = free_in_children(threading.RLock())
+"""Held around every call of a function that locks a generator, so that none is locked when the process forks."""
+
+
+@functools.cache
+def functions() -> tuple[Built, Built]:
+    """``bernoulli_function`` on one thread and ``hold_function``, in one call of the compiler."""
+    wanted = [("bridge_bernoulli", bernoulli_function(False)), ("bridge_hold", hold_function())]
+    bernoulli, hold = host_backend().build(wanted)
+    hold.function.release_gil = True  # whatever the default: the other thread needs it
+    return bernoulli, hold
+
+
+@functools.lru_cache(maxsize=1)
+def layout_for(hold: Built) -> Layout | None:
+    """The layout of torch's generators, if what is found is their lock; else ``None`` (logged once)."""
+    layout = find_layout()
+    if layout is not None and is_the_lock(hold.function, layout):
+        return layout
+    log.info("the lock of PyTorch %s's generators was not found; dropout masks are left to it.", torch.__version__)
+    return None
+
+
+def swap_state(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Moves torch's default generator to ``after`` if it is at ``before``; whether it did.
+
+    Both as ``get_state`` gives them. In one go under the generator's lock; where that was not found, another thread
+    can draw in between.
+    """
+    layout, generator = layout_for(functions()[1]), torch.default_generator
+    if layout is not None and (swap := _checked(layout)) is not None:
+        return _swap(swap, layout, generator, before, after)
+    if not torch.equal(generator.get_state(), before):
+        return False
+    generator.set_state(after)
+    return True
+
+
+def _swap(swap: Built, layout: Layout, generator: torch.Generator, before: torch.Tensor, after: torch.Tensor) -> bool:
+    twins = [torch.Generator(), torch.Generator()]
+    for twin, state in zip(twins, (before, after), strict=True):
+        twin.set_state(state)
+    (lock, engine), expected, new = (layout.addresses(each) for each in (generator, *twins))
+    with LOCK:
+        return bool(swap.function(lock, engine, expected[1], new[1]))
+
+
+@functools.lru_cache(maxsize=1)
+def _checked(layout: Layout) -> Built | None:
+    """The compiled function, if it works."""
+    (swap,) = host_backend().build([("bridge_swap", swap_function())])
+    return swap if _works(swap, layout) else None
+
+
+def _works(swap: Built, layout: Layout) -> bool:
+    """Tried on generators of its own: states that differ a little are told apart, and replaced by each other."""
+    states = []
+    for used, double, single in ((0, 0, 0), (1, 0, 0), (1, 5, 0), (1, 6, 0), (1, 0, 5), (1, 0, 6), (1, 5, 5)):
+        generator = torch.Generator().manual_seed(3)
+        torch.rand(used, generator=generator)
+        state = generator.get_state()
+        # the normal numbers that are kept: a float64, whether there is one, a float32 and whether there is one
+        state.view(torch.int64)[[628, 630, 631]] = torch.tensor([double, double > 0, (single > 0) << 32 | single])
+        states.append(state)
+    for now, before, after in itertools.product(states, repeat=3):
+        generator = torch.Generator()
+        generator.set_state(now)
+        swapped = _swap(swap, layout, generator, before, after)
+        if swapped is not (now is before) or not torch.equal(generator.get_state(), after if swapped else now):
+            return False
+    return True
+
+
+class GeneratorStates:
+    """The states before draws that follow each other on one device.
+
+    Args:
+        draws: placed ones, and dropouts whose masks kernels compute.
+    """
+
+    def __init__(self, draws: Sequence[Draw]):
+        self._device = draws[0].device
+        advances = [self._advance(draw) for draw in draws]
+        self._before = [sum(advances[:place]) for place in range(len(draws))]
+        self._advance_of_all = sum(advances)
+
+    def _advance(self, draw: Draw) -> int:
+        if draw.is_placed or draw.is_attention_mask:
+            return draw.advance
+        return gpu_of(self._device).advance(torch.Size(draw.shape).numel())
+
+    def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Seed and offset of each, from the device's default generator: uint64 on the host.
+
+        Args:
+            generator: another one is moved on as far, and nothing is made.
+        """
+        if generator is not None:
+            generator.set_offset(generator.get_offset() + self._advance_of_all)
+            return []
+        generator = default_generator(self._device)
+        with MOVING:
+            seed, offset = generator.initial_seed(), generator.get_offset()
+            generator.set_offset(offset + self._advance_of_all)
+        states = torch.tensor([(seed, offset + before) for before in self._before], dtype=torch.uint64)
+        return list(states.unbind())

@@ -11,10 +11,9 @@ from autodiff.ir import Function, bindings
 from bridge.compile import CallLibrary, Instruction, Launch, Loop, Program
 from bridge.dispatch import Entry, PartStats, stats
 from bridge.lowering import LoweredCall, Origin
-from bridge.show.choices import choices_of
 from bridge.show.memory.measure import kept_bytes
 from bridge.show.program_report import ProgramReport, StepRow
-from bridge.show.report import EntryReport, Report
+from bridge.show.report import EntryReport, Report, choices_of
 
 __all__ = ["explain", "program_report"]
 

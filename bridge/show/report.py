@@ -4,17 +4,87 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autodiff.extents import Extent
-from bridge.dispatch import CallStep
+from bridge.compile import CallLibrary, Instruction, Launch, Loop
+from bridge.dispatch import CallStep, Entry
 from bridge.lowering import LoweredCall, html_table, megabytes
 from bridge.show.program_report import ROOT, ProgramReport
-from bridge.show.tables import cut, more, table
 from partition import Plan, bytes_text
 
-__all__ = ["EntryReport", "Report"]
+__all__ = ["WIDTH", "EntryReport", "Report", "choices_of", "cut", "more", "table"]
+
+
+#: Characters of a line, and of a cell, in the short form.
+WIDTH, _CELL = 118, 34
+
+
+def more(everything: Sequence, shown: Sequence, what: str) -> list[str]:
+    """A line that tells how many were left out; no line if none were."""
+    left = len(everything) - len(shown)
+    return [f"    ... {left} more {what}"] if left else []
+
+
+def cut(line: str, full: bool) -> str:
+    """A line of at most ``WIDTH`` characters unless ``full``."""
+    return line if full or len(line) <= WIDTH else line[: WIDTH - 3] + "..."
+
+
+def _tail(cell: str) -> str:
+    return cell if len(cell) <= _CELL else "..." + cell[3 - _CELL :]
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]], full: bool, right: tuple[int, ...]) -> list[str]:
+    """Rows under a head, columns aligned (``right``: to the right); long cells keep their ends unless ``full``."""
+    if not rows:
+        return []
+    if not full:
+        last = len(head) - 1
+        rows = [tuple(cell if i == last else _tail(cell) for i, cell in enumerate(row)) for row in rows]
+    everything = [head, *rows]
+    widths = [max(len(row[column]) for row in everything) for column in range(len(head))]
+    widths[-1] = 0
+    lines = []
+    for row in everything:
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append(cut(f"    {'  '.join(cells)}".rstrip(), full))
+    return lines
+
+
+_PRODUCTS = frozenset(["mm", "mm_lt", "mm_biased", "mm_swapped", "linear", "packed", "bmm"])
+"""Library kernels that a way of a matrix product names."""
+
+
+def choices_of(entry: Entry) -> Iterator[str]:
+    """A line for each choice or kind of choices of an entry."""
+    tuned, backend = entry.tuned, entry.backend
+    if tuned is not None:
+        yield str(tuned)
+        yield from (f"{each} (tuned)" for each in tuned.choices.words(backend.limits, backend.order))
+    if layers := sum(step.name == "recurrent_layers" for step in entry.forward.steps):
+        calls = "1 call" if layers == 1 else f"{layers} calls"
+        yield f"{calls} of recurrent layers: cuDNN's kernels, by sizes for which these were measured to be quicker"
+    products = sum(_products(program.steps) for program in (entry.forward, entry.backward) if program is not None)
+    if products:
+        ways = "measured at first use, small ones the library's" if backend.measures_products else "the library's"
+        others = "others " if tuned is not None and tuned.choices.products else ""
+        yield f"{products} matrix products: {others}{ways}"
+    yield "everything else: default" if tuned is not None else "limits, orders and partition: default; not tuned"
+
+
+def _products(steps: tuple[Instruction, ...]) -> int:
+    count = 0
+    for step in steps:
+        if isinstance(step, Loop):
+            count += _products(step.steps)
+        elif isinstance(step, Launch):
+            count += any(operation.op == "matmul" for operation in step.contents.operations)
+        elif isinstance(step, CallLibrary):
+            count += step.name in _PRODUCTS
+    return count
+
 
 #: Compile stages as the short form sums them up; every other one is lowering.
 _PARTS = {

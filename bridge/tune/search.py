@@ -1,25 +1,147 @@
 """Search: knobs in a fixed order, the timing of two choices → the best choices found; every decision is in the log.
 
+Race: two ways to run the same step, by turns in one process → pairs of seconds, and whether the second is faster.
+Each round times both, the order swapped from round to round, so that a slow moment of the machine meets both. A round
+in which one of them took far longer than it usually does is run again. What is decided rests on the pairs alone.
+
 The incumbent begins as the default choices. For each knob in turn, the choices that differ from the incumbent in it are
 raced against the incumbent one after the other; a faster one takes its place. When a turn over all knobs has changed
 something, they have another turn.
 
 What is tried next, and what is kept, follows from the records of the log alone. So an interrupted search goes on where
 it was: pairs of choices that are in the log are not measured again, and the seconds that they took count.
+
+Knobs of a call: what of its compilation can be chosen, in the order in which it is tried.
+Convolutions and products come first, the largest ahead: they take most of a step. Then the backend's numbers, then the
+partition.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
-from bridge.compile import Choices
+from bridge.compile import (
+    CALLS,
+    PARTITION,
+    PRODUCTS,
+    Backend,
+    CallShape,
+    Choices,
+    CompileOptions,
+    ProductShape,
+    products_and_calls,
+)
+from bridge.dispatch import Entry
+from bridge.lowering import DEFAULT_PARTITION
 from bridge.tune.log import TuningLog
-from bridge.tune.race import Pairs, is_faster, ratio_of
 
-__all__ = ["FASTER", "GAIN", "Knob", "Outcome", "Search", "Trial"]
+__all__ = [
+    "FASTER",
+    "GAIN",
+    "Knob",
+    "Outcome",
+    "Pairs",
+    "Race",
+    "Search",
+    "Trial",
+    "is_faster",
+    "knobs_of",
+    "ratio_of",
+]
+
+
+Pairs = list[tuple[float, float]]
+"""Seconds of the one and of the other, round by round."""
+
+_SPREAD = 1.4826
+"""Standard deviations in a median absolute deviation, of a normal distribution."""
+
+_OF_A_MEDIAN = 1.2533
+"""Times the error of a mean that a median's is."""
+
+_DEVIATIONS = 3.0
+"""Of the median ratio, that it has to be below 1: one in 700 is that far off by chance."""
+
+_WINS = 0.75
+"""Rounds at least in which the faster one was faster."""
+
+
+def ratio_of(pairs: Pairs) -> float:
+    """The median of the rounds' ratios, second to first."""
+    return statistics.median(b / a for a, b in pairs)
+
+
+def is_faster(pairs: Pairs, gain: float) -> bool:
+    """Whether the second is faster by more than ``gain`` (a part of the time) and by more than the noise."""
+    if len(pairs) < 3:
+        return False
+    ratios = [b / a for a, b in pairs]
+    middle = statistics.median(ratios)
+    spread = _SPREAD * statistics.median(abs(each - middle) for each in ratios)
+    error = _OF_A_MEDIAN * spread / math.sqrt(len(ratios))
+    wins = sum(each < 1 for each in ratios) / len(ratios)
+    return middle + max(gain, _DEVIATIONS * error) < 1 and wins >= _WINS
+
+
+@dataclass(frozen=True)
+class Race:
+    """How long two steps are raced.
+
+    Attributes:
+        fewest: rounds after which the second one is given up if it is not ahead.
+        most: rounds of one that is.
+        seconds: after which no further round begins, once there were the fewest.
+        warm_up: runs of each before the first round.
+        outlier: times the median of its own seconds, from which on a round is run again.
+        clock: seconds.
+    """
+
+    fewest: int = 5
+    most: int = 21
+    seconds: float = 6.0
+    warm_up: int = 2
+    outlier: float = 1.5
+    clock: Callable[[], float] = time.perf_counter
+
+    def __call__(self, one: Callable[[], None], other: Callable[[], None]) -> Pairs:
+        """Pairs of seconds; the steps return when they are over."""
+        begun = self.clock()
+        for _ in range(self.warm_up):
+            one()
+            other()
+        pairs: Pairs = []
+        repeated = 0
+        while len(pairs) < self.most:
+            if len(pairs) >= self.fewest and (self.clock() - begun > self.seconds or ratio_of(pairs) >= 1):
+                break
+            pairs.append(self._round(one, other, len(pairs) % 2 == 1))
+            if len(pairs) >= self.fewest and repeated < self.most:
+                kept = self._without_outliers(pairs)
+                repeated += len(pairs) - len(kept)
+                pairs = kept
+        return pairs
+
+    def _round(self, one: Callable[[], None], other: Callable[[], None], swapped: bool) -> tuple[float, float]:
+        if swapped:
+            second = self._timed(other)
+            return self._timed(one), second
+        return self._timed(one), self._timed(other)
+
+    def _timed(self, step: Callable[[], None]) -> float:
+        begun = self.clock()
+        step()
+        return max(self.clock() - begun, 1e-9)
+
+    def _without_outliers(self, pairs: Pairs) -> Pairs:
+        limits: Sequence[float] = [self.outlier * statistics.median(times) for times in zip(*pairs, strict=True)]
+        return [pair for pair in pairs if all(each <= most for each, most in zip(pair, limits, strict=True))]
+
 
 TRIAL = "trial"
 FASTER, NOT_FASTER = "faster", "not faster"
@@ -190,3 +312,88 @@ def _outcome(record: dict[str, Any]) -> Outcome:
 
 def _key(over: dict[str, Any], choices: dict[str, Any]) -> str:
     return json.dumps([over, choices], sort_keys=True)
+
+
+WAYS, FORMS = "ways", "forms"
+
+_MOST_PRODUCTS, _MOST_CALLS = 12, 12
+"""Classes of products, and of library calls, that are tried in a call."""
+
+_MOST_WAYS = 3
+"""Of one class, beside the present one."""
+
+_ABOUT_AS_FAST = 1.1
+"""Times the present way's seconds, measured by itself, up to which another one may be better in the whole step."""
+
+_BUDGETS = (0.75, 0.5, 0.25)
+"""Of captures, as parts of what saving everything would take."""
+
+
+def knobs_of(entry: Entry, partition: Any, log: TuningLog) -> list[Knob]:
+    """The knobs of an entry that was compiled by default, with the strategy that the user asks for.
+
+    ``log``: has the seconds of products' ways and of calls' forms, or is given them.
+    """
+    backend = entry.backend
+    products, calls = _chosen(entry, backend)
+    knobs = [*_calls(calls, backend, log), *_products(products, backend, log)]
+    knobs += [Knob(each.part, each.name, each.values) for each in backend.alternatives]
+    if entry.plan is not None and partition == DEFAULT_PARTITION:
+        knobs.append(Knob(PARTITION, None, ("save_all", "recompute_all", *_BUDGETS)))
+    return knobs
+
+
+def _chosen(entry: Entry, backend: Backend) -> tuple[dict[ProductShape, str], list[CallShape]]:
+    """The products of forward and backward, with their ways, and the library calls that have several forms."""
+    options = CompileOptions.current(backend)
+    functions = [entry.programs.forward_function]
+    if entry.backward is not None:
+        functions.append(entry.lowered.expected_backward)
+    found = [products_and_calls(function, options) for function in functions]
+    calls = dict.fromkeys(call for _, each in found for call in each)
+    return {product: way for each, _ in found for product, way in each}, list(calls)
+
+
+def _calls(calls: Iterable[CallShape], backend: Backend, log: TuningLog) -> Iterator[Knob]:
+    """Those that take longest first, of the ones that have another promising form."""
+    times = {call: _seconds_of_forms(call, backend, log) for call in calls}
+    ordered = sorted((call for call in times if times[call]), key=lambda call: (-times[call][call.name], str(call)))
+    for call in ordered[:_MOST_CALLS]:
+        forms = _promising(call.name, times[call])
+        if forms:
+            yield Knob(CALLS, call, forms)
+
+
+def _products(found: Mapping[ProductShape, str], backend: Backend, log: TuningLog) -> Iterator[Knob]:
+    """The largest first, of those that have another promising way."""
+    ordered = sorted(found, key=lambda product: (-product.multiplications, str(product)))
+    for product in ordered[:_MOST_PRODUCTS]:
+        present, seconds = _measured(product, found[product], backend, log)
+        if ways := _promising(present, seconds):
+            yield Knob(PRODUCTS, product, ways)
+
+
+def _promising(present: str, seconds: Mapping[str, float]) -> tuple[str, ...]:
+    """The fastest, of those that are about as fast as the present one by themselves."""
+    limit = _ABOUT_AS_FAST * seconds.get(present, 0.0)
+    ways = [way for way in sorted(seconds, key=seconds.__getitem__) if way != present and seconds[way] <= limit]
+    return tuple(ways[:_MOST_WAYS])
+
+
+def _measured(product: ProductShape, present: str, backend: Backend, log: TuningLog) -> tuple[str, dict[str, float]]:
+    """The present way of a product and the seconds of all ways, from the log where it has them."""
+    named = repr(astuple(product))
+    for record in log.records:
+        if record.get("kind") == WAYS and record.get("product") == named and isinstance(record.get("seconds"), dict):
+            return str(record.get("present")), record["seconds"]
+    record = log.append(kind=WAYS, product=named, present=present, seconds=dict(backend.seconds_of_ways(product)))
+    return present, record["seconds"]
+
+
+def _seconds_of_forms(call: CallShape, backend: Backend, log: TuningLog) -> dict[str, float]:
+    """The seconds of a call's forms, from the log where it has them."""
+    named = repr(astuple(call))
+    for record in log.records:
+        if record.get("kind") == FORMS and record.get("call") == named and isinstance(record.get("seconds"), dict):
+            return record["seconds"]
+    return log.append(kind=FORMS, call=named, seconds=dict(backend.seconds_of_forms(call)))["seconds"]

@@ -15,8 +15,7 @@ from bridge.base.interrupts import raise_deferred
 from bridge.base.threads import serves
 from bridge.compile import Backend, Choices, same_code, settle
 from bridge.dispatch import Entry, entry_of_call, with_choices
-from bridge.tune.race import Pairs, Race, is_faster
-from bridge.tune.search import GAIN, Outcome
+from bridge.tune.search import GAIN, Outcome, Pairs, Race, is_faster
 from bridge.tune.step import Step, unnoticed
 
 __all__ = ["CallTrack"]

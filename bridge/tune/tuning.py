@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,18 +23,98 @@ from bridge.capture import after_pre_hooks, normalize_sample
 from bridge.compile import Backend, Choices, backend_for
 from bridge.dispatch import Entry, Tuned, backend_of_call, keep_tuned, require_capturable, tuned_of, tuning_key
 from bridge.lowering import DEFAULT_PARTITION
-from bridge.tune.knobs import knobs_of
 from bridge.tune.log import TuningLog
-from bridge.tune.progress import Progress
-from bridge.tune.race import Pairs, Race, is_faster, ratio_of
-from bridge.tune.result import TuningResult
-from bridge.tune.search import Knob, Search
+from bridge.tune.search import FASTER, Knob, Pairs, Race, Search, Trial, is_faster, knobs_of, ratio_of
 from bridge.tune.track import CallTrack
 from partition.cut import resolve as resolve_strategy
 
-__all__ = ["Means", "tune", "tune_call"]
+__all__ = ["Means", "Progress", "TuningResult", "tune", "tune_call"]
+
 
 _LOG = channel("tune")
+
+_FORM = "{desc} {percentage:3.0f}%|{bar:20}| {n:.0f} of {total:.0f} s{postfix}"
+
+
+class Progress:
+    """A bar over the seconds that trials may take.
+
+    Args:
+        name: of the module.
+        seconds: that they may take.
+        shown: whether there is a bar.
+    """
+
+    def __init__(self, name: str, seconds: float, *, shown: bool):
+        self._name, self._bar, self._shown_seconds = name, None, 0.0
+        self._seconds = seconds
+        self._is_shown = shown
+
+    def __enter__(self) -> Progress:
+        if self._is_shown:
+            self._bar = _bar(total=self._seconds, desc=f"tune {self._name}", bar_format=_FORM)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def told(self, search: Search, knob: Knob, trial: Trial) -> None:
+        """Shows a trial."""
+        verdict = trial.outcome.verdict
+        _LOG.info("%s %s: %s", self._name, knob, verdict)
+        if verdict == FASTER:
+            _LOG.debug("%s: %r instead of %r", self._name, trial.candidate, trial.incumbent)
+        if self._bar is None:
+            return
+        best = math.prod(search.gains)
+        self._bar.set_postfix_str(f"best {best:.3f} of the time, {search.trials} tried, {knob}", refresh=False)
+        now = min(search.spent, self._seconds)
+        self._bar.update(now - self._shown_seconds)
+        self._shown_seconds = now
+
+
+def _bar(**how: Any) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:  # it comes with the extra ``train``
+        return None
+    return tqdm(**how)
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """What :func:`bridge.tune.tuning.tune` has found.
+
+    Attributes:
+        module_name: class of the module.
+        choices: those that later processes use; none where nothing was clearly faster.
+        words: the choices, a line each.
+        before, after: seconds of a step with what was in use before and with the choices, by turns; equal where nothing
+            was raced in the end.
+        trials: candidates that were tried, of earlier processes, too.
+        seconds: that they took.
+        kept: whether the disk cache has new choices.
+        why: what became of the best candidates.
+        log: the name of the log; empty if there is none.
+    """
+
+    module_name: str
+    choices: Choices
+    words: tuple[str, ...]
+    before: float
+    after: float
+    trials: int
+    seconds: float
+    kept: bool
+    why: str
+    log: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.module_name}: {self.trials} candidates in {self.seconds:.0f} s; {self.why}"
+        return "\n".join([head, *(f"  {each}" for each in self.words)])
+
+
 
 CONFIRM = "confirm"
 

@@ -23,7 +23,7 @@ from bridge.capture import Draw, Operand
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.compile import CompileOptions, DrawnMask, backend_for, compile_function, gpu_of
 from bridge.rng import Draws, checked_gpu
-from bridge.rng.fused import NATIVE_DROPOUT
+from bridge.rng.computed import NATIVE_DROPOUT
 from tests.device import DEVICE
 
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import bridge
-from bridge.artifact.complain import forget_complaints
+from bridge.artifact.settings import forget_complaints
 from bridge.capture import RecordedCall
 from bridge.compile import clear_cache, pipeline
 from bridge.compile.cuda import build

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bridge import stats
 from bridge.compile import CallLibrary
-from bridge.library.attention_kernels import KERNELS, Kernel
+from bridge.library.attention import KERNELS, Kernel
 from tests.bridge.dispatch.recorded_loops import LOOPS, Pair, plain
 from tests.gpu.marks import ON_A_GPU
 

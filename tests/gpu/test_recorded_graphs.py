@@ -18,7 +18,7 @@ from bridge.compile.cuda.driver_graphs import captured, new_stream
 from bridge.compile.cuda.memory import PoolMemory
 from bridge.compile.runtime.beside import steps_beside
 from bridge.library import INTO_GIVEN
-from bridge.rng.states import GeneratorStates
+from bridge.rng.engine import GeneratorStates
 from tests.bridge.dispatch.recorded_loops import LOOPS, Pair, plain
 from tests.device import DEVICE
 

@@ -130,7 +130,7 @@ def attends_by_products(operator: Any, query: Any, key: Any, value: Any, rate: f
     """Whether the weights are computed: two products and a softmax take the efficient kernel's place.
 
     In float32 they take less time, in TF32 a third, and the kernel's dropout is known by a rule
-    (:mod:`bridge.rng.attention_mask`); but the weights lie in memory. Where sizes vary, those of the sample decide:
+    (:mod:`bridge.rng.computed`); but the weights lie in memory. Where sizes vary, those of the sample decide:
     either is right. Who forbids torch the formula (``torch.backends.cuda.enable_math_sdp``, ``sdpa_kernel``) gets the
     kernel.
 

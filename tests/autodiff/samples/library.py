@@ -15,7 +15,7 @@ from autodiff.ir import StringImm
 from bridge.base.devices import HOST
 from bridge.base.generators import own_at
 from bridge.library import FUNCTIONS
-from bridge.library.attention_kernels import FORMULA, Dropout
+from bridge.library.attention import FORMULA, Dropout
 from tests.autodiff.evaluate import tensor_type
 from tests.autodiff.gradcheck import draw
 from tests.autodiff.samples import sample

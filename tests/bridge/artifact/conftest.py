@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge.artifact import CacheSettings, Store
-from bridge.artifact.complain import forget_complaints
+from bridge.artifact.settings import forget_complaints
 
 
 @pytest.fixture

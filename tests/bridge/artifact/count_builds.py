@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 import bridge
-from bridge.artifact.complain import forget_complaints
+from bridge.artifact.settings import forget_complaints
 from bridge.capture import RecordedCall
 from bridge.compile import clear_cache, clear_choices, pipeline
 from bridge.compile.cpu import build, products
 from bridge.compile.cpu.threads import CONNECT
 from bridge.compile.schedule.products import GENERATED
 from bridge.lowering import reuse
-from bridge.rng.functions import functions
+from bridge.rng.engine import functions
 
 
 class Block(nn.Module):

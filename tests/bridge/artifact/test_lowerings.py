@@ -21,7 +21,7 @@ from bridge.capture import Captured, Draw, Observation, Operand, Output
 from bridge.compile import pipeline
 from bridge.lowering import LoweredCall
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
-from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
+from bridge.lowering.record import NotRecordedError, graph_of, record_of
 from bridge.lowering.sources import code_digest
 from tests.bridge.artifact.count_builds import captures, digest, in_children
 from tests.sampling import sampled

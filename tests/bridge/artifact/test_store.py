@@ -11,8 +11,8 @@ import time
 import pytest
 
 from bridge.artifact import CacheSettings, Store, cache_settings, current_store, key_of, read_artifact, write_artifact
-from bridge.artifact.complain import forget_complaints
-from bridge.artifact.prune import prune
+from bridge.artifact.settings import forget_complaints
+from bridge.artifact.store import prune
 
 PARTS = {"text": b'{"a": 1}', "empty": b"", "raw": bytes(range(256)) * 40}
 KEY = key_of("a test")

@@ -12,7 +12,7 @@ from torch import nn
 from autodiff.extents import Extent
 from autodiff.ir import TensorType, Var
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, lower, stats
-from bridge.aten.cudnn_layers import cudnn_is_quicker
+from bridge.aten.conv import cudnn_is_quicker
 from bridge.compile import Loop
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import Call, assert_same, check_module, run
@@ -113,7 +113,7 @@ def test_layers_are_one_call_where_cudnn_is_quicker(monkeypatch, name):
     ],
 )
 def test_which_layers_stay_cudnns(monkeypatch, cell, element_type, is_tf32, state, is_quicker):
-    monkeypatch.setattr("bridge.aten.cudnn_layers.recurrent_layers_are_tf32", lambda: is_tf32)
+    monkeypatch.setattr("bridge.aten.conv.recurrent_layers_are_tf32", lambda: is_tf32)
     x, h = (Var(name, TensorType(extents, element_type)) for name, extents in (("x", (5, *state[1:])), ("h", state)))
     assert cudnn_is_quicker(cell, x, [h]) == is_quicker
 

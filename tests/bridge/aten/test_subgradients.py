@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge.aten import pointwise, subgradients
+from bridge.aten import activations, pointwise
 from tests.bridge.compare import check_module
 
 AT_BOUNDS = [-1.0, 2.0, 0.5, 0.0, -0.0, 3.0, -3.0, float("inf"), float("-inf"), float("nan")]
@@ -48,8 +48,8 @@ def test_fmax_at_ties(monkeypatch, first):
 
 
 def test_what_autograd_is_asked_does_not_depend_on_the_modes_around_it():
-    subgradients.clamp_at_bound.cache_clear()
-    expected = subgradients.clamp_at_bound()
-    subgradients.clamp_at_bound.cache_clear()
+    activations.clamp_at_bound.cache_clear()
+    expected = activations.clamp_at_bound()
+    activations.clamp_at_bound.cache_clear()
     with torch.inference_mode():
-        assert subgradients.clamp_at_bound() == expected
+        assert activations.clamp_at_bound() == expected

@@ -17,7 +17,7 @@ from bridge.capture import Draw, Operand
 from bridge.compile import Gpu
 from bridge.dispatch import computed_masks
 from bridge.rng import computed, draws
-from bridge.rng.fused import NATIVE_DROPOUT
+from bridge.rng.computed import NATIVE_DROPOUT
 from tests import philox
 from tests.sampling import sampled
 
@@ -26,7 +26,7 @@ SEED, OFFSET = -(2**63) + 12345, 2**34 - 8
 
 
 class MadeStates:
-    """As :class:`bridge.rng.states.GeneratorStates`, of a generator that nobody has."""
+    """As :class:`bridge.rng.engine.GeneratorStates`, of a generator that nobody has."""
 
     def __init__(self, drawn):
         self.advances = [GPU.advance(torch.Size(draw.shape).numel()) for draw in drawn]

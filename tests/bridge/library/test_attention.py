@@ -14,8 +14,8 @@ from torch import nn
 from autodiff.library import LEARNED
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import CallLibrary, Launch
-from bridge.library import FUNCTIONS, attention, attention_kernels
-from bridge.library.attention_kernels import FORMULA, KERNELS, SUMS, Kernel
+from bridge.library import FUNCTIONS, attention
+from bridge.library.attention import FORMULA, KERNELS, SUMS, Kernel
 
 SCALE = 0.3
 
@@ -221,12 +221,12 @@ def test_cudnns_backward_is_given_plans_of_its_own(batch, drops, monkeypatch):
         return q, k, v
 
     monkeypatch.setattr(
-        attention_kernels, "aten", SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward)
+        attention, "aten", SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward)
     )
-    monkeypatch.setattr(attention_kernels, "_state_at", lambda device, dropout: dropout.state)
+    monkeypatch.setattr(attention, "_state_at", lambda device, dropout: dropout.state)
     q, k, v, grad_out = (torch.randn(batch, 3, 5, 8).to(torch.bfloat16) for _ in range(4))
     side_by_side = torch.randn(batch, 5, 3, 16).to(torch.bfloat16)[..., 8:].transpose(1, 2).copy_(v)
-    dropout = attention_kernels.Dropout(0.1, torch.zeros(2, dtype=torch.uint64)) if drops else None
+    dropout = attention.Dropout(0.1, torch.zeros(2, dtype=torch.uint64)) if drops else None
     out = lying(q, (0, 2, 1, 3))
     KERNELS["cudnn"].backward(grad_out, q, k, side_by_side, None, out, None, False, 0.3, dropout)
     ((seen_grad, seen_q, seen_k, seen_v, rate),) = given
@@ -240,7 +240,7 @@ def test_cudnns_backward_is_given_plans_of_its_own(batch, drops, monkeypatch):
 
 def test_keys_of_one_batch_lie_apart_without_a_copy():
     keys = lying(torch.randn(1, 3, 5, 8).to(torch.bfloat16), (0, 2, 1, 3))
-    apart = attention_kernels._apart(keys)
+    apart = attention._apart(keys)
     assert apart.data_ptr() == keys.data_ptr() and torch.equal(apart, keys) and apart.stride() != keys.stride()
 
 
@@ -249,5 +249,5 @@ def test_keys_of_one_batch_lie_apart_without_a_copy():
 def test_copies_of_any_layout(columns, order):
     x = lying(torch.randn(2, 3, 5, columns).to(torch.bfloat16), order)
     for first in range(3):
-        for moved in (attention_kernels._apart(x[:, first:]), attention_kernels._rows_outside(x[:, first:])):
+        for moved in (attention._apart(x[:, first:]), attention._rows_outside(x[:, first:])):
             assert torch.equal(moved, x[:, first:])

@@ -18,7 +18,7 @@ from bridge.capture import draw_recorder
 from bridge.capture.passes import attention as attention_pass
 from bridge.compile import IN_A_ROW, CallLibrary, DrawnMask
 from bridge.dispatch import computed_masks
-from bridge.library import attention_kernels
+from bridge.library import attention
 from bridge.rng import draws
 from tests import philox
 from tests.bridge.library.test_dropping_attention import generator
@@ -50,7 +50,7 @@ def products(generator, monkeypatch):
         return mask.view(weights.shape).to(weights.dtype) / (1 - dropout.rate)
 
     monkeypatch.setattr(generator, "advance", lambda _, q, k: -(-q.shape[:3].numel() * k.shape[2] // 4) * 4)
-    monkeypatch.setattr(attention_kernels, "_noise", kept)
+    monkeypatch.setattr(attention, "_noise", kept)
     monkeypatch.setattr(draw_recorder, "attends_by_products", on_gpu)
     monkeypatch.setattr("bridge.aten.attention.attends_by_products", on_gpu)
     return generator

@@ -17,10 +17,10 @@ from bridge.base import generators
 from bridge.capture import isolated_rng
 from bridge.capture.passes import attention as attention_pass
 from bridge.compile import CallLibrary
-from bridge.library import attention, attention_kernels
-from bridge.library.attention_kernels import FORMULA, KERNELS, SUMS, Dropout
+from bridge.library import attention
+from bridge.library.attention import FORMULA, KERNELS, SUMS, Dropout
 from bridge.reference import aten_graph
-from bridge.rng import draws, states
+from bridge.rng import draws, engine
 from tests.sampling import sampled, spread
 
 pytestmark = pytest.mark.cpu("kernels for the CPU under the names of CUDA's")
@@ -105,7 +105,7 @@ def generator(monkeypatch):
     for place, (name, compute) in enumerate(kernels_of(made)):
         direction = "" if place < len(KERNELS) else "_backward"
         library.impl(f"_scaled_dot_product_{name}_attention{direction}", compute, "CPU")
-    for module in (generators, isolated_rng, states, draws, attention, aten_graph):
+    for module in (generators, isolated_rng, engine, draws, attention, aten_graph):
         monkeypatch.setattr(module, "default_generator", lambda device: made)
 
     def undo(before, draw_again, device):
@@ -120,7 +120,7 @@ def generator(monkeypatch):
     monkeypatch.setattr(draws, "undo_draws", undo)
     monkeypatch.setattr(isolated_rng, "_twin", lambda device: Counting(made.seed, made.offset))
     monkeypatch.setattr(attention, "_kernel", lambda name, q: KERNELS[name])
-    monkeypatch.setattr(attention_kernels, "_state_at", lambda device, dropout: dropout.state)
+    monkeypatch.setattr(attention, "_state_at", lambda device, dropout: dropout.state)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("bridge.dispatch.dispatcher.measure_worth", lambda *_: None)
     yield made

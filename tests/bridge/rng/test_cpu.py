@@ -21,7 +21,7 @@ from bridge.compile.cpu import mt19937 as draw_code
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cpu.mt19937 import STATE_WORDS
 from bridge.rng import cpu as mt19937
-from bridge.rng import engine, functions
+from bridge.rng import engine
 from bridge.rng.cpu import Mask
 from bridge.rng.stream import stream
 
@@ -173,8 +173,8 @@ def unchecked():
 
     def forget() -> None:
         draw_code.bernoulli_function.cache_clear()
-        functions.functions.cache_clear()
-        functions.layout_for.cache_clear()
+        engine.functions.cache_clear()
+        engine.layout_for.cache_clear()
         mt19937._checked.cache_clear()
         mt19937._same_bits.cache_clear()
 
@@ -259,8 +259,8 @@ def test_a_module_draws_its_masks_by_compiled_code(kernels, monkeypatch):
 
 FAULTS = {
     "another rule": (mt19937, "_draws_as_torch", lambda kernels: False),
-    "no layout": (functions, "find_layout", lambda: None),
-    "not the lock": (functions, "is_the_lock", lambda hold, layout: False),
+    "no layout": (engine, "find_layout", lambda: None),
+    "not the lock": (engine, "is_the_lock", lambda hold, layout: False),
     "lock elsewhere": (engine, "_LOCK", 24),
     "lock in the engine": (engine, "_LOCK", 104),
     "object elsewhere": (engine, "_HANDLE", 8),
@@ -290,7 +290,7 @@ def test_masks_of_a_rule_that_depends_on_the_dtype(monkeypatch):
 
 
 def test_kernels_are_built_once(kernels):
-    functions.functions.cache_clear()  # another test may have cleared the compiler's cache since
+    engine.functions.cache_clear()  # another test may have cleared the compiler's cache since
     kernels = mt19937.compiled()
     (built,) = host_backend().build([("another_name", draw_code.bernoulli_function(False))])
     assert built is kernels.serial

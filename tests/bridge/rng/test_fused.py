@@ -15,8 +15,8 @@ from bridge.base.torch_internals import FakeTensorMode
 from bridge.capture import Draw, Operand, StepMasks
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.compile import Gpu
+from bridge.rng.computed import NATIVE_DROPOUT, FusedDropout, FusedSteps
 from bridge.rng.draws import Draws
-from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout, FusedSteps
 from tests.bridge.compare import Call, Function, assert_same, run
 from tests.sampling import sampled
 

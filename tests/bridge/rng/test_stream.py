@@ -10,7 +10,7 @@ import torch
 
 from bridge.compile import DEGREE, PER_BLOCK
 from bridge.rng import cpu as mt19937
-from bridge.rng import polynomials
+from bridge.rng import stream
 from bridge.rng import stream as streams
 from tests.sampling import sampled
 
@@ -28,7 +28,7 @@ def words() -> np.ndarray:
 
 
 def test_the_characteristic_polynomial(words):
-    (terms,) = np.nonzero(polynomials._characteristic())
+    (terms,) = np.nonzero(stream._characteristic())
     assert terms[-1] == DEGREE
     for k in (1, 2, 623, 5000):
         assert np.bitwise_xor.reduce(words[k + terms]) == 0
@@ -36,15 +36,15 @@ def test_the_characteristic_polynomial(words):
 
 @pytest.mark.parametrize("distance", [0, 1, 5, 623, DEGREE - 1, DEGREE, DEGREE + 1, 20000, 21217])
 def test_powers(words, distance):
-    terms, places = polynomials.terms([polynomials.power(distance)])
+    terms, places = stream.terms([stream.power(distance)])
     assert places == [0, len(terms)]
     for k in (1, 2, 600):
         assert np.bitwise_xor.reduce(words[k + terms]) == words[k + distance]
 
 
 def test_products():
-    a, b = (polynomials.power(distance) for distance in (10**6, 54321))
-    assert np.array_equal(polynomials.times(a, b), polynomials.power(10**6 + 54321))
+    a, b = (stream.power(distance) for distance in (10**6, 54321))
+    assert np.array_equal(stream.times(a, b), stream.power(10**6 + 54321))
 
 
 def test_chunks_cover_the_stream():
@@ -116,7 +116,7 @@ def test_small_masks_stay_on_one_thread():
 
 def test_chunks_that_do_not_fit_together_are_found(kernels, small_chunks, monkeypatch, caplog):
     """A wrong polynomial: one thread draws, rightly."""
-    monkeypatch.setattr(polynomials, "power", lambda distance, power=polynomials.power: power(distance + 1))
+    monkeypatch.setattr(stream, "power", lambda distance, power=stream.power: power(distance + 1))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     streams._terms.cache_clear()
     run, generator = mt19937.MaskRun(kernels, [flat(5000)]), torch.Generator().manual_seed(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bridge.rng import swap, swap_state, undo_draws
+from bridge.rng import engine, swap_state, undo_draws
 
 FLOAT64, HAS_FLOAT64, FLOAT32 = 628, 630, 631
 """Where a state has the normal numbers that are kept for later, in words of 64 bits."""
@@ -36,7 +36,7 @@ STATES = {
 @pytest.fixture(params=["under the lock", "without"], autouse=True)
 def way(request, monkeypatch):
     if request.param == "without":
-        monkeypatch.setattr(swap, "layout_for", lambda hold: None)
+        monkeypatch.setattr(engine, "layout_for", lambda hold: None)
     else:
         now = torch.get_rng_state()
         swap_state(now, now)  # tries itself out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.artifact.complain import forget_complaints
+from bridge.artifact.settings import forget_complaints
 from bridge.compile import clear_cache, clear_choices
 from bridge.lowering.reuse import clear_lowered
 
