@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rooms import BRIDGE, COMPILE, MOST_LINES, tree
+from tests.rooms import BOUNDS, BRIDGE, COMPILE, MOST_LINES, tree
 
 
 @pytest.mark.parametrize(("prefix", "order"), [("bridge", BRIDGE), ("bridge.compile", COMPILE)])
@@ -28,3 +28,8 @@ def test_no_modules_import_one_another():
 
 def test_no_file_is_long():
     assert {module: lines for module, lines in tree().lines.items() if lines > MOST_LINES} == {}
+
+
+@pytest.mark.parametrize("what", BOUNDS)
+def test_the_tree_does_not_grow(what):
+    assert tree().sizes()[what] <= BOUNDS[what]

@@ -116,7 +116,7 @@ class Calls(Sources):
         if of == ("builtins", "print"):
             self.says.setdefault(f"prints at {where}")
         if of == ("sys", "_getframe"):
-            self._result(known.called, place, _frame_of(known.frame), known)
+            self._result(known.called, place, FrameOf.of(known.frame), known)
         elif module == "_warnings" and name in ("warn", "warn_explicit"):
             self.says.setdefault(f"warns at {where}")
             self.ask(RAISING_WARNINGS[0], (), {}, RAISING_WARNINGS[1])
@@ -471,7 +471,7 @@ class Calls(Sources):
             self.ask(function, tuple(given), {}, f"{code.co_name}({', '.join(map(repr, given))})")
 
     def _result(self, results: dict[int, list[Any]], place: int, value: Any, outer: Frame) -> None:
-        value = _frame_of(value) if is_a(value, FrameType) else value
+        value = FrameOf.of(value) if is_a(value, FrameType) else value
         kept, known = self._kept(value), results.setdefault(place, [])
         if len(known) >= MANY:
             return
@@ -496,7 +496,3 @@ def _classes(value: Any) -> list[type]:
     if is_a(value, tuple):
         return [each for part in value for each in _classes(part)]
     return [value] if is_a(value, type) else []
-
-
-def _frame_of(frame: FrameType | None, deep: int = 4) -> FrameOf | None:
-    return None if frame is None or not deep else FrameOf(frame.f_globals, _frame_of(frame.f_back, deep - 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 from weakref import ProxyTypes, ref
 
@@ -33,6 +33,10 @@ class FrameOf:
 
     globals: Any
     back: Any
+
+    @classmethod
+    def of(cls, frame: FrameType | None, deep: int = 4) -> FrameOf | None:
+        return None if frame is None or not deep else cls(frame.f_globals, cls.of(frame.f_back, deep - 1))
 
 
 def is_changeable(kind: type) -> bool:
