@@ -305,7 +305,7 @@ def test_records_know_every_field():
         Draw: "op shape stride dtype args kwargs device operand advance steps",
         Operand: "dtype stride offset of",
         Output: "value is_tensor alias_of is_same_object shape stride offset dtype is_conjugate requires_grad reaches "
-        "through",
+        "through is_saved is_held",
         Observation: "outputs out_spec draws unsupported differentiates reads_validation objects counted "
         "saved saved_views checkpointed replaced reads",
     }
