@@ -32,7 +32,7 @@ from benchmarks.gpu_clock import AHEAD_CYCLES, Step, by_turns, copy_bandwidth, s
 from benchmarks.gpu_peers import PEERS, PRECISIONS, Batch, peer, settle
 from benchmarks.train_blocks import BLOCKS, bert_layer
 from bridge import stats
-from bridge.compile import CallLibrary, Instruction, View
+from bridge.compile import CallLibrary, Instruction, MakeView
 from bridge.compile.runtime import executor
 
 SHAPES = ("32,328", "8,128")
@@ -56,7 +56,7 @@ class StepClock:
 
         def bind_timed(step: Instruction, *rest: Any) -> Callable[[list], None]:
             action = bind(step, *rest)
-            return action if isinstance(step, View) else partial(self._act, step, action)
+            return action if isinstance(step, MakeView) else partial(self._act, step, action)
 
         executor.bind = bind_timed
 

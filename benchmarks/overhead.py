@@ -2,7 +2,7 @@
 
 Ours, eager and, on request, torch.compile take turns in one process; medians. The second table takes our call apart:
 
-    guard      is this call what was compiled (:meth:`bridge.dispatch.guards.Guard.check`)
+    guard      is this call what was compiled (:meth:`bridge.dispatch.guards.EntryGuard.check`)
     draws      random numbers, the arithmetic of which is in here; nothing where there are none
     function   an ``autograd.Function`` with the same tensors that computes nothing, forward and backward
     steps      the two programs, kernels and library calls included, and what belongs to the forward: what is saved
@@ -12,7 +12,7 @@ The third table is the decision alone, of modules small and large:
 
     decision   this call is what was compiled, as every call of a loop is after the first
     after train()  the same after ``module.train()``, which writes to every submodule
-    closer look  an argument of other strides, without meaning (:meth:`bridge.dispatch.guards.Guard.match`)
+    closer look  an argument of other strides, without meaning (:meth:`bridge.dispatch.guards.EntryGuard.match`)
 
     python -m benchmarks.overhead --compile
 """
@@ -35,9 +35,9 @@ from transformers.models.bert.modeling_bert import BertEncoder, BertLayer
 
 from bridge import add_tvm_dispatch, stats
 from bridge.capture import capture
-from bridge.dispatch.call_run import Action, Call
+from bridge.dispatch.call_run import Action, CallValues
 from bridge.dispatch.entry import Entry
-from bridge.dispatch.guards import Guard
+from bridge.dispatch.guards import EntryGuard
 
 
 def tiny_bert_config(**options: int) -> BertConfig:
@@ -120,7 +120,7 @@ def parts(module: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
     """The pieces of a dispatched call, each to be timed alone."""
     (entry,) = stats(module).entries
     inputs = entry.guard.match(module, (x,), {})
-    call = Call()
+    call = CallValues()
     call.inputs = call.primals = inputs
     with torch.no_grad():
         for act in (*entry.run.before, *entry.run.forward):
@@ -146,12 +146,12 @@ def _function(
     torch.autograd.backward(made[: len(grad_outs)], grad_outs)
 
 
-def _act(actions: list[Action], call: Call) -> None:
+def _act(actions: list[Action], call: CallValues) -> None:
     for act in actions:
         act(call)
 
 
-def _draw(actions: list[Action], call: Call) -> None:
+def _draw(actions: list[Action], call: CallValues) -> None:
     call.primals = call.inputs  # draws are put behind them
     _act(actions, call)
 
@@ -192,7 +192,7 @@ def decisions(name: str, rounds: int) -> list[str]:
     module = make().train()
     x = torch.randn(shape, requires_grad=True)
     other = x.detach().as_strided(shape, (7, *x.stride()[1:])).requires_grad_()
-    guard = Guard(module, capture(module, (x,), {}), [x])
+    guard = EntryGuard(module, capture(module, (x,), {}), [x])
     module.__dict__["_compiled_call_impl"] = None  # where the dispatcher would be
     assert guard.check(module, (x,), {}) is not None and guard.check(module, (other,), {}) is None
     times: dict[str, list[float]] = {"decision": [], "after train()": [], "closer look": []}

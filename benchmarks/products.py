@@ -22,7 +22,7 @@ from tvm.relax import op as R
 from autodiff.ir import build_function
 from bridge.compile import Program, clear_choices, compile_function, host_backend
 from bridge.compile.cpu.measure import attainable_rate
-from bridge.compile.cpu.product_ways import Trial
+from bridge.compile.cpu.product_ways import ProductTrial
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.schedule.products import LayoutClass, ProductShape, is_generated
 
@@ -85,7 +85,7 @@ def attention_shapes(batch: int, length: int, element_type: str) -> dict[str, Pr
 
 def way_row(policy: CpuProducts, name: str, shape: ProductShape, rounds: int) -> str:
     """Every way's time as a ratio to torch's own, and the way that the policy chose, generated code with its plan."""
-    ways, trial = policy.ways(shape), Trial.of(shape)
+    ways, trial = policy.ways(shape), ProductTrial.of(shape)
     found = medians(policy.runs(shape, trial, ways), rounds)
     usual, chosen = ways[0], policy.choose(shape)
     ratios = ", ".join(f"{way} {ms / found[usual]:.2f}" for way, ms in found.items() if way != usual)

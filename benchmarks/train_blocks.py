@@ -37,7 +37,7 @@ from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import clear_cache, clear_choices, host_backend
 from bridge.compile.cpu.measure import seconds_of
-from bridge.compile.cpu.product_ways import Trial
+from bridge.compile.cpu.product_ways import ProductTrial
 
 WARM_UP = 3
 
@@ -110,14 +110,14 @@ class _Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trials: list[Trial] = []
+        self.trials: list[ProductTrial] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in ("mm", "bmm", "addmm", "baddbmm"):
             matrices = [*(arg.detach() for arg in args[-2:]), torch.empty_like(result)]
-            self.trials.append(Trial(*(matrix if matrix.ndim == 3 else matrix[None] for matrix in matrices)))
+            self.trials.append(ProductTrial(*(matrix if matrix.ndim == 3 else matrix[None] for matrix in matrices)))
         return result
 
 

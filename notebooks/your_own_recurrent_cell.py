@@ -98,7 +98,7 @@ assert calls_in(lowered)["aten.tanh.default"] == 2
 # width, the sigmoids and tanhs, the new cell, its LayerNorm and the new state.
 
 # %%
-from bridge.compile import CallLibrary, Launch, Loop, clear_cache, compile_function
+from bridge.compile import CallLibrary, Launch, RunLoop, clear_cache, compile_function
 
 with torch.no_grad():  # nothing is saved for a backward: fewer arrows
     program = compile_function(lower(module, x[:, :3]).forward, name="three_steps")
@@ -149,7 +149,7 @@ def program_steps(module, x):
 
 def calls_of(step):
     """Kernels and library calls of a step; of a loop, those of its body as often as it is run."""
-    if isinstance(step, Loop):
+    if isinstance(step, RunLoop):
         return step.length * sum(map(calls_of, step.steps))
     return int(isinstance(step, Launch | CallLibrary))
 

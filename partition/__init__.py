@@ -8,7 +8,7 @@ from partition.coloring import RecomputeAll, SaveAll, coloring
 from partition.cost import Cost
 from partition.curve import BUDGETS, Point, curve
 from partition.cut import STRATEGIES, Partitioned, partition, rebuild_backward
-from partition.graph import Choice, Graph, Node, Strategy, build_graph
+from partition.graph import Choice, JointGraph, Node, Strategy, build_graph
 from partition.min_cut import MinCut
 from partition.plan import Plan, Saved, bytes_text
 from partition.scans import differentiable_scans
@@ -18,7 +18,7 @@ __all__ = [
     "STRATEGIES",
     "Choice",
     "Cost",
-    "Graph",
+    "JointGraph",
     "MinCut",
     "Node",
     "Partitioned",

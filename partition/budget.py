@@ -20,7 +20,7 @@ from fractions import Fraction
 from partition.captured_set import captured_set
 from partition.coloring import reader
 from partition.cost import flops, product, recompute_cost
-from partition.graph import Choice, Graph
+from partition.graph import Choice, JointGraph
 from partition.network import minimum_cut
 
 __all__ = ["fewest_bytes", "fit"]
@@ -30,7 +30,7 @@ _NOTICEABLE = Fraction(1, 100)
 
 
 def fewest_bytes(
-    graph: Graph, savable: Collection[str], *, forced: Collection[str] = (), allow_products: bool = False
+    graph: JointGraph, savable: Collection[str], *, forced: Collection[str] = (), allow_products: bool = False
 ) -> tuple[str, ...] | None:
     """The captures that hold the fewest bytes of all allowed choices, and of those the cheapest to recompute from.
 
@@ -55,7 +55,7 @@ def fewest_bytes(
 
 
 def fit(
-    graph: Graph,
+    graph: JointGraph,
     choice: Choice,
     limit: int,
     *,
@@ -91,7 +91,7 @@ def fit(
 
 
 def _give_up(
-    graph: Graph, choice: Choice, limit: int, forced: Collection[str], allow_products: bool
+    graph: JointGraph, choice: Choice, limit: int, forced: Collection[str], allow_products: bool
 ) -> tuple[dict[str, str], list[tuple[int, str]], dict[str, str]]:
     """Captures given up one at a time until the rest fits, or none can be: the rest, those with their flops, and what
     stands in the way of the others."""
@@ -128,11 +128,11 @@ def _give_up(
     return saved, given_up, obstacles
 
 
-def _captured(graph: Graph, names: Collection[str]) -> int:
+def _captured(graph: JointGraph, names: Collection[str]) -> int:
     return sum(graph.nodes[name].bytes for name in captured_set(graph, Choice(dict.fromkeys(names, ""))).captures)
 
 
-def _obstacle(graph: Graph, name: str, forced: Collection[str]) -> str:
+def _obstacle(graph: JointGraph, name: str, forced: Collection[str]) -> str:
     """Why a value of the least choice has to stay."""
     if name in forced:
         return "the policy saves it"
@@ -140,7 +140,7 @@ def _obstacle(graph: Graph, name: str, forced: Collection[str]) -> str:
     return f"{reason}; allow_matmul_recompute is off" if reason else "nothing smaller from which it could be computed"
 
 
-def _new_work(graph: Graph, name: str, saved: Collection[str], stops: set[str], computed: set[str]) -> list[str]:
+def _new_work(graph: JointGraph, name: str, saved: Collection[str], stops: set[str], computed: set[str]) -> list[str]:
     """What the backward must compute in addition if it can no longer read ``name``."""
     work: dict[str, None] = {}
     stack = [name]
@@ -153,7 +153,7 @@ def _new_work(graph: Graph, name: str, saved: Collection[str], stops: set[str], 
     return list(work)
 
 
-def _first_product(graph: Graph, work: list[str]) -> str | None:
+def _first_product(graph: JointGraph, work: list[str]) -> str | None:
     for name in work:
         reason = product(graph.nodes[name]) if name in graph.forward else None
         if reason is not None:
@@ -161,7 +161,7 @@ def _first_product(graph: Graph, work: list[str]) -> str | None:
     return None
 
 
-def _out_of_reach(graph: Graph, limit: int, total: int, bound: int, obstacles: dict[str, str]) -> str:
+def _out_of_reach(graph: JointGraph, limit: int, total: int, bound: int, obstacles: dict[str, str]) -> str:
     size = {name: graph.nodes[name].bytes for name in obstacles}
     worst = sorted(obstacles, key=lambda name: -size[name])[:3]
     listed = "; ".join(f"{name}, {size[name]:,} bytes ({obstacles[name]})" for name in worst)

@@ -9,7 +9,7 @@ import tvm_ffi
 
 from autodiff.extents import is_symbol, symbols_alive
 from autodiff.ir import Expr, Var, substitute, used_vars
-from partition.graph import Choice, Graph
+from partition.graph import Choice, JointGraph
 
 __all__ = ["CapturedSet", "captured_set", "fingerprints"]
 
@@ -29,7 +29,7 @@ class CapturedSet:
     extra: tuple[str, ...]
 
 
-def captured_set(graph: Graph, choice: Choice) -> CapturedSet:
+def captured_set(graph: JointGraph, choice: Choice) -> CapturedSet:
     """Walk from what the backward requires until every path ends at a saved value, a parameter or a constant."""
     free = graph.free_outputs if choice.use_outputs else {}
     seen: set[str] = set()
@@ -56,7 +56,7 @@ def captured_set(graph: Graph, choice: Choice) -> CapturedSet:
     )
 
 
-def _side_work(graph: Graph, captures: tuple[str, ...]) -> tuple[str, ...]:
+def _side_work(graph: JointGraph, captures: tuple[str, ...]) -> tuple[str, ...]:
     wanted = {name for name in captures if name not in graph.forward}
     for name in reversed(graph.nodes):
         if name in wanted:
@@ -64,7 +64,7 @@ def _side_work(graph: Graph, captures: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in graph.nodes if name in wanted)
 
 
-def fingerprints(graph: Graph) -> dict[str, int]:
+def fingerprints(graph: JointGraph) -> dict[str, int]:
     """A hash per value of the whole computation behind it; primals count by position.
 
     Two joint functions of one forward give their common values the same fingerprints, whatever the names.

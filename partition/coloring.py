@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from partition.captured_set import captured_set
 from partition.cost import is_item, is_slice, is_view, save_cost
-from partition.graph import Choice, Graph
+from partition.graph import Choice, JointGraph
 
 __all__ = ["RecomputeAll", "SaveAll", "coloring", "reader"]
 
@@ -19,7 +19,7 @@ class SaveAll:
 
     name = "save_all"
 
-    def choose(self, graph: Graph) -> Choice:
+    def choose(self, graph: JointGraph) -> Choice:
         """Every capturable forward value; the walk from the gradients then reads only those it meets first."""
         saved = {}
         for name in graph.candidates:
@@ -33,12 +33,12 @@ class RecomputeAll:
 
     name = "recompute_all"
 
-    def choose(self, graph: Graph) -> Choice:
+    def choose(self, graph: JointGraph) -> Choice:
         """Nothing, not even the outputs that the forward returns anyway."""
         return Choice(use_outputs=False)
 
 
-def coloring(graph: Graph) -> dict[str, str]:
+def coloring(graph: JointGraph) -> dict[str, str]:
     """The colour of every node under ``save_all``, for pictures and explanations.
 
     ``"red"``: forward. ``"blue"``: forward, and captured. ``"green"``: parameters and outputs that the backward reads
@@ -58,7 +58,7 @@ def coloring(graph: Graph) -> dict[str, str]:
     return colors
 
 
-def reader(graph: Graph, name: str) -> str:
+def reader(graph: JointGraph, name: str) -> str:
     """The first binding outside the forward that reads a value, directly or through views, as in "sum of db1"."""
     queue = [name]
     for read in queue:
@@ -70,7 +70,7 @@ def reader(graph: Graph, name: str) -> str:
     return "a gradient that is this very value"
 
 
-def _is_red(graph: Graph, name: str) -> bool:
+def _is_red(graph: JointGraph, name: str) -> bool:
     """Whether the forward computes a value, or the tuple whose item it is."""
     node = graph.nodes[name]
     return name in graph.forward or (is_item(graph, node) and node.inputs[0] in graph.forward)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autodiff.extents import sample_of
 from autodiff.ir import shape
-from partition.graph import Graph, Node
+from partition.graph import JointGraph, Node
 from partition.ops import (
     CHEAP,
     CHEAP_LIBRARY,
@@ -27,26 +27,9 @@ from partition.ops import (
     VIEWS,
 )
 
-__all__ = [
-    "ARITHMETIC",
-    "HOLD",
-    "MOVE",
-    "TRANSCENDENTAL_ARITHMETIC",
-    "Cost",
-    "flops",
-    "is_creation",
-    "is_item",
-    "is_slice",
-    "is_view",
-    "is_widened",
-    "moved_bytes",
-    "must_save_reason",
-    "product",
-    "read_by_kernel",
-    "recompute_cost",
-    "save_cost",
-    "view_base",
-]
+__all__ = ["ARITHMETIC", "HOLD", "MOVE", "TRANSCENDENTAL_ARITHMETIC", "Cost", "flops", "is_creation", "is_item"]
+__all__ += ["is_slice", "is_view", "is_widened", "moved_bytes", "must_save_reason", "product", "read_by_kernel"]
+__all__ += ["recompute_cost", "save_cost", "view_base"]
 
 #: A byte that lives until the backward. Memory is what partitions are for: it outweighs 32 times the traffic, so a
 #: cut changes its mind only about chains of some dozens of point-wise operations for one saved tensor.
@@ -79,14 +62,14 @@ def is_view(node: Node) -> bool:
     return node.op == "relax.astype" and str(node.value.args[0].ty.dtype) == "bool"
 
 
-def is_slice(graph: Graph, node: Node) -> bool:
+def is_slice(graph: JointGraph, node: Node) -> bool:
     """Whether a binding is a part of a larger value: a strided slice, or an item of a split."""
     if node.op == "TupleGetItem":
         return graph.nodes[node.inputs[0]].op == "relax.split"
     return node.op in SLICES
 
 
-def is_item(graph: Graph, node: Node) -> bool:
+def is_item(graph: JointGraph, node: Node) -> bool:
     """Whether a binding is an item of a tuple that a call computes: a value of its own, not a view."""
     return node.op == "TupleGetItem" and graph.nodes[node.inputs[0]].op not in (*TRIVIAL, "relax.split", "param")
 
@@ -96,7 +79,7 @@ def is_creation(node: Node) -> bool:
     return not node.inputs and product(node) is None
 
 
-def is_widened(graph: Graph, name: str) -> bool:
+def is_widened(graph: JointGraph, name: str) -> bool:
     """Whether a value only spells a bool in wider numbers: made from it and constants, element by element.
 
     A dropout mask as ``0`` and ``1 / (1 - p)``, for instance. It is recomputed from the byte mask, never saved.
@@ -110,7 +93,7 @@ def is_widened(graph: Graph, name: str) -> bool:
     return graph.nodes[source].dtype == "bool" or is_widened(graph, source)
 
 
-def view_base(graph: Graph, name: str) -> str:
+def view_base(graph: JointGraph, name: str) -> str:
     """The value a view, or a view of a view, looks at; the value itself if it is no view of one operand."""
     node = graph.nodes[name]
     while node.value is not None and is_view(node) and not is_item(graph, node) and len(node.inputs) == 1:
@@ -118,7 +101,7 @@ def view_base(graph: Graph, name: str) -> str:
     return node.name
 
 
-def must_save_reason(graph: Graph, name: str) -> str | None:
+def must_save_reason(graph: JointGraph, name: str) -> str | None:
     """Must-save: why a value must not be recomputed, as a phrase, or ``None`` if it may be.
 
     A side value never has to be saved: either half computes them for the first time.
@@ -151,7 +134,7 @@ def product(node: Node) -> str | None:
     return None
 
 
-def save_cost(graph: Graph, name: str) -> int | None:
+def save_cost(graph: JointGraph, name: str) -> int | None:
     """The cost of saving a value until the backward, or ``None`` if it is never captured as such.
 
     Views are saved as their base, tuples as their items, bools as bools; what is made from nothing is recomputed.
@@ -168,7 +151,7 @@ def save_cost(graph: Graph, name: str) -> int | None:
     return node.bytes * (HOLD if materialized(graph, name) else HOLD + MOVE)
 
 
-def recompute_cost(graph: Graph, name: str) -> int:
+def recompute_cost(graph: JointGraph, name: str) -> int:
     """The cost of computing a value in the backward, given its operands, whether or not it must be saved.
 
     Side values cost only the reads of their further operands: their arithmetic is paid once on either side.
@@ -193,13 +176,13 @@ def recompute_cost(graph: Graph, name: str) -> int:
     return cost
 
 
-def materialized(graph: Graph, name: str) -> bool:
+def materialized(graph: JointGraph, name: str) -> bool:
     """Whether the forward writes a value to memory even if nobody saves it: a kernel that fuses with nothing makes
     it or reads it."""
     return not _fuses(graph.nodes[name].op) or read_by_kernel(graph, name, graph.forward)
 
 
-def read_by_kernel(graph: Graph, name: str, within: frozenset[str]) -> bool:
+def read_by_kernel(graph: JointGraph, name: str, within: frozenset[str]) -> bool:
     """Whether, among the bindings ``within``, one that fuses with nothing reads this value, directly or as a view."""
     for user in graph.users[name]:
         node = graph.nodes[user]
@@ -215,7 +198,7 @@ def _fuses(op: str) -> bool:
     return op in CHEAP or op in TRANSCENDENTAL or op in VIEWS or op in SLICES
 
 
-def flops(graph: Graph, name: str) -> int:
+def flops(graph: JointGraph, name: str) -> int:
     """Floating point operations of one binding: exact for a matmul, an estimate for everything else.
 
     For a product of unknown form 2·√(|a|·|b|·|out|), which is the exact count for matrices.
@@ -236,13 +219,13 @@ def flops(graph: Graph, name: str) -> int:
     return _FLOPS_CHEAP * max([elements, *operands[-1:]])
 
 
-def moved_bytes(graph: Graph, name: str) -> int:
+def moved_bytes(graph: JointGraph, name: str) -> int:
     """Bytes that one binding reads and writes if nothing is fused."""
     node = graph.nodes[name]
     return node.bytes + sum(graph.nodes[view_base(graph, read)].bytes for read in node.inputs)
 
 
-def _result_elements(graph: Graph, node: Node) -> int:
+def _result_elements(graph: JointGraph, node: Node) -> int:
     if node.is_tensor:
         return node.elements
     return sum(graph.nodes[user].elements for user in graph.users[node.name] if graph.nodes[user].op == "TupleGetItem")

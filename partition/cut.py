@@ -16,7 +16,7 @@ from autodiff import Body
 from autodiff.ir import DataflowVar, Expr, Function, TensorType, Var, build_function, shape, substitute
 from partition.captured_set import CapturedSet, captured_set, fingerprints
 from partition.coloring import RecomputeAll, SaveAll
-from partition.graph import Choice, Graph, Strategy, build_graph
+from partition.graph import Choice, JointGraph, Strategy, build_graph
 from partition.heuristics import saved_as_read, with_joined_behind, with_kept_casts, with_rows_again, with_short_chains
 from partition.min_cut import MinCut
 from partition.order import backward_order
@@ -25,7 +25,7 @@ from partition.plan import Plan, make_plan
 __all__ = ["STRATEGIES", "Partitioned", "partition", "rebuild_backward", "resolve", "split"]
 
 
-def split(graph: Graph, captured: CapturedSet) -> tuple[Function, Function]:
+def split(graph: JointGraph, captured: CapturedSet) -> tuple[Function, Function]:
     """The forward and the backward function.
 
     Returns:
@@ -93,7 +93,11 @@ def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outpu
 
 
 def _backward(
-    graph: Graph, params: list[Var], provided: Mapping[str, Var], computed: Sequence[str], empty: Sequence[Var] = ()
+    graph: JointGraph,
+    params: list[Var],
+    provided: Mapping[str, Var],
+    computed: Sequence[str],
+    empty: Sequence[Var] = (),
 ) -> Function:
     """The function from ``params`` and all grad_outs to the gradients; ``provided`` says which nodes the params are.
 
@@ -105,7 +109,7 @@ def _backward(
 
 
 def _function(
-    graph: Graph,
+    graph: JointGraph,
     params: list[Var],
     provided: Mapping[str, Var],
     more_params: Iterable[str],

@@ -29,7 +29,7 @@ from partition.normalize import normalize, permute_once
 from partition.ops import RANDOM
 from partition.read_again import results_of
 
-__all__ = ["Choice", "Graph", "Node", "Strategy", "build_graph"]
+__all__ = ["Choice", "JointGraph", "Node", "Strategy", "build_graph"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Graph:
+class JointGraph:
     """A joint function's live nodes, in joint order.
 
     ``outputs`` and ``gradients`` hold one entry per result: a node's name, or ``None`` where the result is a constant
@@ -163,7 +163,7 @@ def build_graph(
     again: Mapping[int, bool] = MappingProxyType({}),
     owners: Mapping[str, str] = MappingProxyType({}),
     apart: Collection[int] = (),
-) -> Graph:
+) -> JointGraph:
     """The graph of a joint function in flat form.
 
     Args:
@@ -225,7 +225,7 @@ def build_graph(
     required.update((name, None) for name in gradient_names if name is not None and name not in tangled)
     bound = {name for name, node in nodes.items() if node.value is not None}
     live_names = forward | side | adjoint
-    return Graph(
+    return JointGraph(
         nodes={name: node for name, node in nodes.items() if name in live_names or node.value is None},
         primals=primals,
         grad_outs=grad_outs,
@@ -280,5 +280,5 @@ class Strategy(Protocol):
     def name(self) -> str:
         """What the plan and its table call this strategy."""
 
-    def choose(self, graph: Graph) -> Choice:
+    def choose(self, graph: JointGraph) -> Choice:
         """The values to save. Must depend on the graph alone, so that the same module always gets the same plan."""

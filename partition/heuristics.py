@@ -34,7 +34,7 @@ from dataclasses import replace
 
 from partition.captured_set import captured_set
 from partition.cost import is_item, is_view, product, read_by_kernel, view_base
-from partition.graph import Choice, Graph
+from partition.graph import Choice, JointGraph
 from partition.normalize import PERMUTATION, keeps_rows
 from partition.ops import CHEAP, ROW, VIEWS
 
@@ -44,7 +44,7 @@ __all__ = ["saved_as_read", "with_joined_behind", "with_kept_casts", "with_rows_
 _OF_MATRICES = ("relax.matmul", "library.biased_product")
 
 
-def saved_as_read(graph: Graph, choice: Choice) -> Choice:
+def saved_as_read(graph: JointGraph, choice: Choice) -> Choice:
     """The choice with values behind one chain of views replaced by the last permuted one, where products read that."""
     saved = {}
     for name, reason in choice.saved.items():
@@ -53,7 +53,7 @@ def saved_as_read(graph: Graph, choice: Choice) -> Choice:
     return replace(choice, saved=saved)
 
 
-def _last_permuted(graph: Graph, name: str) -> str:
+def _last_permuted(graph: JointGraph, name: str) -> str:
     found, permuted = name, False
     for view in _chain(graph, name):
         permuted = permuted or graph.nodes[view].op == PERMUTATION
@@ -62,7 +62,7 @@ def _last_permuted(graph: Graph, name: str) -> str:
     return found if _only_products_read(graph, found) else name
 
 
-def _only_products_read(graph: Graph, name: str) -> bool:
+def _only_products_read(graph: JointGraph, name: str) -> bool:
     """Whether matrix products read a value, or views of it, and nothing that reads in any order."""
     readers = [graph.nodes[reader] for reader in graph.users[name]]
     return all(
@@ -70,7 +70,7 @@ def _only_products_read(graph: Graph, name: str) -> bool:
     )
 
 
-def _chain(graph: Graph, name: str) -> Iterator[str]:
+def _chain(graph: JointGraph, name: str) -> Iterator[str]:
     """The views of a value, each the only reader of the one before, as far as rows stay rows."""
     while len(readers := graph.users[name]) == 1:
         node = graph.nodes[readers[0]]
@@ -85,7 +85,7 @@ def _chain(graph: Graph, name: str) -> Iterator[str]:
 _JOIN = "relax.concat"
 
 
-def with_joined_behind(graph: Graph, choice: Choice) -> Choice:
+def with_joined_behind(graph: JointGraph, choice: Choice) -> Choice:
     """The choice with concatenations in the place of such values, where nothing else in the backward reads them."""
     found = captured_set(graph, choice)
     computed, saved = set(found.computed), dict(choice.saved)
@@ -100,13 +100,13 @@ def with_joined_behind(graph: Graph, choice: Choice) -> Choice:
     return choice if saved.keys() == choice.saved.keys() else replace(choice, saved=saved)
 
 
-def _is_result_as_view(graph: Graph, name: str) -> bool:
+def _is_result_as_view(graph: JointGraph, name: str) -> bool:
     """Whether a result has the same elements."""
     views = [user for user in graph.users[name] if user in graph.forward and graph.nodes[user].op in VIEWS]
     return any(view in graph.output_index or _is_result_as_view(graph, view) for view in views)
 
 
-def _joined(graph: Graph, name: str, computed: set[str]) -> str | None:
+def _joined(graph: JointGraph, name: str, computed: set[str]) -> str | None:
     """What the backward joins of views of a value, if that is all that it does with it, and it needs no gradient."""
     readers = [user for user in graph.users[name] if user in computed or user in graph.adjoint]
     if len(readers) != 1 or readers[0] not in computed:
@@ -117,7 +117,7 @@ def _joined(graph: Graph, name: str, computed: set[str]) -> str | None:
     return _joined(graph, reader, computed) if is_view(graph.nodes[reader]) else None
 
 
-def with_kept_casts(graph: Graph, choice: Choice, parameters: int) -> Choice:
+def with_kept_casts(graph: JointGraph, choice: Choice, parameters: int) -> Choice:
     """The choice with casts of the first ``parameters`` primals, of those that products of the forward read."""
     weights = set(graph.primals[:parameters])
     kept = {
@@ -131,14 +131,14 @@ def with_kept_casts(graph: Graph, choice: Choice, parameters: int) -> Choice:
     return replace(choice, saved={**choice.saved, **kept})
 
 
-def _is_for_products(graph: Graph, name: str) -> bool:
+def _is_for_products(graph: JointGraph, name: str) -> bool:
     readers = [graph.nodes[reader] for reader in graph.users[name] if reader in graph.forward]
     return any(
         product(node) is not None or (node.op in VIEWS and _is_for_products(graph, node.name)) for node in readers
     )
 
 
-def with_rows_again(graph: Graph, choice: Choice) -> Choice:
+def with_rows_again(graph: JointGraph, choice: Choice) -> Choice:
     """The choice with products in the place of rows that are made of them by cheap arithmetic with parameters."""
     saved = {}
     for name, reason in choice.saved.items():
@@ -150,7 +150,7 @@ def with_rows_again(graph: Graph, choice: Choice) -> Choice:
     return replace(choice, saved=saved)
 
 
-def _source(graph: Graph, name: str) -> str | None:
+def _source(graph: JointGraph, name: str) -> str | None:
     """The product that a saved row is computed from, if it is in memory, no larger, and the row is not."""
     node = graph.nodes[name]
     if node.op not in ROW or name in graph.output_index or read_by_kernel(graph, name, graph.forward):
@@ -163,13 +163,13 @@ def _source(graph: Graph, name: str) -> str | None:
     return found
 
 
-def _is_of_a_product(graph: Graph, name: str) -> bool:
+def _is_of_a_product(graph: JointGraph, name: str) -> bool:
     """Whether a value is what a product computes, or one of several."""
     node = graph.nodes[name]
     return product(graph.nodes[node.inputs[0]] if is_item(graph, node) else node) is not None
 
 
-def _operand(graph: Graph, name: str) -> str | None:
+def _operand(graph: JointGraph, name: str) -> str | None:
     """The operand of cheap arithmetic that is no parameter, or of a view; ``None`` if there is not exactly one."""
     node = graph.nodes[name]
     if node.op not in CHEAP and not is_view(node):
@@ -178,7 +178,7 @@ def _operand(graph: Graph, name: str) -> str | None:
     return others[0] if len(others) == 1 else None
 
 
-def with_short_chains(graph: Graph, choice: Choice) -> Choice:
+def with_short_chains(graph: JointGraph, choice: Choice) -> Choice:
     """The choice with those values, of what the forward writes for its products in any case."""
     computed = [name for name in captured_set(graph, choice).computed if name in graph.forward]
     written = {name for name in computed if not is_view(graph.nodes[name]) and _is_written_twice(graph, name)}
@@ -192,7 +192,7 @@ def with_short_chains(graph: Graph, choice: Choice) -> Choice:
     return replace(choice, saved={**choice.saved, **saved})
 
 
-def _is_written_twice(graph: Graph, name: str) -> bool:
+def _is_written_twice(graph: JointGraph, name: str) -> bool:
     """Whether products of the forward and of the backward read a tensor."""
     return graph.nodes[name].is_tensor and all(
         read_by_kernel(graph, name, half) for half in (graph.forward, graph.adjoint)

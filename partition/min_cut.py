@@ -12,7 +12,7 @@ from partition.budget import fit
 from partition.captured_set import captured_set
 from partition.coloring import SaveAll, reader
 from partition.cost import must_save_reason, product, recompute_cost, save_cost
-from partition.graph import Choice, Graph, Node
+from partition.graph import Choice, JointGraph, Node
 from partition.network import minimum_cut
 
 __all__ = ["Costs", "MinCut", "candidate_costs"]
@@ -56,16 +56,16 @@ class MinCut:
         """``min_cut``, with the budget if there is one."""
         return "min_cut" if self.budget is None else f"min_cut(budget={self.budget})"
 
-    def choose(self, graph: Graph) -> Choice:
+    def choose(self, graph: JointGraph) -> Choice:
         """The values on the cut, fewer if the budget asks; the colouring's if there is no finite cut."""
         costs = self.costs(graph)
         return self.fit(graph, costs, self.unbounded(graph, costs))
 
-    def costs(self, graph: Graph) -> Costs:
+    def costs(self, graph: JointGraph) -> Costs:
         """The stated costs after must-save and policy; the policy is asked here."""
         return candidate_costs(graph, self.policy, self.allow_matmul_recompute)
 
-    def unbounded(self, graph: Graph, costs: Costs) -> Choice:
+    def unbounded(self, graph: JointGraph, costs: Costs) -> Choice:
         """The choice without the budget."""
 
         cut = minimum_cut(graph, costs.save, costs.recompute, graph.free_outputs)
@@ -75,7 +75,7 @@ class MinCut:
             return replace(SaveAll().choose(graph), notes=(*costs.notes, note))
         return Choice({name: _reason(graph, costs, name) for name in cut.saved}, notes=costs.notes)
 
-    def fit(self, graph: Graph, costs: Costs, choice: Choice) -> Choice:
+    def fit(self, graph: JointGraph, costs: Costs, choice: Choice) -> Choice:
         """A choice of :meth:`unbounded`, made to fit the budget."""
         if self.budget is None:
             return choice
@@ -103,7 +103,7 @@ class Costs:
 _FORCED = "forced: the policy saves it"
 
 
-def candidate_costs(graph: Graph, policy: Policy | None = None, allow_products: bool = False) -> Costs:
+def candidate_costs(graph: JointGraph, policy: Policy | None = None, allow_products: bool = False) -> Costs:
     """The stated costs of every candidate, after must-save and the policy."""
     save: dict[str, int | None] = {}
     recompute: dict[str, int | None] = {}
@@ -131,7 +131,7 @@ def candidate_costs(graph: Graph, policy: Policy | None = None, allow_products: 
     return Costs(save, recompute, must_save, tuple(notes))
 
 
-def _obstacle(graph: Graph, costs: Costs, name: str) -> str:
+def _obstacle(graph: JointGraph, costs: Costs, name: str) -> str:
     """Why a value on an infinite path can be neither saved nor recomputed."""
     found = []
     if costs.save[name] is None:
@@ -141,7 +141,7 @@ def _obstacle(graph: Graph, costs: Costs, name: str) -> str:
     return ", ".join(found)
 
 
-def _reason(graph: Graph, costs: Costs, name: str) -> str:
+def _reason(graph: JointGraph, costs: Costs, name: str) -> str:
     """Why the cut saves a value."""
     reason = costs.must_save.get(name)
     if reason == _FORCED:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from partition.graph import Graph
+from partition.graph import JointGraph
 
 __all__ = ["Cut", "minimum_cut"]
 
@@ -43,7 +43,7 @@ class Cut:
 
 
 def minimum_cut(
-    graph: Graph, save: Mapping[str, int | None], recompute: Mapping[str, int | None], free: Collection[str]
+    graph: JointGraph, save: Mapping[str, int | None], recompute: Mapping[str, int | None], free: Collection[str]
 ) -> Cut:
     """The cheapest set of values to save.
 
@@ -180,7 +180,7 @@ def _distances(start: Node, next_of: Callable[[Node], Iterable[Node]]) -> dict[N
 
 
 def _infinite_path(
-    graph: Graph, save: Mapping[str, int | None], recompute: Mapping[str, int | None], inner: list[str]
+    graph: JointGraph, save: Mapping[str, int | None], recompute: Mapping[str, int | None], inner: list[str]
 ) -> tuple[str, ...]:
     """The values along a shortest path of infinite edges from source to sink, nothing contracted."""
     before: dict[str, list[str]] = {}

@@ -14,12 +14,12 @@ import heapq
 from collections.abc import Collection, Iterable
 
 from partition.cost import view_base
-from partition.graph import Graph
+from partition.graph import JointGraph
 
 __all__ = ["backward_order", "peak_bytes"]
 
 
-def backward_order(graph: Graph, body: Collection[str]) -> list[str]:
+def backward_order(graph: JointGraph, body: Collection[str]) -> list[str]:
     """The bindings ``body`` (names) in the order in which the backward computes them."""
     body = set(body)
     adjoint = [name for name in graph.nodes if name in body and name in graph.adjoint]
@@ -28,7 +28,7 @@ def backward_order(graph: Graph, body: Collection[str]) -> list[str]:
     return min((natural, scheduled), key=lambda order: peak_bytes(graph, order))
 
 
-def peak_bytes(graph: Graph, order: Iterable[str]) -> int:
+def peak_bytes(graph: JointGraph, order: Iterable[str]) -> int:
     """The most bytes of results alive at once when ``order`` runs; what comes from outside is not counted.
 
     A view lives in its base; a result of the function lives to the end.
@@ -58,7 +58,7 @@ def peak_bytes(graph: Graph, order: Iterable[str]) -> int:
     return peak
 
 
-def _with_demand(graph: Graph, body: set[str], adjoint: Iterable[str]) -> list[str]:
+def _with_demand(graph: JointGraph, body: set[str], adjoint: Iterable[str]) -> list[str]:
     """``adjoint`` in this order, everything else of ``body`` just before its first reader, unread results last."""
     done: dict[str, None] = {}
     leftovers = [name for name in graph.gradients if name in body]
@@ -75,7 +75,7 @@ def _with_demand(graph: Graph, body: set[str], adjoint: Iterable[str]) -> list[s
     return list(done)
 
 
-def _list_schedule(graph: Graph, body: set[str], adjoint: list[str]) -> list[str]:
+def _list_schedule(graph: JointGraph, body: set[str], adjoint: list[str]) -> list[str]:
     """Adjoint bindings, always next the ready one with the smallest net growth; ties go to the joint order."""
     position = {name: index for index, name in enumerate(adjoint)}
     readers = {name: [user for user in graph.users[name] if user in position] for name in body}

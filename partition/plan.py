@@ -10,7 +10,7 @@ from autodiff.extents import Dim, Extent
 from autodiff.ir import itemsize
 from partition.captured_set import CapturedSet, captured_set, fingerprints
 from partition.cost import Cost, flops, is_view, moved_bytes
-from partition.graph import Choice, Graph
+from partition.graph import Choice, JointGraph
 
 __all__ = ["Plan", "Saved", "bytes_text", "make_plan"]
 
@@ -137,7 +137,7 @@ def bytes_text(held: Saved | Plan) -> str:
 
 
 def make_plan(
-    graph: Graph, strategy: str, choice: Choice, *, save_all: Choice, as_read: bool = False
+    graph: JointGraph, strategy: str, choice: Choice, *, save_all: Choice, as_read: bool = False
 ) -> tuple[Plan, CapturedSet]:
     """The plan of a choice, and the captured set that it describes.
 
@@ -181,11 +181,11 @@ def make_plan(
     return plan, captured
 
 
-def _recomputed(graph: Graph, captured: CapturedSet) -> list[str]:
+def _recomputed(graph: JointGraph, captured: CapturedSet) -> list[str]:
     """The forward's bindings that the backward computes too."""
     return [name for name in captured.computed if name in graph.forward or name in captured.extra]
 
 
-def _cost(graph: Graph, names: list[str]) -> Cost:
+def _cost(graph: JointGraph, names: list[str]) -> Cost:
     work = [name for name in names if not is_view(graph.nodes[name])]
     return Cost(flops=sum(flops(graph, name) for name in work), bytes=sum(moved_bytes(graph, name) for name in work))

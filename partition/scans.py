@@ -25,9 +25,9 @@ from autodiff.ir import (
     used_vars,
 )
 from autodiff.scan import (
-    Saved,
+    BackwardParameter,
+    BackwardStep,
     Scan,
-    Step,
     body_text,
     gradient_of,
     is_scan,
@@ -134,7 +134,7 @@ def _with_gradient(
 
 def _step(
     scan: Scan, wanted: tuple[int, ...], differentiated: tuple[int, ...], strategy: str | Strategy
-) -> tuple[str | None, Step]:
+) -> tuple[str | None, BackwardStep]:
     """The text of the body that gives what its backward reads, ``None`` if TVM's JSON cannot hold it, and the backward;
     whatever the length of the scan is."""
     simple = _simple(scan, merge_casts=False)
@@ -143,7 +143,7 @@ def _step(
     cut = partition(joint, num_primals=len(simple.params), num_outputs=outputs, strategy=strategy)
     forward, plan = cut.forward, cut.plan
     made = list(results(forward))
-    params: list[Saved] = []
+    params: list[BackwardParameter] = []
     after: dict[int, int] = {}
 
     def held(value: Expr) -> int:
@@ -156,17 +156,17 @@ def _step(
 
     for place in plan.saved_primals:
         if place < scan.carries:
-            params.append(Saved("before", place))
+            params.append(BackwardParameter("before", place))
             after[place] = held(made[place])
         elif place < scan.carries + scan.xs:
-            params.append(Saved("x", place - scan.carries))
+            params.append(BackwardParameter("x", place - scan.carries))
         else:
-            params.append(Saved("constant", place - scan.carries - scan.xs))
-    params += [Saved("y", held(made[place])) for place in plan.saved_outputs]
-    params += [Saved("y", outputs + place) for place in range(len(plan.captures))]
-    params += [Saved("grad", place) for place in differentiated]
+            params.append(BackwardParameter("constant", place - scan.carries - scan.xs))
+    params += [BackwardParameter("y", held(made[place])) for place in plan.saved_outputs]
+    params += [BackwardParameter("y", outputs + place) for place in range(len(plan.captures))]
+    params += [BackwardParameter("grad", place) for place in differentiated]
     text = body_text(build_function(list(forward.params), list(bindings(forward)), made))
-    return text, Step(join_products(cut.backward), tuple(params), wanted, differentiated, after)
+    return text, BackwardStep(join_products(cut.backward), tuple(params), wanted, differentiated, after)
 
 
 _step_of_any_length = functools.lru_cache(maxsize=64)(_step)

@@ -11,7 +11,7 @@ from autodiff.extents.extent import (
     sample_of,
     symbols_alive,
 )
-from autodiff.extents.guard import Guard
+from autodiff.extents.guard import SizeGuard
 from autodiff.extents.polynomial import Composite, Symbol
 from autodiff.extents.proofs import at_most, below, content, divides, same
 from autodiff.extents.shapes import Slice, broadcast, same_shape, slice_of
@@ -22,8 +22,8 @@ __all__ = [
     "Dim",
     "Extent",
     "ExtentScope",
-    "Guard",
     "ScopeState",
+    "SizeGuard",
     "Slice",
     "Symbol",
     "at_most",

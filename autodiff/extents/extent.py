@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from tvm import tirx
 from tvm.tirx import IntImm
 
-from autodiff.extents.guard import Guard
+from autodiff.extents.guard import SizeGuard
 from autodiff.extents.polynomial import Composite, Symbol, Terms, add, constant, divide, multiply, symbols_of, text
 from autodiff.extents.ranges import Range, range_of
 from autodiff.extents.to_tir import to_tir
@@ -38,7 +38,7 @@ class ExtentScope:
         self.samples: dict[Symbol, int] = {}
         self.ranges: dict[Symbol, Range] = {}
         self.assumed: object = None
-        self._guards: dict[Guard, None] = {}
+        self._guards: dict[SizeGuard, None] = {}
         self._vars: dict[Symbol, tirx.Var] = {}
         self._bounds: dict[Terms, Range] = {}
 
@@ -64,7 +64,7 @@ class ExtentScope:
         self._bounds.clear()
 
     @property
-    def guards(self) -> tuple[Guard, ...]:
+    def guards(self) -> tuple[SizeGuard, ...]:
         return tuple(self._guards)
 
     def var(self, symbol: Symbol) -> tirx.Var:
@@ -101,7 +101,7 @@ class ExtentScope:
         return lambda sizes: function(*[sizes[name] for name in order])
 
     @contextmanager
-    def assuming(self, sizes: Mapping[str, int]) -> Iterator[Mapping[Guard, None]]:
+    def assuming(self, sizes: Mapping[str, int]) -> Iterator[Mapping[SizeGuard, None]]:
         """Answers for these sizes instead of the sample's, for what is made later than the rest, in a call of theirs.
 
         What is answered for them alone becomes a guard in the mapping that is given, and none of the scope's.
@@ -114,20 +114,20 @@ class ExtentScope:
         finally:
             self.samples, self._guards, self.assumed = before
 
-    def broken(self, guards: Iterable[Guard] | None = None) -> Callable[[Mapping[str, int]], Guard | None]:
+    def broken(self, guards: Iterable[SizeGuard] | None = None) -> Callable[[Mapping[str, int]], SizeGuard | None]:
         """A function of sizes by name: the first guard, the scope's or others, that does not hold, or ``None``.
 
         The ranges come first, and a guard that excludes a divisor of 0 before those that divide by it.
         """
-        ranges: list[Guard] = []
+        ranges: list[SizeGuard] = []
         for symbol, bounds in self.ranges.items():
             own: Terms = (((symbol,), 1),)
-            ranges += [Guard(add(own, _number(bounds.low), -1), ">=")] if bounds.low is not None else []
-            ranges += [Guard(add(_number(bounds.high), own, -1), ">=")] if bounds.high is not None else []
+            ranges += [SizeGuard(add(own, _number(bounds.low), -1), ">=")] if bounds.low is not None else []
+            ranges += [SizeGuard(add(_number(bounds.high), own, -1), ">=")] if bounds.high is not None else []
         guards = (*ranges, *(self.guards if guards is None else guards))
         values = self.compiled([self.make(guard.terms) for guard in guards])
 
-        def first_broken(sizes: Mapping[str, int]) -> Guard | None:
+        def first_broken(sizes: Mapping[str, int]) -> SizeGuard | None:
             try:
                 found = values(sizes)
             except ZeroDivisionError:
@@ -144,7 +144,7 @@ class ExtentScope:
         if (bounds.low is not None and bounds.low > 0) or (bounds.high is not None and bounds.high < 0):
             return False
         found = self._sample(terms) == 0
-        self._guards[Guard(terms, "==" if found else "!=")] = None
+        self._guards[SizeGuard(terms, "==" if found else "!=")] = None
         return found
 
     def is_negative(self, terms: Terms) -> bool:
@@ -156,7 +156,7 @@ class ExtentScope:
             return True
         found = self._sample(terms) < 0
         guarded = add(_number(-1), terms, -1) if found else terms
-        self._guards[Guard(guarded, ">=")] = None
+        self._guards[SizeGuard(guarded, ">=")] = None
         return found
 
     def _sample(self, terms: Terms) -> int:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from autodiff.extents.polynomial import Symbol, Terms, symbols_of, text
 
-__all__ = ["Guard"]
+__all__ = ["SizeGuard"]
 
 
 @dataclass(frozen=True)
-class Guard:
+class SizeGuard:
     """``terms >= 0``, ``terms == 0`` or ``terms != 0``.
 
     Attributes:

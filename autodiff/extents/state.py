@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autodiff.extents.extent import ExtentScope
-from autodiff.extents.guard import Guard
+from autodiff.extents.guard import SizeGuard
 
 __all__ = ["ScopeState", "scope_of_state", "state_of_scope"]
 
@@ -15,7 +15,7 @@ class ScopeState:
     """A scope as it is now: of each symbol ``(name, sample, low, high)``, and the guards."""
 
     symbols: tuple[tuple[str, int, int | None, int | None], ...]
-    guards: tuple[Guard, ...]
+    guards: tuple[SizeGuard, ...]
 
 
 def state_of_scope(scope: ExtentScope) -> ScopeState:

@@ -9,17 +9,17 @@ from autodiff.scan.hoist import hoist
 from autodiff.scan.marks import from_marks
 from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
 from autodiff.scan.parts import carried_in_parts
-from autodiff.scan.period import Run, periodic
-from autodiff.scan.reverse import Saved, Step, reverse_scan
+from autodiff.scan.period import PeriodicRun, periodic
+from autodiff.scan.reverse import BackwardParameter, BackwardStep, reverse_scan
 from autodiff.scan.roll import roll_up
 from autodiff.scan.turned import turned_inside
 from autodiff.scan.unroll import unroll
 
 __all__ = [
-    "Run",
-    "Saved",
+    "BackwardParameter",
+    "BackwardStep",
+    "PeriodicRun",
     "Scan",
-    "Step",
     "backward_of",
     "body_text",
     "carried_in_parts",

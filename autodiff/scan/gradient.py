@@ -14,12 +14,12 @@ from typing import Any
 from autodiff.ir import Call, Expr, Function, TupleGetItem, Var, bindings, results, substitute
 from autodiff.scan.hoist import hoist
 from autodiff.scan.operator import Scan, body_text, parsed, scan_of
-from autodiff.scan.reverse import Saved, Step, reverse_scan
+from autodiff.scan.reverse import BackwardParameter, BackwardStep, reverse_scan
 
 __all__ = ["backward_of", "gradient_of", "partials"]
 
 
-def gradient_of(step: Step, sums_later: bool) -> dict[str, Any]:
+def gradient_of(step: BackwardStep, sums_later: bool) -> dict[str, Any]:
     """As the options of a scan hold it; ``sums_later``: see :mod:`autodiff.scan.reverse`.
 
     ``ValueError`` if TVM's JSON cannot hold a literal in it.
@@ -41,9 +41,9 @@ def backward_of(scan: Scan) -> Function:
     """Tensors, results, and gradients of the results that have some, of a scan with a gradient → the gradients of the
     tensors that are wanted."""
     told = scan.gradient
-    params = tuple(Saved(*each) for each in told["params"])
+    params = tuple(BackwardParameter(*each) for each in told["params"])
     after = {carry: y for carry, y in told["after"]}
-    step = Step(parsed(told["step"]), params, tuple(told["wanted"]), tuple(told["differentiated"]), after)
+    step = BackwardStep(parsed(told["step"]), params, tuple(told["wanted"]), tuple(told["differentiated"]), after)
     function = reverse_scan(dataclasses.replace(scan, gradient=None), step, told["sums_later"])
     if function is None:
         raise ValueError(_UNWRITTEN)

@@ -16,12 +16,12 @@ from tvm_ffi import StructuralKey
 from autodiff.body import Binding
 from autodiff.ir import VARS, Call, Expr, Tuple, TupleGetItem, op_name
 
-__all__ = ["Run", "periodic", "place_of", "runs"]
+__all__ = ["PeriodicRun", "periodic", "place_of", "runs"]
 
 _SLICE = "relax.strided_slice"
 
 
-class Run(NamedTuple):
+class PeriodicRun(NamedTuple):
     """Bindings ``start`` to ``start + length`` of which each looks like the one ``period`` later, as far as there is
     one in the run."""
 
@@ -30,24 +30,24 @@ class Run(NamedTuple):
     length: int
 
 
-def runs(bindings: Sequence[Binding], least: int) -> Iterator[Run]:
+def runs(bindings: Sequence[Binding], least: int) -> Iterator[PeriodicRun]:
     """Runs of at least ``least`` whole periods, see :func:`periodic`."""
     return periodic([_key(each.value) for each in bindings], least)
 
 
-def periodic(keys: Sequence[Hashable], least: int) -> Iterator[Run]:
+def periodic(keys: Sequence[Hashable], least: int) -> Iterator[PeriodicRun]:
     """Runs of at least ``least`` whole periods: longest first, of equally long ones the shortest period first.
 
     Left out are runs in a longer one whose period divides theirs. What looks alike has equal keys.
     """
     known: dict[Hashable, int] = {}
     numbers = np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
-    found: list[Run] = []
+    found: list[PeriodicRun] = []
     for period in _periods(numbers, least):
         stretches = _stretches(numbers[:-period] == numbers[period:], (least - 1) * period)
-        found += [Run(start, period, alike + period) for start, alike in stretches]
+        found += [PeriodicRun(start, period, alike + period) for start, alike in stretches]
     found.sort(key=lambda run: (-run.length, run.period))
-    taken: list[Run] = []
+    taken: list[PeriodicRun] = []
     for run in found:
         if not any(_repeats(run, other) for other in taken):
             taken.append(run)
@@ -79,7 +79,7 @@ def _stretches(alike: np.ndarray, least: int) -> list[tuple[int, int]]:
     return [(start, stop - start) for start, stop in pairs if stop - start >= least]
 
 
-def _repeats(run: Run, other: Run) -> bool:
+def _repeats(run: PeriodicRun, other: PeriodicRun) -> bool:
     """Whether a run lies in another one whose period divides its own."""
     inside = other.start <= run.start and run.start + run.length <= other.start + other.length
     return inside and run.period % other.period == 0

@@ -22,10 +22,10 @@ from tvm_ffi import StructuralKey
 
 from autodiff.body import Binding, Body
 from autodiff.ir import VARS, Call, Expr, Tuple, TupleGetItem
-from autodiff.scan.period import Run, place_of
-from autodiff.scan.roles import Carry, Constant, Local, Steps, made_inside, shifts
+from autodiff.scan.period import PeriodicRun, place_of
+from autodiff.scan.roles import Carry, Constant, Local, ProvenLoop, made_inside, shifts
 
-__all__ = ["Loop", "Role", "X", "operands", "prove", "with_operands"]
+__all__ = ["BindingLoop", "Role", "X", "operands", "prove", "with_operands"]
 
 _SHIFTS = 32
 
@@ -40,7 +40,7 @@ class X:
 Role = Local | Carry | Constant | X
 
 
-class Loop(Steps):
+class BindingLoop(ProvenLoop):
     """A proven loop; each row is a binding, which has one result."""
 
     @property
@@ -49,10 +49,10 @@ class Loop(Steps):
         return list(dict.fromkeys([*self.taken.values(), *self.of_kind(X)]))
 
 
-def prove(body: Body, run: Run, least: int) -> Loop | None:
+def prove(body: Body, run: PeriodicRun, least: int) -> BindingLoop | None:
     """The loop of a run with the fewest carries: it may begin anywhere in the first two steps; ``None`` if there is
     none of at least ``least`` steps."""
-    best: Loop | None = None
+    best: BindingLoop | None = None
     for shift in shifts(run, _SHIFTS):
         steps = (run.length - shift) // run.period
         if steps < least or (best is not None and steps < best.steps):
@@ -63,10 +63,10 @@ def prove(body: Body, run: Run, least: int) -> Loop | None:
     return best
 
 
-def _proven(body: Body, start: int, period: int, steps: int) -> Loop | None:
+def _proven(body: Body, start: int, period: int, steps: int) -> BindingLoop | None:
     run = body.bindings[start : start + period * steps]
     place = {binding: (index, 0) for index, binding in enumerate(run)}
-    loop = Loop(start, period, steps)
+    loop = BindingLoop(start, period, steps)
     for index in range(period):
         group = run[index::period]
         columns = list(zip(*(list(operands(each.value)) for each in group), strict=True))

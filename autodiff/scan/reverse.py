@@ -34,10 +34,10 @@ from autodiff.rewrite import Scope
 from autodiff.scan.operator import Scan, body_text, scan_call
 from autodiff.scan.over_time import plan_sums
 
-__all__ = ["Saved", "Step", "reverse_scan"]
+__all__ = ["BackwardParameter", "BackwardStep", "reverse_scan"]
 
 
-class Saved(NamedTuple):
+class BackwardParameter(NamedTuple):
     """Where a parameter of the body's backward comes from: ``kind`` and its number.
 
     ``"before"``: a carry before the step; ``"x"``, ``"constant"``: of the forward; ``"y"``: a result of the forward
@@ -49,7 +49,7 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class BackwardStep:
     """The backward of one step.
 
     Attributes:
@@ -61,13 +61,13 @@ class Step:
     """
 
     function: Function
-    params: tuple[Saved, ...]
+    params: tuple[BackwardParameter, ...]
     wanted: tuple[int, ...]
     differentiated: tuple[int, ...]
     after: dict[int, int]
 
 
-def reverse_scan(scan: Scan, step: Step, sums_later: bool = False) -> Function | None:
+def reverse_scan(scan: Scan, step: BackwardStep, sums_later: bool = False) -> Function | None:
     """The gradients of ``step.wanted``, given the forward's tensors, its results, and the gradients of the results that
     are ``step.differentiated``. ``None`` if TVM's JSON cannot hold the backward's body.
 
@@ -79,7 +79,7 @@ def reverse_scan(scan: Scan, step: Step, sums_later: bool = False) -> Function |
 
 
 class _Reverse:
-    def __init__(self, scan: Scan, step: Step):
+    def __init__(self, scan: Scan, step: BackwardStep):
         self.scan, self.step = scan, step
         forward = scan.function
         self.tensors = [_whole(scan, place, param) for place, param in enumerate(forward.params)]
@@ -140,12 +140,12 @@ class _Reverse:
         params = [*self.tensors, *self.results, *self.grads.values()]
         return build_function(params, self.scope.body, outputs)
 
-    def _is_carried(self, saved: Saved) -> bool:
+    def _is_carried(self, saved: BackwardParameter) -> bool:
         """Whether a parameter of the step's backward is the gradient of a carry."""
         return saved.kind == "grad" and saved.index < self.scan.carries
 
     def _carry_param(self, place: int) -> Var:
-        known = self.param.get(Saved("grad", place))
+        known = self.param.get(BackwardParameter("grad", place))
         return Var(f"unused_{place}", self.tensors[place].ty) if known is None else known
 
     def _first(self, place: int) -> Expr:
@@ -156,7 +156,7 @@ class _Reverse:
     def _zeros(self, ty: TensorType) -> Var:
         return self.scope.emit(op.zeros(ty.shape, str(ty.dtype)), "zeros")
 
-    def _of_all_steps(self, saved: Saved) -> Var:
+    def _of_all_steps(self, saved: BackwardParameter) -> Var:
         """A saved value, or a gradient, with the steps in front."""
         match saved.kind:
             case "before":

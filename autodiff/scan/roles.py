@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from autodiff.scan.period import Run
+from autodiff.scan.period import PeriodicRun
 
-__all__ = ["FURTHEST", "Carry", "Constant", "Local", "Steps", "made_inside", "shifts"]
+__all__ = ["FURTHEST", "Carry", "Constant", "Local", "ProvenLoop", "made_inside", "shifts"]
 
 FURTHEST = 4
 """Steps that a loop may look back."""
@@ -43,7 +43,7 @@ class Constant(NamedTuple):
 
 
 @dataclass
-class Steps:
+class ProvenLoop:
     """A loop: ``steps`` times ``period`` rows from ``start`` on.
 
     Attributes:
@@ -98,7 +98,7 @@ def made_inside(
     return role or Local(row - start, leaf)
 
 
-def shifts(run: Run, most: int) -> Iterator[int]:
+def shifts(run: PeriodicRun, most: int) -> Iterator[int]:
     """By how many rows a loop may begin later than a run: anywhere in the first two steps, as far as there is room."""
     spare = min(run.length % run.period + 1, most)
     yield from (*range(spare), *range(run.period, run.period + spare))

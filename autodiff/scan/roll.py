@@ -14,7 +14,7 @@ from autodiff.ir import DataflowVar, Expr, TensorType, Tuple, TupleGetItem, Var,
 from autodiff.rewrite import NameSupply
 from autodiff.scan.operator import Scan, body_text, scan_call
 from autodiff.scan.period import runs
-from autodiff.scan.prove import Loop, Role, X, prove, with_operands
+from autodiff.scan.prove import BindingLoop, Role, X, prove, with_operands
 from autodiff.scan.roles import Carry, Constant, Local
 from autodiff.scan.stacks import are_masks, family, join, section, stack, unviewed
 
@@ -34,7 +34,7 @@ def roll_up(body: Body, least: int = LEAST_STEPS) -> None:
         body.prune()
 
 
-def _rolled(body: Body, loop: Loop) -> bool:
+def _rolled(body: Body, loop: BindingLoop) -> bool:
     """Rolls one loop up; ``False`` where what its steps read is not to be had as one tensor."""
     if any(map(_is_empty, body.bindings[loop.start : loop.start + loop.period])):
         return False  # Relax takes an extent of 0 for another thing in a reshape
@@ -47,7 +47,7 @@ def _rolled(body: Body, loop: Loop) -> bool:
 class _Roller:
     """One loop on its way to a scan."""
 
-    def __init__(self, body: Body, loop: Loop, families: dict):
+    def __init__(self, body: Body, loop: BindingLoop, families: dict):
         self.body, self.loop = body, loop
         self.run = body.bindings[loop.start : loop.start + loop.period * loop.steps]
         self.families = families

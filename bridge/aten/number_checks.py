@@ -18,7 +18,7 @@ from tvm.relax import op
 from autodiff.ir import Expr, dtype, numel
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import aten
-from bridge.capture import STOP_GRADIENT, Captured, Reading
+from bridge.capture import STOP_GRADIENT, Captured, ScalarGuard
 
 __all__ = ["COMPUTED", "compared", "computed_numbers", "first_broken", "holds"]
 
@@ -65,7 +65,7 @@ def _is_moved(node: fx.Node) -> bool:
     return node.op == "placeholder"
 
 
-def holds(importer: Any, value: Expr, reading: Reading) -> Expr:
+def holds(importer: Any, value: Expr, reading: ScalarGuard) -> Expr:
     """Whether ``value`` is what was read; zeros have a sign, nan is nan."""
     value = importer.reshape(value, (reading.count,))
     numbers = np.array(reading.value).reshape(-1)
@@ -100,7 +100,7 @@ def first_broken(importer: Any, conditions: Sequence[Expr]) -> Expr:
     return code
 
 
-def compared(reading: Reading) -> str:
+def compared(reading: ScalarGuard) -> str:
     """What was read, and what is read where the check fails."""
     if reading.value is True or reading.value is False:
         return f"compiled for {reading.value}, called with {not reading.value}"

@@ -15,7 +15,7 @@ from bridge.capture.numbers import (
     number_tensor,
     with_number_inputs,
 )
-from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter, StepMasks
+from bridge.capture.observation import Draw, DropoutOperand, Observation, Output, Parameter, StepMasks
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.packed import PACKED_LAYERS, packed_layers
 from bridge.capture.passes.attention import attends_by_products
@@ -25,8 +25,8 @@ from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pre_hooks import after_pre_hooks
 from bridge.capture.preconditions import check_call, device_of_call, uninitialized
 from bridge.capture.prepared_twin import copier
-from bridge.capture.readings import Reading, same_numbers
-from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
+from bridge.capture.readings import ScalarGuard, same_numbers
+from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, OperatorCall, PreCallExpression, ValueIndex, shown
 from bridge.capture.record_call import RecordedCall, capture, record_call
 from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim, dynamic_dims, normalize_sample
 from bridge.capture.symbolic_sizes import TensorForm
@@ -59,6 +59,7 @@ __all__ = [
     "Captured",
     "Counter",
     "Draw",
+    "DropoutOperand",
     "DynamicDim",
     "IsolatedRNG",
     "KeptPlace",
@@ -66,17 +67,16 @@ __all__ = [
     "NotArithmeticError",
     "NumberPlace",
     "Observation",
-    "Operand",
-    "Operation",
+    "OperatorCall",
     "Output",
     "Parameter",
-    "Place",
-    "Reading",
-    "Recomputed",
+    "PreCallExpression",
     "RecordedCall",
+    "ScalarGuard",
     "StepMasks",
     "TensorForm",
     "Twin",
+    "ValueIndex",
     "after_pre_hooks",
     "attends_by_products",
     "capture",

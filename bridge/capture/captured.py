@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autodiff.extents import Dim, ExtentScope, Guard
+from autodiff.extents import Dim, ExtentScope, SizeGuard
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
@@ -17,8 +17,8 @@ from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import AnyLength
 from bridge.capture.numbers import Counter
 from bridge.capture.observation import Draw, Observation, Output
-from bridge.capture.readings import Reading
-from bridge.capture.recomputed import Recomputed
+from bridge.capture.readings import ScalarGuard
+from bridge.capture.recomputed import PreCallExpression
 from bridge.state import ModuleTensor
 
 __all__ = ["Captured"]
@@ -74,13 +74,13 @@ class Captured:
     literals: dict[str, torch.Tensor]
     counters: tuple[Counter, ...] = ()
     kept: tuple[KeptPlace, ...] = ()
-    readings: tuple[Reading, ...] = ()
+    readings: tuple[ScalarGuard, ...] = ()
     read: tuple[fx.Node | None, ...] = ()
-    recomputed: tuple[Recomputed, ...] = ()
+    recomputed: tuple[PreCallExpression, ...] = ()
     extents: ExtentScope | None = None
     argument_shapes: tuple[tuple[Dim, ...], ...] = ()
     argument_strides: tuple[tuple[Dim, ...], ...] = ()
-    lines: Mapping[Guard, str] = field(default_factory=dict)
+    lines: Mapping[SizeGuard, str] = field(default_factory=dict)
     counted: int = 0
     device: torch.device = HOST
     loops: bool = False

@@ -13,7 +13,7 @@ from bridge.base.errors import Unsupported, line_of
 from bridge.base.log import channel
 from bridge.base.torch_internals import FakeTensor, aten
 from bridge.base.torch_shapes import SYMBOLIC, hint
-from bridge.capture.rows import Form, Record, Row, Value, at_hints, renamed, values_in
+from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, renamed, values_in
 from bridge.capture.two_runs import FakeRecord, RealRun
 
 __all__ = ["differences", "same_numbers"]
@@ -106,7 +106,7 @@ def _is_same_tree(ours: Record, one: Any, theirs: Record, other: Any) -> bool:
     """Whether operands or results are: constants, values, and the shapes and types of these."""
     if type(other) in SYMBOLIC:
         other = hint(other)
-    if type(one) is Value and type(other) is Value:
+    if type(one) is ValueRef and type(other) is ValueRef:
         number = theirs.same.get(other.number, other.number)
         return one.number == number and ours.forms[number][:4:3] == theirs.forms[number][:4:3]
     if isinstance(one, tuple | list) and type(one) is type(other):
@@ -123,5 +123,5 @@ def _results(record: Record, row: Row) -> str:
     return ", ".join(f"{form.dtype} of shape {list(form.shape)}" for form in forms) or repr(row.results)
 
 
-def _form(record: Record, value: Value) -> Form:
+def _form(record: Record, value: ValueRef) -> Form:
     return record.forms[renamed(value, record).number]

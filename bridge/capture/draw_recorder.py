@@ -15,7 +15,7 @@ from bridge.base.torch_shapes import hint
 from bridge.capture.autograd_uses import DRAWS_ANEW, draws_anew
 from bridge.capture.generator_watch import unwatched
 from bridge.capture.isolated_rng import TORCHS, IsolatedRNG, draws, with_generator
-from bridge.capture.observation import Draw, Operand, Parameter
+from bridge.capture.observation import Draw, DropoutOperand, Parameter
 from bridge.capture.passes.alias_analysis import ROW
 from bridge.capture.passes.attention import (
     attends_by_products,
@@ -161,15 +161,15 @@ class DrawRecorder:
         form = tuple(slopes.shape), slopes.stride(), slopes.dtype, (_parameter(x), lower, upper, True), ()
         self.draws.append(Draw(str(SLOPE_DRAWS[0]), *form, slopes.device, advance=self._advance()))
 
-    def _operand(self, tensor: torch.Tensor) -> Operand:
+    def _operand(self, tensor: torch.Tensor) -> DropoutOperand:
         """Where a tensor lies: behind the beginning of the input that begins last before it, of those in its memory."""
         offset = tensor.storage_offset() * tensor.element_size()
         inputs = self._inputs.get(storage_id(tensor), [])
         begins = [(first.storage_offset() * first.element_size(), -index) for index, first in inputs]
         if not begins:
-            return Operand(tensor.dtype, tensor.stride(), offset, None)
+            return DropoutOperand(tensor.dtype, tensor.stride(), offset, None)
         begin, index = max((each for each in begins if each[0] <= offset), default=min(begins))
-        return Operand(tensor.dtype, tensor.stride(), offset - begin, -index)
+        return DropoutOperand(tensor.dtype, tensor.stride(), offset - begin, -index)
 
 
 _OF_CUDNN = (aten._cudnn_rnn.default, aten._cudnn_init_dropout_state.default)

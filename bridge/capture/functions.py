@@ -40,8 +40,8 @@ from bridge.capture.observation import Output
 from bridge.capture.own_functions import function_running
 from bridge.capture.packed import PackedSequences
 from bridge.capture.readings import COUNTS, FORMS, SharedArrays, line_of_reading, names_of_reader, numbers_of, tensor_of
-from bridge.capture.recorder import Recorder
-from bridge.capture.replay import Calls
+from bridge.capture.recorder import OperatorRecorder
+from bridge.capture.replay import FunctionReplay
 from bridge.capture.select_at import selected, shared_views
 from bridge.capture.whole_functions import HANDLERS
 
@@ -55,7 +55,7 @@ _RUN_BACKWARD = ("backward", "grad")
 """Functions that run backwards of the user's own."""
 
 
-def _count(recorder: Recorder, name: str, x: torch.Tensor) -> int:
+def _count(recorder: OperatorRecorder, name: str, x: torch.Tensor) -> int:
     with torch.no_grad():
         numbers = COUNTS[name](x)
     return recorder.read(numbers, lambda: int(numbers), is_size=True, is_least=name == "bins")
@@ -75,7 +75,7 @@ class Functions(TorchFunctionMode):
         integers: the global names of code that made an integer of a tensor or asked for its length, by their ids.
     """
 
-    def __init__(self, recorder: Recorder, rules: InPlaceRules | None = None):
+    def __init__(self, recorder: OperatorRecorder, rules: InPlaceRules | None = None):
         super().__init__()
         self.recorder, self.rules = recorder, rules
         self._uses: list[tuple] = []
@@ -86,7 +86,7 @@ class Functions(TorchFunctionMode):
         #: A number of :data:`bridge.capture.readings.COUNTS`, which forward reads with that.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
-        self._calls = Calls(recorder)
+        self._calls = FunctionReplay(recorder)
 
     def __enter__(self) -> Functions:
         self.recorder.judge = None if self.rules is None else self._judge

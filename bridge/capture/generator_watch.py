@@ -140,7 +140,7 @@ class CachedFunctions:
         """The function itself, of one that caches; ``None`` for anything else.
 
         Args:
-            kept: the function, arguments → what it keeps for these (:class:`bridge.guards.watched.Kept`).
+            kept: the function, arguments → what it keeps for these (:class:`bridge.guards.watched.CachedResult`).
         """
         if type(value) is not functools._lru_cache_wrapper:
             return None

@@ -21,7 +21,7 @@ from torch import nn
 from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree
 from bridge.capture.twin import Twin
-from bridge.guards import ABSENT, Cell, Contents, Name, Reads, Slot, slot_of
+from bridge.guards import ABSENT, ClosureCell, Contents, Name, Reads, Slot, slot_of
 from bridge.state import Snapshot
 
 __all__ = ["KeptPlace", "KeptState", "kept_state"]
@@ -225,7 +225,7 @@ def _places(item: Any, then: Any, now: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield item.space if item.running is None else item.running, item.space, item.name
     elif isinstance(item, Slot) and now is not ABSENT:
         yield item.value, item.value, item.name
-    elif isinstance(item, Cell) and now is not ABSENT:
+    elif isinstance(item, ClosureCell) and now is not ABSENT:
         yield item.cell if item.running is None else item.running, item.cell, None
     elif isinstance(item, Contents) and type(item.value) in (dict, list):
         running = item.value if item.running is None else item.running

@@ -10,7 +10,7 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 
-__all__ = ["Draw", "Observation", "Operand", "Output", "Parameter", "StepMasks", "is_fused_attention"]
+__all__ = ["Draw", "DropoutOperand", "Observation", "Output", "Parameter", "StepMasks", "is_fused_attention"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Operand:
+class DropoutOperand:
     """The tensor that a fused dropout reads: its layout decides which element gets which number.
 
     Type, strides and address choose how many numbers a thread of eager's kernel takes at once, and in which order.
@@ -86,7 +86,7 @@ class Draw:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
     device: torch.device = HOST
-    operand: Operand | None = None
+    operand: DropoutOperand | None = None
     advance: int | None = field(compare=False, default=None)
     steps: StepMasks | None = field(compare=False, default=None)
 

@@ -19,8 +19,8 @@ from bridge.capture.inplace_rules import InPlaceRules, overlaps, overlaps_itself
 from bridge.capture.observation import Observation, Output
 from bridge.capture.own_functions import Applied
 from bridge.capture.preconditions import CACHES, NO_CACHE
-from bridge.capture.recorder import Recorder
-from bridge.capture.rows import Form, Value
+from bridge.capture.recorder import OperatorRecorder
+from bridge.capture.rows import Form, ValueRef
 
 __all__ = ["OTHER_FORM", "describe_outputs", "geometry_of", "judge_replaced"]
 __all__ += ["unknown_results", "values_of", "version_of", "whole_tensors", "with_wholes"]
@@ -118,7 +118,7 @@ def describe_outputs(
 
 
 def whole_tensors(
-    leaves: Sequence[Any], recorder: Recorder, inputs: Sequence[torch.Tensor], rules: InPlaceRules
+    leaves: Sequence[Any], recorder: OperatorRecorder, inputs: Sequence[torch.Tensor], rules: InPlaceRules
 ) -> dict[int, torch.Tensor]:
     """What results overlap in: leaves of a result → by its value, each tensor that is not returned, and of which some
     are parts whose elements lie in the same places (``expand``, sliding windows): what is written to one of them is
@@ -159,10 +159,13 @@ def with_wholes(result: Any, wholes: Collection[Any], dims: Sequence[Any] = ()) 
     return WithWholes(result, list(wholes)) if wholes else result
 
 
-def values_of(leaves: Sequence[Any], recorder: Recorder, wholes: Collection[int]) -> list[Any]:
+def values_of(leaves: Sequence[Any], recorder: OperatorRecorder, wholes: Collection[int]) -> list[Any]:
     """Leaves of a result with values for tensors; the last ones are whole tensors, of which the values are known."""
     own = leaves[: len(leaves) - len(wholes)]
-    return [*(recorder.value_of(each) if isinstance(each, torch.Tensor) else each for each in own), *map(Value, wholes)]
+    return [
+        *(recorder.value_of(each) if isinstance(each, torch.Tensor) else each for each in own),
+        *map(ValueRef, wholes),
+    ]
 
 
 def _spanning_output(leaf: torch.Tensor, position: int, leaves: Sequence[Any]) -> tuple[str, int] | None:

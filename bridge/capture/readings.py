@@ -22,19 +22,8 @@ from bridge.base.devices import HOST
 from bridge.base.errors import TORCH_DIR, Unsupported, is_user_file, line_of
 from bridge.capture.prepared_twin import PreparedTwin
 
-__all__ = [
-    "COUNTS",
-    "FORMS",
-    "Reading",
-    "ReadsDifferError",
-    "SharedArrays",
-    "frozen",
-    "line_of_reading",
-    "names_of_reader",
-    "numbers_of",
-    "same_numbers",
-    "tensor_of",
-]
+__all__ = ["COUNTS", "FORMS", "ReadsDifferError", "ScalarGuard", "SharedArrays", "frozen", "line_of_reading"]
+__all__ += ["names_of_reader", "numbers_of", "same_numbers", "tensor_of"]
 
 
 class ReadsDifferError(Exception):
@@ -42,7 +31,7 @@ class ReadsDifferError(Exception):
 
 
 @dataclass(frozen=True)
-class Reading:
+class ScalarGuard:
     """A number, or a list of them, that forward read.
 
     Attributes:
@@ -98,7 +87,7 @@ numbers_of: dict[str, Callable[..., torch.Tensor | None]] = {
 where shapes alone do."""
 
 
-def same_numbers(some: Sequence[Reading], others: Sequence[Reading]) -> bool:
+def same_numbers(some: Sequence[ScalarGuard], others: Sequence[ScalarGuard]) -> bool:
     """Whether two runs read the same, bit by bit."""
     return [reading.key for reading in some] == [reading.key for reading in others]
 

@@ -26,22 +26,12 @@ from bridge.base.torch_internals import OpOverload, aten, schema
 from bridge.base.torch_shapes import hint
 from bridge.capture.explain_error import shape_by_numbers
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT
-from bridge.capture.readings import Reading
-from bridge.capture.rows import Read
+from bridge.capture.readings import ScalarGuard
+from bridge.capture.rows import NumberRead
 from bridge.state import ModuleTensor
 
-__all__ = [
-    "LITERAL",
-    "SIZE_OPERATORS",
-    "Operation",
-    "Place",
-    "Recomputed",
-    "certain",
-    "constant",
-    "recomputed",
-    "shown",
-    "uncounted",
-]
+__all__ = ["LITERAL", "SIZE_OPERATORS", "OperatorCall", "PreCallExpression", "ValueIndex", "certain", "constant"]
+__all__ += ["recomputed", "shown", "uncounted"]
 
 #: What may be computed twice, by a call and by its compiled forward: operators, and elements of all their results.
 MAX_OPERATIONS, MAX_ELEMENTS = 64, 1 << 20
@@ -59,14 +49,14 @@ _UNKNOWN = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, t
 
 
 @dataclass(frozen=True)
-class Place:
-    """A value of :class:`Recomputed`: its inputs in order, then the result of each operation."""
+class ValueIndex:
+    """A value of :class:`PreCallExpression`: its inputs in order, then the result of each operation."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperatorCall:
     """An operator's call.
 
     Attributes:
@@ -80,7 +70,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class PreCallExpression:
     """A flag or integers that forward reads, as a function of inputs.
 
     Attributes:
@@ -95,7 +85,7 @@ class Recomputed:
     where: str
     numbers: tuple[int, ...]
     inputs: tuple[int, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[OperatorCall, ...]
     sizes: tuple[int | None, ...] = ()
 
     @property
@@ -124,13 +114,13 @@ class _NotRecomputedError(Exception):
 def recomputed(
     graph: fx.Graph,
     read: Sequence[fx.Node | None],
-    readings: Sequence[Reading],
+    readings: Sequence[ScalarGuard],
     tensors: Sequence[ModuleTensor],
     bound: Mapping[str, int],
     literals: Mapping[str, torch.Tensor],
     sizes: Sequence[tuple[int | None, ...]],
     given: int,
-) -> tuple[tuple[Recomputed, ...], tuple[fx.Node | None, ...]]:
+) -> tuple[tuple[PreCallExpression, ...], tuple[fx.Node | None, ...]]:
     """Those readings that are functions of inputs; and ``read`` with ``None`` for these, and for those of constants and
     those that are always the same.
 
@@ -141,7 +131,7 @@ def recomputed(
         read, readings: the nodes of the numbers; what they were in eager.
         tensors: what the module owns.
         bound, literals: the graph's placeholders, as in :class:`bridge.capture.captured.Captured`.
-        sizes: of each reading, as in :class:`Recomputed`; ``given``: how many inputs come before counted dimensions.
+        sizes: of each reading, as in :class:`PreCallExpression`; ``given``: how many inputs precede counted dimensions.
     """
     found, left, gone = [], list(read), set()
     for place, (node, reading) in enumerate(zip(read, readings, strict=True)):
@@ -168,7 +158,7 @@ def recomputed(
         if any(index >= known for index in walk.inputs):  # of a number that is read later
             continue
         numbers, operations = tuple(_flat(reading)), tuple(walk.operations(node))
-        found.append(Recomputed(reading.where, numbers, tuple(walk.inputs), operations, sizes[place]))
+        found.append(PreCallExpression(reading.where, numbers, tuple(walk.inputs), operations, sizes[place]))
         left[place] = None
         gone.update(walk.nodes)
     if gone:
@@ -242,13 +232,13 @@ class _Walk:
         if len(self.nodes) > MAX_OPERATIONS or self._elements > MAX_ELEMENTS:
             raise _NotRecomputedError
 
-    def operations(self, last: fx.Node) -> list[Operation]:
+    def operations(self, last: fx.Node) -> list[OperatorCall]:
         """The nodes as operations; the last one's is the last."""
-        place_of: dict[fx.Node, Place] = {}
-        made: list[Operation] = []
+        place_of: dict[fx.Node, ValueIndex] = {}
+        made: list[OperatorCall] = []
         for node in self._seen:
             if node.op == "placeholder" and node.name in self._bound:
-                place_of[node] = Place(self.inputs[self._bound[node.name]])
+                place_of[node] = ValueIndex(self.inputs[self._bound[node.name]])
                 continue
             if node.target == STOP_GRADIENT:
                 place_of[node] = place_of[node.args[0]]
@@ -257,10 +247,10 @@ class _Walk:
                 made.append(_literal(self._literals[node.name]))
             else:
                 args, kwargs = _plain(node.args, place_of), _plain(node.kwargs, place_of)
-                made.append(Operation(_name(node), args, kwargs))
-            place_of[node] = Place(len(self.inputs) + len(made) - 1)
-        if not made or place_of[last] != Place(len(self.inputs) + len(made) - 1):
-            made.append(Operation("aten.alias.default", (place_of[last],)))
+                made.append(OperatorCall(_name(node), args, kwargs))
+            place_of[node] = ValueIndex(len(self.inputs) + len(made) - 1)
+        if not made or place_of[last] != ValueIndex(len(self.inputs) + len(made) - 1):
+            made.append(OperatorCall("aten.alias.default", (place_of[last],)))
         return made
 
 
@@ -283,12 +273,12 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
-def _literal(tensor: torch.Tensor) -> Operation:
+def _literal(tensor: torch.Tensor) -> OperatorCall:
     elements = tuple(tensor.detach().reshape(-1).tolist())
-    return Operation(LITERAL, (elements, tuple(tensor.shape), tensor.dtype, tensor.device))
+    return OperatorCall(LITERAL, (elements, tuple(tensor.shape), tensor.dtype, tensor.device))
 
 
-def _plain(value: Any, place_of: Mapping[fx.Node, Place]) -> Any:
+def _plain(value: Any, place_of: Mapping[fx.Node, ValueIndex]) -> Any:
     """Arguments of a node with places for nodes and tuples for lists; keywords as pairs."""
     if isinstance(value, fx.Node):
         return place_of[value]
@@ -299,7 +289,7 @@ def _plain(value: Any, place_of: Mapping[fx.Node, Place]) -> Any:
     return value
 
 
-def _flat(reading: Reading) -> list:
+def _flat(reading: ScalarGuard) -> list:
     return torch.tensor(_listed(reading.value), dtype=reading.dtype, device=HOST).reshape(-1).tolist()
 
 
@@ -332,7 +322,7 @@ _WORDS = {
 }
 
 
-def too_many(reads: Sequence[Read], nodes: Sequence[Any], bound: Mapping[str, int]) -> list[Unsupported]:
+def too_many(reads: Sequence[NumberRead], nodes: Sequence[Any], bound: Mapping[str, int]) -> list[Unsupported]:
     """Texts and arrays of more numbers than a call is to compare, where these are no constants.
 
     Args:
@@ -351,7 +341,7 @@ def too_many(reads: Sequence[Read], nodes: Sequence[Any], bound: Mapping[str, in
 
 def uncounted(
     read: Sequence[fx.Node | None],
-    readings: Sequence[Reading],
+    readings: Sequence[ScalarGuard],
     sizes: Sequence[tuple[int | None, ...]],
     sizes_vary: bool = False,
 ) -> list[Unsupported]:

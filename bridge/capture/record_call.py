@@ -20,7 +20,7 @@ from bridge.capture.loops.lengths import LoopedCall, comparable
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.recorded import captured_of, captured_of_any_length
-from bridge.capture.rows import Record, Value, key_of
+from bridge.capture.rows import Record, ValueRef, key_of
 from bridge.capture.sample import DynamicDim, refuse_numbers
 from bridge.capture.steady_call import SteadyCall, steady_call
 from bridge.capture.symbolic_sizes import each_mapped
@@ -136,7 +136,7 @@ class RecordedCall:
 
 
 def observed_key(
-    record: Record, results: Any, final: dict[int, Value], observation: Observation, reads: tuple
+    record: Record, results: Any, final: dict[int, ValueRef], observation: Observation, reads: tuple
 ) -> tuple | None:
     """What a call did: its record and what it returned; ``None`` where that cannot be compared with another call.
 
@@ -203,7 +203,9 @@ def _draw_key(draw: Draw) -> str:
 
 
 def _plain(tree: Any) -> Any:
-    return key_of(tree, (Value, *SYMBOLIC), lambda each: each if type(each) is Value else ("size", str(fixed(each))))
+    return key_of(
+        tree, (ValueRef, *SYMBOLIC), lambda each: each if type(each) is ValueRef else ("size", str(fixed(each)))
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -36,15 +36,15 @@ from bridge.base.torch_internals import (
 from bridge.base.torch_recording import PreDispatchMode, called_below, has_wrapper, is_only_mapped, no_python_kernels
 from bridge.capture.own_functions import backward_running
 from bridge.capture.prepared_twin import PreparedTwin
-from bridge.capture.readings import Reading, ReadsDifferError, frozen, line_of_reading, numbers_of
+from bridge.capture.readings import ReadsDifferError, ScalarGuard, frozen, line_of_reading, numbers_of
 from bridge.capture.replay import Replayed, has_form
 from bridge.capture.rows import (
-    Call,
     Form,
-    Read,
+    FunctionCall,
+    NumberRead,
     Record,
     Row,
-    Value,
+    ValueRef,
     form_of,
     mapped,
     may_write,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from bridge.base.torch_internals import FakeTensorMode
     from bridge.capture.symbolic_run import Symbols
 
-__all__ = ["READS", "Recorder"]
+__all__ = ["READS", "OperatorRecorder"]
 
 READS = {
     aten.item.default: "item",
@@ -96,7 +96,7 @@ def _facts(func: Any) -> _Facts:
     return _Facts(is_question, func in READS, func in _FRESH, may_write(func))
 
 
-class Recorder(PreDispatchMode):
+class OperatorRecorder(PreDispatchMode):
     """While active, records the operators that this thread calls.
 
     Args:
@@ -194,7 +194,7 @@ class Recorder(PreDispatchMode):
         if number is not None and (number < self.record.inputs or number in self.record.free):
             self.record.casts.setdefault(len(self.record.rows), set()).add(number)
 
-    def value_of(self, tensor: torch.Tensor) -> Value:
+    def value_of(self, tensor: torch.Tensor) -> ValueRef:
         """The value of an operand."""
         number = self.number_of(tensor)
         if number is None:
@@ -203,7 +203,7 @@ class Recorder(PreDispatchMode):
             self.record.free[number] = tensor, len(self.record.rows)
             if self._protected is not None:
                 self._protected.add(tensor)
-        return Value(number)
+        return ValueRef(number)
 
     def expect(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
         """In a run on fake tensors: what a real tensor from elsewhere is there."""
@@ -272,7 +272,7 @@ class Recorder(PreDispatchMode):
         """Whether what a fake tensor is in the run on real ones is contiguous, and no row says that it was made so."""
         number, known = self.number_of(tensor), self._answer()
         number = self.record.same.get(number, number)
-        is_made = known is not None and known.op is aten.contiguous.default and known.args[0] == Value(number)
+        is_made = known is not None and known.op is aten.contiguous.default and known.args[0] == ValueRef(number)
         if number is None or number >= len(self.answers.forms) or is_made:
             return False
         form = self.answers.forms[number]
@@ -283,14 +283,14 @@ class Recorder(PreDispatchMode):
         """What an operator gives on fake tensors: where it is the one that comes next, what it gave on real ones."""
         known = self._answer()
         known = None if known is None or known.op is not func else known
-        if known is not None and type(known.results) is Value and not _facts(func).writes:
+        if known is not None and type(known.results) is ValueRef and not _facts(func).writes:
             for given, value in zip(args, operands[0], strict=True):
-                if type(value) is Value and self.record.same.get(value.number, value.number) == known.results.number:
+                if type(value) is ValueRef and self.record.same.get(value.number, value.number) == known.results.number:
                     return given  # an operator that does nothing returns what it was given
         if self._symbols is None and innermost_transform() is not None:
             return func(*args, **kwargs)
         if known is not None and self._replayed is not None and self._replayed.gives[len(self.record.rows)]:
-            return mapped(known.results, Value, lambda value: self._replayed.tensor(value.number))
+            return mapped(known.results, ValueRef, lambda value: self._replayed.tensor(value.number))
         if self._symbols is not None:
             result = self._symbols.result(func, args, kwargs, known, where)
         else:
@@ -300,7 +300,7 @@ class Recorder(PreDispatchMode):
 
     # Calls of functions
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> OperatorRecorder:
         self._depths = len_dispatch_stack(), len_function_stack() - 1  # that of functions is left while they are called
         return super().__enter__()
 
@@ -312,7 +312,7 @@ class Recorder(PreDispatchMode):
             return None
         return torch.is_grad_enabled(), _autocast(), torch.get_default_dtype()
 
-    def replay(self, call: Call) -> Any:
+    def replay(self, call: FunctionCall) -> Any:
         """What a call gave in the run on real numbers; its rows are appended. ``NotImplemented``: it is to be made."""
         record, answers = self.record, self.answers
         start = len(record.rows)
@@ -336,7 +336,7 @@ class Recorder(PreDispatchMode):
         record.same[number] = record.same.get(whole.number, whole.number)
         record.fakes[number] = _outside_graph(result)
         self._note(result, number)
-        record.rows.append(Row(func, *operands, Value(number), *rest))
+        record.rows.append(Row(func, *operands, ValueRef(number), *rest))
         return result
 
     # Readings
@@ -367,7 +367,7 @@ class Recorder(PreDispatchMode):
             numbers: a tensor of them, which nobody writes.
             value: the numbers, called in the run on real ones.
             given: the numbers → what Python is given, which the run on fake tensors gives as well.
-            size: as in :class:`bridge.capture.readings.Reading`.
+            size: as in :class:`bridge.capture.readings.ScalarGuard`.
 
         Raises:
             ReadsDifferError: in the run on fake tensors: the other one has read something else.
@@ -382,7 +382,7 @@ class Recorder(PreDispatchMode):
                 with no_torch_function():
                     found = value()
                     told = given(found)
-                reads.append(Read(Reading(where, *form, frozen(found), **size), number, told))
+                reads.append(NumberRead(ScalarGuard(where, *form, frozen(found), **size), number, told))
         else:
             expected = self.answers.reads[len(reads)] if len(reads) < len(self.answers.reads) else None
             if expected is None or (expected.reading.dtype, expected.reading.count) != form:
@@ -409,13 +409,13 @@ class Recorder(PreDispatchMode):
             self.record.literals[number] = args[0].clone() if self.answers is None else args[0]
         return result
 
-    def _result(self, tensor: torch.Tensor) -> Value:
+    def _result(self, tensor: torch.Tensor) -> ValueRef:
         found = self._known.get(id(tensor))
         if found is None or found[0]() is not tensor:
-            return Value(self._new(tensor, made=True, of_row=True))
+            return ValueRef(self._new(tensor, made=True, of_row=True))
         if len(place := _place(tensor)) > 1 and place not in self._made:  # autograd follows it from now on
             self._made[place] = StorageWeakRef(tensor.untyped_storage()), found[1]
-        return Value(found[1])
+        return ValueRef(found[1])
 
     def _place_of_call(self) -> tuple[tuple[str, int] | None, str]:
         """The user's line, and the path of the innermost module that runs."""
@@ -479,7 +479,7 @@ def _own_results(func: Any, args: tuple, result: Any, known: Row) -> Any:
 
 
 def _place(tensor: torch.Tensor) -> tuple:
-    """What a shallow copy has in common with a tensor; see :meth:`Recorder._new`."""
+    """What a shallow copy has in common with a tensor; see :meth:`OperatorRecorder._new`."""
     memory = memory_of(tensor)
     if memory is None or tensor.layout is not torch.strided:
         return (id(tensor),)

@@ -16,15 +16,15 @@ from torch.nn import functional as F
 from bridge.base.torch_autograd import apply_function, no_torch_dispatch
 from bridge.base.torch_fakes import fake_of, fake_state, meta_tensor
 from bridge.base.torch_internals import FakeTensorMode
-from bridge.capture.rows import CONSTANTS, Call, Record, Value, mapped, memory_of, values_in, written
+from bridge.capture.rows import CONSTANTS, FunctionCall, Record, ValueRef, mapped, memory_of, values_in, written
 
-__all__ = ["Calls", "Replayed", "fakes_of", "has_form"]
+__all__ = ["FunctionReplay", "Replayed", "fakes_of", "has_form"]
 
 _COMPARED = frozenset((*CONSTANTS, torch.Size, type(Ellipsis), torch.Generator))
 _IN_C = (type(torch.sigmoid), type(torch.Tensor.add), type(torch.Tensor.__add__))
 
 
-class Calls:
+class FunctionReplay:
     """torch's functions that forward calls: noted in the run on real numbers, replayed in the one on fake tensors."""
 
     def __init__(self, recorder: Any) -> None:
@@ -58,14 +58,16 @@ class Calls:
         if any(number is None or number < first for number in numbers) or len(set(numbers)) < len(numbers):
             return
         func, args, kwargs = called
-        given = mapped((args, kwargs), torch.Tensor, lambda tensor: Value(number_of(tensor)))
-        record.calls[start] = Call(func, given, modes, len(record.rows), first, len(record.forms), kind, numbers)
+        given = mapped((args, kwargs), torch.Tensor, lambda tensor: ValueRef(number_of(tensor)))
+        record.calls[start] = FunctionCall(
+            func, given, modes, len(record.rows), first, len(record.forms), kind, numbers
+        )
 
     def _is_same(self, given: Any, known: Any) -> bool:
         """Whether arguments are those of a call: the same constants, and the same values."""
         if isinstance(given, torch.Tensor):
             number = self._recorder.number_of(given)
-            return type(known) is Value and known.number == number is not None
+            return type(known) is ValueRef and known.number == number is not None
         kind = type(given)
         if kind is not type(known):
             return False

@@ -1,7 +1,7 @@
 """Record of a run: rows of operators, one for each that forward called, and the tensors that they read and made.
 
-A tensor is a *value*, a number: first the run's inputs, in order, then what rows made. A row has :class:`Value` in the
-place of each tensor among its operands and results.
+A tensor is a *value*, a number: first the run's inputs, in order, then what rows made. A row has :class:`ValueRef` in
+the place of each tensor among its operands and results.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from bridge.base.torch_internals import FakeTensor, OpOverload, aten, schema, st
 from bridge.base.torch_shapes import SYMBOLIC, hint
 from bridge.state import constant_key
 
-__all__ = ["CONSTANTS", "Call", "Form", "Layout", "Read", "Record", "Row", "Value", "at_hints", "form_of", "key_of"]
-__all__ += ["mapped", "may_write", "memory_of", "renamed", "values_in", "written", "written_operands"]
+__all__ = ["CONSTANTS", "Form", "FunctionCall", "NumberRead", "Record", "Row", "ValueLayout", "ValueRef", "at_hints"]
+__all__ += ["form_of", "key_of", "mapped", "may_write", "memory_of", "renamed", "values_in", "written"]
+__all__ += ["written_operands"]
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of operands that are compared by value."""
 
 
-class Value(NamedTuple):
+class ValueRef(NamedTuple):
     """Stands for a tensor."""
 
     number: int
 
 
-class Read(NamedTuple):
+class NumberRead(NamedTuple):
     """Numbers that forward read: what they were, the value that has them, and what Python was given."""
 
     reading: Any
-    numbers: Value
+    numbers: ValueRef
     given: Any
 
 
@@ -51,7 +52,7 @@ class Form(NamedTuple):
     is_neg: bool = False
 
 
-class Layout(NamedTuple):
+class ValueLayout(NamedTuple):
     """The layout of a value and the device it lies on, and whether autograd follows it."""
 
     shape: tuple[int, ...]
@@ -93,7 +94,7 @@ class Row(NamedTuple):
     path: str
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A call of a function of torch's, which read no number.
 
     Attributes:
@@ -140,8 +141,8 @@ class Record:
     inputs: int = 0
     literals: dict[int, torch.Tensor] = field(default_factory=dict)
     free: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    reads: list[Read] = field(default_factory=list)
-    calls: dict[int, Call] = field(default_factory=dict)
+    reads: list[NumberRead] = field(default_factory=list)
+    calls: dict[int, FunctionCall] = field(default_factory=dict)
     casts: dict[int, set[int]] = field(default_factory=dict)
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
@@ -203,12 +204,12 @@ def at_hints(tree: Any) -> Any:
 
 def renamed(tree: Any, record: Record) -> Any:
     """Operands or results with the values that a run on numbers has for those of ``record``."""
-    return mapped(tree, Value, lambda value: Value(record.same.get(value.number, value.number)))
+    return mapped(tree, ValueRef, lambda value: ValueRef(record.same.get(value.number, value.number)))
 
 
 def values_in(tree: Any) -> Iterator[int]:
     """The numbers of the values in operands or results, in order."""
-    if type(tree) is Value:
+    if type(tree) is ValueRef:
         yield tree.number
     elif isinstance(tree, list | tuple):
         for each in tree:

@@ -39,7 +39,7 @@ from bridge.capture.numbers import Counted, Counter
 from bridge.capture.outputs import OTHER_FORM
 from bridge.capture.own_functions import WritesArgumentsError
 from bridge.capture.packed import PackedUseError
-from bridge.capture.rows import Record, Row, Value, mapped, values_in
+from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
 from bridge.capture.sample import DynamicDim
 from bridge.capture.two_runs import FakeRecord, RealRun, fake_run_of, real_run_of
 from bridge.capture.unrolled import loops_found, unrolled_rows
@@ -275,7 +275,7 @@ def _matches(a: Row, b: Row, first: Record, later: Record, known: dict[int, int]
 
 
 def _renamed(tree: Any, known: dict[int, int]) -> Any:
-    return mapped(tree, Value, lambda value: Value(known.get(value.number, -1 - value.number)))
+    return mapped(tree, ValueRef, lambda value: ValueRef(known.get(value.number, -1 - value.number)))
 
 
 def _settle(module: nn.Module, real: RealRun, changed: Sequence[str]) -> None:

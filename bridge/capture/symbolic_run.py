@@ -24,7 +24,7 @@ from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.observation import Draw
 from bridge.capture.passes.preserved_ops import UPSAMPLES
 from bridge.capture.passes.recurrent import LAYERED
-from bridge.capture.rows import Form, Record, Row, Value, at_hints, mapped, renamed
+from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, mapped, renamed
 from bridge.capture.sample import DynamicDim
 
 __all__ = ["POOLINGS", "Symbols", "symbolic_leaf"]
@@ -65,7 +65,7 @@ class Symbols:
 
         ``x[:, None]`` and the like: torch's indexing leaves out what a static size shows to be the whole.
         """
-        if op is not _SLICE or operands[1] or type(operands[0][0]) is not Value:
+        if op is not _SLICE or operands[1] or type(operands[0][0]) is not ValueRef:
             return False
         x, dim, start, end, step = (*args, *(0, 0, _END, 1)[len(args) - 1 :])
         size = hint(x.shape[dim])
@@ -113,9 +113,9 @@ class Symbols:
                 raise UnsupportedModule("", [Unsupported(str(func), line, _SHAPE_OF_NUMBERS)])
 
 
-def _values(tree: Any) -> list[Value]:
-    found: list[Value] = []
-    mapped(tree, Value, found.append)
+def _values(tree: Any) -> list[ValueRef]:
+    found: list[ValueRef] = []
+    mapped(tree, ValueRef, found.append)
     return found
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from autodiff.extents import Dim, Extent, ExtentScope, Guard, maximum, minimum, sample_of
+from autodiff.extents import Dim, Extent, ExtentScope, SizeGuard, maximum, minimum, sample_of
 from bridge.base.errors import Unsupported, is_user_file, line_of
 from bridge.base.torch_shapes import conclusions, environment, expression, is_decided, range_of
-from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter
+from bridge.capture.observation import Draw, DropoutOperand, Observation, Output, Parameter
 from bridge.capture.sample import DynamicDim
 
 __all__ = ["NotTranslatedError", "SymbolicSizes", "TensorForm", "at_sample", "each_mapped", "extent_of", "holds"]
@@ -41,7 +41,7 @@ class SymbolicSizes:
         """``values``: what stands for each leaf of the arguments in the traced graph."""
         self.arguments = {each.leaf: values[each.leaf] for each in dims}
         self.scope = ExtentScope()
-        self.lines: dict[Guard, str] = {}
+        self.lines: dict[SizeGuard, str] = {}
         self._asked: Mapping[int, str] = {}
         self._dims = dims
         self._sizes = [self.arguments[each.leaf].shape[each.dimension] for each in dims]
@@ -207,7 +207,7 @@ def _line(place: Any) -> str | None:
 
 def each_mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Draws, results and their parts with every number changed."""
-    if isinstance(value, Draw | Operand | Output | Parameter):
+    if isinstance(value, Draw | DropoutOperand | Output | Parameter):
         return replace(value, **{each.name: each_mapped(getattr(value, each.name), change) for each in fields(value)})
     if type(value) in (tuple, list):
         return type(value)(each_mapped(each, change) for each in value)

@@ -24,7 +24,7 @@ from bridge.capture.own_functions import FUNCTION, WITH_GRADIENT
 from bridge.capture.passes.alias_analysis import AUTOCAST, MEMORY, OF, ROW, STOPPED
 from bridge.capture.passes.autocast import autocast_of_row
 from bridge.capture.recorder import READS
-from bridge.capture.rows import Record, Row, Value, mapped, values_in
+from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
 
 __all__ = ["NoSizeNodeError", "SizeNodes", "TrainingGraph", "training_graph"]
 
@@ -61,7 +61,7 @@ def training_graph(
         fakes: of each value a fake tensor, in ``mode``.
         names: a name for each input of the run, by its value, for placeholders.
         order: the values that get a placeholder, in order: those before the literals, and those behind.
-        results: what is returned, with :class:`Value` for tensors.
+        results: what is returned, with :class:`ValueRef` for tensors.
         grad: whether grad mode is on around the call.
     """
     return _Builder(record, fakes, mode, grad).build(names, order, results)
@@ -91,7 +91,7 @@ class _Builder:
             self._input(names[number], number)
         for index, row in enumerate(self.record.rows):
             self._row(index, row)
-        self.made.graph.output(tuple(self._node(each) if isinstance(each, Value) else None for each in results))
+        self.made.graph.output(tuple(self._node(each) if isinstance(each, ValueRef) else None for each in results))
         return self.made
 
     def _input(self, name: str, number: int) -> None:
@@ -109,7 +109,7 @@ class _Builder:
         self.sizes.read_from(node)
         return node
 
-    def _node(self, value: Value) -> fx.Node:
+    def _node(self, value: ValueRef) -> fx.Node:
         if value.number not in self.env:  # a literal: each call has a tensor of its own
             literal = self.literals[value.number]
             self.env[value.number] = made = self.made.graph.call_function(aten.lift_fresh_copy.default, (literal,))
@@ -120,7 +120,7 @@ class _Builder:
         inside = self.function.contains(row.op)
         if row.op in READS:
             return
-        args, kwargs = mapped((row.args, row.kwargs), Value, self._node)
+        args, kwargs = mapped((row.args, row.kwargs), ValueRef, self._node)
         args, kwargs = mapped((args, kwargs), SYMBOLIC, self.sizes.of)
         name = row.op.overloadpacket.__name__ if isinstance(row.op, OpOverload) else str(row.op)
         node = self.made.graph.create_node("call_function", row.op, args, kwargs, name=name)
@@ -128,20 +128,20 @@ class _Builder:
         node.meta[OF] = row.op
         if self.grad and not row.grad and not inside:
             node.meta[STOPPED] = True
-        if isinstance(row.results, Value):
+        if isinstance(row.results, ValueRef):
             node.meta["val"] = self.fakes[row.results.number]
             self.env[row.results.number] = node
         elif isinstance(row.results, tuple | list):
-            node.meta["val"] = mapped(row.results, Value, lambda value: self.fakes[value.number])
+            node.meta["val"] = mapped(row.results, ValueRef, lambda value: self.fakes[value.number])
             for place, each in enumerate(row.results):
-                if isinstance(each, Value):
+                if isinstance(each, ValueRef):
                     self.env[each.number] = item = self.made.graph.call_function(operator.getitem, (node, place))
                     item.meta.update(node.meta, val=self.fakes[each.number])
         else:
             node.meta["val"] = row.results
 
     def _told(self, index: int, row: Row) -> dict[str, Any]:
-        if isinstance(row.results, Value) and row.results.number in self.record.same:
+        if isinstance(row.results, ValueRef) and row.results.number in self.record.same:
             self.parts += 1  # the run that casts were noted in has no such row
         anew = [self.env[each] for each in self.record.casts.get(index - self.parts, ())]
         told: dict[str, Any] = {ROW: index, AUTOCAST: autocast_of_row(row, anew)}

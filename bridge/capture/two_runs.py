@@ -51,8 +51,8 @@ from bridge.capture.outputs import (
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.prepared_twin import PreparedTwin, Protected, copier, own_leaves, with_attributes
 from bridge.capture.quiet import quiet
-from bridge.capture.recorder import Recorder
-from bridge.capture.rows import Record, Value, values_in
+from bridge.capture.recorder import OperatorRecorder
+from bridge.capture.rows import Record, ValueRef, values_in
 from bridge.capture.sample import ALL_COUNTS, DynamicDim
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.twin import Twin
@@ -95,7 +95,7 @@ class RealRun:
     functions: OwnFunctions
     argument_leaves: Sequence[Any]
     in_spec: Any
-    final: dict[int, Value] = field(default_factory=dict)
+    final: dict[int, ValueRef] = field(default_factory=dict)
     prepared: Any = None
     before: Any = None
     number_of: Callable[[torch.Tensor], int | None] = lambda tensor: None
@@ -221,7 +221,7 @@ def real_run_of(
     inner += map(own, computed.values())
     saved_of = SavedMemory(saves)
     protected = Protected({storage_id(each) for each in parameters}, [*arguments, *attributes.values()], inner)
-    recorder = Recorder(inputs, paths_of(twin), observation.draws, protected)
+    recorder = OperatorRecorder(inputs, paths_of(twin), observation.draws, protected)
     draws = DrawRecorder(observation.draws, rules.complain, inputs, True, recorder.note_cast)
     draws.underived = rules.underived
     with ExitStack() as stack:
@@ -350,10 +350,10 @@ def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
             observation.draws[place] = replace(draw, operand=operand)
 
 
-def _finals(twin, named, registries, inputs, recorder, observation, rules) -> dict[int, Value]:
+def _finals(twin, named, registries, inputs, recorder, observation, rules) -> dict[int, ValueRef]:
     """Buffers that forward sets to another tensor: what becomes of each; the old one is put back."""
     now = dict(twin.named_buffers(remove_duplicate=False))
-    found: dict[int, Value] = {}
+    found: dict[int, ValueRef] = {}
     for name, before in named.items():
         after = now.get(name)
         if after is before:
@@ -445,7 +445,7 @@ def fake_run_of(
         draws: list[Any] = [] if symbols is None else symbols.draws
         replays = symbols is None and not real.observation.differentiates
         answers = {"answers": real.record, "symbols": symbols, "mode": mode if replays else None}
-        recorder = Recorder(inputs, paths_of(twin), draws, **answers)
+        recorder = OperatorRecorder(inputs, paths_of(twin), draws, **answers)
         functions_called = Functions(recorder)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)
         modes = modes_put_back(), quiet(), _saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder

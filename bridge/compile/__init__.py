@@ -17,9 +17,9 @@ from bridge.compile.pipeline import Compilation, clear_cache, compile_function, 
 from bridge.compile.runtime.build import settle
 from bridge.compile.runtime.constants import with_constants
 from bridge.compile.runtime.contents import Operation
-from bridge.compile.runtime.cut import Flow, Segment, cut
-from bridge.compile.runtime.instructions import CallLibrary, Launch, View
-from bridge.compile.runtime.loop_frame import Instruction, Loop
+from bridge.compile.runtime.cut import Liveness, Segment, cut
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
+from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 from bridge.compile.runtime.plain import canonical_text, functions_of
 from bridge.compile.runtime.program import Program, same_code
 from bridge.compile.runtime.storage import bytes_of, form_of, tensor_of
@@ -55,19 +55,19 @@ __all__ = [
     "CompileOptions",
     "DrawnMask",
     "EntryGraphs",
-    "Flow",
     "Gpu",
     "Instruction",
     "KeptFunction",
     "Launch",
-    "Loop",
+    "Liveness",
+    "MakeView",
     "Mode",
     "Operation",
     "ProductShape",
     "Program",
     "RecordedGraphs",
+    "RunLoop",
     "Segment",
-    "View",
     "backend_for",
     "bernoulli_function",
     "bytes_of",

@@ -202,7 +202,7 @@ class Backend(ABC):
         """What runs a :class:`~bridge.compile.runtime.program.Program`: ``(inputs, *, consume)`` → results."""
 
     def recorder(self, program: Any) -> Any:
-        """The :class:`~bridge.compile.graphs.recordings.Recorder` of a program's launches as one, or ``None``."""
+        """The :class:`~bridge.compile.graphs.recordings.GraphRecorder` of a program's launches as one, or ``None``."""
         return None
 
     @abstractmethod

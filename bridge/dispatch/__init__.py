@@ -2,14 +2,14 @@
 
 from bridge.dispatch.api import add_tvm_dispatch, dispatch_at_first_call, remove_tvm_dispatch, stats
 from bridge.dispatch.bound import MAX_BOUND
-from bridge.dispatch.call_steps import STEPS, Backward, CallStep, Draws, Save
+from bridge.dispatch.call_steps import STEPS, Backward, CallStep, MakeDraws, Save
 from bridge.dispatch.compile_entry import backend_of_call, require_capturable
 from bridge.dispatch.compile_entry import compile_entry as entry_of_call
 from bridge.dispatch.dispatcher import MAX_ENTRIES, Dispatcher
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.frozen import FrozenPrograms
-from bridge.dispatch.guards import SAVED, Guard, GuardFailure, interpreter_state, signature_of
+from bridge.dispatch.guards import SAVED, EntryGuard, GuardFailure, interpreter_state, signature_of
 from bridge.dispatch.no_entry import NO_ENTRY
 from bridge.dispatch.part_stats import PartStats
 from bridge.dispatch.programs import BackwardRun
@@ -34,12 +34,12 @@ __all__ = [
     "CallStep",
     "DispatchStats",
     "Dispatcher",
-    "Draws",
     "Entries",
     "Entry",
+    "EntryGuard",
     "FrozenPrograms",
-    "Guard",
     "GuardFailure",
+    "MakeDraws",
     "PartStats",
     "Save",
     "Tuned",

@@ -16,7 +16,7 @@ import torch
 
 from bridge.base.torch_autograd import keeps_graph
 from bridge.base.torch_internals import has_storage, len_function_stack, no_torch_function, saved_tensors_hooks
-from bridge.dispatch.call_run import Action, Call, outside_autocast
+from bridge.dispatch.call_run import Action, CallValues, outside_autocast
 from bridge.dispatch.held import saved_of
 from bridge.dispatch.programs import BoundPrograms, Programs
 from bridge.dispatch.second_derivatives import eager_gradients
@@ -32,7 +32,9 @@ class _Dispatched(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, programs: Programs | BoundPrograms, actions: list[Action], call: Call, *wanted: torch.Tensor):
+    def forward(
+        ctx, programs: Programs | BoundPrograms, actions: list[Action], call: CallValues, *wanted: torch.Tensor
+    ):
         for act in actions:
             act(call)
         values = call.values

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autodiff.extents import sample_of
-from bridge.compile import CallLibrary, Flow, Launch, Loop, Program
+from bridge.compile import CallLibrary, Launch, Liveness, Program, RunLoop
 
 __all__ = ["Gradient", "gradients_of", "most_nodes", "nodes_of", "places_of"]
 
@@ -56,7 +56,7 @@ def most_nodes(program: Program) -> int:
     )
 
 
-def gradients_of(program: Program, flow: Flow, places: Sequence[int], inputs: Mapping[int, int]) -> list[Gradient]:
+def gradients_of(program: Program, flow: Liveness, places: Sequence[int], inputs: Mapping[int, int]) -> list[Gradient]:
     """The gradients that a program makes.
 
     Args:
@@ -73,7 +73,9 @@ def gradients_of(program: Program, flow: Flow, places: Sequence[int], inputs: Ma
     return found
 
 
-def nodes_of(program: Program, flow: Flow, gradients: Sequence[Gradient], count: int) -> tuple[tuple[int, ...], ...]:
+def nodes_of(
+    program: Program, flow: Liveness, gradients: Sequence[Gradient], count: int
+) -> tuple[tuple[int, ...], ...]:
     """Of each node, in the order in which they run, the places of the inputs that it returns a gradient of.
 
     Cuts lie where little crosses, near equal times.
@@ -98,7 +100,7 @@ def _ends(program: Program, boundaries: Mapping[int, int], number: int) -> list[
     after = [0.0]
     for step in program.steps:
         work = 0.0
-        if isinstance(step, Launch | CallLibrary | Loop):
+        if isinstance(step, Launch | CallLibrary | RunLoop):
             work = _BYTES_OF_STEP + step.contents.bytes + step.contents.flops / _FLOPS_OF_BYTE
         after.append(after[-1] + work)
     length = after[-1] / number
@@ -111,7 +113,9 @@ def _ends(program: Program, boundaries: Mapping[int, int], number: int) -> list[
     return found
 
 
-def places_of(program: Program, flow: Flow, gradients: Sequence[Gradient], nodes: Sequence[Sequence[int]]) -> list[int]:
+def places_of(
+    program: Program, flow: Liveness, gradients: Sequence[Gradient], nodes: Sequence[Sequence[int]]
+) -> list[int]:
     """Where to cut a program so that each node can return its gradients: soon after they are complete."""
     boundaries = flow.boundaries | dict.fromkeys((0, len(program.steps)), 0)
     allowed = sorted(boundaries)

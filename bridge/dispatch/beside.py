@@ -8,10 +8,10 @@ import torch
 
 from bridge.base.torch_internals import current_graph_task_id
 
-__all__ = ["Beside"]
+__all__ = ["ChainedGradients"]
 
 
-class Beside:
+class ChainedGradients:
     """Gradients of a call's inputs that later nodes of the call have computed, in one pass of autograd."""
 
     def __init__(self) -> None:

@@ -17,9 +17,9 @@ from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.dispatch.call_plan import plan_call
 from bridge.dispatch.call_run import CallRun
-from bridge.dispatch.call_steps import CallStep, Draws, Results
+from bridge.dispatch.call_steps import CallStep, MakeDraws, Results
 from bridge.dispatch.frozen import FrozenPrograms
-from bridge.dispatch.guards import ArgumentSizes, Guard, Sizes
+from bridge.dispatch.guards import ArgumentSizes, EntryGuard, Sizes
 from bridge.dispatch.observed import Observed, observed_for
 from bridge.dispatch.programs import BoundPrograms, Programs
 from bridge.lowering import LoweredCall
@@ -60,7 +60,7 @@ class BoundCalls:
     """
 
     def __init__(
-        self, lowered: LoweredCall, programs: Programs | FrozenPrograms, guard: Guard | None, sizes: ArgumentSizes
+        self, lowered: LoweredCall, programs: Programs | FrozenPrograms, guard: EntryGuard | None, sizes: ArgumentSizes
     ):
         captured = lowered.captured
         self._lowered, self._programs, self._guard = lowered, programs, guard
@@ -78,7 +78,7 @@ class BoundCalls:
     def steps(self) -> tuple[CallStep, ...]:
         """The steps of a call: with extents, but for the strides of results, which are the sample's."""
         steps = self._planned(self._samples)
-        symbolic = {Draws: {"draws": self._symbolic.draws}, Results: {"outputs": self._symbolic.outputs}}
+        symbolic = {MakeDraws: {"draws": self._symbolic.draws}, Results: {"outputs": self._symbolic.outputs}}
         return tuple(replace(step, **symbolic.get(type(step), {})) for step in steps)
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from bridge.compile import Program
 from bridge.dispatch import call_steps as steps
-from bridge.dispatch.guards import Guard
+from bridge.dispatch.guards import EntryGuard
 from bridge.dispatch.held import saved_apart
 from bridge.dispatch.observed import Observed
 from bridge.dispatch.results import result_layouts
@@ -18,7 +18,7 @@ __all__ = ["input_names", "plan_call"]
 def plan_call(
     lowered: LoweredCall,
     forward: Program,
-    guard: Guard | None,
+    guard: EntryGuard | None,
     observed: Observed | None = None,
     computed: Sequence[int] = (),
     frozen: bool = False,
@@ -47,12 +47,14 @@ def plan_call(
     ]
     found: list[steps.CallStep] = [steps.Inputs(inputs, tuple(numbers), tuple(strided))]
     if captured.recomputed:
-        found.append(steps.Numbers(captured.recomputed))
+        found.append(steps.ReadNumbers(captured.recomputed))
     can_fail = bool(imported.checks) or imported.leaves_state or forward.can_fail
     if observed.draws:
         used = imported.input_draws + imported.dropout_draws
         found.append(
-            steps.Draws(observed.draws, imported.dropout_draws, used, draws, can_fail, tuple(computed), captured.device)
+            steps.MakeDraws(
+                observed.draws, imported.dropout_draws, used, draws, can_fail, tuple(computed), captured.device
+            )
         )
     name = f"{captured.module_name}_forward"
     given = inputs[len(captured.module_tensors) :] if frozen else inputs
@@ -61,7 +63,7 @@ def plan_call(
         found.append(steps.Checks(lowered.num_results - 1, imported.checks))
     seen = forward.shared_results(), forward.result_strides
     if layouts := result_layouts(observed.outputs, imported.output_of, *seen):
-        found.append(steps.Layout(tuple((place, values[place], stride) for place, stride in layouts)))
+        found.append(steps.Relayout(tuple((place, values[place], stride) for place, stride in layouts)))
     first_buffer = imported.num_outputs
     if imported.leaves_state:
         before = len(inputs) + len(imported.input_draws) - 1
@@ -98,7 +100,7 @@ def _result_names(lowered: LoweredCall) -> tuple[str, ...]:
 
 
 def _save(
-    lowered: LoweredCall, primals: Sequence[str], values: Sequence[str], beside: Sequence[int], guard: Guard | None
+    lowered: LoweredCall, primals: Sequence[str], values: Sequence[str], beside: Sequence[int], guard: EntryGuard | None
 ) -> steps.Save:
     plan, changed = lowered.plan, {index for index, _ in lowered.captured.mutated}
     apart, aliased = saved_apart(lowered.captured)

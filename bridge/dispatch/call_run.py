@@ -18,19 +18,19 @@ from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.picks import picker
 from bridge.base.torch_internals import copy_each, no_torch_function
 from bridge.dispatch import call_steps as steps
-from bridge.dispatch.beside import Beside
-from bridge.dispatch.guards import Guard
+from bridge.dispatch.beside import ChainedGradients
+from bridge.dispatch.guards import EntryGuard
 from bridge.dispatch.held import VERSION, Held, held_apart
 from bridge.dispatch.recompute import numbers_read
 from bridge.dispatch.results import assembly, relaid
 from bridge.rng import Draws, swap_state
 
-__all__ = ["Action", "Call", "CallRun", "outside_autocast"]
+__all__ = ["Action", "CallRun", "CallValues", "outside_autocast"]
 
 Execute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
-class Call:
+class CallValues:
     """The values of one call.
 
     Attributes:
@@ -55,14 +55,14 @@ class Call:
     values: list[torch.Tensor]
     saved: list[torch.Tensor]
     held: Held | None
-    beside: Beside | None
+    beside: ChainedGradients | None
     computed: Sequence[torch.Tensor]
     result: Any
     later: Callable[[], None] | None
     undo: Callable[[], None] | None
 
 
-Action = Callable[[Call], None]
+Action = Callable[[CallValues], None]
 
 
 class CallRun:
@@ -75,52 +75,57 @@ class CallRun:
     """
 
     def __init__(
-        self, given: Sequence[steps.CallStep], execute: Execute, device_type: str, guard: Guard | None, module_name: str
+        self,
+        given: Sequence[steps.CallStep],
+        execute: Execute,
+        device_type: str,
+        guard: EntryGuard | None,
+        module_name: str,
     ):
         makers: dict[type, tuple[list[Action], Callable[[Any], Action]]] = {}
         self.before: list[Action] = []
         self.forward: list[Action] = []
         self.after: list[Action] = []
-        makers[steps.Numbers] = self.before, partial(_numbers, device=torch.device(device_type))
-        makers[steps.Draws] = self.before, partial(_draws, module_name=module_name)
+        makers[steps.ReadNumbers] = self.before, partial(_numbers, device=torch.device(device_type))
+        makers[steps.MakeDraws] = self.before, partial(_draws, module_name=module_name)
         makers[steps.Forward] = self.forward, partial(_forward, execute=execute, device_type=device_type)
         makers[steps.Checks] = self.forward, _checks
-        makers[steps.Layout] = self.forward, _layout
+        makers[steps.Relayout] = self.forward, _layout
         makers[steps.Generator] = self.forward, _generator
         makers[steps.Save] = self.forward, _save
         makers[steps.WriteBack] = self.forward, _write_back
         makers[steps.Results] = self.after, _results
         makers[steps.SetAttributes] = self.after, partial(_set_attributes, guard=guard)
         for step in given:
-            if type(step) in makers and not (type(step) is steps.Numbers and step.counts):
+            if type(step) in makers and not (type(step) is steps.ReadNumbers and step.counts):
                 actions, make = makers[type(step)]
                 act = make(step)
                 actions.append(partial(_out_of_sight, act) if guard is not None and guard.has_default_device else act)
 
 
-def _out_of_sight(act: Action, call: Call) -> None:
+def _out_of_sight(act: Action, call: CallValues) -> None:
     """Where torch has a default device: it is for the user's factories, not for ours."""
     with no_torch_function():
         act(call)
 
 
-def _numbers(step: steps.Numbers, device: torch.device) -> Action:
+def _numbers(step: steps.ReadNumbers, device: torch.device) -> Action:
     check = numbers_read(step.read, device)
 
-    def read(call: Call) -> None:
+    def read(call: CallValues) -> None:
         check(call.inputs)
 
     return read
 
 
-def _draws(step: steps.Draws, module_name: str) -> Action:
+def _draws(step: steps.MakeDraws, module_name: str) -> Action:
     draws = Draws(step.draws, step.masks, step.used, module_name, step.computed, step.device)
     make, undo = draws.make, draws.undo
 
-    def draw(call: Call) -> None:
+    def draw(call: CallValues) -> None:
         call.primals = call.primals + make(call.inputs)
 
-    def draw_to_be_undone(call: Call) -> None:
+    def draw_to_be_undone(call: CallValues) -> None:
         call.undo = undo(call.inputs)
         call.primals = call.primals + make(call.inputs)
 
@@ -128,7 +133,7 @@ def _draws(step: steps.Draws, module_name: str) -> Action:
 
 
 def _forward(step: steps.Forward, execute: Execute, device_type: str) -> Action:
-    def forward(call: Call) -> None:
+    def forward(call: CallValues) -> None:
         try:
             if torch.is_autocast_enabled(device_type):
                 call.values = outside_autocast(device_type, execute, call.primals)
@@ -159,17 +164,17 @@ def outside_autocast(device_type: str, execute: Callable[[list], list], inputs: 
 def _checks(step: steps.Checks) -> Action:
     place, checks = step.result, step.checks
 
-    def check(call: Call) -> None:
+    def check(call: CallValues) -> None:
         if broken := int(call.values[place]):
             raise GuardFailure(RUN, *checks[broken - 1])
 
     return check
 
 
-def _layout(step: steps.Layout) -> Action:
+def _layout(step: steps.Relayout) -> Action:
     ways = [(place, relaid(stride)) for place, _, stride in step.results]
 
-    def lay_out(call: Call) -> None:
+    def lay_out(call: CallValues) -> None:
         for place, relay in ways:
             call.values[place] = relay(call.values[place])
 
@@ -177,7 +182,7 @@ def _layout(step: steps.Layout) -> Action:
 
 
 def _generator(step: steps.Generator) -> Action:
-    def move_on(call: Call) -> None:
+    def move_on(call: CallValues) -> None:
         if not swap_state(call.primals[step.before], call.values[step.after]):
             failure = GuardFailure(RUN, "random numbers of the call", "another thread has drawn them as well")
             raise failure from RuntimeError(failure.reason)  # a cause: another entry would not help
@@ -191,7 +196,7 @@ def _save(step: steps.Save) -> Action:
     beside = picker(step.beside)
     is_apart = bool(step.beside_copied or step.beside_followed)
 
-    def save(call: Call) -> None:
+    def save(call: CallValues) -> None:
         values = call.values
         call.saved = [*primals(call.primals), *outputs(values), *values[captures:]]
         for place in copied:
@@ -215,7 +220,7 @@ def _save(step: steps.Save) -> Action:
 def _write_back(step: steps.WriteBack) -> Action:
     ways = [(index, result, index in step.counted) for index, result, _ in step.buffers]
 
-    def write(call: Call) -> None:
+    def write(call: CallValues) -> None:
         alike: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for index, result, counts in ways:
             tensor = call.primals[index]
@@ -233,18 +238,18 @@ def _results(step: steps.Results) -> Action:
     if assemble is None:
         return _first_result
 
-    def put_together(call: Call) -> None:
+    def put_together(call: CallValues) -> None:
         call.result = assemble(call.computed, call.inputs)
 
     return put_together
 
 
-def _first_result(call: Call) -> None:
+def _first_result(call: CallValues) -> None:
     call.result = call.computed[0]
 
 
-def _set_attributes(step: steps.SetAttributes, guard: Guard) -> Action:
-    def set_attributes(call: Call) -> None:
+def _set_attributes(step: steps.SetAttributes, guard: EntryGuard) -> Action:
+    def set_attributes(call: CallValues) -> None:
         kept: Sequence[Any] = ()
         if step.kept:
             call.result, kept = call.result

@@ -15,24 +15,10 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import pytree
-from bridge.capture import Counter, Draw, Output, Recomputed
+from bridge.capture import Counter, Draw, Output, PreCallExpression
 
-__all__ = [
-    "STEPS",
-    "Backward",
-    "CallStep",
-    "Checks",
-    "Draws",
-    "Forward",
-    "Generator",
-    "Inputs",
-    "Layout",
-    "Numbers",
-    "Results",
-    "Save",
-    "SetAttributes",
-    "WriteBack",
-]
+__all__ = ["STEPS", "Backward", "CallStep", "Checks", "Forward", "Generator", "Inputs", "MakeDraws", "ReadNumbers"]
+__all__ += ["Relayout", "Results", "Save", "SetAttributes", "WriteBack"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,7 @@ class Inputs(CallStep):
 
 
 @dataclass(frozen=True)
-class Draws(CallStep):
+class MakeDraws(CallStep):
     """Random numbers from torch's generator.
 
     Attributes:
@@ -135,11 +121,11 @@ class Checks(CallStep):
 
 
 @dataclass(frozen=True)
-class Numbers(CallStep):
+class ReadNumbers(CallStep):
     """Numbers that forward reads, computed from the inputs before all else: as compiled, or the call is eager's."""
 
     kind = "numbers"
-    read: tuple[Recomputed, ...]
+    read: tuple[PreCallExpression, ...]
 
     @property
     def counts(self) -> bool:
@@ -151,7 +137,7 @@ class Numbers(CallStep):
 
 
 @dataclass(frozen=True)
-class Layout(CallStep):
+class Relayout(CallStep):
     """Results in eager's strides, or in memory of their own.
 
     Attributes:
@@ -313,7 +299,20 @@ class Backward(CallStep):
 
 
 STEPS: tuple[type[CallStep], ...] = (
-    *(Inputs, Numbers, Draws, Forward, Checks, Layout, Generator, Save, WriteBack, Results, SetAttributes, Backward),
+    *(
+        Inputs,
+        ReadNumbers,
+        MakeDraws,
+        Forward,
+        Checks,
+        Relayout,
+        Generator,
+        Save,
+        WriteBack,
+        Results,
+        SetAttributes,
+        Backward,
+    ),
 )
 """Every kind of step."""
 

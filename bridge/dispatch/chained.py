@@ -27,7 +27,7 @@ from bridge.base.torch_internals import (
 )
 from bridge.capture import Output
 from bridge.dispatch.autograd import applied
-from bridge.dispatch.beside import Beside
+from bridge.dispatch.beside import ChainedGradients
 from bridge.dispatch.held import saved_of, tensors_of
 
 __all__ = ["LOOKED_AT", "chain_results", "chains_of", "take_hooks"]
@@ -116,7 +116,14 @@ class _Chained(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, programs: Any, call: Any, beside: Beside, chain: Chain, probe: Any, result: torch.Tensor, *through
+        ctx,
+        programs: Any,
+        call: Any,
+        beside: ChainedGradients,
+        chain: Chain,
+        probe: Any,
+        result: torch.Tensor,
+        *through,
     ):
         ctx.programs, ctx.call, ctx.beside, ctx.chain = programs, call, beside, chain
         ctx.looked = [_Looked(each) for each in through]
@@ -146,7 +153,7 @@ _chained = applied(_Chained)
 
 
 def chain_results(
-    programs: Any, chains: Sequence[Chain], beside: Beside, computed: Sequence[torch.Tensor]
+    programs: Any, chains: Sequence[Chain], beside: ChainedGradients, computed: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     """The computed tensors of a call, those that are computed from others with nodes of their own."""
     call, found = computed[chains[0][0]].grad_fn, list(computed)

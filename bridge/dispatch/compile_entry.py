@@ -29,7 +29,7 @@ from bridge.capture import (
 from bridge.compile import Backend, Choices, RecordedGraphs, backend_for
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.frozen import FrozenPrograms
-from bridge.dispatch.guards import Guard, active_modes, uncounted_statistics
+from bridge.dispatch.guards import EntryGuard, active_modes, uncounted_statistics
 from bridge.dispatch.number_inputs import as_called, lower_with_numbers
 from bridge.dispatch.tuned import kept_tuned, strategy_of
 from bridge.guards import undo
@@ -176,7 +176,7 @@ def _compile_entry(
             arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             constant = uncounted_statistics(module, captured) if freeze else None
             reads = numbers[0].guard.reads if numbers else before.runs[-1] if before.runs else None
-            guard = Guard(module, captured, arguments, places, constant, reads=reads)
+            guard = EntryGuard(module, captured, arguments, places, constant, reads=reads)
             frozen, made_for = guard.frozen, backend if choices is None else backend.choosing(choices)
             programs = None if frozen is None else FrozenPrograms(lowered, made_for, frozen.tensors, graphs)
             entry = Entry(guard, lowered, made_for, programs, graphs)

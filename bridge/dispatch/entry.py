@@ -17,20 +17,20 @@ from torch import nn
 
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.picks import picker
-from bridge.capture import DynamicDim, Reading
-from bridge.compile import Backend, Loop, Program, RecordedGraphs
+from bridge.capture import DynamicDim, ScalarGuard
+from bridge.compile import Backend, Program, RecordedGraphs, RunLoop
 from bridge.dispatch.autograd import apply
 from bridge.dispatch.autograd_nodes import apply_in_nodes
-from bridge.dispatch.beside import Beside
+from bridge.dispatch.beside import ChainedGradients
 from bridge.dispatch.bound import BoundCalls
 from bridge.dispatch.call_plan import plan_call
-from bridge.dispatch.call_run import Call, CallRun
-from bridge.dispatch.call_steps import CallStep, Draws, Results
+from bridge.dispatch.call_run import CallRun, CallValues
+from bridge.dispatch.call_steps import CallStep, MakeDraws, Results
 from bridge.dispatch.chained import chain_results, chains_of, take_hooks
 from bridge.dispatch.complex_places import complex_places
 from bridge.dispatch.computed_masks import alignments
 from bridge.dispatch.frozen import FrozenPrograms
-from bridge.dispatch.guards import Guard, argument_sizes
+from bridge.dispatch.guards import EntryGuard, argument_sizes
 from bridge.dispatch.host_inputs import host_inputs
 from bridge.dispatch.programs import Programs
 from bridge.dispatch.recompute import numbers_read
@@ -68,7 +68,7 @@ class Entry:
 
     def __init__(
         self,
-        guard: Guard | None,
+        guard: EntryGuard | None,
         lowered: LoweredCall,
         backend: Backend,
         programs: FrozenPrograms | None = None,
@@ -96,7 +96,7 @@ class Entry:
         else:
             forward = self.bound.steps
         if guard is not None:
-            drawn = next((step for step in forward if isinstance(step, Draws)), None)
+            drawn = next((step for step in forward if isinstance(step, MakeDraws)), None)
             guard.aligned = {} if drawn is None else alignments(drawn.draws, drawn.computed)
         backward = self.programs.backward
         self.steps: tuple[CallStep, ...] = forward if backward is None else (*forward, backward.step)
@@ -120,7 +120,7 @@ class Entry:
     @property
     def has_loops(self) -> bool:
         """Whether its programs have loops: of one length, of which another one compiles no kernels."""
-        return any(isinstance(step, Loop) for step in self.forward.steps)
+        return any(isinstance(step, RunLoop) for step in self.forward.steps)
 
     @property
     def forward(self) -> Program:
@@ -158,7 +158,7 @@ class Entry:
         return self._complex is not None
 
     @property
-    def readings(self) -> tuple[Reading, ...]:
+    def readings(self) -> tuple[ScalarGuard, ...]:
         """Numbers that forward read: the entry is the branch of calls that read the same."""
         return self.lowered.captured.readings
 
@@ -192,9 +192,9 @@ class Entry:
         """
         self.last_used = next(_CLOCK)
         self.hits += 1  # a checkpoint may leave off once it has what the backward needs
-        call = Call()
+        call = CallValues()
         call.later = None if self.guard is None else self.guard.later
-        call.module, call.undo, call.beside = module, None, Beside() if self._chains else None
+        call.module, call.undo, call.beside = module, None, ChainedGradients() if self._chains else None
         try:
             if self._counted is not None:
                 inputs = self._counted(inputs)
@@ -231,7 +231,9 @@ class Entry:
         return call.result
 
 
-def _bound_calls(lowered: LoweredCall, programs: Programs | FrozenPrograms, guard: Guard | None) -> BoundCalls | None:
+def _bound_calls(
+    lowered: LoweredCall, programs: Programs | FrozenPrograms, guard: EntryGuard | None
+) -> BoundCalls | None:
     captured = lowered.captured
     names = [f"input {place}" for place in range(len(captured.arguments) - captured.counted)]
     sizes = guard.sizes if guard is not None else argument_sizes(captured, names)

@@ -9,7 +9,7 @@ from torch import nn
 from bridge.compile import RecordedGraphs
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.options import dispatcher_of
-from bridge.dispatch.parts import Eager, Parts
+from bridge.dispatch.parts import DispatchedParts, Eager
 from bridge.dispatch.stats import DispatchStats
 
 __all__ = ["PartStats"]
@@ -23,7 +23,7 @@ class PartStats(DispatchStats):
         parts: what is dispatched in it.
     """
 
-    def __init__(self, module: nn.Module, parts: Parts):
+    def __init__(self, module: nn.Module, parts: DispatchedParts):
         self._module, self._parts = module, parts
 
     @property

@@ -30,7 +30,7 @@ from bridge.dispatch.options import DispatchOptions, dispatcher_of, install, uni
 from bridge.dispatch.sample_run import InnerCall, inner_calls, shares_of
 from bridge.state import own_attributes
 
-__all__ = ["Eager", "Parts", "add_parts", "parts_of", "remove_parts"]
+__all__ = ["DispatchedParts", "Eager", "add_parts", "parts_of", "remove_parts"]
 
 log = channel("dispatch")
 
@@ -58,7 +58,7 @@ class Eager:
 
 
 @dataclass
-class Parts:
+class DispatchedParts:
     """What is dispatched inside one model, and what is not.
 
     Attributes:
@@ -82,11 +82,11 @@ class Parts:
         return min(1.0, sum(self.shares.values()))
 
 
-_PARTS: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
+_PARTS: weakref.WeakKeyDictionary[nn.Module, DispatchedParts] = weakref.WeakKeyDictionary()
 """A registry: of each model that was dispatched in parts."""
 
 
-def parts_of(module: nn.Module) -> Parts | None:
+def parts_of(module: nn.Module) -> DispatchedParts | None:
     """The parts of a model that was dispatched so, or ``None``."""
     return _PARTS.get(module)
 
@@ -125,7 +125,7 @@ def add_parts(
         shares = shares_of(module, args, kwargs, paths)
         raise_deferred()  # before modules are changed, not after it
         undone.pop_all()
-    parts = _PARTS.setdefault(module, Parts())
+    parts = _PARTS.setdefault(module, DispatchedParts())
     for path, dispatcher in chosen.found.items():
         child = module.get_submodule(path)
         if dispatcher_of(child) is None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from autodiff.extents import Guard
+from autodiff.extents import SizeGuard
 from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
@@ -25,8 +25,8 @@ from bridge.compile import (
     CompileOptions,
     DrawnMask,
     EntryGraphs,
-    Flow,
     KeptFunction,
+    Liveness,
     Program,
     RecordedGraphs,
     Segment,
@@ -46,7 +46,7 @@ __all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs"]
 
 Execute = Callable[..., list[torch.Tensor]]
 Graphed = Callable[[Program, Execute, Program], Execute]
-Holds = Callable[[Sizes], Guard | None]
+Holds = Callable[[Sizes], SizeGuard | None]
 _LATER = free_in_children(threading.RLock())
 """Held while a scope answers for sizes other than the sample's."""
 
@@ -269,8 +269,8 @@ class BackwardRun:
         self.step = replace(self.step, nodes=told)
 
     @cached_property
-    def _flow(self) -> Flow:
-        return Flow(self.program)
+    def _flow(self) -> Liveness:
+        return Liveness(self.program)
 
     @cached_property
     def _gradients(self) -> list[Gradient]:

@@ -15,7 +15,7 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.errors import is_out_of_memory
 from bridge.base.guard_failure import RUN, GuardFailure
-from bridge.capture import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown, sized
+from bridge.capture import LITERAL, SIZE_OPERATORS, OperatorCall, PreCallExpression, ValueIndex, shown, sized
 
 __all__ = ["numbers_read"]
 
@@ -23,7 +23,7 @@ Compute = Callable[[list[Any]], Any]
 Read = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
-def numbers_read(read: Sequence[Recomputed], device: torch.device) -> Read:
+def numbers_read(read: Sequence[PreCallExpression], device: torch.device) -> Read:
     """A function of a call's inputs: these, and what has the counted dimensions.
 
     It raises :class:`GuardFailure` where one of the other numbers is another than the one that was compiled for.
@@ -46,7 +46,7 @@ def numbers_read(read: Sequence[Recomputed], device: torch.device) -> Read:
     return check
 
 
-def _fits(each: Recomputed, now: tuple[int, ...]) -> bool:
+def _fits(each: PreCallExpression, now: tuple[int, ...]) -> bool:
     """Whether numbers are those that were compiled for, or sizes that may vary."""
     if len(now) != len(each.sizes):
         return False
@@ -54,7 +54,7 @@ def _fits(each: Recomputed, now: tuple[int, ...]) -> bool:
     return all(number == then if size is None else number >= 0 for number, then, size in pairs)
 
 
-def _computed(each: Recomputed, compute: Compute, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def _computed(each: PreCallExpression, compute: Compute, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """The numbers of now. Where an operator raises, so does eager."""
     try:
         return tuple(compute([inputs[index] for index in each.inputs]).reshape(-1).tolist())
@@ -65,7 +65,7 @@ def _computed(each: Recomputed, compute: Compute, inputs: Sequence[torch.Tensor]
         raise failure from error
 
 
-def _function(read: Recomputed) -> Compute:
+def _function(read: PreCallExpression) -> Compute:
     """The operations, one after the other: values of the inputs → the last result."""
     calls = [(_operator(each), each.args, each.kwargs) for each in read.operations]
 
@@ -78,12 +78,12 @@ def _function(read: Recomputed) -> Compute:
 
 
 def _given(arg: Any, values: list[Any]) -> Any:
-    if type(arg) is Place:
+    if type(arg) is ValueIndex:
         return values[arg.index]
     return [_given(each, values) for each in arg] if type(arg) is tuple else arg
 
 
-def _operator(operation: Operation) -> Callable[..., Any]:
+def _operator(operation: OperatorCall) -> Callable[..., Any]:
     if operation.name == LITERAL:
         elements, shape, dtype, device = operation.args
         made = torch.tensor(elements, dtype=dtype, device=device).reshape(shape)

@@ -15,7 +15,7 @@ from typing import Any
 from autodiff.extents import Extent
 from bridge.base.torch_internals import pytree
 from bridge.capture import DynamicDim
-from bridge.dispatch.guards import Guard, interpreter_state
+from bridge.dispatch.guards import EntryGuard, interpreter_state
 
 __all__ = ["MAX_REFUSED", "FixedDims", "varying_dims"]
 
@@ -25,7 +25,7 @@ _LEAST = 2
 
 
 def varying_dims(
-    guard: Guard, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    guard: EntryGuard, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[DynamicDim, ...]:
     """The dimensions in which a call differs from what an entry was compiled for, and those that vary there already.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["Numbers", "numbers_of", "read_directly"]
+__all__ = ["NumberInputs", "numbers_of", "read_directly"]
 
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv)
 # A number is rounded to a tensor's type before it is used; with half types, only after the operation.
@@ -24,7 +24,7 @@ _EXACT = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class Numbers:
+class NumberInputs:
     """Positions among a graph's inputs.
 
     Attributes:
@@ -36,7 +36,7 @@ class Numbers:
     arithmetic: frozenset[int]
 
 
-def numbers_of(graph: fx.Graph) -> Numbers:
+def numbers_of(graph: fx.Graph) -> NumberInputs:
     """Finds the numbers among the inputs of a graph of Dynamo's."""
     read, arithmetic = set(), set()
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -47,11 +47,11 @@ def numbers_of(graph: fx.Graph) -> Numbers:
                 arithmetic.add(position)
         elif isinstance(value, torch.SymInt) and node.users and _only_arithmetic(node, is_float=False):
             arithmetic.add(position)
-    return Numbers(frozenset(read), frozenset(arithmetic))
+    return NumberInputs(frozenset(read), frozenset(arithmetic))
 
 
-def read_directly(graph_module: fx.GraphModule, numbers: Numbers) -> fx.GraphModule:
-    """The graph for inputs that are the numbers themselves, or tensors where :class:`Numbers` allows that."""
+def read_directly(graph_module: fx.GraphModule, numbers: NumberInputs) -> fx.GraphModule:
+    """The graph for inputs that are the numbers themselves, or tensors where :class:`NumberInputs` allows that."""
     if not numbers.read | numbers.arithmetic:
         return graph_module
     graph = fx.Graph()

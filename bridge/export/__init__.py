@@ -2,6 +2,6 @@
 
 from bridge.export.load import load_compiled
 from bridge.export.save import save_compiled
-from bridge.export.structure import Record
+from bridge.export.structure import ResultRecord
 
-__all__ = ["Record", "load_compiled", "save_compiled"]
+__all__ = ["ResultRecord", "load_compiled", "save_compiled"]

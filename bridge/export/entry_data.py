@@ -21,7 +21,7 @@ from bridge.base.modes import autocast_setting
 from bridge.base.torch_cuda import SETTINGS, meaning_the_same
 from bridge.capture import Captured, Draw, Observation
 from bridge.compile import DrawnMask
-from bridge.dispatch import Backward, CallStep, Draws, Entry, Save
+from bridge.dispatch import Backward, CallStep, Entry, MakeDraws, Save
 from bridge.export.structure import from_plain, to_plain
 from bridge.rng import checked_gpu, computed_mask
 from bridge.state import ModuleTensor
@@ -215,7 +215,7 @@ def refuse_other_settings(data: dict[str, Any], device: torch.device) -> None:
 
 def _masks(entry: Entry) -> list[list[Any]]:
     """How kernels compute masks: the place of each draw, and the rule in words."""
-    draws = next((step for step in entry.steps if isinstance(step, Draws)), None)
+    draws = next((step for step in entry.steps if isinstance(step, MakeDraws)), None)
     if draws is None:
         return []
     device = entry.lowered.captured.device
@@ -229,7 +229,7 @@ def _rule(draw: Draw, device: torch.device) -> str:
 
 def refuse_other_draws(data: dict[str, Any], steps: tuple, device: torch.device) -> None:
     """``ValueError`` where this GPU draws masks otherwise than the one that an entry was saved on."""
-    draws = next((step for step in steps if isinstance(step, Draws)), None)
+    draws = next((step for step in steps if isinstance(step, MakeDraws)), None)
     for place, rule in data["masks"]:
         if _rule(draws.draws[place], device) != rule:
             raise ValueError(f"{device} draws dropout masks otherwise than the GPU that this was saved on")

@@ -14,7 +14,7 @@ from torch import nn
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.compile import Backend, Program, backend_for, load_program
-from bridge.dispatch import Backward, BackwardRun, Entry, FrozenPrograms, Guard
+from bridge.dispatch import Backward, BackwardRun, Entry, EntryGuard, FrozenPrograms
 from bridge.export.entry_data import modes_of, refuse_other_draws, refuse_other_settings, saved_call
 from bridge.export.module import LoadedDispatcher, module_from
 from bridge.export.safetensors import read_safetensors
@@ -95,7 +95,9 @@ def _entry(
         child.training = data["training"][path]
     frozen = "constants" in data
     with modes_of(data, backend.device):
-        guard = Guard(module, call.captured, arguments, (), data["uncounted"] if frozen else None, data["exact_modes"])
+        guard = EntryGuard(
+            module, call.captured, arguments, (), data["uncounted"] if frozen else None, data["exact_modes"]
+        )
         forward = load_program(folder / data["forward"], backend)
         if frozen:
             constants = load_program(folder / data["constants"], backend)

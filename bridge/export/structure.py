@@ -2,7 +2,7 @@
 
 Structures of arguments and results: pytree specifications ↔ plain data, without the classes of the user's code.
 Tuples, lists, dicts, named tuples and ``torch.Size`` come back as they are. A result of another class (transformers'
-outputs, a dataclass) comes back as a :class:`Record`: names and values, by attribute, name or position.
+outputs, a dataclass) comes back as a :class:`ResultRecord`: names and values, by attribute, name or position.
 
 Parts of an entry as plain data: steps of a call, draws, outputs, module tensors ↔ what JSON holds.
 Frozen dataclasses of a closed list are written by name and field, torch's types by name; anything else is refused.
@@ -21,11 +21,11 @@ import torch
 
 from bridge.base.objects import ObjectNode, WithWholes
 from bridge.base.torch_internals import pytree
-from bridge.capture import Draw, Operand, Operation, Output, Parameter, Place, Recomputed
+from bridge.capture import Draw, DropoutOperand, OperatorCall, Output, Parameter, PreCallExpression, ValueIndex
 from bridge.dispatch import STEPS
 from bridge.state import ModuleTensor
 
-__all__ = ["Record", "from_plain", "signature_data", "signature_from", "structure_of", "to_plain", "to_structure"]
+__all__ = ["ResultRecord", "from_plain", "signature_data", "signature_from", "structure_of", "to_plain", "to_structure"]
 
 
 _LEAF = None
@@ -34,7 +34,7 @@ _MAPPINGS = {dict: "dict", OrderedDict: "ordered dict"}
 _KEYS = (str, int, bool)
 
 
-class Record(dict):
+class ResultRecord(dict):
     """A result whose class was not saved: ``result.logits``, ``result["logits"]`` and ``result[0]`` are the same.
 
     Values that are ``None`` are left out of positions, as in transformers' outputs.
@@ -54,15 +54,15 @@ class Record(dict):
         return tuple(value for value in self.values() if value is not None)
 
 
-def _flatten(record: Record) -> tuple[list[Any], tuple[str, ...]]:
+def _flatten(record: ResultRecord) -> tuple[list[Any], tuple[str, ...]]:
     return list(record.values()), tuple(record)
 
 
-def _unflatten(values: Iterable[Any], names: tuple[str, ...]) -> Record:
-    return Record(zip(names, values, strict=True))
+def _unflatten(values: Iterable[Any], names: tuple[str, ...]) -> ResultRecord:
+    return ResultRecord(zip(names, values, strict=True))
 
 
-pytree.register_pytree_node(Record, _flatten, _unflatten, serialized_type_name="tvm_dispatch.Record")
+pytree.register_pytree_node(ResultRecord, _flatten, _unflatten, serialized_type_name="tvm_dispatch.Record")
 
 
 def to_structure(spec: pytree.TreeSpec) -> Any:
@@ -116,13 +116,13 @@ def _skeleton(plain: Any) -> Any:
         return namedtuple(plain["name"], keys)(*children)
     if kind == "size":
         return ObjectNode(torch.Size, pairs, {})
-    made = {"dict": dict, "ordered dict": OrderedDict, "record": Record}.get(kind)
+    made = {"dict": dict, "ordered dict": OrderedDict, "record": ResultRecord}.get(kind)
     if made is None:
         raise ValueError(f"a structure of unknown kind {kind!r}")
     return made(pairs)
 
 
-_PARTS = (Draw, ModuleTensor, Operand, Operation, Output, Parameter, Place, Recomputed)
+_PARTS = (Draw, ModuleTensor, DropoutOperand, OperatorCall, Output, Parameter, ValueIndex, PreCallExpression)
 _CLASSES = {kind.__name__: kind for kind in (*STEPS, *_PARTS)}
 _TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 

@@ -8,11 +8,11 @@ from bridge.guards.machinery import in_its_place
 from bridge.guards.recording import Reads, profiled
 from bridge.guards.tensor_reads import TensorReads, told_otherwise
 from bridge.guards.undo import Settling, Undo, recorded_reads, undo
-from bridge.guards.watched import ABSENT, Cell, Contents, Name, Place, Slot, alike, slot_of
+from bridge.guards.watched import ABSENT, ClosureCell, Contents, Name, Place, Slot, alike, slot_of
 
 __all__ = [
     "ABSENT",
-    "Cell",
+    "ClosureCell",
     "Contents",
     "Name",
     "Place",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import TORCH_DIR
-from bridge.guards.flow import Call, Source
+from bridge.guards.flow import CallSite, Source
 from bridge.guards.kinds import (
     CLOCKS,
     PLAIN,
@@ -35,7 +35,7 @@ from bridge.guards.objects import FrameOf, Instance, dict_of, fields_of, interes
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import MANY, Place, class_entry
 
-__all__ = ["GETTERS", "Calls"]
+__all__ = ["GETTERS", "CallAnalysis"]
 
 _UNBOUND = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
 _IN_C = ("cython_function_or_method", *(kind.__name__ for kind in _UNBOUND))
@@ -56,7 +56,7 @@ _MAKES = (*GETTERS, functools.partial, weakref.ref)
 Given = list[list[Any]]
 
 
-class Calls(Sources):
+class CallAnalysis(Sources):
     """A world in which functions run and call others."""
 
     def _c_call(self, frame: FrameType, known: Frame, function: Any) -> None:
@@ -69,7 +69,7 @@ class Calls(Sources):
         known.locals = {}
 
     def _invoke(
-        self, known: Frame, place: int, function: Any, call: Call | None, where: str, given: Any = None
+        self, known: Frame, place: int, function: Any, call: CallSite | None, where: str, given: Any = None
     ) -> None:
         """A function in C is about to be called.
 
@@ -108,7 +108,7 @@ class Calls(Sources):
         return list(found.values())
 
     def _function(
-        self, known: Frame, place: int, function: Any, of: tuple[str, str], call: Call | None, where: str, given: Any
+        self, known: Frame, place: int, function: Any, of: tuple, call: CallSite | None, where: str, given: Any
     ) -> None:
         """A function of a module."""
         (module, name), (args, kwargs) = of, given
@@ -241,7 +241,7 @@ class Calls(Sources):
                 self.know(found, self.place(reference))
             self._result(known.results, place, found, known)
 
-    def _builtin(self, known: Frame, place: int, name: str, given: Any, call: Call | None) -> None:
+    def _builtin(self, known: Frame, place: int, name: str, given: Any, call: CallSite | None) -> None:
         """Functions of Python's own that read names, attributes, classes or iterators."""
         args, kwargs = given
         owners = [each for each in args[0] if type(each) not in PLAIN]
@@ -313,7 +313,7 @@ class Calls(Sources):
             if own and not issubclass(one, torch.Tensor) and not kind.__module__.startswith("torch"):
                 self.ask(issubclass, (one, kind), {}, f"issubclass({one.__name__}, {kind.__name__})")
 
-    def _ask(self, known: Frame, place: int, function: Any, call: Call | None, given: tuple, words: str) -> None:
+    def _ask(self, known: Frame, place: int, function: Any, call: CallSite | None, given: tuple, words: str) -> None:
         """Notes a call of a function that tells hidden state, if its arguments are known."""
         args, kwargs = given
         if (call is not None and call.args is None) or not all(len(each) == 1 for each in (*args, *kwargs.values())):
@@ -352,7 +352,7 @@ class Calls(Sources):
         else:
             self.attribute(owner, name)
 
-    def _called(self, frame: Frame, place: int, value: Any, call: Call, source: Source) -> None:
+    def _called(self, frame: Frame, place: int, value: Any, call: CallSite, source: Source) -> None:
         """Notes a call of which the profiler hears nothing: a slot in C (``ref()``, ``list(it)``, ``partial(n)``)."""
         kind = type(value)
         if is_changeable(kind) and not is_a(value, type):
@@ -426,7 +426,7 @@ class Calls(Sources):
             for value in (value for arg in args for value in arg if type(value) not in PLAIN):
                 self._handed_on(frame, place, value, 1)
 
-    def _partial(self, frame: Frame, place: int, value: functools.partial, call: Call, given: tuple) -> None:
+    def _partial(self, frame: Frame, place: int, value: functools.partial, call: CallSite, given: tuple) -> None:
         """A function with some of its arguments is called."""
         args = [*([each] for each in value.args), *given[0]]
         for each in (*value.args, *value.keywords.values()):

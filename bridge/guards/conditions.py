@@ -21,9 +21,9 @@ from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.recording import Reads
 from bridge.guards.watched import (
     ABSENT,
-    Cell,
     Class,
     ClassName,
+    ClosureCell,
     Code,
     Contents,
     Name,
@@ -79,9 +79,7 @@ class ReadGuard:
         but: places that forward sets before it reads them: what holds them, and the key there.
     """
 
-    def __init__(
-        self, reads: Reads, registered: Collection[nn.Module] = (), but: Collection[tuple[Any, Any]] = ()
-    ):
+    def __init__(self, reads: Reads, registered: Collection[nn.Module] = (), but: Collection[tuple[Any, Any]] = ()):
         tree = {id(each) for each in registered} | {id(each.__dict__) for each in registered}
         tree |= {id(each.__dict__[name]) for each in registered for name in _REGISTRIES if name in each.__dict__}
         items = [
@@ -121,7 +119,7 @@ class ReadGuard:
         self._parts = list(chain.from_iterable(map(_PARTS, self._functions)))
         typed = [item for item in items if isinstance(item, Class)]
         self._watch_classes([(item, item.read()) for item in typed])
-        cells = [(item, item.read()) for item in items if isinstance(item, Cell)]
+        cells = [(item, item.read()) for item in items if isinstance(item, ClosureCell)]
         self._cells, self._in_cells = [item.cell for item, _ in cells], [value for _, value in cells]
         looked_at = (*self._names, *self._uncounted)
         known = {id(item) for names in looked_at for item in names.items}

@@ -41,13 +41,13 @@ from bridge.guards.bytecode import (
     joined,
     without_locals,
 )
-from bridge.guards.flow import Call, Flow
+from bridge.guards.flow import CallSite, DataFlow
 
 __all__ = ["UNKNOWN", "flow_of"]
 
 
 @lru_cache(maxsize=4096)
-def flow_of(code: CodeType) -> Flow:
+def flow_of(code: CodeType) -> DataFlow:
     """The data flow of a code object."""
     return _Interpreter(code).run()
 
@@ -62,13 +62,13 @@ class _Interpreter:
         self.locals = {name: frozenset((("arg", name),)) for name in code.co_varnames[:arguments]}
         self.states: dict[int, tuple[frozenset, ...]] = {}
         self.keywords: tuple[str, ...] = ()
-        self.flow = Flow()
+        self.flow = DataFlow()
         self.derived: dict[int, frozenset] = {}
         self.changed = False
 
-    def run(self) -> Flow:
+    def run(self) -> DataFlow:
         for _ in range(6):
-            self.flow, self.states, self.changed = Flow(), {}, False
+            self.flow, self.states, self.changed = DataFlow(), {}, False
             waiting = [0]
             self.states[0] = ()
             for target, depth in handlers(self.code, self.instructions):
@@ -378,7 +378,7 @@ class _Interpreter:
             elif sys.version_info >= (3, 11):
                 pop()
             self._whole(joined(args, keywords))
-            flow.calls[each.offset] = Call(function, None)
+            flow.calls[each.offset] = CallSite(function, None)
             spread = joined(self._each(args), self._each(keywords))
             for source in spread:
                 flow.wholes.setdefault(("passed", source, each.offset), False)
@@ -471,7 +471,7 @@ class _Interpreter:
         # either NULL and a function, or a method and its object; both orders occur
         function = joined(one, other) - NULL
         positional = args[: len(args) - len(keywords)]
-        made = Call(function, tuple(positional), tuple(zip(keywords, args[len(positional) :], strict=True)))
+        made = CallSite(function, tuple(positional), tuple(zip(keywords, args[len(positional) :], strict=True)))
         self.flow.calls[each.offset] = made
         for value in args:
             for source in value:

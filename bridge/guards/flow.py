@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-__all__ = ["Call", "Flow", "Source"]
+__all__ = ["CallSite", "DataFlow", "Source"]
+
 
 @lru_cache(maxsize=8192)
 def _places(source: tuple) -> frozenset[int]:
@@ -23,7 +24,7 @@ Source = tuple
 
 
 @dataclass(frozen=True)
-class Call:
+class CallSite:
     """One place that calls.
 
     Attributes:
@@ -41,7 +42,7 @@ class Call:
 
 
 @dataclass
-class Flow:
+class DataFlow:
     """What a code object reads.
 
     Attributes:
@@ -62,7 +63,7 @@ class Flow:
 
     reads: dict[Source, None] = field(default_factory=dict)
     wholes: dict[Source, bool] = field(default_factory=dict)
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, CallSite] = field(default_factory=dict)
     writes: dict[tuple, None] = field(default_factory=dict)
     operators: set[str] = field(default_factory=set)
     loose: set[str] = field(default_factory=set)
@@ -72,12 +73,12 @@ class Flow:
     relations: dict[int, tuple[frozenset, frozenset]] = field(default_factory=dict)
     by_results: bool = False
     offsets: Sequence[int] = ()
-    _about: dict[int, Flow] = field(default_factory=dict)
+    _about: dict[int, DataFlow] = field(default_factory=dict)
 
-    def about(self, place: int) -> Flow:
+    def about(self, place: int) -> DataFlow:
         """The part that depends on the result of the call there."""
         if place not in self._about:
-            part = self._about[place] = Flow()
+            part = self._about[place] = DataFlow()
             for name in ("reads", "wholes", "identities", "iterated", "writes"):
                 held = getattr(self, name)
                 setattr(part, name, {source: held[source] for source in held if place in _places(source)})

@@ -24,9 +24,9 @@ from torch import nn
 
 from bridge.base.errors import is_pythons_file
 from bridge.guards.audited import OPENS, audited, changes_files, entries_of, file_state
-from bridge.guards.calls import GETTERS, Calls
+from bridge.guards.calls import GETTERS, CallAnalysis
 from bridge.guards.dataflow import flow_of
-from bridge.guards.flow import Flow
+from bridge.guards.flow import DataFlow
 from bridge.guards.kinds import CHANGES_FILES, CONTAINERS, PLAIN, is_a, is_iterator, parts_of
 from bridge.guards.machinery import (
     ASKED_PYTHON,
@@ -53,7 +53,7 @@ _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device)
 """Types of values that a key of a function's arguments holds by themselves."""
 
 
-class Reads(Calls):
+class Reads(CallAnalysis):
     """What a run of forward reads; the arguments are those of :class:`bridge.guards.world.World`.
 
     Attributes:
@@ -64,7 +64,7 @@ class Reads(Calls):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.codes: dict[CodeType, Flow | None] = {}
+        self.codes: dict[CodeType, DataFlow | None] = {}
         self._operators: set[str] = set()
         self._loose: set[str] = set()
         self._frames: dict[FrameType, Frame] = {}
@@ -204,7 +204,7 @@ class Reads(Calls):
         if args[0] is not None and not is_a(args[0], int):
             self.ask(file_state if event == OPENS else entries_of, (args[0],), {}, what)
 
-    def _begin(self, frame: FrameType, code: CodeType, flow: Flow) -> None:
+    def _begin(self, frame: FrameType, code: CodeType, flow: DataFlow) -> None:
         back = frame.f_back
         outer = self._frames.get(back)
         if outer is not None:
@@ -325,7 +325,7 @@ class Reads(Calls):
                 return None
         return tuple(told)
 
-    def _look_at(self, frame: Frame, flow: Flow) -> None:
+    def _look_at(self, frame: Frame, flow: DataFlow) -> None:
         for source in flow.reads:
             self._values(frame, source)
         for source in flow.identities:
@@ -393,7 +393,7 @@ def profiled(hear: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
             sys.setprofile(before)
 
 
-def _flow(code: CodeType, namespace: dict[str, Any], called: bool) -> Flow | None:
+def _flow(code: CodeType, namespace: dict[str, Any], called: bool) -> DataFlow | None:
     """The flow of code that runs; ``called``: by forward, as ``exec`` does, where ``import`` runs files."""
     if is_machinery(code, namespace) or (not code.co_flags & _OPTIMIZED and code.co_name == "<module>" and not called):
         return None

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from types import FrameType, ModuleType
 from typing import Any
 
-from bridge.guards.flow import Flow, Source
+from bridge.guards.flow import DataFlow, Source
 from bridge.guards.insides import Insides
 from bridge.guards.kinds import PLAIN, answer_of, is_a
 from bridge.guards.objects import FrameOf, Instance, dict_of, interesting
@@ -53,7 +53,7 @@ class Frame:
         "results",
     )
 
-    def __init__(self, frame: FrameType, flow: Flow, args: dict[str, Any], cells: dict[str, Any]):
+    def __init__(self, frame: FrameType, flow: DataFlow, args: dict[str, Any], cells: dict[str, Any]):
         self.flow, self.args, self.cells, self.code = flow, args, cells, frame.f_code
         self.globals, self.builtins, self.frame = frame.f_globals, frame.f_builtins, frame
         self.results: dict[int, list[Any]] = {}

@@ -28,27 +28,8 @@ from bridge.guards.kinds import PLAIN, answer_of, contents_of, is_a, put_back
 from bridge.guards.objects import ABSENT, dict_of, is_changeable
 from bridge.state import kept, same
 
-__all__ = [
-    "ABSENT",
-    "MANY",
-    "Answer",
-    "Cell",
-    "Class",
-    "ClassName",
-    "Code",
-    "Contents",
-    "Kept",
-    "Missing",
-    "Name",
-    "Place",
-    "Slot",
-    "Watched",
-    "alike",
-    "class_entry",
-    "entry_of",
-    "slot_of",
-    "table_of",
-]
+__all__ = ["ABSENT", "MANY", "Answer", "CachedResult", "Class", "ClassName", "ClosureCell", "Code", "Contents"]
+__all__ += ["Missing", "Name", "Place", "Slot", "Watched", "alike", "class_entry", "entry_of", "slot_of", "table_of"]
 
 _LOCAL = threading.local
 MANY = 64
@@ -186,7 +167,7 @@ class Slot(Watched):
 
 
 @dataclass(eq=False)
-class Cell(Watched):
+class ClosureCell(Watched):
     """A variable of an enclosing function; ``running``: as of :class:`Name`."""
 
     cell: CellType
@@ -322,7 +303,7 @@ def _changed(folder: str) -> Any:
         return folder
 
 
-class Kept(Watched):
+class CachedResult(Watched):
     """What a function under ``lru_cache`` keeps for some arguments: looked up, not asked, which would fill it.
 
     Attributes:

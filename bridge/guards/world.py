@@ -42,11 +42,11 @@ from bridge.guards.objects import (
 from bridge.guards.strangers import Strangers
 from bridge.guards.tensor_reads import asked_of, is_asked
 from bridge.guards.watched import (
-    Cell,
+    CachedResult,
     Class,
     ClassName,
+    ClosureCell,
     Code,
-    Kept,
     Name,
     Place,
     Slot,
@@ -168,13 +168,13 @@ class World(Changes):
             self.know(value, place)
         return value
 
-    def kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Kept:
+    def kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> CachedResult:
         """What a function under ``lru_cache`` keeps for these arguments, which is what eager is given."""
         named = tuple((name, key_of(each)) for name, each in kwargs.items())
         key = "kept", id(function), tuple(map(key_of, args)), named
         if key not in self.items:
             told = f"what {getattr(function, '__name__', 'a function')}() keeps"
-            self.items[key] = Kept(function, args, kwargs, Place("", told))
+            self.items[key] = CachedResult(function, args, kwargs, Place("", told))
         self.know(self.items[key].read(), self.items[key].place)
         return self.items[key]
 
@@ -196,7 +196,7 @@ class World(Changes):
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), own.__closure__ or (), strict=False)
         for name, cell, of in cells:
             around = Place("variable", name, f" around {function.__qualname__}")
-            item = self._note(("cell", id(of)), Cell(of, around, None if cell is of else cell))
+            item = self._note(("cell", id(of)), ClosureCell(of, around, None if cell is of else cell))
             value = self.first["cell", id(of)]
             self.know(value, around)
             if type(value) is functools._lru_cache_wrapper:

@@ -23,7 +23,7 @@ from bridge.base.torch_internals import aten
 from bridge.library.padding import move
 from bridge.library.registry import library_function
 
-__all__ = ["FORMULA", "KERNELS", "SUMS", "Dropout", "Kernel"]
+__all__ = ["FORMULA", "KERNELS", "SUMS", "AttentionKernel", "Dropout"]
 
 
 _ACCESS = 16
@@ -43,7 +43,7 @@ class Dropout(NamedTuple):
     state: Tensor
 
 
-class Kernel(NamedTuple):
+class AttentionKernel(NamedTuple):
     """One of the kernels.
 
     Attributes:
@@ -195,7 +195,7 @@ def _formula_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale,
     return (*grads, d_mask) if of_mask else grads
 
 
-FORMULA = Kernel(_formula, _formula_backward)
+FORMULA = AttentionKernel(_formula, _formula_backward)
 """What they all compute, for checks: in float64, which no kernel takes, and elsewhere than on a GPU."""
 
 SUMS = {
@@ -206,9 +206,9 @@ SUMS = {
 """The formula's logsumexp in each kernel's form."""
 
 KERNELS = {
-    "flash": Kernel(_flash, _flash_backward),
-    "efficient": Kernel(_efficient, _efficient_backward),
-    "cudnn": Kernel(_cudnn, _cudnn_backward),
+    "flash": AttentionKernel(_flash, _flash_backward),
+    "efficient": AttentionKernel(_efficient, _efficient_backward),
+    "cudnn": AttentionKernel(_cudnn, _cudnn_backward),
 }
 """By the word that torch's operator has in its name."""
 
@@ -302,7 +302,7 @@ def _backward(name, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, d
     return *(grad.transpose(1, 2) for grad in grads[:3]), *((grads[3].contiguous(),) if of_mask else ())
 
 
-def _kernel(name: str, q: Tensor) -> Kernel:
+def _kernel(name: str, q: Tensor) -> AttentionKernel:
     return KERNELS[name] if q.is_cuda and q.dtype is not torch.float64 else FORMULA
 
 

@@ -35,7 +35,7 @@ from bridge.base.cudnn_layers import settings_of_layers
 from bridge.base.torch_internals import aten
 from bridge.library.registry import library_function
 
-__all__ = ["CELLS", "FUSED_TYPES", "Cell", "Weights", "backward", "forward"]
+__all__ = ["CELLS", "FUSED_TYPES", "RecurrentCell", "Weights", "backward", "forward"]
 
 
 class Weights(NamedTuple):
@@ -48,7 +48,7 @@ class Weights(NamedTuple):
     projection: Tensor | None
 
 
-class Cell(NamedTuple):
+class RecurrentCell(NamedTuple):
     """Forward and backward of one kind of cell; ``states``: how many it has."""
 
     forward: Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]]
@@ -186,10 +186,10 @@ def _plain_backward(derivative: Callable[[Tensor], Tensor]):
 
 
 CELLS = {
-    "lstm": Cell(_lstm, _lstm_backward, 2),
-    "gru": Cell(_gru, _gru_backward, 1),
-    "rnn_tanh": Cell(_plain(torch.tanh_), _plain_backward(lambda y: 1 - y * y), 1),
-    "rnn_relu": Cell(_plain(torch.relu_), _plain_backward(lambda y: (y <= 0).logical_not().to(y.dtype)), 1),
+    "lstm": RecurrentCell(_lstm, _lstm_backward, 2),
+    "gru": RecurrentCell(_gru, _gru_backward, 1),
+    "rnn_tanh": RecurrentCell(_plain(torch.tanh_), _plain_backward(lambda y: 1 - y * y), 1),
+    "rnn_relu": RecurrentCell(_plain(torch.relu_), _plain_backward(lambda y: (y <= 0).logical_not().to(y.dtype)), 1),
 }
 """By the name of torch's operator for whole layers."""
 
@@ -199,7 +199,7 @@ def _order(steps: int, reverse: bool) -> range:
 
 
 def forward(
-    cell: Cell, reverse: bool, x: Tensor, weights: Weights, states: list[Tensor]
+    cell: RecurrentCell, reverse: bool, x: Tensor, weights: Weights, states: list[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Outputs [steps, batch, hidden] in the order of the input, last states, what :func:`backward` reads."""
     y, last, saved = cell.forward(x, weights, states, _order(len(x), reverse))
@@ -207,7 +207,7 @@ def forward(
 
 
 def backward(
-    cell: Cell,
+    cell: RecurrentCell,
     reverse: bool,
     x: Tensor,
     weights: Weights,

@@ -24,22 +24,24 @@ from bridge.aten import Imported
 from bridge.base.devices import device_named, name_of, working_for
 from bridge.base.torch_fakes import fake_mode
 from bridge.base.torch_internals import OpOverload
-from bridge.capture import Captured, Draw, Observation, Operation, Parameter, Place, Recomputed, StepMasks
+from bridge.capture import (
+    Captured,
+    Draw,
+    Observation,
+    OperatorCall,
+    Parameter,
+    PreCallExpression,
+    StepMasks,
+    ValueIndex,
+)
 from bridge.compile import bytes_of, canonical_text, form_of, functions_of, tensor_of
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.stage import Stage
 from bridge.reference import run_graph
 from partition import Cost, Partitioned, Plan, Saved
 
-__all__ = [
-    "KeptLowering",
-    "NotRecordedError",
-    "graph_of",
-    "operation_of",
-    "operation_record",
-    "parts_of_lowering",
-    "record_of",
-]
+__all__ = ["KeptLowering", "NotRecordedError", "graph_of", "operation_of", "operation_record", "parts_of_lowering"]
+__all__ += ["record_of"]
 
 
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
@@ -81,7 +83,7 @@ def graph_of(record: list[Any]) -> fx.Graph:
     return graph
 
 
-def operation_record(operation: Operation) -> list[Any]:
+def operation_record(operation: OperatorCall) -> list[Any]:
     """The record of an operation by which a call recomputes a number.
 
     Raises:
@@ -90,10 +92,10 @@ def operation_record(operation: Operation) -> list[Any]:
     return [operation.name, _plain(operation.args), _plain(operation.kwargs)]
 
 
-def operation_of(record: list[Any]) -> Operation:
+def operation_of(record: list[Any]) -> OperatorCall:
     """The operation of a record."""
     name, args, kwargs = record
-    return Operation(name, _value(args, {}.__getitem__), _value(kwargs, {}.__getitem__))
+    return OperatorCall(name, _value(args, {}.__getitem__), _value(kwargs, {}.__getitem__))
 
 
 def _target(node: fx.Node) -> str:
@@ -123,7 +125,7 @@ def _plain(value: Any) -> Any:
         return {"float": value.hex()}
     if isinstance(value, fx.Node):
         return {"node": value.name}
-    if isinstance(value, Place):
+    if isinstance(value, ValueIndex):
         return {"place": value.index}
     if isinstance(value, _CONSTANTS):
         return {"torch": str(value).removeprefix("torch.")}
@@ -150,7 +152,7 @@ def _value(plain: Any, node: Callable[[str], fx.Node]) -> Any:
         case "node":
             return node(inside)
         case "place":
-            return Place(inside)
+            return ValueIndex(inside)
         case "torch":
             return getattr(torch, inside)
         case "device":
@@ -266,14 +268,14 @@ def _as_drawn(draw: Draw, told: Sequence[Any]) -> Draw:
     return replace(draw, stride=tuple(stride), operand=operand, advance=advance, steps=made_of)
 
 
-def _recomputed_record(number: Recomputed) -> list[Any]:
+def _recomputed_record(number: PreCallExpression) -> list[Any]:
     operations = list(map(operation_record, number.operations))
     return [number.where, list(number.numbers), list(number.inputs), operations]
 
 
-def _recomputed_of(record: Sequence[Any]) -> Recomputed:
+def _recomputed_of(record: Sequence[Any]) -> PreCallExpression:
     where, numbers, inputs, operations = record
-    return Recomputed(where, tuple(numbers), tuple(inputs), tuple(map(operation_of, operations)))
+    return PreCallExpression(where, tuple(numbers), tuple(inputs), tuple(map(operation_of, operations)))
 
 
 def _plan(told: Mapping[str, Any] | None) -> Plan | None:

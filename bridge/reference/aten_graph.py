@@ -36,7 +36,7 @@ from bridge.capture import (
 from bridge.library import FUNCTIONS
 from bridge.reference.draws import Drawn
 from bridge.reference.own_functions import OwnCall, own_calls, own_gradient, with_own_gradient
-from bridge.reference.relax import Run
+from bridge.reference.relax import InterpretedRun
 
 __all__ = ["MarkedLoop", "interpret_graph", "marked_loops", "needed_nodes", "outputs_at", "run_graph"]
 
@@ -121,7 +121,7 @@ _RUNNING = 3, 4
 """Places of the running statistics among its arguments, and of the new ones among its results."""
 
 
-def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[torch.Tensor]) -> Run:
+def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[torch.Tensor]) -> InterpretedRun:
     """Runs the graph; results and values as the imported function has them.
 
     ``primals``: module tensors, arguments, random draws, dropout masks, as for the Relax stages. What the graph draws
@@ -130,7 +130,7 @@ def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[to
     env = _run(captured, imported, primals, captured.graph.nodes)
     nodes = [node for node, position in _results(captured, imported) if position is not None]
     nodes += [node for _, node in captured.mutated]
-    return Run([as_parts(env[node]) for node in nodes], {node.name: value for node, value in env.items()})
+    return InterpretedRun([as_parts(env[node]) for node in nodes], {node.name: value for node, value in env.items()})
 
 
 def run_graph(captured: Captured, imported: Imported, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -42,20 +42,20 @@ from bridge.base.devices import HOST, current_device, devices_of, working_for
 from bridge.library import FUNCTIONS
 from bridge.reference.relax_operators import LIBRARY, OPERATORS
 
-__all__ = ["Run", "interpret"]
+__all__ = ["InterpretedRun", "interpret"]
 
 _DROPOUT = "relax.nn.dropout"
 
 
 @dataclass(frozen=True)
-class Run:
+class InterpretedRun:
     """What a function computed: its results, and every variable's value by name (a tuple's as a tuple)."""
 
     results: list[torch.Tensor]
     values: Mapping[str, Any]
 
 
-def interpret(function: Function, inputs: Sequence[torch.Tensor]) -> Run:
+def interpret(function: Function, inputs: Sequence[torch.Tensor]) -> InterpretedRun:
     """Runs a function in flat form on one tensor per parameter.
 
     A function with dropouts takes their masks, in the order of its bindings, behind the parameters. Autograd records
@@ -80,7 +80,7 @@ def interpret(function: Function, inputs: Sequence[torch.Tensor]) -> Run:
         for var, value in bindings(function):
             env[var] = _typed(var, _compute(value, env, masks))
         outputs = [_read(result, env) for result in results(function)]
-    return Run(outputs, {var.name: value for var, value in env.items()})
+    return InterpretedRun(outputs, {var.name: value for var, value in env.items()})
 
 
 def _check_input(param: Var, tensor: torch.Tensor) -> None:

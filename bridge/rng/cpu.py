@@ -24,7 +24,7 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.log import channel
 from bridge.compile import Built, bernoulli_function, host_backend
-from bridge.rng.engine import LOCK, Layout, functions, layout_for
+from bridge.rng.engine import LOCK, EngineOffsets, functions, layout_for
 from bridge.rng.stream import Stream, stream
 
 __all__ = ["Kernels", "Mask", "MaskRun", "compiled", "draw_by_torch"]
@@ -79,7 +79,7 @@ class Kernels:
     """The compiled functions of :mod:`bridge.compile.cpu.mt19937`, and where they find lock and engine."""
 
     serial: Built = field(repr=False)
-    layout: Layout
+    layout: EngineOffsets
 
     @cached_property
     def parallel(self) -> Built:
@@ -171,7 +171,7 @@ def compiled() -> Kernels | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _checked(serial: Built, layout: Layout) -> Kernels | None:
+def _checked(serial: Built, layout: EngineOffsets) -> Kernels | None:
     kernels = Kernels(serial, layout)
     if _draws_as_torch(kernels):
         return kernels

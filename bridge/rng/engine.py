@@ -44,7 +44,8 @@ from bridge.compile import (
     swap_function,
 )
 
-__all__ = ["LOCK", "GeneratorStates", "Layout", "find_layout", "functions", "is_the_lock", "layout_for", "swap_state"]
+__all__ = ["LOCK", "EngineOffsets", "GeneratorStates", "find_layout", "functions", "is_the_lock", "layout_for"]
+__all__ += ["swap_state"]
 
 
 _STATE_BYTES = 5056
@@ -58,7 +59,7 @@ _FARTHEST = 512
 
 
 @dataclass(frozen=True)
-class Layout:
+class EngineOffsets:
     """Offsets, in bytes: of the C++ object's address in the Python object, of mutex and engine in the C++ object."""
 
     handle: int
@@ -71,7 +72,7 @@ class Layout:
         return start + self.lock, start + self.engine
 
 
-def find_layout() -> Layout | None:
+def find_layout() -> EngineOffsets | None:
     """The layout of this torch's generators, or ``None`` if something is not as expected."""
     if sys.platform != "linux" or sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
@@ -96,7 +97,7 @@ def find_layout() -> Layout | None:
     engine = found.pop()
     if found or engine is None or engine < _LOCK + _LOCK_BYTES:
         return None
-    return Layout(_HANDLE, _LOCK, engine)
+    return EngineOffsets(_HANDLE, _LOCK, engine)
 
 
 def _engine_at(memory: bytes, state: torch.Tensor) -> int | None:
@@ -138,7 +139,7 @@ def _read(address: int, size: int) -> bytes:
         os.close(writer)
 
 
-def is_the_lock(hold: Callable[[int, int], int], layout: Layout) -> bool:
+def is_the_lock(hold: Callable[[int, int], int], layout: EngineOffsets) -> bool:
     """Whether another thread's ``torch.rand`` waits while the mutex is held, and goes on rightly afterwards.
 
     Args:
@@ -182,7 +183,7 @@ def functions() -> tuple[Built, Built]:
 
 
 @functools.lru_cache(maxsize=1)
-def layout_for(hold: Built) -> Layout | None:
+def layout_for(hold: Built) -> EngineOffsets | None:
     """The layout of torch's generators, if what is found is their lock; else ``None`` (logged once)."""
     layout = find_layout()
     if layout is not None and is_the_lock(hold.function, layout):
@@ -206,7 +207,9 @@ def swap_state(before: torch.Tensor, after: torch.Tensor) -> bool:
     return True
 
 
-def _swap(swap: Built, layout: Layout, generator: torch.Generator, before: torch.Tensor, after: torch.Tensor) -> bool:
+def _swap(
+    swap: Built, layout: EngineOffsets, generator: torch.Generator, before: torch.Tensor, after: torch.Tensor
+) -> bool:
     twins = [torch.Generator(), torch.Generator()]
     for twin, state in zip(twins, (before, after), strict=True):
         twin.set_state(state)
@@ -216,13 +219,13 @@ def _swap(swap: Built, layout: Layout, generator: torch.Generator, before: torch
 
 
 @functools.lru_cache(maxsize=1)
-def _checked(layout: Layout) -> Built | None:
+def _checked(layout: EngineOffsets) -> Built | None:
     """The compiled function, if it works."""
     (swap,) = host_backend().build([("bridge_swap", swap_function())])
     return swap if _works(swap, layout) else None
 
 
-def _works(swap: Built, layout: Layout) -> bool:
+def _works(swap: Built, layout: EngineOffsets) -> bool:
     """Tried on generators of its own: states that differ a little are told apart, and replaced by each other."""
     states = []
     for used, double, single in ((0, 0, 0), (1, 0, 0), (1, 5, 0), (1, 6, 0), (1, 0, 5), (1, 0, 6), (1, 5, 5)):

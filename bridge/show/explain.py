@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from autodiff.ir import Function, bindings
-from bridge.compile import CallLibrary, Instruction, Launch, Loop, Program
+from bridge.compile import CallLibrary, Instruction, Launch, Program, RunLoop
 from bridge.dispatch import Entry, PartStats, stats
 from bridge.lowering import LoweredCall, Origin
 from bridge.show.memory.measure import kept_bytes
@@ -89,7 +89,7 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
 
 
 def _guards(lowered: LoweredCall, module: nn.Module) -> tuple[str, ...]:
-    """What :class:`bridge.dispatch.guards.Guard` compares, in words."""
+    """What :class:`bridge.dispatch.guards.EntryGuard` compares, in words."""
     captured = lowered.captured
     names = {index: name for name, index in captured.placeholders.items()}
     first = len(captured.module_tensors)
@@ -145,7 +145,7 @@ def _row(
     program: Program, index: int, step: Instruction, name_of: dict[str, str], origins: dict[str, Origin]
 ) -> StepRow:
     outputs = tuple(name_of.get(name, name) for name in step.outputs)
-    if isinstance(step, Loop):
+    if isinstance(step, RunLoop):
         kinds = Counter("kernels" if isinstance(each, Launch) else "library calls" for each in step.steps)
         what = f"{step.length} times: {', '.join(f'{number} {kind}' for kind, number in kinds.items())}"
         known = tuple(filter(None, [origins.get(name) for name in dict.fromkeys(outputs)]))

@@ -19,7 +19,7 @@ __all__ = ["KINDS", "Arrow", "Box", "Picture", "draw"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class BoxStyle:
     """How boxes of one kind look, and what the legend calls them."""
 
     fill: str
@@ -29,18 +29,18 @@ class Kind:
     shape: str = "box"
 
 
-KINDS: Mapping[str, Kind] = {
-    "forward": Kind("#f8d4d0", "#b03a2e", "forward"),
-    "captured": Kind("#bcd9f5", "#1b5e9e", "saved for the backward"),
-    "recomputed": Kind("#fde9bd", "#b7791f", "computed again in the backward", "filled,dashed"),
-    "backward": Kind("#e4e7ea", "#5f6b76", "backward"),
-    "input": Kind("#ffffff", "#444444", "input", "filled,rounded"),
-    "result": Kind("#ffffff", "#444444", "result", "filled,rounded,bold"),
-    "constant": Kind("#ffffff", "#999999", "constant", "filled,dotted"),
-    "view": Kind("#ffffff", "#999999", "view, no data moves", "filled"),
-    "node": Kind("#f3f4f6", "#4b5563", "operator"),
-    "library": Kind("#d9ead3", "#38761d", "library step (torch's kernel)"),
-    "kernel": Kind("#fff2cc", "#7f6000", "generated kernel: its operators"),
+KINDS: Mapping[str, BoxStyle] = {
+    "forward": BoxStyle("#f8d4d0", "#b03a2e", "forward"),
+    "captured": BoxStyle("#bcd9f5", "#1b5e9e", "saved for the backward"),
+    "recomputed": BoxStyle("#fde9bd", "#b7791f", "computed again in the backward", "filled,dashed"),
+    "backward": BoxStyle("#e4e7ea", "#5f6b76", "backward"),
+    "input": BoxStyle("#ffffff", "#444444", "input", "filled,rounded"),
+    "result": BoxStyle("#ffffff", "#444444", "result", "filled,rounded,bold"),
+    "constant": BoxStyle("#ffffff", "#999999", "constant", "filled,dotted"),
+    "view": BoxStyle("#ffffff", "#999999", "view, no data moves", "filled"),
+    "node": BoxStyle("#f3f4f6", "#4b5563", "operator"),
+    "library": BoxStyle("#d9ead3", "#38761d", "library step (torch's kernel)"),
+    "kernel": BoxStyle("#fff2cc", "#7f6000", "generated kernel: its operators"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bridge.compile import CallLibrary, Launch, Loop, Operation, Program, View
+from bridge.compile import CallLibrary, Launch, MakeView, Operation, Program, RunLoop
 from bridge.lowering import count, megabytes
 from bridge.show.picture import Arrow, Box, Picture
 
@@ -18,7 +18,7 @@ _MARKS = "".join(_HOW)
 
 def program_picture(program: Program) -> Picture:
     """A box per step in the order of execution; views are part of the arrows."""
-    steps = [step for step in program.steps if isinstance(step, Launch | CallLibrary | Loop)]
+    steps = [step for step in program.steps if isinstance(step, Launch | CallLibrary | RunLoop)]
     flops = sum(step.contents.flops for step in steps)
     moved = sum(step.contents.bytes for step in steps)
     title = f"program {program.name}: {len(steps)} steps, {count(flops)}flop, {megabytes(moved)} moved"
@@ -46,15 +46,15 @@ def program_picture(program: Program) -> Picture:
     return picture
 
 
-def _box(key: str, index: int, step: Launch | CallLibrary | Loop, small: list[str]) -> Box:
+def _box(key: str, index: int, step: Launch | CallLibrary | RunLoop, small: list[str]) -> Box:
     cost = f"{count(step.contents.flops)}flop, {megabytes(step.contents.bytes)}"
     rows = [name.removeprefix(_WEIGHT_LIKE) for name in small]
     for name in filter(_is_gradient, step.outputs):
         rows.append(f"gradient of {name.removeprefix('grad_' + _WEIGHT_LIKE)}")
     if isinstance(step, CallLibrary):
         return Box(key, f"{index}  {step.name}", "library", (*rows, cost))
-    if isinstance(step, Loop):
-        inside = [each.name.removeprefix("loop") for each in step.steps if not isinstance(each, View)]
+    if isinstance(step, RunLoop):
+        inside = [each.name.removeprefix("loop") for each in step.steps if not isinstance(each, MakeView)]
         title = f"{index}  {step.name} of {step.length} steps"
         return Box(key, title, "kernel", (*inside, *rows, cost))
     words = [operation.op.removeprefix("relax.").removeprefix("nn.") for operation in step.contents.operations]
@@ -66,7 +66,7 @@ def _shapes(program: Program) -> dict[str, str]:
     made = {
         operation.result: (operation.shape, operation.dtype)
         for step in program.steps
-        if isinstance(step, Launch | CallLibrary | Loop)
+        if isinstance(step, Launch | CallLibrary | RunLoop)
         for operation in step.contents.operations
     }
     made.update({value.name: (value.shape, value.dtype) for value in program.layout.params})

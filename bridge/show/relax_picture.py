@@ -24,7 +24,7 @@ from autodiff.ops import having
 from bridge.lowering import attributes, short_op, value_text
 from bridge.show.picture import Arrow, Box, Picture
 
-__all__ = ["Reading", "add_function", "function_picture"]
+__all__ = ["FunctionNotes", "add_function", "function_picture"]
 
 _VIEWS = having("view", "plain")
 _LIBRARY = frozenset(("relax.matmul", "relax.concat", "relax.stack", "relax.take"))
@@ -33,7 +33,7 @@ _BACKWARD = ("bw", "grad_")
 
 
 @dataclass(frozen=True)
-class Reading:
+class FunctionNotes:
     """What is known about a function beyond its text.
 
     Attributes:
@@ -59,20 +59,20 @@ class Reading:
     alias: Mapping[str, str] = field(default_factory=dict)
 
 
-def function_picture(function: Function, title: str, reading: Reading) -> Picture:
+def function_picture(function: Function, title: str, reading: FunctionNotes) -> Picture:
     """One function as a picture."""
     picture = Picture(title)
     add_function(picture, function, reading)
     return picture
 
 
-def add_function(picture: Picture, function: Function, reading: Reading, *, prefix: str = "") -> None:
+def add_function(picture: Picture, function: Function, reading: FunctionNotes, *, prefix: str = "") -> None:
     """Adds a function's boxes and arrows; their keys start with ``prefix``."""
     _Painter(picture, function, reading, prefix).paint()
 
 
 class _Painter:
-    def __init__(self, picture: Picture, function: Function, reading: Reading, prefix: str) -> None:
+    def __init__(self, picture: Picture, function: Function, reading: FunctionNotes, prefix: str) -> None:
         self.picture, self.function, self.reading, self.prefix = picture, function, reading, prefix
         self.body = list(bindings(function))
         self.value_of = dict(self.body)

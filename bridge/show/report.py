@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autodiff.extents import Extent
-from bridge.compile import CallLibrary, Instruction, Launch, Loop
+from bridge.compile import CallLibrary, Instruction, Launch, RunLoop
 from bridge.dispatch import CallStep, Entry
 from bridge.lowering import LoweredCall, html_table, megabytes
 from bridge.show.program_report import ROOT, ProgramReport
@@ -77,7 +77,7 @@ def choices_of(entry: Entry) -> Iterator[str]:
 def _products(steps: tuple[Instruction, ...]) -> int:
     count = 0
     for step in steps:
-        if isinstance(step, Loop):
+        if isinstance(step, RunLoop):
             count += _products(step.steps)
         elif isinstance(step, Launch):
             count += any(operation.op == "matmul" for operation in step.contents.operations)

@@ -9,7 +9,7 @@ from bridge.compile import Launch, Program, compile_function
 from bridge.lowering import LoweredCall, Stage
 from bridge.show.picture import Picture, draw
 from bridge.show.program_picture import kernel_picture, program_picture
-from bridge.show.relax_picture import Reading, add_function, function_picture
+from bridge.show.relax_picture import FunctionNotes, add_function, function_picture
 
 if TYPE_CHECKING:
     import graphviz
@@ -67,11 +67,11 @@ def visualize(
     return draw(picture, legend=legend)
 
 
-def _plain(function: Function, views: bool) -> Reading:
+def _plain(function: Function, views: bool) -> FunctionNotes:
     names = [param.name for param in function.params]
     training = any(name.startswith("grad_out_") for name in names)
     folded = [name for name in names if name.startswith("p_")]
-    return Reading(folded=folded, views=views, training=training)
+    return FunctionNotes(folded=folded, views=views, training=training)
 
 
 def _lowered(lowered: LoweredCall, stage: str | None, views: bool, kernels: bool) -> Picture:
@@ -85,8 +85,8 @@ def _lowered(lowered: LoweredCall, stage: str | None, views: bool, kernels: bool
     recomputed = set(plan.recomputed) if plan else set()
     captured = {saved.name for saved in plan.captures} if plan else set()
 
-    def reading(again: set[str], clusters: dict[str, str], alias: dict[str, str] | None = None) -> Reading:
-        return Reading(
+    def reading(again: set[str], clusters: dict[str, str], alias: dict[str, str] | None = None) -> FunctionNotes:
+        return FunctionNotes(
             captured=captured,
             recomputed=again,
             display=display,

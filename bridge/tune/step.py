@@ -19,10 +19,10 @@ from bridge.base.torch_internals import pytree
 from bridge.dispatch import Entry
 from bridge.state import Snapshot, generators_put_back
 
-__all__ = ["Step", "unnoticed"]
+__all__ = ["TimedStep", "unnoticed"]
 
 
-class Step:
+class TimedStep:
     """One step; calling it runs it and returns when it is over.
 
     Args:

@@ -16,7 +16,7 @@ from bridge.base.threads import serves
 from bridge.compile import Backend, Choices, same_code, settle
 from bridge.dispatch import Entry, entry_of_call, with_choices
 from bridge.tune.search import GAIN, Outcome, Pairs, Race, is_faster
-from bridge.tune.step import Step, unnoticed
+from bridge.tune.step import TimedStep, unnoticed
 
 __all__ = ["CallTrack"]
 
@@ -114,14 +114,14 @@ class CallTrack:
             return [], f"saves {_saved_bytes(other)} bytes for the backward, may save {int(most)}"
         settle()
         with unnoticed(self.default, self._call[0]):
-            return race(Step(one, *self._call), Step(other, *self._call)), ""
+            return race(TimedStep(one, *self._call), TimedStep(other, *self._call)), ""
 
     def _deviation(self, one: Entry, other: Entry) -> str:
         """Where the numbers of two entries, on the same draws, differ by more than rounding; empty: nowhere."""
         found = []
         for entry in (one, other):
             with unnoticed(self.default, self._call[0]):
-                found.append(Step(entry, *self._call).results())
+                found.append(TimedStep(entry, *self._call).results())
         largest = max(map(_largest, found[0]), default=0.0)
         for place, (mine, its) in enumerate(zip(*found, strict=True)):
             if not _is_close(mine, its, largest):

@@ -16,7 +16,7 @@ from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import pytree
 from bridge.lowering import LoweredCall, html_table
-from bridge.reference import Run, interpret, interpret_graph
+from bridge.reference import InterpretedRun, interpret, interpret_graph
 from bridge.verify.compare import deviation, largest, tolerance
 from bridge.verify.culprit import (
     Culprit,
@@ -130,7 +130,7 @@ class Trace:
     lowered: LoweredCall
     reference: Reference
     allowed: float
-    runs: dict[str, Run] = field(default_factory=dict)
+    runs: dict[str, InterpretedRun] = field(default_factory=dict)
     found: dict[str, tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]] = field(default_factory=dict)
     inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -220,7 +220,7 @@ def _trace_captured(made: Trace) -> None:
     made.inputs["captured"] = reference.primals
 
 
-def _interpret(made: Trace, name: str, function: Function, inputs: Sequence[torch.Tensor]) -> Run:
+def _interpret(made: Trace, name: str, function: Function, inputs: Sequence[torch.Tensor]) -> InterpretedRun:
     made.inputs[name] = list(inputs)
     made.runs[name] = interpret(function, inputs)
     return made.runs[name]

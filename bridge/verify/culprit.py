@@ -33,7 +33,7 @@ from autodiff.ir import (
 from bridge.base.devices import HOST
 from bridge.compile import CompileOptions, Program, backend_for, compile_function
 from bridge.lowering import LoweredCall, Origin, binding_line, short_op
-from bridge.reference import Run, interpret
+from bridge.reference import InterpretedRun, interpret
 from bridge.verify.compare import deviation, largest
 
 __all__ = ["Culprit", "first_difference", "first_wrong_gradient", "first_wrong_kernel", "first_wrong_node"]
@@ -64,7 +64,9 @@ class Culprit:
         return "\n".join([*lines, *([f"  from {self.origin}"] if str(self.origin) else [])])
 
 
-def first_wrong_node(lowered: LoweredCall, graph: Run, stage: Run, allowed: float) -> Culprit | None:
+def first_wrong_node(
+    lowered: LoweredCall, graph: InterpretedRun, stage: InterpretedRun, allowed: float
+) -> Culprit | None:
     """The first ATen node whose value no variable of the imported function has."""
     candidates: dict[str, list[Any]] = {}
     lines = {
@@ -124,7 +126,7 @@ def _behind(function: Function, name: str) -> set[str]:
     return found
 
 
-def first_wrong_gradient(lowered: LoweredCall, forward: Run, allowed: float, *, seed: int) -> Culprit | None:
+def first_wrong_gradient(lowered: LoweredCall, forward: InterpretedRun, allowed: float, *, seed: int) -> Culprit | None:
     """The operator, nearest to the outputs, whose gradient rule is not torch's derivative at the values it had."""
     function = lowered["forward"].function
     generator = torch.Generator().manual_seed(seed)
@@ -139,7 +141,7 @@ def first_wrong_gradient(lowered: LoweredCall, forward: Run, allowed: float, *, 
     return None
 
 
-def _gradient_deviation(var: Var, value: Call, forward: Run, generator: torch.Generator) -> float | None:
+def _gradient_deviation(var: Var, value: Call, forward: InterpretedRun, generator: torch.Generator) -> float | None:
     """How far the rule's partial derivatives are from autograd's; ``None`` where one of the two has none."""
     params = [used for used in used_vars(value) if isinstance(used.ty, TensorType)]
     wanted = [index for index, param in enumerate(params) if is_float(param)]
@@ -185,7 +187,7 @@ def compiled_on(device: torch.device, function: Function, name: str) -> Program:
 
 
 def first_wrong_kernel(
-    lowered: LoweredCall, function: Function, inputs: Sequence[torch.Tensor], reference: Run, allowed: float
+    lowered: LoweredCall, function: Function, inputs: Sequence[torch.Tensor], reference: InterpretedRun, allowed: float
 ) -> Culprit | None:
     """The first variable that compiled code computes otherwise than the interpreter does."""
     shown = [(var, value) for var, value in bindings(function) if isinstance(var.ty, TensorType)]

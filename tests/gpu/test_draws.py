@@ -19,7 +19,7 @@ from tvm import relax
 
 from bridge import add_tvm_dispatch, stats
 from bridge.base.generators import default_generator
-from bridge.capture import Draw, Operand
+from bridge.capture import Draw, DropoutOperand
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.compile import CompileOptions, DrawnMask, backend_for, compile_function, gpu_of
 from bridge.rng import Draws, checked_gpu
@@ -127,7 +127,7 @@ def test_masks_by_torch_are_eagers_in_every_layout(layout, dtype):
     """An observed dropout is drawn again for another tensor of its layout: the same bits and offset."""
     memory = torch.randn(4, 64, 96, device=HOME, dtype=dtype)
     x = LAYOUTS[layout](memory)
-    operand = Operand(dtype, x.stride(), x.storage_offset() * x.element_size(), 0)
+    operand = DropoutOperand(dtype, x.stride(), x.storage_offset() * x.element_size(), 0)
     draw = Draw(NATIVE_DROPOUT, tuple(x.shape), x.stride(), torch.bool, (0.3, True), (), HOME, operand)
     draws = Draws([draw] * 2, [0, 1], [0, 1], "Dropped", device=HOME)
     found = []

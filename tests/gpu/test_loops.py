@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.lstm import LayerNormLSTM
 from benchmarks.recurrent_cells import GRU, LSTM, SelectiveScan
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import Loop
+from bridge.compile import RunLoop
 from tests.bridge.compare import check_module
 from tests.bridge.parity.test_precision import assert_close_enough, step
 from tests.gpu.marks import ON_A_GPU
@@ -27,7 +27,9 @@ NETWORKS = {"LSTM": LSTM, "LayerNorm-LSTM": LayerNormLSTM, "GRU": GRU, "selectiv
 def checked(name, shape, **options):
     module = check_module(lambda: NETWORKS[name](shape[-1]), lambda: torch.randn(shape, requires_grad=True), **options)
     (entry,) = stats(module).entries
-    lengths = [step.length for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, Loop)]
+    lengths = [
+        step.length for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, RunLoop)
+    ]
     return module, lengths
 
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bridge import stats
 from bridge.compile import CallLibrary
-from bridge.library.attention import KERNELS, Kernel
+from bridge.library.attention import KERNELS, AttentionKernel
 from tests.bridge.dispatch.recorded_loops import LOOPS, Pair, plain
 from tests.gpu.marks import ON_A_GPU
 
@@ -119,7 +119,7 @@ def test_a_call_between_graphs_that_fails(monkeypatch):
         for seed in range(8):
             pair.step(seed, plain)
         with monkeypatch.context() as patch:
-            patch.setitem(KERNELS, "efficient", Kernel(fails, fails))
+            patch.setitem(KERNELS, "efficient", AttentionKernel(fails, fails))
             with pytest.raises(torch.OutOfMemoryError):
                 pair.ours(pair.batch(1))
         replays = pair.graphs.replays

@@ -9,7 +9,7 @@ import pytest
 
 from autodiff.ir import Function, bindings, op_name
 from partition import Partitioned, partition
-from partition.graph import Choice, Graph
+from partition.graph import Choice, JointGraph
 from tests.partition.evaluate import random_args, run_both_halves
 from tests.partition.joints import Builder, op
 
@@ -44,7 +44,7 @@ class Saving:
     value: str
     name: str = "saving"
 
-    def choose(self, graph: Graph) -> Choice:
+    def choose(self, graph: JointGraph) -> Choice:
         return Choice({self.value: "for a test"})
 
 

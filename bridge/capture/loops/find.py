@@ -23,11 +23,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from autodiff.scan import Run, periodic
-from autodiff.scan.roles import FURTHEST, Carry, Constant, Local, Steps, made_inside, shifts
-from bridge.capture.loops.row_calls import Call, Calls, NotRolledError, Part
+from autodiff.scan import PeriodicRun, periodic
+from autodiff.scan.roles import FURTHEST, Carry, Constant, Local, ProvenLoop, made_inside, shifts
+from bridge.capture.loops.row_calls import NotRolledError, Part, RowCall, RowCalls
 
-__all__ = ["Loop", "Parts", "Role", "Written", "alive_rows", "evenly_alive", "find_loops"]
+__all__ = ["CallLoop", "Role", "StepParts", "Written", "alive_rows", "evenly_alive", "find_loops"]
 
 LEAST_STEPS = 6
 """Shorter loops are traced as they are."""
@@ -37,7 +37,7 @@ _MOST_TIMES = 8
 _MOST_ROUNDS = 20
 
 
-class Parts(NamedTuple):
+class StepParts(NamedTuple):
     """A part for each step: the first one, and how much further each next one begins along its axis (negative: how much
     before). ``of`` a value, or of what an earlier loop's row makes in all of its steps."""
 
@@ -50,7 +50,7 @@ class Parts(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A value, ``first`` before the loop, of which each step writes a part; as :class:`Parts`."""
+    """A value, ``first`` before the loop, of which each step writes a part; as :class:`StepParts`."""
 
     first: int
     dim: int
@@ -60,11 +60,11 @@ class Written(NamedTuple):
     squeezed: bool
 
 
-Role = Local | Carry | Constant | Parts
+Role = Local | Carry | Constant | StepParts
 
 
 @dataclass
-class Loop(Steps):
+class CallLoop(ProvenLoop):
     """A proven loop.
 
     Attributes:
@@ -78,12 +78,12 @@ class Loop(Steps):
     dead: frozenset[int] = frozenset()
 
     @property
-    def parts(self) -> list[Parts]:
+    def parts(self) -> list[StepParts]:
         """Each once."""
-        return list(dict.fromkeys([*self.taken.values(), *self.of_kind(Parts)]))
+        return list(dict.fromkeys([*self.taken.values(), *self.of_kind(StepParts)]))
 
 
-def find_loops(calls: Calls) -> list[Loop]:
+def find_loops(calls: RowCalls) -> list[CallLoop]:
     """Loops that do not overlap, in order; the longest are looked for first."""
     candidates = list(periodic([row.kind for row in calls.rows], LEAST_STEPS)) if calls.rows else []
     readers = Counter(value for row in calls.rows for value in row.reads)
@@ -96,14 +96,16 @@ def find_loops(calls: Calls) -> list[Loop]:
     return found
 
 
-def _loops_of(calls: Calls, candidates: Sequence[Run], readers: Counter[int]) -> tuple[list[Loop], set[Run]]:
+def _loops_of(
+    calls: RowCalls, candidates: Sequence[PeriodicRun], readers: Counter[int]
+) -> tuple[list[CallLoop], set[PeriodicRun]]:
     """The loops of the longest runs, and the runs that have none."""
-    found: list[Loop] = []
-    failed: set[Run] = set()
+    found: list[CallLoop] = []
+    failed: set[PeriodicRun] = set()
     for run in _disjoint(candidates):
         # in order, so that a loop may read what an earlier one makes
         before = len(found)
-        rest: Run | None = run
+        rest: PeriodicRun | None = run
         while rest is not None and (loop := _Finder(calls, found, readers).best(rest)) is not None:
             found.append(loop)
             rest = _behind(rest, loop)
@@ -112,15 +114,15 @@ def _loops_of(calls: Calls, candidates: Sequence[Run], readers: Counter[int]) ->
     return found, failed
 
 
-def _behind(run: Run, loop: Loop) -> Run | None:
+def _behind(run: PeriodicRun, loop: CallLoop) -> PeriodicRun | None:
     """What is left of a run behind a loop, as the steps of another layer are."""
     length = run.start + run.length - loop.stop
-    return Run(loop.stop, run.period, length) if length >= LEAST_STEPS * run.period else None
+    return PeriodicRun(loop.stop, run.period, length) if length >= LEAST_STEPS * run.period else None
 
 
-def _disjoint(candidates: Sequence[Run]) -> Iterator[Run]:
+def _disjoint(candidates: Sequence[PeriodicRun]) -> Iterator[PeriodicRun]:
     """The longest runs, of those that overlap one; in order."""
-    taken: list[Run] = []
+    taken: list[PeriodicRun] = []
     for run in sorted(candidates, key=lambda run: (-run.length, run.period)):
         if all(run.start + run.length <= other.start or other.start + other.length <= run.start for other in taken):
             taken.append(run)
@@ -128,10 +130,10 @@ def _disjoint(candidates: Sequence[Run]) -> Iterator[Run]:
 
 
 class _Finder:
-    def __init__(self, calls: Calls, earlier: Sequence[Loop], readers: Counter[int]):
+    def __init__(self, calls: RowCalls, earlier: Sequence[CallLoop], readers: Counter[int]):
         self.calls, self.earlier, self.readers = calls, earlier, readers
 
-    def best(self, run: Run) -> Loop | None:
+    def best(self, run: PeriodicRun) -> CallLoop | None:
         """The loop that most rows of a run are in; of equal ones that of the shortest step.
 
         Rows of several layers look alike, too, and read other weights: a step may be several periods.
@@ -145,7 +147,7 @@ class _Finder:
                 break
         return best
 
-    def _of_period(self, run: Run) -> Loop | None:
+    def _of_period(self, run: PeriodicRun) -> CallLoop | None:
         """The longest loop of a run, with the fewest carries, as its first steps say; it may begin in the first two
         steps."""
         possible = []
@@ -163,7 +165,7 @@ class _Finder:
                 longest = loop
         return longest
 
-    def _longest(self, start: int, period: int, steps: int) -> Loop:
+    def _longest(self, start: int, period: int, steps: int) -> CallLoop:
         """The loop of the most steps; one of :data:`LEAST_STEPS` is proven."""
         if (loop := self._proven(start, period, steps)) is not None and loop.carries:
             return loop
@@ -177,9 +179,9 @@ class _Finder:
                 many = middle
         return proven
 
-    def _proven(self, start: int, period: int, steps: int) -> Loop | None:
+    def _proven(self, start: int, period: int, steps: int) -> CallLoop | None:
         rows = self.calls.rows
-        loop = Loop(start, period, steps)
+        loop = CallLoop(start, period, steps)
         for index in range(period):
             if not self._draws_alike(range(start + index, loop.stop, period)):
                 return None
@@ -218,7 +220,7 @@ class _Finder:
         drops = self.calls.kinds[self.calls.rows[numbers[0]].kind].name == "dropout"
         return not found - {None} or (len(found) == 1 and drops)
 
-    def _writes_own(self, call: Call, roles: Sequence[Role], loop: Loop) -> bool:
+    def _writes_own(self, call: RowCall, roles: Sequence[Role], loop: CallLoop) -> bool:
         """Whether a row of a step writes nothing, or memory that was made in the step or is carried, and that is shared
         by what was made in the step alone."""
         kind = self.calls.kinds[call.kind]
@@ -229,7 +231,7 @@ class _Finder:
                 return False
         return True
 
-    def _written(self, group: Sequence[Call], loop: Loop) -> Written | None:
+    def _written(self, group: Sequence[RowCall], loop: CallLoop) -> Written | None:
         """What rows write, each into what the one before has made, which nothing else reads."""
         first = group[0].reads[0]
         if self.calls.made[first].row >= loop.start:
@@ -241,7 +243,7 @@ class _Finder:
         parts = self._parts([each.into._replace(of=first) for each in group])
         return None if parts is None or abs(parts.step) != parts.extent else Written(*parts)
 
-    def _is_followed_alike(self, loop: Loop, index: int) -> bool:
+    def _is_followed_alike(self, loop: CallLoop, index: int) -> bool:
         """Whether autograd follows what a row makes in all steps or in none, up to the first ones."""
         forms, group = self.calls.forms, self.calls.rows[loop.start + index : loop.stop : loop.period]
         last = [forms[value].requires_grad for value in group[-1].makes]
@@ -249,7 +251,7 @@ class _Finder:
             return False
         return all([forms[value].requires_grad for value in each.makes] == last for each in group[FURTHEST:])
 
-    def _role(self, values: Sequence[int], loop: Loop) -> Role | None:
+    def _role(self, values: Sequence[int], loop: CallLoop) -> Role | None:
         made, first = self.calls.made, values[0]
         if made[values[-1]].row < loop.start:
             if values.count(first) == len(values):
@@ -257,7 +259,7 @@ class _Finder:
             return self._parts_before(values, loop)
         return made_inside(values, made.__getitem__, loop.start, loop.period)
 
-    def _parts_before(self, values: Sequence[int], loop: Loop) -> Parts | None:
+    def _parts_before(self, values: Sequence[int], loop: CallLoop) -> StepParts | None:
         """Parts that were taken before the loop, or that an earlier loop has made."""
         made, forms = self.calls.made, self.calls.forms
         if any(made[value].row >= loop.start for value in values) or len({forms[value].layout for value in values}) > 1:
@@ -272,17 +274,17 @@ class _Finder:
                 begin, step = places[0][0], places[1][0] - places[0][0]
                 regular = all(at == begin + step * index for index, (at, _) in enumerate(places))
                 if len(leaves) == 1 and step and regular and places[0][1] not in other.taken:
-                    return Parts((number, places[0][1], leaves.pop()), 0, begin, step, 1, True)
+                    return StepParts((number, places[0][1], leaves.pop()), 0, begin, step, 1, True)
         return None
 
-    def _parts(self, parts: Sequence[Part]) -> Parts | None:
+    def _parts(self, parts: Sequence[Part]) -> StepParts | None:
         first, second = parts[0], parts[1]
         step = second.begin - first.begin
         if not step or first[:2] + first[3:] != second[:2] + second[3:]:
             return None
         if any(part != first._replace(begin=first.begin + step * index) for index, part in enumerate(parts)):
             return None
-        return Parts(first.of, first.dim, first.begin, step, first.extent, first.squeezed)
+        return StepParts(first.of, first.dim, first.begin, step, first.extent, first.squeezed)
 
 
 # Live rows: recorded calls and their loops -> loops of whose rows each is needed in all steps, or in none.
@@ -292,7 +294,7 @@ class _Finder:
 # state that no step comes after), are no part of the loop, and rows that are needed in no step are not called.
 
 
-def evenly_alive(calls: Calls, loops: Sequence[Loop]) -> list[Loop]:
+def evenly_alive(calls: RowCalls, loops: Sequence[CallLoop]) -> list[CallLoop]:
     """The loops, some without their last steps.
 
     ``NotRolledError`` if rows are needed in other steps than the first ones, or if steps that would be left out are
@@ -302,7 +304,7 @@ def evenly_alive(calls: Calls, loops: Sequence[Loop]) -> list[Loop]:
     return [_even(loop, number, loops, alive) for number, loop in enumerate(loops)]
 
 
-def alive_rows(calls: Calls) -> list[bool]:
+def alive_rows(calls: RowCalls) -> list[bool]:
     """Of each row, whether the results need it."""
     needed = calls.needed
     alive = [False] * len(calls.rows)
@@ -314,7 +316,7 @@ def alive_rows(calls: Calls) -> list[bool]:
     return alive
 
 
-def _even(loop: Loop, number: int, loops: Sequence[Loop], alive: Sequence[bool]) -> Loop:
+def _even(loop: CallLoop, number: int, loops: Sequence[CallLoop], alive: Sequence[bool]) -> CallLoop:
     period = loop.period
     steps = [tuple(alive[begin : begin + period]) for begin in range(loop.start, loop.stop, period)]
     count = next((count for count, each in enumerate(steps) if each != steps[0]), len(steps))
@@ -327,7 +329,7 @@ def _even(loop: Loop, number: int, loops: Sequence[Loop], alive: Sequence[bool])
     return _without_dead(replace(loop, steps=count, numbers=numbers), steps[0])
 
 
-def _without_dead(loop: Loop, alive: Sequence[bool]) -> Loop:
+def _without_dead(loop: CallLoop, alive: Sequence[bool]) -> CallLoop:
     """The loop without the rows that the results need in no step, and without what these alone read."""
     if all(alive):
         return loop

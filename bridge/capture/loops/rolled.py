@@ -23,7 +23,7 @@ from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 from bridge.capture.loops.row_calls import COMPARING, CREATING, NotRolledError, calls_of, filled
 from bridge.capture.loops.row_form import FUSED, Folded, FoldedCall, FoldedJoin, FoldedLoop, Source, fold
 from bridge.capture.observation import Draw
-from bridge.capture.rows import Record, Row, Value, form_of, mapped, values_in
+from bridge.capture.rows import Record, Row, ValueRef, form_of, mapped, values_in
 
 __all__ = ["LEAST_ROWS", "Rolled", "draws_of", "folded_of", "spelled_out", "writes"]
 
@@ -103,21 +103,21 @@ class _Rows:
         self.draws: list[Draw] = []
         self.mode, self.grad = mode, torch.is_grad_enabled()
 
-    def value(self, fake: torch.Tensor) -> Value:
+    def value(self, fake: torch.Tensor) -> ValueRef:
         """A new value."""
         number = len(self.record.forms)
         self.record.forms.append(form_of(fake))
         self.record.memory.append(number)
         self.fakes[number] = fake
-        return Value(number)
+        return ValueRef(number)
 
-    def literal(self, tensor: torch.Tensor) -> Value:
+    def literal(self, tensor: torch.Tensor) -> ValueRef:
         """Numbers that are no input and made by no row."""
         made = self.value(self.mode.from_tensor(tensor, static_shapes=True))
         self.record.literals[made.number] = tensor
         return made
 
-    def of_form(self, form: tuple, base: Value | None) -> Value:
+    def of_form(self, form: tuple, base: ValueRef | None) -> ValueRef:
         """A new value of this form; ``base``: one whose memory it lies in."""
         shape, stride, dtype, device, _ = form
         with torch.no_grad(), self.mode:
@@ -125,7 +125,7 @@ class _Rows:
                 return self.value(self.fakes[base.number].as_strided(shape, stride))
             return self.value(torch.empty_strided(shape, stride, dtype=dtype, device=device))
 
-    def bases(self, row: Row, read: Sequence[Value]) -> list[Value | None]:
+    def bases(self, row: Row, read: Sequence[ValueRef]) -> list[ValueRef | None]:
         """For each new value of a row of the record, which of those that stand for its operands shares its memory."""
         if self.mode.shape_env is not None:  # the row is one of another length
             return []
@@ -144,7 +144,7 @@ class _Rows:
     def call(self, like: Row, op: Any, *args: Any, draw: Draw | None = None, **kwargs: Any) -> Any:
         """A row of an operator that is called on fake tensors for the layouts of its results."""
         with torch.no_grad(), self.mode:
-            fakes = mapped((args, kwargs), Value, lambda value: self.fakes[value.number])
+            fakes = mapped((args, kwargs), ValueRef, lambda value: self.fakes[value.number])
             made = op(*fakes[0], **fakes[1])
         written = args[0] if op is aten.bernoulli_.float else None
         results = mapped(made, torch.Tensor, self.value) if written is None else written
@@ -158,8 +158,8 @@ class _Looped:
 
     steps: Any
     reverse: bool
-    last: dict[tuple[int, int], Value] = field(default_factory=dict)
-    whole: dict[tuple[int, int], Value] = field(default_factory=dict)
+    last: dict[tuple[int, int], ValueRef] = field(default_factory=dict)
+    whole: dict[tuple[int, int], ValueRef] = field(default_factory=dict)
 
 
 class _Run:
@@ -167,8 +167,8 @@ class _Run:
 
     def __init__(self, form: Folded, record: Record, fakes: dict[int, torch.Tensor], mode: FakeTensorMode):
         self.form, self.rows = form, _Rows(record, fakes, mode)
-        self.values: dict[Source, Value] = {}
-        self.done: list[list[Value]] = []
+        self.values: dict[Source, ValueRef] = {}
+        self.done: list[list[ValueRef]] = []
         self.loops: list[_Looped] = []
         self.like = next(_origins(form))
         for each in form.made:
@@ -187,7 +187,7 @@ class _Run:
         """The leaves of what is returned."""
         return [self.value(leaf) if len(leaf) > 1 else leaf[0] for leaf in self.form.results]
 
-    def value(self, source: Source) -> Value:
+    def value(self, source: Source) -> ValueRef:
         """Of a step, or of a part, one that is made once."""
         try:
             known = self.values.get(source)
@@ -200,10 +200,10 @@ class _Run:
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         return self.rows.call(self.like, op, *args, **kwargs)
 
-    def _found(self, kind: str, *rest: Any) -> Value:
+    def _found(self, kind: str, *rest: Any) -> ValueRef:
         match kind:
             case "input" | "other":
-                return Value(rest[0])
+                return ValueRef(rest[0])
             case "made":
                 return self.done[rest[0]][rest[1]]
             case "part":
@@ -215,36 +215,36 @@ class _Run:
         part = self.call(aten.select.int, loop.whole[row, leaf], 0, _position(loop, step))
         return self.call(aten.clone.default, part)
 
-    def _take(self, whole: Value, dim: int, begin: Any, extent: Any, squeezed: bool) -> Value:
+    def _take(self, whole: ValueRef, dim: int, begin: Any, extent: Any, squeezed: bool) -> ValueRef:
         if squeezed:
             return self.call(aten.select.int, whole, dim, begin)
         return self._narrowed(whole, dim, begin, extent)
 
-    def _shape(self, value: Value) -> Sequence[Any]:
+    def _shape(self, value: ValueRef) -> Sequence[Any]:
         return self.rows.fakes[value.number].shape
 
-    def _narrowed(self, whole: Value, dim: int, begin: Any, extent: Any) -> Value:
+    def _narrowed(self, whole: ValueRef, dim: int, begin: Any, extent: Any) -> ValueRef:
         if extent == self._shape(whole)[dim]:
             return whole
         return self.call(aten.slice.Tensor, whole, dim, begin, begin + extent)
 
-    def _in_order(self, whole: Value, axes: list[int]) -> Value:
+    def _in_order(self, whole: ValueRef, axes: list[int]) -> ValueRef:
         return whole if axes == sorted(axes) else self.call(aten.permute.default, whole, axes)
 
-    def _moved(self, steps: Value, dim: int) -> Value:
+    def _moved(self, steps: ValueRef, dim: int) -> ValueRef:
         """A tensor whose first axis has become this one."""
         rank = len(self._shape(steps))
         return self._in_order(steps, [*range(1, dim + 1), 0, *range(dim + 1, rank)])
 
-    def _flipped(self, whole: Value) -> Value:
+    def _flipped(self, whole: ValueRef) -> ValueRef:
         return self.call(aten.flip.default, whole, [0])
 
-    def _contiguous(self, value: Value) -> Value:
+    def _contiguous(self, value: ValueRef) -> ValueRef:
         return self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
 
     # Calls
 
-    def _call(self, call: FoldedCall, read: Sequence[Value], number: Value | None = None) -> list[Value]:
+    def _call(self, call: FoldedCall, read: Sequence[ValueRef], number: ValueRef | None = None) -> list[ValueRef]:
         """The row of a call, and the values that it makes."""
         like, call = self.like, _out_of_place(call)
         if call.into:
@@ -267,11 +267,11 @@ class _Run:
         self.rows.add(op, args, kwargs, results, like, call.draw)
         return [*made, *(read[place] for place in call.through)]
 
-    def _joined(self, join: FoldedJoin) -> Value:
+    def _joined(self, join: FoldedJoin) -> ValueRef:
         pieces = [self._piece(source, join) for source in join.pieces]
         return self.call(aten.cat.default, pieces, join.dim) if len(pieces) > 1 else self._contiguous(pieces[0])
 
-    def _piece(self, source: Source, join: FoldedJoin) -> Value:
+    def _piece(self, source: Source, join: FoldedJoin) -> ValueRef:
         if source[0] != "steps":
             piece = self.value(source)
             return self.call(aten.unsqueeze.default, piece, join.dim) if join.stacks else piece
@@ -295,12 +295,12 @@ class _Run:
         whole = [self._in_front(part, loop.steps, known.reverse) for part in loop.parts]
         parts = [self.call(PART, tensor, number, place) for place, tensor in enumerate(whole)]
         place = len(parts)
-        numbers: dict[int, Value] = {}
+        numbers: dict[int, ValueRef] = {}
         for place, (index, each) in enumerate(loop.numbers, start=len(parts)):
             numbers[index] = self.call(PART, self._numbers(loop.rows[index], each, known.reverse), number, place)
         masks = self._masks(loop, number, len(parts) + len(numbers), known.reverse)
 
-        def source(role: tuple) -> Value:
+        def source(role: tuple) -> ValueRef:
             if role[0] == "part of":
                 return whole[role[1]]
             return self.value(loop.carries[role[1]][2] if role[0] == "carry" else role)
@@ -309,10 +309,10 @@ class _Run:
         for place, (carry, roles) in enumerate(zip(loop.carries, loop.reached, strict=True)):
             reached = list(map(source, roles))
             first.append(self.call(FIRST, self.value(carry[2]), reached, number, place, loop.steps, known.reverse))
-        made: dict[tuple[int, int], Value] = {}
+        made: dict[tuple[int, int], ValueRef] = {}
         outside = {role: self.value(role) for role in _outside(loop)}
 
-        def value(role: tuple) -> Value:
+        def value(role: tuple) -> ValueRef:
             match role:
                 case "local", row, leaf:
                     return made[row, leaf]
@@ -348,12 +348,12 @@ class _Run:
             known.last[each[0], 0] = self._written(*each[1:], steps, known.reverse)
         self.loops.append(known)
 
-    def _numbers(self, row: FoldedCall, numbers: Sequence[Any], reverse: bool) -> Value:
+    def _numbers(self, row: FoldedCall, numbers: Sequence[Any], reverse: bool) -> ValueRef:
         """The numbers of a row in all steps."""
         (form, *_) = row.compared if row.op in COMPARING else row.forms
         return self.rows.literal(torch.tensor(numbers[::-1] if reverse else numbers, dtype=form[2], device=form[3]))
 
-    def _masks(self, loop: FoldedLoop, number: int, place: int, reverse: bool) -> dict[int, Value]:
+    def _masks(self, loop: FoldedLoop, number: int, place: int, reverse: bool) -> dict[int, ValueRef]:
         """The masks that a step draws, by the rows that drop with them; drawn for all steps at once."""
         draw = loop.draw
         if draw is None:
@@ -366,7 +366,7 @@ class _Run:
         pieces = self.call(aten.split_with_sizes.default, step, list(draw.steps.counts))
         return dict(zip(dict(loop.drops), pieces, strict=True))
 
-    def _dropped(self, x: Value, mask: Value, draw: Draw) -> Value:
+    def _dropped(self, x: ValueRef, mask: ValueRef, draw: Draw) -> ValueRef:
         """Eager's dropout of a tensor; ``mask``: its elements in the order in which ``draw`` fills memory, on a GPU in
         that of its shape."""
         if draw.op == FUSED:
@@ -380,7 +380,7 @@ class _Run:
         kept = self.call(aten.div.Tensor, self.call(aten.to.dtype, mask, dtype), keep)
         return self.call(aten.mul.Tensor, x, kept)
 
-    def _written(self, of, form, dim, begin, step, extent, squeezed, parts: Value, reverse: bool) -> Value:
+    def _written(self, of, form, dim, begin, step, extent, squeezed, parts: ValueRef, reverse: bool) -> ValueRef:
         """A tensor after the loop that writes its parts; these with the steps in front."""
         if (step < 0) != reverse:
             parts = self._flipped(parts)
@@ -398,7 +398,7 @@ class _Run:
         of, _, _, step, *_ = part
         return (step < 0) != (of[0] == "of loop" and self.loops[of[1]].reverse)
 
-    def _in_front(self, part: tuple, steps: Any, reverse: bool) -> Value:
+    def _in_front(self, part: tuple, steps: Any, reverse: bool) -> ValueRef:
         """A tensor with all parts in front; the last one first where the loop is ``reverse``."""
         of, dim, first, step, extent, squeezed = part
         end, apart = first + step * (steps - 1), abs(step)
@@ -442,7 +442,7 @@ def _out_of_place(call: FoldedCall) -> FoldedCall:
     return call._replace(op=same, gives=0, through=())
 
 
-def _given(gives: Any, made: Sequence[Value], read: Sequence[Value]) -> Any:
+def _given(gives: Any, made: Sequence[ValueRef], read: Sequence[ValueRef]) -> Any:
     """What a call returns."""
     if type(gives) is int:
         return made[gives] if gives >= 0 else read[-1 - gives]

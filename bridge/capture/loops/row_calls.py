@@ -17,22 +17,10 @@ import torch
 
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.observation import Draw
-from bridge.capture.rows import Layout, Record, Row, Value, key_of, mapped, values_in, written_operands
+from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, key_of, mapped, values_in, written_operands
 
-__all__ = [
-    "COMPARING",
-    "CREATING",
-    "HERE",
-    "NUMBER",
-    "Call",
-    "Calls",
-    "Kind",
-    "Made",
-    "NotRolledError",
-    "Part",
-    "calls_of",
-    "filled",
-]
+__all__ = ["COMPARING", "CREATING", "HERE", "NUMBER", "CallKind", "NotRolledError", "Part", "Producer", "RowCall"]
+__all__ += ["RowCalls", "calls_of", "filled"]
 
 
 class NotRolledError(Exception):
@@ -84,7 +72,7 @@ _NEVER = (
 """What no step may have: it reads or writes more than its operands say, or memory beyond them."""
 
 
-class Made(NamedTuple):
+class Producer(NamedTuple):
     """Where a value comes from: the ``leaf``-th that a call makes; of an input, call -1 and its number; of numbers
     written in the code and tensors from elsewhere, call -2."""
 
@@ -103,7 +91,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class CallKind:
     """What equal calls do: ``op(*args, **kwargs)``, with :data:`HERE` in the place of each tensor.
 
     Attributes:
@@ -128,7 +116,7 @@ class Kind:
         return self.op.overloadpacket.__name__ if isinstance(self.op, OpOverload) else str(self.op)
 
 
-class Call(NamedTuple):
+class RowCall(NamedTuple):
     """A row of a record, or two.
 
     Attributes:
@@ -152,7 +140,7 @@ class Call(NamedTuple):
 
 
 @dataclass
-class Calls:
+class RowCalls:
     """The calls of a record.
 
     Attributes:
@@ -164,10 +152,10 @@ class Calls:
         results: what the run returns, values for tensors; ``last``: of each input that is written, the last value.
     """
 
-    rows: list[Call] = field(default_factory=list)
-    kinds: list[Kind] = field(default_factory=list)
-    forms: list[Layout] = field(default_factory=list)
-    made: list[Made] = field(default_factory=list)
+    rows: list[RowCall] = field(default_factory=list)
+    kinds: list[CallKind] = field(default_factory=list)
+    forms: list[ValueLayout] = field(default_factory=list)
+    made: list[Producer] = field(default_factory=list)
     drawn: dict[int, Draw] = field(default_factory=dict)
     effects: set[int] = field(default_factory=set)
     results: list[Any] = field(default_factory=list)
@@ -186,7 +174,7 @@ class Calls:
         call = self.rows[row]
         return call.part if call.part is not None else self._item(call, leaf)
 
-    def _item(self, call: Call, leaf: int) -> Part | None:
+    def _item(self, call: RowCall, leaf: int) -> Part | None:
         """One of the parts that ``unbind``, ``chunk`` or ``split`` makes."""
         kind = self.kinds[call.kind]
         if kind.op not in (aten.unbind.int, aten.chunk.default, aten.split.Tensor) or len(call.makes) < 2:
@@ -203,7 +191,7 @@ class Calls:
         return Part(of, dim, leaf * first[dim], first[dim], False)
 
 
-def _argument(kind: Kind, place: int, name: str, default: Any) -> Any:
+def _argument(kind: CallKind, place: int, name: str, default: Any) -> Any:
     return kind.args[place] if len(kind.args) > place else kind.kwargs.get(name, default)
 
 
@@ -220,7 +208,7 @@ def filled(arg: Any, given: Iterator[Any], number: Any = None) -> Any:
     return arg
 
 
-def calls_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> Calls:
+def calls_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> RowCalls:
     """The calls of a record whose run returned these leaves, values for tensors.
 
     Raises:
@@ -231,7 +219,7 @@ def calls_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> C
 
 class _Reader:
     def __init__(self, record: Record, results: Sequence[Any], draws: Sequence[Draw]):
-        self.record, self.draws, self.calls = record, draws, Calls()
+        self.record, self.draws, self.calls = record, draws, RowCalls()
         self._kinds: dict[Any, int] = {}
         self._keys: dict[int, tuple[Any, int]] = {}
         self._now: dict[int, int] = {}  # the record's values → those of now
@@ -244,23 +232,23 @@ class _Reader:
             for number in values_in((row.args, row.kwargs)):
                 self._last_read.setdefault(number, index)
         for number in range(record.inputs):
-            self._new(number, Made(-1, number))
+            self._new(number, Producer(-1, number))
         for number in (*record.literals, *record.free):
-            self._new(number, Made(-2, number))
+            self._new(number, Producer(-2, number))
         for index, row in rows:
             self._row(index, row)
         calls, now = self.calls, self._now
-        calls.results = [Value(now[each.number]) if isinstance(each, Value) else each for each in results]
+        calls.results = [ValueRef(now[each.number]) if isinstance(each, ValueRef) else each for each in results]
         calls.last = {number: now[number] for number in inputs if calls.made[now[number]].row >= 0}
 
-    def _new(self, number: int, made: Made) -> int:
+    def _new(self, number: int, made: Producer) -> int:
         form = self.record.forms[number]
-        layout = Layout(form.shape, form.stride, form.dtype, form.device, form.requires_grad)
+        layout = ValueLayout(form.shape, form.stride, form.dtype, form.device, form.requires_grad)
         self._sharing.setdefault(self.record.memory[number], []).append(number)
         self._now[number] = value = self._value(layout, made)
         return value
 
-    def _value(self, form: Layout, made: Made) -> int:
+    def _value(self, form: ValueLayout, made: Producer) -> int:
         self.calls.forms.append(form)
         self.calls.made.append(made)
         return len(self.calls.forms) - 1
@@ -278,7 +266,7 @@ class _Reader:
             return  # it returns what it was given
         here = len(calls.rows)
         reads = [self._now[number] for number in operands]
-        makes = [self._new(number, Made(here, leaf)) for leaf, number in enumerate(fresh)]
+        makes = [self._new(number, Producer(here, leaf)) for leaf, number in enumerate(fresh)]
         through, targets, owned = [], 0, False
         if written:
             targets_of = list(dict.fromkeys(written))
@@ -295,7 +283,7 @@ class _Reader:
                     reads.append(self._now[number])
                 form = calls.forms[self._now[number]]
                 form = form._replace(requires_grad=form.requires_grad or (follows and form.dtype.is_floating_point))
-                self._now[number] = value = self._value(form, Made(here, len(makes)))
+                self._now[number] = value = self._value(form, Producer(here, len(makes)))
                 makes.append(value)
             for each in memory:  # the dead ones are looked at no more
                 self._sharing[each] = [n for n in self._sharing[each] if self._last_read.get(n, -1) > index]
@@ -330,10 +318,10 @@ class _Reader:
         if any(calls.forms[value].dtype.is_complex for value in (*reads, *makes)):
             key = "barred", len(calls.rows)
         alone = targets == len(through) == 1 and not barred
-        kind = self._kind(key, Kind(row.op, args, kwargs, gives, through, targets, alone))
-        calls.rows.append(Call(kind, tuple(reads), tuple(makes), part, None, number, row))
+        kind = self._kind(key, CallKind(row.op, args, kwargs, gives, through, targets, alone))
+        calls.rows.append(RowCall(kind, tuple(reads), tuple(makes), part, None, number, row))
 
-    def _kind(self, key: Any, kind: Kind) -> int:
+    def _kind(self, key: Any, kind: CallKind) -> int:
         number = self._kinds.setdefault(key, len(self.calls.kinds))
         if number == len(self.calls.kinds):
             self.calls.kinds.append(kind)
@@ -359,11 +347,11 @@ class _Reader:
         (made,) = makes
         here = len(calls.rows) - 1
         calls.rows.pop()
-        calls.made[made] = Made(here, 0)
+        calls.made[made] = Producer(here, 0)
         part = last.part
         key = "into", part[1:2] + part[3:], whole.layout, value.layout, row.grad, row.autocast
-        kind = self._kind(key, Kind(row.op, (HERE, HERE), {}, -1, (0,), 1))
-        calls.rows.append(Call(kind, (part.of, reads[1]), (made,), None, part, None, row))
+        kind = self._kind(key, CallKind(row.op, (HERE, HERE), {}, -1, (0,), 1))
+        calls.rows.append(RowCall(kind, (part.of, reads[1]), (made,), None, part, None, row))
         return True
 
 
@@ -411,7 +399,7 @@ def _is_barred(row: Row) -> bool:
 
 
 def _mapped_values(tree: Any, change: Any) -> Any:
-    if type(tree) is Value:
+    if type(tree) is ValueRef:
         return change(tree.number)
     if isinstance(tree, tuple | list):
         return tuple([_mapped_values(each, change) for each in tree])
@@ -420,14 +408,14 @@ def _mapped_values(tree: Any, change: Any) -> Any:
 
 def _constants(tree: Any) -> tuple[Any, Any]:
     """Arguments with :data:`HERE` in the place of tensors; and what tells them from others, hashable."""
-    args = mapped(tree, Value, lambda _: HERE)
+    args = mapped(tree, ValueRef, lambda _: HERE)
     try:
         return args, key_of(args, _Place, lambda place: place)
     except TypeError as error:
         raise NotRolledError(str(error)) from None
 
 
-def _numbered(row: Row, args: tuple, reads: Sequence[Layout]) -> tuple[tuple, Any]:
+def _numbered(row: Row, args: tuple, reads: Sequence[ValueLayout]) -> tuple[tuple, Any]:
     """Arguments with :data:`NUMBER` in the place of the number in which calls of a kind may differ → they, and it."""
     if row.op in NUMBERED or row.op in COMPARING:
         kinds: tuple[type, ...] = ()
@@ -444,7 +432,7 @@ def _numbered(row: Row, args: tuple, reads: Sequence[Layout]) -> tuple[tuple, An
     return (*args[:place], NUMBER, *args[place + 1 :]), args[place]
 
 
-def _part_of(row: Row, reads: Sequence[int], makes: Sequence[int], calls: Calls) -> Part | None:
+def _part_of(row: Row, reads: Sequence[int], makes: Sequence[int], calls: RowCalls) -> Part | None:
     """The part of its first operand that a row takes: ``select``, ``narrow``, ``slice``."""
     if row.op not in (aten.select.int, aten.slice.Tensor, aten.narrow.default) or row.kwargs or len(reads) != 1:
         return None

@@ -27,19 +27,19 @@ import torch
 
 from autodiff.scan.roles import Carry, Constant, Local
 from bridge.base.torch_internals import aten, is_dense
-from bridge.capture.loops.find import Loop, Parts, Role, alive_rows
-from bridge.capture.loops.row_calls import Call, Calls, Made, NotRolledError
+from bridge.capture.loops.find import CallLoop, Role, StepParts, alive_rows
+from bridge.capture.loops.row_calls import NotRolledError, Producer, RowCall, RowCalls
 from bridge.capture.observation import Draw, StepMasks
-from bridge.capture.rows import Row, Value
+from bridge.capture.rows import Row, ValueRef
 
-__all__ = ["FUSED", "Folded", "FoldedCall", "FoldedJoin", "FoldedLoop", "Origin", "Source", "dropping", "fold"]
+__all__ = ["FUSED", "Folded", "FoldedCall", "FoldedJoin", "FoldedLoop", "RowOrigin", "Source", "dropping", "fold"]
 
 Source = tuple
 """Where a tensor comes from, see above."""
 
 
 @dataclass(frozen=True)
-class Origin:
+class RowOrigin:
     """The row that a call was, which makes no difference: its line, its module, its modes."""
 
     row: Row = field(compare=False)
@@ -49,7 +49,7 @@ class FoldedCall(NamedTuple):
     """``op(*args, **kwargs)`` on tensors, from outside of the loops or of a step.
 
     Attributes:
-        gives, through, alone: see :class:`bridge.capture.loops.row_calls.Kind`.
+        gives, through, alone: see :class:`bridge.capture.loops.row_calls.CallKind`.
         part: of what it takes, if it takes a part: dim, begin, extent and whether squeezed.
         into: whether it copies into that part of what it reads first.
         number: the number in the arguments.
@@ -72,7 +72,7 @@ class FoldedCall(NamedTuple):
     compared: tuple
     modes: tuple
     draw: Draw | None
-    origin: Origin
+    origin: RowOrigin
 
 
 class FoldedJoin(NamedTuple):
@@ -82,7 +82,7 @@ class FoldedJoin(NamedTuple):
     dim: int
     pieces: tuple[Source, ...]
     forms: tuple
-    origin: Origin
+    origin: RowOrigin
 
 
 class FoldedLoop(NamedTuple):
@@ -120,13 +120,13 @@ class Folded(NamedTuple):
     last: tuple
 
 
-def fold(calls: Calls, loops: Sequence[Loop]) -> Folded:
+def fold(calls: RowCalls, loops: Sequence[CallLoop]) -> Folded:
     """The folded form of calls with loops. :class:`NotRolledError`: they share memory in ways that it cannot say."""
     return _Fold(calls, loops).form()
 
 
 class _Fold:
-    def __init__(self, calls: Calls, loops: Sequence[Loop]):
+    def __init__(self, calls: RowCalls, loops: Sequence[CallLoop]):
         self.calls, self.loops = calls, loops
         self._called = [alive or row in calls.drawn for row, alive in enumerate(alive_rows(calls))]
         self._loop_of: dict[int, int] = {row: n for n, loop in enumerate(loops) for row in range(loop.start, loop.stop)}
@@ -149,11 +149,11 @@ class _Fold:
                 made.append(self._join(call) or self._call(row, self._sources(call.reads)))
                 self.called[row] = len(made) - 1
             row += 1
-        results = [self._source(leaf.number) if type(leaf) is Value else (leaf,) for leaf in calls.results]
+        results = [self._source(leaf.number) if type(leaf) is ValueRef else (leaf,) for leaf in calls.results]
         last = tuple((number, self._source(value)) for number, value in calls.last.items())
         return Folded(tuple(made), tuple(results), last)
 
-    def _shares(self, row: int, call: Call) -> None:
+    def _shares(self, row: int, call: RowCall) -> None:
         """A write outside of the loops: what shares the memory does so in the form, too.
 
         Of what a loop makes the form has copies; what is taken of one of these afterwards shares its memory.
@@ -169,22 +169,22 @@ class _Fold:
         if len(looped) > 1 or any(each < stop for each in rows if each not in looped):
             raise NotRolledError("a write into memory that a loop shares with other tensors")
 
-    def place(self, value: int) -> tuple[int, int, Made] | None:
+    def place(self, value: int) -> tuple[int, int, Producer] | None:
         """The loop that makes a value: its number, the step, and which result of the step it is."""
         row, leaf = self.calls.made[value]
         number = self._loop_of.get(row)
         if number is None:
             return None
         step, index = divmod(row - self.loops[number].start, self.loops[number].period)
-        return number, step, Made(index, leaf)
+        return number, step, Producer(index, leaf)
 
-    def _leaving(self, number: int) -> list[Made]:
+    def _leaving(self, number: int) -> list[Producer]:
         """The results of a step whose values, of some step, are read after the loop."""
-        found: dict[Made, None] = {}
+        found: dict[Producer, None] = {}
         for other, loop in enumerate(self.loops):
             for parts in loop.parts:
                 if isinstance(parts.of, tuple) and parts.of[0] == number:
-                    found.setdefault(Made(*parts.of[1:]))
+                    found.setdefault(Producer(*parts.of[1:]))
             if other == number:
                 continue
             given = [carry.first for carry in loop.carries]
@@ -198,13 +198,13 @@ class _Fold:
         self._note(list(self.calls.needed), number, found)
         return list(found)
 
-    def _note(self, values: Sequence[int], number: int, found: dict[Made, None]) -> None:
+    def _note(self, values: Sequence[int], number: int, found: dict[Producer, None]) -> None:
         for value in values:
             place = self.place(value)
             if place is not None and place[0] == number and not self._is_last(place):
                 found.setdefault(place[2])
 
-    def _is_last(self, place: tuple[int, int, Made]) -> bool:
+    def _is_last(self, place: tuple[int, int, Producer]) -> bool:
         """Whether a value of a loop is a carry, or what was written, after the last step."""
         loop = self.loops[place[0]]
         carried = any((carry.row, carry.leaf) == place[2] and carry.of is None for carry in loop.carries)
@@ -251,9 +251,9 @@ class _Fold:
             call.into is not None,
         )
         compared = self._forms(call.reads[:1])
-        return FoldedCall(*given, call.number, self._forms(call.makes), compared, modes, draw, Origin(call.row))
+        return FoldedCall(*given, call.number, self._forms(call.makes), compared, modes, draw, RowOrigin(call.row))
 
-    def _join(self, call: Call) -> FoldedJoin | None:
+    def _join(self, call: RowCall) -> FoldedJoin | None:
         """A call of ``stack`` or ``cat`` of adjacent steps' results."""
         kind, values = self.calls.kinds[call.kind], call.reads
         if kind.op not in (aten.stack.default, aten.cat.default):
@@ -264,7 +264,7 @@ class _Fold:
         rank, stacks = len(self.calls.forms[values[0]].shape), kind.op is aten.stack.default
         given = kind.args[1] if len(kind.args) > 1 else kind.kwargs.get("dim", 0)
         dim, pieces = given % (rank + 1 if stacks else rank), tuple(map(self._piece, groups))
-        return FoldedJoin(stacks, dim, pieces, self._forms(call.makes), Origin(call.row))
+        return FoldedJoin(stacks, dim, pieces, self._forms(call.makes), RowOrigin(call.row))
 
     def _groups(self, values: Sequence[int]) -> list[list[int]]:
         """Values in a row of which each is of the step after (or before) that of the one before."""
@@ -288,7 +288,7 @@ class _Fold:
         _, end, _ = self.place(values[-1])
         return "steps", number, index, leaf, begin, end
 
-    def _loop(self, loop: Loop, number: int) -> FoldedLoop:
+    def _loop(self, loop: CallLoop, number: int) -> FoldedLoop:
         calls = self.calls
         carries = {carry: place for place, carry in enumerate(loop.carries)}
         parts = {each: place for place, each in enumerate(loop.parts)}
@@ -299,11 +299,11 @@ class _Fold:
                     return "local", each.row, each.leaf
                 case Carry():
                     return "carry", carries[each]
-                case Parts():
+                case StepParts():
                     return "part of", parts[each]
             return self._source(each.value)
 
-        def whole(each: Parts) -> tuple:
+        def whole(each: StepParts) -> tuple:
             of = ("of loop", *each.of) if isinstance(each.of, tuple) else self._source(each.of)
             return of, *each[1:]
 
@@ -320,7 +320,7 @@ class _Fold:
             else:
                 call = self._call(loop.start + index, tuple(map(role, roles)))
                 last = calls.rows[loop.stop - loop.period + index]
-                rows.append(call._replace(forms=self._forms(last.makes), origin=Origin(last.row), draw=None))
+                rows.append(call._replace(forms=self._forms(last.makes), origin=RowOrigin(last.row), draw=None))
         reached = sources_of(loop, calls)
         written = [
             (index, self._source(each.first), tuple(calls.forms[each.first]), *each[1:])
@@ -342,30 +342,30 @@ class _Fold:
         )
 
 
-def sources_of(loop: Loop, calls: Calls) -> dict[Carry, list[Role]]:
+def sources_of(loop: CallLoop, calls: RowCalls) -> dict[Carry, list[Role]]:
     """What autograd reaches from each carry after enough steps: constants, parts, carries' first values."""
-    direct: dict[Made, dict[Role, None]] = {}
+    direct: dict[Producer, dict[Role, None]] = {}
     for index, roles in enumerate(loop.roles):
         row, found = calls.rows[loop.stop - loop.period + index], {}
         for role in (loop.taken[index],) if roles is None else roles:
-            found.update(direct[Made(role.row, role.leaf)] if isinstance(role, Local) else {role: None})
+            found.update(direct[Producer(role.row, role.leaf)] if isinstance(role, Local) else {role: None})
         for leaf, value in enumerate(row.makes):
-            direct[Made(index, leaf)] = found if calls.forms[value].requires_grad else {}
+            direct[Producer(index, leaf)] = found if calls.forms[value].requires_grad else {}
     reached = {carry: _closed(carry, direct) for carry in loop.carries}
     return {carry: [role for role in roles if _is_followed(role, calls)] for carry, roles in reached.items()}
 
 
-def _is_followed(role: Role, calls: Calls) -> bool:
+def _is_followed(role: Role, calls: RowCalls) -> bool:
     """Whether autograd follows what a role stands for outside of the loop; of another loop's results, it may."""
     match role:
-        case Parts():
+        case StepParts():
             return isinstance(role.of, tuple) or calls.forms[role.of].requires_grad
         case Carry():
             return calls.forms[role.first].requires_grad
     return calls.forms[role.value].requires_grad
 
 
-def _closed(carry: Carry, direct: dict[Made, dict[Role, None]]) -> list[Role]:
+def _closed(carry: Carry, direct: dict[Producer, dict[Role, None]]) -> list[Role]:
     """What a carry is made of, in this step and those before."""
     found: dict[Role, None] = {}
     waiting: list[Role] = [carry]
@@ -375,7 +375,7 @@ def _closed(carry: Carry, direct: dict[Made, dict[Role, None]]) -> list[Role]:
             continue
         found[role] = None
         if isinstance(role, Carry):
-            waiting += direct[Made(role.row, role.leaf)] if role.of is None else [role.of]
+            waiting += direct[Producer(role.row, role.leaf)] if role.of is None else [role.of]
     return list(found)
 
 
@@ -390,12 +390,12 @@ _MASK = "aten.bernoulli_.float"
 FUSED = "aten.native_dropout.default"
 
 
-def dropping(loop: Loop, calls: Calls) -> list[int]:
+def dropping(loop: CallLoop, calls: RowCalls) -> list[int]:
     """The rows of a step that draw a mask."""
     return [index for index in range(loop.period) if loop.start + index in calls.drawn]
 
 
-def draw_of_steps(loop: Loop, calls: Calls) -> Draw | None:
+def draw_of_steps(loop: CallLoop, calls: RowCalls) -> Draw | None:
     """What all steps of a loop draw; ``None`` if that is nothing. ``NotRolledError`` if it is not one draw."""
     drawn = [calls.drawn[loop.start + index] for index in dropping(loop, calls)]
     if not drawn:
@@ -412,7 +412,7 @@ def draw_of_steps(loop: Loop, calls: Calls) -> Draw | None:
     return replace(first, shape=shape, stride=(shape[1], 1), dtype=torch.bool, steps=StepMasks(counts, first.dtype))
 
 
-def _fused_steps(loop: Loop, calls: Calls, drawn: Sequence[Draw]) -> Draw:
+def _fused_steps(loop: CallLoop, calls: RowCalls, drawn: Sequence[Draw]) -> Draw:
     """Likewise, of a GPU's dropouts; ``drawn``: those of the first step."""
     first = drawn[0]
     if len({(each.op, each.args, each.operand and each.operand.dtype, each.device) for each in drawn}) > 1:

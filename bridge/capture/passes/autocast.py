@@ -43,24 +43,24 @@ from bridge.capture.isolated_rng import watched_operators
 from bridge.capture.passes.alias_analysis import AUTOCAST, MEMORY, ROW, STOPPED, memory_at, told
 from bridge.capture.rows import Row, at_hints, key_of, memory_of
 
-__all__ = ["Place", "autocast_of_row", "expand", "spell_out_casts", "without_casts"]
+__all__ = ["AutocastState", "autocast_of_row", "expand", "spell_out_casts", "without_casts"]
 
 #: The user's own casts: autocast leaves them alone.
 _CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
 
 
-def autocast_of_row(row: Row, cast: Collection[fx.Node]) -> Place:
+def autocast_of_row(row: Row, cast: Collection[fx.Node]) -> AutocastState:
     """What autocast does to a row; ``cast``: the placeholders that it cast there, since it had kept no cast of them."""
-    return Place(*row.autocast, frozenset(cast))
+    return AutocastState(*row.autocast, frozenset(cast))
 
 
 def without_casts(node: fx.Node) -> None:
     """Marks an operator that runs without autocast, wherever it stands: one of a backward."""
-    node.meta[AUTOCAST] = Place(None)
+    node.meta[AUTOCAST] = AutocastState(None)
 
 
 @dataclass(frozen=True)
-class Place:
+class AutocastState:
     """What autocast does to an operator, by where the operator stands.
 
     Attributes:
@@ -85,7 +85,7 @@ def spell_out_casts(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
     known = _KnownCasts()
     lowered: dict[fx.Node, torch.dtype] = {}
 
-    def cast(node: fx.Node, source: fx.Node, dtype: torch.dtype, place: Place) -> fx.Node:
+    def cast(node: fx.Node, source: fx.Node, dtype: torch.dtype, place: AutocastState) -> fx.Node:
         """``source`` in another element type, for ``node``."""
         is_parameter = source.op == "placeholder" and requires_grad(source)
         if not is_parameter or dtype is not place.dtype or source.meta["val"].dtype is not torch.float32:

@@ -19,23 +19,8 @@ from bridge.compile.codegen.pointwise import compute_type, different
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.operations import Argument, Number, Term
 
-__all__ = [
-    "INDEX",
-    "LOOPS_ATTR",
-    "SHARED_ATTR",
-    "Finish",
-    "Kernel",
-    "LaunchArguments",
-    "Scope",
-    "const",
-    "converted",
-    "flat_buffer",
-    "loop",
-    "loop_function",
-    "lower_loops",
-    "rounded",
-    "sequence",
-]
+__all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "Finish", "Kernel", "LaunchArguments", "LoopScope", "const"]
+__all__ += ["converted", "flat_buffer", "loop", "loop_function", "lower_loops", "rounded", "sequence"]
 
 
 INDEX = "int64"
@@ -63,7 +48,7 @@ class _Collects(Protocol):
     stmts: list[Stmt]
 
 
-class Scope:
+class LoopScope:
     """Statements of one loop body, in order."""
 
     def __init__(self) -> None:
@@ -92,7 +77,7 @@ def loop(
     extent: Expr | int,
     body: Callable[[Body, Var], None],
     kind: ForKind = ForKind.SERIAL,
-    scope: Callable[[], Body] = Scope,
+    scope: Callable[[], Body] = LoopScope,
 ) -> Stmt:
     """``for i in range(extent)``: ``body(scope, i)`` adds the statements of one turn to a new ``scope()``."""
     inside, index = scope(), Var("i", INDEX)

@@ -19,7 +19,7 @@ from tvm.ir import PointerType, PrimType
 from tvm.tirx import Buffer, Expr, ForKind, PrimFunc, SeqStmt, Stmt, Var
 
 from bridge.compile.codegen.emit import Emitter, stack_buffer
-from bridge.compile.codegen.tir import INDEX, LaunchArguments, Scope, const, flat_buffer, loop, loop_function
+from bridge.compile.codegen.tir import INDEX, LaunchArguments, LoopScope, const, flat_buffer, loop, loop_function
 from bridge.compile.cpu.gemm_tile import (
     DEPTH,
     Buffers,
@@ -86,7 +86,7 @@ class _Chain:
         self.field = field = {name: numbers(Argument(position)) for position, name in enumerate(CHAIN_FIELDS)}
         g.field = {**field, "c_row": const(self.widths[0])}
         self.second.field = {"b_row": field["next_row"], "b_column": field["next_column"], "c_row": field["c_row"]}
-        scope = Scope()
+        scope = LoopScope()
         tall = scope.name(quotient_up(field["m"], field["block_rows"]), "tall")
         tasks = field["outer"] * field["inner"] * tall
         scope.add(loop(tasks, lambda body, index: self._task(body, index, tall), ForKind.PARALLEL))
@@ -100,7 +100,7 @@ class _Chain:
         body = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, stmts)
         return loop_function([*params, *numbers.params], body)
 
-    def _task(self, scope: Scope, index: Var, tall: Var) -> None:
+    def _task(self, scope: LoopScope, index: Var, tall: Var) -> None:
         """Rows of one product of the batch, strip by strip."""
         g, field = self.first, self.field
         batch = scope.name(tirx.truncdiv(index, tall), "batch")
@@ -118,7 +118,7 @@ class _Chain:
         scope.add(*self.allocations)
         self._pack(scope, scope.name(start("b"), "b_start"), scope.name(start("next"), "next_start"))
 
-        def strip(body: Scope, index: Var) -> None:
+        def strip(body: LoopScope, index: Var) -> None:
             first = body.name(index * const(g.rows), "first")
             count = body.name(smaller(rows - first, const(g.rows)), "count")
             self._multiply(body, a + first * field["a_row"], count)
@@ -128,7 +128,7 @@ class _Chain:
 
         scope.add(loop(quotient_up(rows, const(g.rows)), strip))
 
-    def _pack(self, scope: Scope, b: Var, next_b: Var) -> None:
+    def _pack(self, scope: LoopScope, b: Var, next_b: Var) -> None:
         """Both packed operands, with zeros where no element fills a panel up, and in rows that may be missing: what
         lies there is multiplied too, and numbers that memory happens to hold can take a processor long."""
         plan, g = self.plan, self.first
@@ -137,7 +137,7 @@ class _Chain:
         for (h, source, depth, columns), width in zip(packed, self.widths, strict=True):
             panel_size = depth * g.columns
 
-            def pack(inside: Scope, panel: Var, h=h, source=source, depth=depth, columns=columns) -> None:
+            def pack(inside: LoopScope, panel: Var, h=h, source=source, depth=depth, columns=columns) -> None:
                 target = panel * const(depth * g.columns)
                 pack_b(h, inside, panel, source, const(depth), const(columns), target)
 
@@ -152,36 +152,36 @@ class _Chain:
             count // g.lanes, lambda body, i: body.add(g.store(buffer, const(first) + i * const(g.lanes), zero))
         )
 
-    def _multiply(self, scope: Scope, a: Expr, count: Var) -> None:
+    def _multiply(self, scope: LoopScope, a: Expr, count: Var) -> None:
         """The scores of a strip, whole panels of them. All of ``k`` is one chunk."""
         plan, g, nothing = self.plan, self.first, const(0)
         assert plan.k <= DEPTH, plan.k
         pack_a(g, scope, a, const(plan.k), count, nothing)
         into = Strip(nothing, const(plan.k), count, const(self.widths[0]), nothing, nothing)
 
-        def tile(inside: Scope, panel: Var) -> None:
+        def tile(inside: LoopScope, panel: Var) -> None:
             multiply_tile(g, inside, panel, into, panel * const(plan.k * g.columns))
 
         scope.add(loop(self.widths[0] // g.columns, tile))
 
-    def _multiply_made(self, scope: Scope, target: Var, count: Var) -> None:
+    def _multiply_made(self, scope: LoopScope, target: Var, count: Var) -> None:
         """The rows of the result, from index ``target`` on."""
         plan, g, n = self.plan, self.second, const(self.plan.n)
 
-        def chunk(inside: Scope, index: Var) -> None:
+        def chunk(inside: LoopScope, index: Var) -> None:
             begin = inside.name(index * const(DEPTH), "begin")
             depth = inside.name(smaller(n - begin, const(DEPTH)), "depth")
             onto = inside.name(tirx.Cast(INDEX, begin > const(0)), "onto")
             out = Strip(target, depth, count, const(plan.columns), onto, begin, (1, self.widths[0]))
 
-            def tile(innermost: Scope, panel: Var) -> None:
+            def tile(innermost: LoopScope, panel: Var) -> None:
                 multiply_tile(g, innermost, panel, out, (panel * n + begin) * const(g.columns))
 
             inside.add(loop(self.widths[1] // g.columns, tile))
 
         scope.add(loop(-(-plan.n // DEPTH), chunk))
 
-    def _row(self, scope: Scope, line: Var, at: Var) -> None:
+    def _row(self, scope: LoopScope, line: Var, at: Var) -> None:
         """Row ``line + at`` of all rows, the one numbered ``at`` of the strip."""
         plan = self.plan.rows
         buffers = KernelBuffers(self.inputs, {plan.outputs[0]: self.made}, {}, {})

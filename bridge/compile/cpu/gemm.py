@@ -29,7 +29,7 @@ import tvm
 from tvm import tirx
 from tvm.tirx import BufferLoad, Expr, ForKind, PrimFunc, SeqStmt, Var
 
-from bridge.compile.codegen.tir import INDEX, Scope, const, loop, loop_function
+from bridge.compile.codegen.tir import INDEX, LoopScope, const, loop, loop_function
 from bridge.compile.cpu.gemm_tile import (
     DEPTH,
     Buffers,
@@ -44,20 +44,12 @@ from bridge.compile.cpu.gemm_tile import (
 from bridge.compile.cpu.loops import transposition
 from bridge.compile.loop_ir.operations import FIELDS
 
-__all__ = [
-    "Block",
-    "function_of",
-    "gemm_function",
-    "packed_gemm_function",
-    "packing_function",
-    "product_of_blocks",
-    "strip_rows",
-    "with_fields",
-]
+__all__ = ["OutputTile", "function_of", "gemm_function", "packed_gemm_function", "packing_function"]
+__all__ += ["product_of_blocks", "strip_rows", "with_fields"]
 
 
 @dataclass(frozen=True)
-class Block:
+class OutputTile:
     """One block of the results, of which ``rows`` and ``width`` columns exist.
 
     Attributes:
@@ -77,16 +69,16 @@ class Block:
         return outer * g.field[f"{operand}_outer"] + inner * g.field[f"{operand}_inner"]
 
 
-def with_fields(g: Buffers) -> Scope:
+def with_fields(g: Buffers) -> LoopScope:
     """A scope in which the descriptor's fields are read."""
-    scope = Scope()
+    scope = LoopScope()
     g.field = {
         name: scope.name(BufferLoad(g.descriptor, [const(position)]), name) for position, name in enumerate(FIELDS)
     }
     return scope
 
 
-def product_of_blocks(g: Buffers, task: Callable[[Scope, Block], None]) -> PrimFunc:
+def product_of_blocks(g: Buffers, task: Callable[[LoopScope, OutputTile], None]) -> PrimFunc:
     """The kernel whose tasks, side by side, are the blocks of all products."""
     scope = with_fields(g)
     tall = scope.name(quotient_up(g.field["m"], g.field["block_rows"]), "tall")
@@ -96,7 +88,7 @@ def product_of_blocks(g: Buffers, task: Callable[[Scope, Block], None]) -> PrimF
     return function_of(g, scope)
 
 
-def _block(g: Buffers, scope: Scope, index: Var, tall: Var, wide: Var) -> Block:
+def _block(g: Buffers, scope: LoopScope, index: Var, tall: Var, wide: Var) -> OutputTile:
     field = g.field
     block = scope.name(tirx.truncmod(index, tall * wide), "block")
     batch = scope.name(tirx.truncdiv(index, tall * wide), "batch")
@@ -106,10 +98,10 @@ def _block(g: Buffers, scope: Scope, index: Var, tall: Var, wide: Var) -> Block:
     column = scope.name(tirx.truncmod(block, wide) * field["block_columns"], "column")
     rows = scope.name(smaller(field["m"] - row, field["block_rows"]), "rows")
     width = scope.name(smaller(field["n"] - column, field["block_columns"]), "width")
-    return Block((outer, inner), row, column, rows, width)
+    return OutputTile((outer, inner), row, column, rows, width)
 
 
-def function_of(g: Buffers, scope: Scope, first: int = 0) -> PrimFunc:
+def function_of(g: Buffers, scope: LoopScope, first: int = 0) -> PrimFunc:
     """The kernel of what a scope does, with the parameters from the ``first`` on."""
     params = g.params[first:]
     declared = [tirx.DeclBuffer(buffer, data=param) for buffer, param in zip(g.operands[first:], params, strict=True)]
@@ -129,7 +121,7 @@ def gemm_function(dtype: str, tile: RegisterTile) -> PrimFunc:
     return product_of_blocks(g, partial(_task, g))
 
 
-def _task(g: Buffers, scope: Scope, block: Block) -> None:
+def _task(g: Buffers, scope: LoopScope, block: OutputTile) -> None:
     """One block of the result: all of ``k`` in chunks."""
     field, rows, width = g.field, block.rows, block.width
 
@@ -142,10 +134,10 @@ def _task(g: Buffers, scope: Scope, block: Block) -> None:
     panels = scope.name(quotient_up(width, const(g.columns)), "panels")
     scope.add(*g.allocations)
 
-    def panel_of_b(inside: Scope, panel: Var, source: Var, depth: Var) -> None:
+    def panel_of_b(inside: LoopScope, panel: Var, source: Var, depth: Var) -> None:
         pack_b(g, inside, panel, source, depth, width, panel * const(DEPTH * g.columns))
 
-    def chunk(body: Scope, index: Var) -> None:
+    def chunk(body: LoopScope, index: Var) -> None:
         begin = body.name(index * const(DEPTH), "begin")
         depth = body.name(smaller(field["k"] - begin, const(DEPTH)), "depth")
         a_chunk = body.name(a + begin * field["a_column"], "a_chunk")
@@ -153,14 +145,14 @@ def _task(g: Buffers, scope: Scope, block: Block) -> None:
         onto = body.name(tirx.Cast(INDEX, tirx.Or(begin > const(0), field["accumulate"] > const(0))), "onto")
         body.add(loop(panels, lambda inside, panel: panel_of_b(inside, panel, b_chunk, depth)))
 
-        def strip(inside: Scope, index: Var) -> None:
+        def strip(inside: LoopScope, index: Var) -> None:
             first = inside.name(index * const(g.rows), "first")
             count = inside.name(smaller(rows - first, const(g.rows)), "count")
             pack_a(g, inside, a_chunk + first * field["a_row"], depth, count, const(0))
             target = inside.name(c + first * field["c_row"], "target")
             rows_of_result = Strip(target, depth, count, width, onto, const(0))
 
-            def tile(innermost: Scope, panel: Var) -> None:
+            def tile(innermost: LoopScope, panel: Var) -> None:
                 multiply_tile(g, innermost, panel, rows_of_result, panel * const(DEPTH * g.columns))
 
             inside.add(loop(panels, tile))
@@ -189,7 +181,7 @@ def packing_function(dtype: str, tile: RegisterTile) -> PrimFunc:
     field = g.field
     count = quotient_up(field["n"], const(g.columns))
 
-    def panel(body: Scope, index: Var) -> None:
+    def panel(body: LoopScope, index: Var) -> None:
         target = index * field["k"] * const(g.columns)
         pack_b(g, body, index, const(0), field["k"], field["n"], target)
 
@@ -205,7 +197,7 @@ def packed_gemm_function(dtype: str, tile: RegisterTile) -> PrimFunc:
     return product_of_blocks(g, partial(_packed_task, g))
 
 
-def _packed_task(g: Buffers, scope: Scope, block: Block) -> None:
+def _packed_task(g: Buffers, scope: LoopScope, block: OutputTile) -> None:
     """One block of the result: all of ``k`` in chunks. A panel's chunk stays near while all strips meet it."""
     field, columns, rows, width = g.field, const(g.columns), block.rows, block.width
     panels = scope.name(quotient_up(width, columns), "panels")
@@ -219,24 +211,24 @@ def _packed_task(g: Buffers, scope: Scope, block: Block) -> None:
     c = scope.name(start("c") + block.column, "c_start")
     scope.add(*g.allocations)
 
-    def chunk(body: Scope, index: Var) -> None:
+    def chunk(body: LoopScope, index: Var) -> None:
         begin = body.name(index * const(DEPTH), "begin")
         depth = body.name(smaller(field["k"] - begin, const(DEPTH)), "depth")
         onto = body.name(tirx.Cast(INDEX, tirx.Or(begin > const(0), field["accumulate"] > const(0))), "onto")
 
-        def strip(inside: Scope, number: Var) -> tuple[Var, Var, Var]:
+        def strip(inside: LoopScope, number: Var) -> tuple[Var, Var, Var]:
             first = inside.name(number * field["strip_rows"], "first")
             count = inside.name(smaller(rows - first, field["strip_rows"]), "count")
             return first, count, inside.name(number * const(DEPTH * g.pitch), "packed")
 
-        def pack(inside: Scope, number: Var) -> None:
+        def pack(inside: LoopScope, number: Var) -> None:
             first, count, packed = strip(inside, number)
             pack_a(g, inside, a + first * field["a_row"] + begin * field["a_column"], depth, count, packed)
 
-        def panel(inside: Scope, number: Var) -> None:
+        def panel(inside: LoopScope, number: Var) -> None:
             source = inside.name(b + (number * field["k"] + begin) * columns, "panel_start")
 
-            def tile(innermost: Scope, index: Var) -> None:
+            def tile(innermost: LoopScope, index: Var) -> None:
                 first, count, packed = strip(innermost, index)
                 target = innermost.name(c + first * field["c_row"], "target")
                 multiply_tile(g, innermost, number, Strip(target, depth, count, width, onto, packed), source)

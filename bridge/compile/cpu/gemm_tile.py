@@ -18,24 +18,11 @@ from tvm.tirx import Broadcast, Buffer, BufferLoad, BufferStore, Expr, IfThenEls
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import Emitter, stack_buffer
-from bridge.compile.codegen.tir import INDEX, Scope, const, loop
+from bridge.compile.codegen.tir import INDEX, LoopScope, const, loop
 from bridge.compile.cpu.loops import transpose
 
-__all__ = [
-    "DEPTH",
-    "NARROW",
-    "VECTORS",
-    "WIDE",
-    "Buffers",
-    "RegisterTile",
-    "Strip",
-    "multiply_tile",
-    "pack_a",
-    "pack_b",
-    "quotient_up",
-    "register_tile",
-    "smaller",
-]
+__all__ = ["DEPTH", "NARROW", "VECTORS", "WIDE", "Buffers", "RegisterTile", "Strip", "multiply_tile", "pack_a"]
+__all__ += ["pack_b", "quotient_up", "register_tile", "smaller"]
 
 
 DEPTH = 256
@@ -174,7 +161,7 @@ class Strip:
     steps: tuple[int, int] | None = None
 
 
-def multiply_tile(g: Buffers, scope: Scope, panel: Var, strip: Strip, source: Expr) -> None:
+def multiply_tile(g: Buffers, scope: LoopScope, panel: Var, strip: Strip, source: Expr) -> None:
     """The strip times one panel, from index ``source`` on, by the smallest register tile that holds the rows."""
     column = scope.name(panel * const(g.columns), "column")
     source = scope.name(source, "source")
@@ -203,10 +190,10 @@ class _Tile:
         g, sums, part = self.g, self.sums, self._part
         along, down = self.strip.steps or (g.pitch, 1)
         zero = Emitter(g.lanes).const(0.0, g.dtype)
-        scope = Scope()
+        scope = LoopScope()
         scope.add(self.allocation, *(g.store(sums, part(*which), zero) for which in self.parts))
 
-        def term(body: Scope, k: Var) -> None:
+        def term(body: LoopScope, k: Var) -> None:
             emit = Emitter(g.lanes)
             start = source + k * const(g.columns)
             b = [emit.bind(g.load(g.b_panels, start + const(v * g.lanes))) for v in range(VECTORS)]
@@ -241,10 +228,10 @@ class _Tile:
         """The part of the tile that exists, element by element."""
         g = self.g
 
-        def line(body: Scope, i: Var) -> None:
+        def line(body: LoopScope, i: Var) -> None:
             start = body.name(self.target + i * g.field["c_row"], "start")
 
-            def element(innermost: Scope, j: Var) -> None:
+            def element(innermost: LoopScope, j: Var) -> None:
                 value = BufferLoad(g.tile, [i * const(g.columns) + j])
                 at = start + j
                 innermost.add(BufferStore(g.c, _added(BufferLoad(g.c, [at]), value, add), [at]))
@@ -258,7 +245,7 @@ def _added(old: Expr, value: Expr, add: bool) -> Expr:
     return old + value if add else value
 
 
-def pack_b(g: Buffers, scope: Scope, panel: Var, source: Expr, depth: Var, width: Var, target: Expr) -> None:
+def pack_b(g: Buffers, scope: LoopScope, panel: Var, source: Expr, depth: Var, width: Var, target: Expr) -> None:
     """Columns of one panel: ``depth`` lines from index ``source`` of ``b`` on, of a block ``width`` columns wide, are
     put from index ``target`` on."""
     step, across = g.field["b_row"], g.field["b_column"]
@@ -268,7 +255,7 @@ def pack_b(g: Buffers, scope: Scope, panel: Var, source: Expr, depth: Var, width
     valid = scope.name(smaller(width - column, const(g.columns)), "valid")
     full = tirx.EQ(valid, const(g.columns))
 
-    def vectors(body: Scope, k: Var) -> None:
+    def vectors(body: LoopScope, k: Var) -> None:
         for vector in range(VECTORS):
             shift = const(vector * g.lanes)
             value = g.load(g.b, source + k * step + shift)
@@ -278,10 +265,10 @@ def pack_b(g: Buffers, scope: Scope, panel: Var, source: Expr, depth: Var, width
         lines = (g.b, source, step, across), (g.b_panels, lambda at: target + at * const(g.columns))
         return _elements(begin, depth, valid, *lines)
 
-    turned = Scope()
+    turned = LoopScope()
     squares = turned.name(tirx.truncdiv(depth, const(g.lanes)), "squares")
 
-    def square(body: Scope, index: Var) -> None:
+    def square(body: LoopScope, index: Var) -> None:
         for vector in range(VECTORS):
             begin = source + const(vector * g.lanes) * across + index * const(g.lanes)
             to = target + index * const(g.lanes * g.columns) + const(vector * g.lanes)
@@ -293,7 +280,7 @@ def pack_b(g: Buffers, scope: Scope, panel: Var, source: Expr, depth: Var, width
     scope.add(IfThenElse(dense, loop(depth, vectors), IfThenElse(along, turned.body, elements(const(0)))))
 
 
-def pack_a(g: Buffers, scope: Scope, source: Expr, depth: Var, count: Var, target: Expr) -> None:
+def pack_a(g: Buffers, scope: LoopScope, source: Expr, depth: Var, count: Var, target: Expr) -> None:
     """``count`` rows, at most a register tile's, from index ``source`` of ``a`` on, ``depth`` elements each, are put
     from index ``target`` on."""
     row, step = g.field["a_row"], g.field["a_column"]
@@ -303,10 +290,10 @@ def pack_a(g: Buffers, scope: Scope, source: Expr, depth: Var, count: Var, targe
     def elements(begin: Expr) -> Stmt:
         return _elements(begin, depth, count, (g.a, source, step, row), (g.a_panel, lambda at: target + at * pitch))
 
-    turned = Scope()
+    turned = LoopScope()
     squares = turned.name(tirx.truncdiv(depth, const(g.lanes)), "squares")
 
-    def square(body: Scope, index: Var) -> None:
+    def square(body: LoopScope, index: Var) -> None:
         # Rows behind the last one repeat it: they are read, and their results are not stored.
         for vector in range(g.pitch // g.lanes):
             below = const(vector * g.lanes)
@@ -319,7 +306,7 @@ def pack_a(g: Buffers, scope: Scope, source: Expr, depth: Var, count: Var, targe
     turned.add(loop(squares, square), elements(squares * const(g.lanes)))
     full = tirx.And(tirx.EQ(row, const(1)), tirx.EQ(count, const(g.rows)))
 
-    def vectors(body: Scope, k: Var) -> None:
+    def vectors(body: LoopScope, k: Var) -> None:
         # The second half vector ends with the last row, so that nothing behind it is read.
         half = 1 << ((g.rows - 1).bit_length() - 1)
         for first in (0, g.rows - half):
@@ -347,10 +334,10 @@ def _elements(
     source, first, step, across = lines
     target, start = panel
 
-    def line(body: Scope, k: Var) -> None:
+    def line(body: LoopScope, k: Var) -> None:
         at = body.name(begin + k, "at")
 
-        def element(innermost: Scope, j: Var) -> None:
+        def element(innermost: LoopScope, j: Var) -> None:
             value = BufferLoad(source, [first + at * step + j * across])
             innermost.add(BufferStore(target, value, [start(at) + j]))
 

@@ -21,9 +21,9 @@ from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.codegen.tir import LaunchArguments, const, flat_buffer, loop_function, sequence
-from bridge.compile.cpu.row import RowScope, Steps, block_of, emit_row, left_over, vectors_and_tail
+from bridge.compile.cpu.row import RowScope, VectorLoop, block_of, emit_row, left_over, vectors_and_tail
 from bridge.compile.cpu.threads import if_worth
-from bridge.compile.schedule.chain_plan import ColumnPlan, Section
+from bridge.compile.schedule.chain_plan import ColumnPlan, ColumnSection
 from bridge.compile.schedule.reduction import combine, identity
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
@@ -184,7 +184,7 @@ class _RowKernel:
             stmts.append(For(i, number(0), part.trips, ForKind.SERIAL if part.lanes == 1 else kind, sequence(e.stmts)))
         return stmts
 
-    def _parts(self, copies: int) -> list[Steps]:
+    def _parts(self, copies: int) -> list[VectorLoop]:
         """The columns of a row in so many vectors at once, in those left over one by one, and in the scalar tail."""
         length, lanes = self.plan.length, self.plan.lanes
         turns, tail = vectors_and_tail(self.number, length, lanes, (copies,))
@@ -208,7 +208,7 @@ class _ColumnKernel:
         params = [self.source, self.target, *self.number.params]
         return loop_function(params, sequence([*self.number.stmts, *body]))
 
-    def _section(self, section: Section) -> Stmt:
+    def _section(self, section: ColumnSection) -> Stmt:
         """The tasks of one section: all rows of a block of columns of one batch."""
         plan, number, lanes = self.plan, self.number, section.lanes
         op, dtype = plan.op, compute_type(plan.target)

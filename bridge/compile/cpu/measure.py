@@ -31,7 +31,7 @@ from bridge.artifact import current_store, made_once, of_this_package
 from bridge.base.log import channel
 from bridge.base.threads import serves
 from bridge.compile.codegen.emit import Emitter, stack_buffer
-from bridge.compile.codegen.tir import Scope, const, loop, loop_function
+from bridge.compile.codegen.tir import LoopScope, const, loop, loop_function
 from bridge.compile.cpu.build import CpuLibraries, fingerprint
 from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.threads import end_team
@@ -150,7 +150,7 @@ def _function(lanes: int) -> PrimFunc:
     def at(chain: int) -> Expr:
         return tirx.Ramp(const(chain * lanes), const(1), lanes)
 
-    def turn(body: Scope, _: Var) -> None:
+    def turn(body: LoopScope, _: Var) -> None:
         emit = Emitter(lanes)
         by = emit.bind(BufferLoad(factor, [at(0)]))
         for chain in range(_CHAINS):
@@ -198,7 +198,6 @@ def kept_times(
         return times
 
     return made_once(store, key, look, measure_and_keep)
-
 
 
 _ROUNDING = 1e-3

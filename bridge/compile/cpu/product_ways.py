@@ -20,7 +20,7 @@ from bridge.compile.loop_ir.views import View
 from bridge.compile.schedule.products import PACKED, LayoutClass, ProductShape
 from bridge.library import OUT_KERNELS
 
-__all__ = ["Multiply", "Trial", "library_ways"]
+__all__ = ["Multiply", "ProductTrial", "library_ways"]
 
 Multiply = Callable[..., None]
 """``(address of a, of b, of c, of the descriptor)``: a built kernel of :mod:`bridge.compile.cpu.gemm`."""
@@ -48,7 +48,7 @@ def library_ways(product: ProductShape) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class ProductTrial:
     """Memory of one product, ``c = a @ b``, that every way can be run on.
 
     Attributes:
@@ -62,7 +62,7 @@ class Trial:
     copied: tuple[bool, bool] = (False, False)
 
     @classmethod
-    def of(cls, product: ProductShape) -> Trial:
+    def of(cls, product: ProductShape) -> ProductTrial:
         """Memory of a product's shape and layouts, filled with ones: no way's speed depends on the numbers."""
         dtype = getattr(torch, product.element_type)
         a = _operand(product.batch, product.m, product.k, product.a, dtype)

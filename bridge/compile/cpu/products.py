@@ -26,7 +26,7 @@ from bridge.base.log import channel
 from bridge.compile.cpu.gemm import strip_rows
 from bridge.compile.cpu.gemm_tile import RegisterTile, register_tile
 from bridge.compile.cpu.measure import attainable_rate, in_a_plain_thread, kept_times, seconds_of
-from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
+from bridge.compile.cpu.product_ways import Multiply, ProductTrial, library_ways
 from bridge.compile.loop_ir.operations import Packing
 from bridge.compile.runtime.build import settle
 from bridge.compile.schedule.products import (
@@ -231,7 +231,7 @@ class CpuProducts:
         is_chosen = getattr(torch, product.element_type).is_floating_point and product.multiplications >= _SMALLEST
         return {} if self.deterministic or not is_chosen else measured(self, product, self.ways(product, tuning=True))
 
-    def runs(self, product: ProductShape, trial: Trial, ways: Sequence[str]) -> dict[str, Callable[[], None]]:
+    def runs(self, product: ProductShape, trial: ProductTrial, ways: Sequence[str]) -> dict[str, Callable[[], None]]:
         """A function for each way that computes a product in a trial's memory."""
         found = {way: trial.library(way) for way in ways if not is_generated(way)}
         for way in filter(is_generated, ways):
@@ -309,7 +309,7 @@ def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) ->
     options = {"at_a_time": _STEPS_AT_A_TIME} if product.b.lasting else {}
 
     def seconds(ways: Sequence[str]) -> dict[str, float]:
-        return in_a_plain_thread(lambda: seconds_of(policy.runs(product, Trial.of(product), ways), **options))
+        return in_a_plain_thread(lambda: seconds_of(policy.runs(product, ProductTrial.of(product), ways), **options))
 
     settle()  # what is built meanwhile takes a processor from what is measured
     libraries, ours = ([way for way in ways if is_generated(way) is wanted] for wanted in (False, True))

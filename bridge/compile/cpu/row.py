@@ -13,19 +13,18 @@ from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
 from bridge.compile.loop_ir.operations import Access, Number
 from bridge.compile.schedule.reduction import combine, fold_lanes, identity
-from bridge.compile.schedule.row_plan import Index, KernelBuffers, Made, Read, RowPass, RowPlan, RowValues
+from bridge.compile.schedule.row_plan import (
+    Index,
+    InputElement,
+    KernelBuffers,
+    NodeElement,
+    RowPass,
+    RowPlan,
+    RowValues,
+)
 
-__all__ = [
-    "Accumulators",
-    "RowScope",
-    "Step",
-    "Steps",
-    "block_of",
-    "emit_row",
-    "left_over",
-    "narrowed",
-    "vectors_and_tail",
-]
+__all__ = ["Accumulators", "RowScope", "VectorLoop", "VectorStep", "block_of", "emit_row", "left_over", "narrowed"]
+__all__ += ["vectors_and_tail"]
 
 
 _NARROWEST = 4
@@ -33,7 +32,7 @@ _NARROWEST = 4
 
 
 @dataclass(frozen=True)
-class Steps:
+class VectorLoop:
     """A loop along the last columns: ``trips`` times ``copies`` steps of so many lanes, from column ``first`` on."""
 
     lanes: int
@@ -50,22 +49,22 @@ def block_of(number: LaunchArguments, rows: Expr, block: int) -> tuple[Expr, Exp
 
 def vectors_and_tail(
     number: LaunchArguments, extent: Number, lanes: int, widths: Sequence[int]
-) -> tuple[list[Steps], list[Steps]]:
+) -> tuple[list[VectorLoop], list[VectorLoop]]:
     """The loop of all vectors in turns of so many, for each of the widths; that of the columns behind the vectors.
 
     Of an extent that is a number, loops without a turn are left out.
     """
     if isinstance(extent, int):
         vectors, tail = divmod(extent, lanes)
-        turns = [Steps(lanes, width, number(0), number(vectors // width)) for width in widths if vectors]
-        return turns, [Steps(1, 1, number(extent - tail), number(tail))] if tail else []
+        turns = [VectorLoop(lanes, width, number(0), number(vectors // width)) for width in widths if vectors]
+        return turns, [VectorLoop(1, 1, number(extent - tail), number(tail))] if tail else []
     vectors = tirx.truncdiv(number(extent), number(lanes))
     whole = vectors * number(lanes)
-    turns = [Steps(lanes, width, number(0), tirx.truncdiv(vectors, number(width))) for width in widths]
-    return turns, [Steps(1, 1, whole, number(extent) - whole)]
+    turns = [VectorLoop(lanes, width, number(0), tirx.truncdiv(vectors, number(width))) for width in widths]
+    return turns, [VectorLoop(1, 1, whole, number(extent) - whole)]
 
 
-def narrowed(number: LaunchArguments, extent: Number, lanes: int, tail: Sequence[Steps]) -> list[Steps]:
+def narrowed(number: LaunchArguments, extent: Number, lanes: int, tail: Sequence[VectorLoop]) -> list[VectorLoop]:
     """The columns behind the vectors, as many of them as make a narrower vector at once: an attention
     over 328 columns takes a seventh less than with the last 8 one by one."""
     left = extent % lanes if isinstance(extent, int) else 0
@@ -73,17 +72,17 @@ def narrowed(number: LaunchArguments, extent: Number, lanes: int, tail: Sequence
     if width < _NARROWEST:
         return list(tail)
     first = extent - left
-    narrow = Steps(width, 1, number(first), number(1))
-    return [narrow, Steps(1, 1, number(first + width), number(left - width))] if left > width else [narrow]
+    narrow = VectorLoop(width, 1, number(first), number(1))
+    return [narrow, VectorLoop(1, 1, number(first + width), number(left - width))] if left > width else [narrow]
 
 
-def left_over(number: LaunchArguments, extent: Number, lanes: int, width: int) -> list[Steps]:
+def left_over(number: LaunchArguments, extent: Number, lanes: int, width: int) -> list[VectorLoop]:
     """The loop of the vectors behind the last turn of an extent that is the launch's; a number has none."""
     if isinstance(extent, int) or width == 1:
         return []
     vectors = tirx.truncdiv(number(extent), number(lanes))
     left = tirx.truncmod(vectors, number(width))
-    return [Steps(lanes, 1, (vectors - left) * number(lanes), left)]
+    return [VectorLoop(lanes, 1, (vectors - left) * number(lanes), left)]
 
 
 class RowScope(RowValues):
@@ -126,7 +125,7 @@ Accumulators = Mapping[tuple[int, int], Buffer]
 """Of each row reduction and number of lanes, the buffer that it is accumulated in."""
 
 
-class Step:
+class VectorStep:
     """One step of a pass.
 
     Args:
@@ -155,7 +154,7 @@ class Step:
         self.accumulators = accumulators
         self.copy = copy
         self._values: dict[int, Expr] = {}
-        self._loads: dict[Read, Expr] = {}
+        self._loads: dict[InputElement, Expr] = {}
         position: Expr = scope.number(0)
         for extent, coordinate in zip(self.plan.columns, at, strict=True):
             position = position * scope.number(extent) + coordinate
@@ -223,11 +222,11 @@ class Step:
                 return e.bind(e.cast(load, compute_type(self.plan.nodes[node].dtype)))
         return scope.compute(self.plan.nodes[node], e, self._read, self.sections)
 
-    def _read(self, operand: Read | Index | Made) -> Expr:
+    def _read(self, operand: InputElement | Index | NodeElement) -> Expr:
         """An operand at this step, in its compute type."""
         if isinstance(operand, Index):
             return self._index(operand)
-        if isinstance(operand, Made):
+        if isinstance(operand, NodeElement):
             if operand.node in self.scope.scalars:
                 return self.e.broadcast(self.scope.scalars[operand.node])
             return self._value(operand.node)
@@ -235,7 +234,7 @@ class Step:
             self._loads[operand] = self._load(operand)
         return self._loads[operand]
 
-    def _load(self, read: Read) -> Expr:
+    def _load(self, read: InputElement) -> Expr:
         e, scope, strides = self.e, self.scope, read.access.columns
         if not any(strides):
             return e.broadcast(scope.load_scalar(read))
@@ -285,12 +284,12 @@ def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
     possible, tail = _steps(scope, widths)
     start, accumulators = _accumulators(scope, rows, [*possible, *tail])
 
-    def along(part: Steps, outer: list[Expr], sections: list[int | None]) -> Stmt:
+    def along(part: VectorLoop, outer: list[Expr], sections: list[int | None]) -> Stmt:
         i = Var("i", scope.plan.index_type)
         body: list[Stmt] = []
         for copy in range(part.copies):
             at = (i * scope.number(part.copies) + scope.number(copy)) * scope.number(part.lanes)
-            body += Step(scope, index, part.lanes, [*outer, part.first + at], sections, accumulators, copy).emit(
+            body += VectorStep(scope, index, part.lanes, [*outer, part.first + at], sections, accumulators, copy).emit(
                 row_pass
             )
         return For(i, scope.number(0), part.trips, ForKind.SERIAL, sequence(body))
@@ -306,18 +305,18 @@ def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
     return [*start, *hoisted, loops, *_taken(scope.head)]
 
 
-def _steps(scope: RowScope, widths: Sequence[int]) -> tuple[list[Steps], list[Steps]]:
+def _steps(scope: RowScope, widths: Sequence[int]) -> tuple[list[VectorLoop], list[VectorLoop]]:
     """Vectors, in turns of each width that is possible; the scalar tail. The last row of a flat space may have fewer
     vectors, and its tail is a row."""
     number, walk, last = scope.number, scope.plan.walk, scope.plan.columns[-1]
     wide = scope.plan.lanes
     if scope.tail:
         first, count = map(number, walk.tail)
-        return [], [Steps(1, 1, first, count)]
+        return [], [VectorLoop(1, 1, first, count)]
     if walk.vectors is not None:
         vectors = number(last // wide)
         left = number(walk.vectors) - scope.row * vectors
-        return [Steps(wide, 1, number(0), scope.head.name_index(tirx.min(left, vectors), "vectors"))], []
+        return [VectorLoop(wide, 1, number(0), scope.head.name_index(tirx.min(left, vectors), "vectors"))], []
     turns, tail = vectors_and_tail(number, last, wide, widths)
     return turns, narrowed(number, last, wide, tail)
 
@@ -334,7 +333,7 @@ def _first_that_divides(scope: RowScope, widths: Sequence[int], loops: Sequence[
     return [chosen]
 
 
-def _accumulators(scope: RowScope, rows: Sequence[int], steps: Sequence[Steps]) -> tuple[list[Stmt], Accumulators]:
+def _accumulators(scope: RowScope, rows: Sequence[int], steps: Sequence[VectorLoop]) -> tuple[list[Stmt], Accumulators]:
     """Buffers of the row reductions, and the statements that fill them with the reductions' identities."""
     start: list[Stmt] = []
     accumulators: dict[tuple[int, int], Buffer] = {}

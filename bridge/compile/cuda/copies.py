@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bridge.base.torch_cuda import current_stream
-from bridge.compile.cuda.driver_graphs import Graph
+from bridge.compile.cuda.driver_graphs import ExecutableGraph
 from bridge.compile.cuda.own_kernels import (
     MOST,
     MOST_NUMBERS,
@@ -20,7 +20,7 @@ from bridge.compile.cuda.own_kernels import (
     THREADS,
     VECTOR,
     Copies,
-    Numbers,
+    NumberCopies,
     own_kernels,
 )
 
@@ -85,9 +85,9 @@ def _bring(pairs: Pairs) -> None:
     own_kernels(index).bring((len(pairs), 1), NUMBERS, numbers, current_stream(index))
 
 
-def _numbers(targets: Sequence[torch.Tensor]) -> tuple[Numbers, Callable[[Sequence[torch.Tensor]], None]]:
+def _numbers(targets: Sequence[torch.Tensor]) -> tuple[NumberCopies, Callable[[Sequence[torch.Tensor]], None]]:
     """The argument for these targets, and what puts the numbers into it."""
-    numbers, rooms = Numbers(), []
+    numbers, rooms = NumberCopies(), []
     for place, target in enumerate(targets):
         numbers.target[place], numbers.nbytes[place] = target.data_ptr(), target.nbytes
         rooms.append((ctypes.addressof(numbers.source[place]), target.nbytes))
@@ -99,7 +99,9 @@ def _numbers(targets: Sequence[torch.Tensor]) -> tuple[Numbers, Callable[[Sequen
     return numbers, fill
 
 
-def bring_anew(graph: Graph, targets: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None] | None:
+def bring_anew(
+    graph: ExecutableGraph, targets: Sequence[torch.Tensor]
+) -> Callable[[Sequence[torch.Tensor]], None] | None:
     """Later launches of a graph bring numbers of other sources than it has captured; ``None``: it brings none.
 
     Args:

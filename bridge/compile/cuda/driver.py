@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["DriverError", "Kernel", "at_any_moment", "call", "error_name", "kernels", "library", "require_context"]
+__all__ = ["DriverError", "LoadedKernel", "at_any_moment", "call", "error_name", "kernels", "library"]
+__all__ += ["require_context"]
 
 _RELAXED = 2
 """``CU_STREAM_CAPTURE_MODE_RELAXED``: a thread in it may do what concerns no captured stream."""
@@ -62,7 +63,7 @@ def at_any_moment() -> Iterator[None]:
         library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-class Kernel:
+class LoadedKernel:
     """A kernel that is loaded on a device, for as long as the process lives.
 
     Attributes:
@@ -88,7 +89,7 @@ class Kernel:
             raise DriverError(f"cuLaunchKernel: {error_name(status)}")
 
 
-def kernels(code: bytes, names: Sequence[str]) -> list[Kernel]:
+def kernels(code: bytes, names: Sequence[str]) -> list[LoadedKernel]:
     """Loads a cubin's kernels on the current device."""
     module, found = ctypes.c_void_p(), []
     with at_any_moment():
@@ -97,5 +98,5 @@ def kernels(code: bytes, names: Sequence[str]) -> list[Kernel]:
         for name in names:
             function = ctypes.c_void_p()
             call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-            found.append(Kernel(function))
+            found.append(LoadedKernel(function))
     return found

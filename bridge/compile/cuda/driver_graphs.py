@@ -19,10 +19,18 @@ from contextlib import contextmanager
 
 import torch
 
-from bridge.compile.cuda.driver import DriverError, Kernel, at_any_moment, call, error_name, library, require_context
+from bridge.compile.cuda.driver import (
+    DriverError,
+    LoadedKernel,
+    at_any_moment,
+    call,
+    error_name,
+    library,
+    require_context,
+)
 from bridge.compile.cuda.own_kernels import THREADS, VECTOR, Fill, own_kernels
 
-__all__ = ["Graph", "KernelNode", "captured", "fills_by_kernel", "new_stream", "node_of"]
+__all__ = ["ExecutableGraph", "KernelNode", "captured", "fills_by_kernel", "new_stream", "node_of"]
 
 
 _KERNEL, _MEMSET = 0, 2
@@ -61,7 +69,7 @@ class _KernelParams(ctypes.Structure):
 class _Launch:
     """A kernel's launch with one argument, as a node has it."""
 
-    def __init__(self, kernel: Kernel, blocks: tuple[int, int], threads: int, argument: ctypes.Structure):
+    def __init__(self, kernel: LoadedKernel, blocks: tuple[int, int], threads: int, argument: ctypes.Structure):
         self._argument = argument
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         grid, block, first = (*blocks, 1), (threads, 1, 1), ctypes.addressof(self._arguments)
@@ -76,7 +84,7 @@ class KernelNode:
         node: of a graph that lives as long.
     """
 
-    def __init__(self, node: ctypes.c_void_p, kernel: Kernel):
+    def __init__(self, node: ctypes.c_void_p, kernel: LoadedKernel):
         self._node, self._kernel = node, kernel
 
     def updater(
@@ -96,7 +104,7 @@ class KernelNode:
         return renew
 
 
-def node_of(graph: ctypes.c_void_p, kernel: Kernel) -> KernelNode | None:
+def node_of(graph: ctypes.c_void_p, kernel: LoadedKernel) -> KernelNode | None:
     """The first node that launches a kernel of our own; ``None``: there is none."""
     for node in _listed("cuGraphGetNodes", graph):
         if _kind(node) == _KERNEL and _function(node) == kernel.function.value:
@@ -114,7 +122,7 @@ def _function(node: ctypes.c_void_p) -> int | None:
     return params.function
 
 
-def fills_by_kernel(graph: ctypes.c_void_p, fill: Kernel) -> int:
+def fills_by_kernel(graph: ctypes.c_void_p, fill: LoadedKernel) -> int:
     """Replaces what fills a row of memory; how many nodes it replaced.
 
     Raises:
@@ -130,7 +138,7 @@ def _kind(node: ctypes.c_void_p) -> int:
     return kind.value
 
 
-def _replaced(graph: ctypes.c_void_p, node: ctypes.c_void_p, fill: Kernel) -> bool:
+def _replaced(graph: ctypes.c_void_p, node: ctypes.c_void_p, fill: LoadedKernel) -> bool:
     memset = _Memset()
     call("cuGraphMemsetNodeGetParams", node, ctypes.byref(memset))
     if memset.height != 1 or (memset.target or 0) % VECTOR or memset.size not in _WHOLE:
@@ -186,7 +194,7 @@ def new_stream() -> int:
     return handle.value
 
 
-class Graph:
+class ExecutableGraph:
     """A graph that can be launched.
 
     Args:
@@ -207,7 +215,7 @@ class Graph:
             call("cuGraphInstantiateWithFlags", ctypes.byref(self.executable), graph, ctypes.c_ulonglong(0))
         self._launch = library().cuGraphLaunch
 
-    def node_of(self, kernel: Kernel) -> KernelNode | None:
+    def node_of(self, kernel: LoadedKernel) -> KernelNode | None:
         """See :func:`bridge.compile.cuda.driver_graphs.node_of`."""
         return node_of(self._graph, kernel)
 
@@ -215,7 +223,7 @@ class Graph:
         """What launches it on a stream, whatever it is given. ``DriverError`` if the driver refuses."""
         launch, executable, handle = self._launch, self.executable, ctypes.c_void_p(stream)
 
-        def replay(*_: object, _graph: Graph = self) -> None:
+        def replay(*_: object, _graph: ExecutableGraph = self) -> None:
             if status := launch(executable, handle):
                 raise DriverError(f"cuGraphLaunch: {error_name(status)}")
 
@@ -223,7 +231,7 @@ class Graph:
 
 
 @contextmanager
-def captured(stream: int) -> Iterator[list[Graph]]:
+def captured(stream: int) -> Iterator[list[ExecutableGraph]]:
     """What this thread launches on a stream goes into a graph, which the list has afterwards.
 
     The stream captures no more afterwards, whatever happens.
@@ -241,7 +249,7 @@ def captured(stream: int) -> Iterator[list[Graph]]:
         _take_pending_errors()
         raise
     call("cuStreamEndCapture", handle, ctypes.byref(graph))
-    made.append(Graph(graph))
+    made.append(ExecutableGraph(graph))
 
 
 def _take_pending_errors() -> None:

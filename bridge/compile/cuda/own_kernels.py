@@ -8,21 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from bridge.compile.cuda.driver import Kernel, kernels
+from bridge.compile.cuda.driver import LoadedKernel, kernels
 from bridge.compile.cuda.nvrtc import compiled
 
-__all__ = [
-    "MOST",
-    "MOST_NUMBERS",
-    "NUMBERS",
-    "THREADS",
-    "VECTOR",
-    "Copies",
-    "Fill",
-    "Numbers",
-    "OwnKernels",
-    "own_kernels",
-]
+__all__ = ["MOST", "MOST_NUMBERS", "NUMBERS", "THREADS", "VECTOR", "Copies", "Fill", "NumberCopies", "OwnKernels"]
+__all__ += ["own_kernels"]
 
 MOST = 8
 """Targets of one launch that copies."""
@@ -74,7 +64,7 @@ class Copies(ctypes.Structure):
     )
 
 
-class Numbers(ctypes.Structure):
+class NumberCopies(ctypes.Structure):
     """Bytes that are in the argument, to targets."""
 
     _fields_ = (
@@ -93,9 +83,9 @@ class Fill(ctypes.Structure):
 class OwnKernels(NamedTuple):
     """By what they do."""
 
-    copy: Kernel
-    bring: Kernel
-    fill: Kernel
+    copy: LoadedKernel
+    bring: LoadedKernel
+    fill: LoadedKernel
 
 
 @functools.cache

@@ -28,8 +28,8 @@ from bridge.compile.cuda.own_kernels import MOST_NUMBERS
 from bridge.compile.graphs.recordings import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Action, bind
-from bridge.compile.runtime.instructions import CallLibrary, View
-from bridge.compile.runtime.loop_frame import Instruction, Loop, inner_steps
+from bridge.compile.runtime.instructions import CallLibrary, MakeView
+from bridge.compile.runtime.loop_frame import Instruction, RunLoop, inner_steps
 from bridge.library import INTO_GIVEN, PLACED_DRAWS, invoke_into
 
 __all__ = ["Pieces", "PiecewiseExecutor", "inside_of_loops", "is_between"]
@@ -43,7 +43,7 @@ def is_between(step: Instruction) -> bool:
 def inside_of_loops(steps: Sequence[Instruction]) -> Iterator[Instruction]:
     """The steps of loops, which are captured whole."""
     for step in steps:
-        if isinstance(step, Loop):
+        if isinstance(step, RunLoop):
             yield from inner_steps(step.steps)
 
 
@@ -74,7 +74,7 @@ class _Origin:
 
 
 def _origin(
-    slot: int, views: Mapping[int, View], given: Mapping[int, int], orders: Mapping[int, tuple[int, ...] | None]
+    slot: int, views: Mapping[int, MakeView], given: Mapping[int, int], orders: Mapping[int, tuple[int, ...] | None]
 ) -> _Origin | None:
     """``None``: the slot's tensor does not lie in one of the call's. ``orders``: of parameters, by slot."""
     geometry, offset = None, 0
@@ -109,7 +109,7 @@ class _Between:
     def __init__(
         self,
         step: CallLibrary,
-        views: Mapping[int, View],
+        views: Mapping[int, MakeView],
         given: Mapping[int, int],
         orders: Mapping[int, tuple[int, ...] | None],
     ):
@@ -215,7 +215,7 @@ class PiecewiseExecutor(BoundExecutor):
     def __init__(self, *parts: Any, **given: Any):
         super().__init__(*parts, **given)
         layout = self._layout
-        views = {step.writes[0]: step for step in (*self.steps, *layout.views) if isinstance(step, View)}
+        views = {step.writes[0]: step for step in (*self.steps, *layout.views) if isinstance(step, MakeView)}
         slots = [*range(len(layout.params)), *(made.slot for made in layout.fresh)]
         place_of = {slot: place for place, slot in enumerate(slots)}
         orders = {param.slot: param.order for param in layout.params}
@@ -295,7 +295,7 @@ class PiecewiseExecutor(BoundExecutor):
         for index, (action, last_used) in enumerate(self.actions):
             if index in self._between:
                 self._interrupt(index, registers)
-            elif self._branches is None or isinstance(self.steps[index], View):
+            elif self._branches is None or isinstance(self.steps[index], MakeView):
                 self._run_step(index, action, registers)
             else:
                 act = partial(self._run_step, index, action)

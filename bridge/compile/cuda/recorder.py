@@ -21,14 +21,14 @@ from bridge.base.locks import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.copies import bring_anew
-from bridge.compile.cuda.driver_graphs import Graph, captured, new_stream
+from bridge.compile.cuda.driver_graphs import ExecutableGraph, captured, new_stream
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.memory import PoolMemory, PrivatePool, SlotMemory, spare_bytes, takes_from
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
 from bridge.compile.graphs.recordings import Form, Replay, nbytes
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.layout import ALIGNMENT as ARENA_ALIGNMENT
-from bridge.compile.runtime.pool import Block
+from bridge.compile.runtime.pool import PoolBlock
 from bridge.compile.runtime.program import Program
 from bridge.library import DRAWS, REDRAWS, waits_for_the_device
 
@@ -74,23 +74,23 @@ class _GraphArena:
     def __init__(self, device: torch.device):
         self._device = device
         self._keys = itertools.count()
-        self.block: Block | None = None
+        self.block: PoolBlock | None = None
 
     @torch.inference_mode(False)  # it serves runs of any mode
-    def reserve(self, size: int) -> Block:
+    def reserve(self, size: int) -> PoolBlock:
         """The block; whoever records holds it."""
         if self.block is None or self.block.size < size:
             least = 0 if self.block is None else int(_GROWTH * self.block.size)
-            self.block = Block(max(size, least), self._device)
+            self.block = PoolBlock(max(size, least), self._device)
         return self.block
 
     def enroll(self, user: object, size: int) -> int:
         return next(self._keys)
 
-    def take(self, size: int) -> Block:
+    def take(self, size: int) -> PoolBlock:
         return self.reserve(size)
 
-    def give(self, block: Block) -> None:
+    def give(self, block: PoolBlock) -> None:
         block.bound.clear()  # a program is seldom recorded twice
 
 
@@ -186,7 +186,7 @@ STREAMS = Streams()
 
 
 class CudaRecorder:
-    """Records one program, see :class:`bridge.compile.graphs.recordings.Recorder`."""
+    """Records one program, see :class:`bridge.compile.graphs.recordings.GraphRecorder`."""
 
     def __init__(self, program: Program, device: torch.device):
         self._program, self._device, self._index = program, device, device.index
@@ -260,7 +260,7 @@ class CudaRecorder:
         return _replay(pieces.parts, shared.replaying, (execute, block, shared))
 
     @contextmanager
-    def _captured(self, shared: _Stream) -> Iterator[list[Graph]]:
+    def _captured(self, shared: _Stream) -> Iterator[list[ExecutableGraph]]:
         """What this thread launches goes into a graph, for which it may allocate."""
         with torch.cuda.stream(shared.side), shared.temporaries:
             _require_memory_of(shared.temporaries)
@@ -279,7 +279,7 @@ def _branches(steps: Collection[int], shared: _Stream) -> Branches:
     )
 
 
-def _launched(graph: Graph, stream: int, execute: PiecewiseExecutor) -> Replay:
+def _launched(graph: ExecutableGraph, stream: int, execute: PiecewiseExecutor) -> Replay:
     """What launches a graph of a run, with the states of a call where it brings some."""
     launch, brought = graph.launcher(stream), execute.brought
     anew = bring_anew(graph, list(brought.values())) if execute.captures_states else None

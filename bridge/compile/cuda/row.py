@@ -39,7 +39,7 @@ from bridge.compile.cuda.emitter import (
 )
 from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS, VECTOR, WARP, row_groups, row_lanes, row_threads
 from bridge.compile.cuda.shapes import fitting_groups, turns_together
-from bridge.compile.cuda.step import Kept, ThreadScope, column_steps, reads_ahead
+from bridge.compile.cuda.step import RowBuffer, ThreadScope, column_steps, reads_ahead
 from bridge.compile.loop_ir.operations import Number
 from bridge.compile.schedule.reduction import combine, identity
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPass, RowPlan
@@ -454,21 +454,21 @@ class _Rows:
         allocations: list[Stmt] = []
         for node in plan.cached:
             if self.in_memory:
-                scope.cached[node] = Kept(self.buffers.cached[node], task * number(plan.buffer_row))
+                scope.cached[node] = RowBuffer(self.buffers.cached[node], task * number(plan.buffer_row))
                 continue
             buffer, allocation = local_buffer(kept, compute_type(plan.nodes[node].dtype), "kept")
-            scope.cached[node] = Kept(buffer)
+            scope.cached[node] = RowBuffer(buffer)
             allocations.append(allocation)
         for read in reads_ahead(plan, kept) if form.lanes > 1 else ():
             buffer, allocation = local_buffer(kept, str(self.buffers.inputs[read.tensor].dtype), "ahead")
-            scope.ahead[read] = Kept(buffer)
+            scope.ahead[read] = RowBuffer(buffer)
             allocations.append(allocation)
         for node in plan.column_reductions:
             if kept is None or kept > _REGISTERS:
-                scope.partial[node] = Kept(self.buffers.partial[node], task * number(plan.length))
+                scope.partial[node] = RowBuffer(self.buffers.partial[node], task * number(plan.length))
                 continue
             buffer, allocation = local_buffer(kept, compute_type(plan.nodes[node].dtype), "part")
-            scope.partial[node] = Kept(buffer)
+            scope.partial[node] = RowBuffer(buffer)
             allocations.append(allocation)
         return allocations
 

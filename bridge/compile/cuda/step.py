@@ -32,19 +32,19 @@ from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type,
 from bridge.compile.cuda.limits import ACCESS_BYTES
 from bridge.compile.loop_ir.operations import Access
 from bridge.compile.schedule.reduction import combine
-from bridge.compile.schedule.row_plan import Compute, Index, KernelBuffers, Made, Read, RowPass, RowPlan, RowValues
+from bridge.compile.schedule.row_plan import (
+    Compute,
+    Index,
+    InputElement,
+    KernelBuffers,
+    NodeElement,
+    RowPass,
+    RowPlan,
+    RowValues,
+)
 
-__all__ = [
-    "Kept",
-    "Step",
-    "ThreadScope",
-    "column_steps",
-    "drawn_vector",
-    "first_pass",
-    "is_at_multiples",
-    "kernel_buffers",
-    "reads_ahead",
-]
+__all__ = ["RowBuffer", "ThreadScope", "ThreadStep", "column_steps", "drawn_vector", "first_pass", "is_at_multiples"]
+__all__ += ["kernel_buffers", "reads_ahead"]
 
 
 _MOST_BYTES = 256
@@ -56,7 +56,7 @@ def first_pass(plan: RowPlan) -> int:
     return next(index for index, each in enumerate(plan.passes) if each)
 
 
-def reads_ahead(plan: RowPlan, kept: int | None) -> list[Read]:
+def reads_ahead(plan: RowPlan, kept: int | None) -> list[InputElement]:
     """Vectors to read in the first pass; none where rows are walked for sums of columns, and keep what is alike.
 
     Args:
@@ -71,25 +71,25 @@ def reads_ahead(plan: RowPlan, kept: int | None) -> list[Read]:
     return found if sum(kept * itemsize(plan.dtype(read)) for read in found) <= _MOST_BYTES else []
 
 
-def _is_vector_of_all_rows(read: Read) -> bool:
+def _is_vector_of_all_rows(read: InputElement) -> bool:
     access = read.access
     return not access.terms and any(access.columns) and access.columns[-1] == 1
 
 
-def _reads(plan: RowPlan, index: int) -> list[Read]:
+def _reads(plan: RowPlan, index: int) -> list[InputElement]:
     """What a pass reads to compute elements, in order."""
     row_pass = plan.passes[index]
     if not row_pass:
         return []
     kept = {*plan.cached, *plan.outputs}
-    reads: dict[Read, None] = {}
+    reads: dict[InputElement, None] = {}
     seen: set[int] = set()
 
     def visit(operands: Iterable[object]) -> None:
         for operand in operands:
-            if isinstance(operand, Read):
+            if isinstance(operand, InputElement):
                 reads[operand] = None
-            elif isinstance(operand, Made):
+            elif isinstance(operand, NodeElement):
                 compute(operand.node)
 
     def compute(node: int) -> None:
@@ -106,7 +106,7 @@ def _reads(plan: RowPlan, index: int) -> list[Read]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class RowBuffer:
     """Numbers that a thread keeps for each of its elements of a row.
 
     Attributes:
@@ -139,9 +139,9 @@ class ThreadScope(RowValues):
         super().__init__(plan, buffers, number, CudaEmitter())
         self.leads = leads
         self.valid: Expr | None = None
-        self.cached: dict[int, Kept] = {}
-        self.partial: dict[int, Kept] = {}
-        self.ahead: dict[Read, Kept] = {}
+        self.cached: dict[int, RowBuffer] = {}
+        self.partial: dict[int, RowBuffer] = {}
+        self.ahead: dict[InputElement, RowBuffer] = {}
 
     def store_scalar(self, store: Stmt) -> None:
         alone = self.leads if self.valid is None else tirx.And(self.leads, self.valid)
@@ -199,7 +199,7 @@ def drawn_vector(step: _Step, node: Compute) -> Expr | None:
         return None
     e = step.before
 
-    def read(operand: Read | Index) -> Expr:
+    def read(operand: InputElement | Index) -> Expr:
         return step.scope.load_scalar(operand)
 
     seed, offset, threads, least = step.scope.values(others, e, read)
@@ -214,7 +214,7 @@ def drawn_vector(step: _Step, node: Compute) -> Expr | None:
     return step.e.bind(is_kept(width, BufferLoad(words, [step.lane]), step.e.cast(least, "uint32")))
 
 
-class Step:
+class ThreadStep:
     """One step of a pass.
 
     Args:
@@ -246,7 +246,7 @@ class Step:
         self.e = CudaEmitter()
         self.after: list[Stmt] = []
         self._values: dict[int, Expr] = {}
-        self._loads: dict[Read, Expr] = {}
+        self._loads: dict[InputElement, Expr] = {}
 
     def emit(self, row_pass: RowPass) -> list[Stmt]:
         """Statements that store, keep and accumulate what the pass has to."""
@@ -297,18 +297,18 @@ class Step:
         mask = drawn_vector(self, self.plan.nodes[node])
         return scope.compute(self.plan.nodes[node], e, self._read, self.sections) if mask is None else mask
 
-    def _read(self, operand: Read | Index | Made) -> Expr:
+    def _read(self, operand: InputElement | Index | NodeElement) -> Expr:
         """An operand in this lane, in its compute type."""
         if isinstance(operand, Index):
             return self._index(operand.access)
-        if isinstance(operand, Made):
+        if isinstance(operand, NodeElement):
             known = self.scope.scalars.get(operand.node)
             return self._value(operand.node) if known is None else known
         if operand not in self._loads:
             self._loads[operand] = self._load(operand)
         return self._loads[operand]
 
-    def _load(self, read: Read) -> Expr:
+    def _load(self, read: InputElement) -> Expr:
         scope, access = self.scope, read.access
         if not any(access.columns):
             return scope.load_scalar(read)
@@ -327,7 +327,7 @@ class Step:
         e = self.before if self.lanes == 1 else self.e
         return e.bind(e.loaded(e.bind(element), dtype))
 
-    def _vector_of(self, read: Read) -> Expr:
+    def _vector_of(self, read: InputElement) -> Expr:
         """The stored element of this lane of a vector, whose elements are neighbours."""
         buffer = self.scope.buffers.inputs[read.tensor]
         return self._load_vector(buffer, self.first(read.access), is_at_multiples(read.access, self._width(buffer)))
@@ -411,7 +411,7 @@ def column_steps(
     def inside(at: list[Expr], sections: list[int | None]) -> list[Stmt]:
         axis = len(at)
         if axis == len(coordinates):
-            step = Step(scope, index, lanes, position, slot, at, sections, accumulators)
+            step = ThreadStep(scope, index, lanes, position, slot, at, sections, accumulators)
             return step.emit(scope.plan.passes[index])
         if axis == len(coordinates) - 1 or not scope.unrolled(axis):
             return inside([*at, coordinates[axis]], [*sections, None])

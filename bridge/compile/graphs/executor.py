@@ -17,7 +17,15 @@ from torch.autograd import profiler
 from bridge.base.errors import swallowed
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.control import STREAMS, RecordedGraphs, Shared
-from bridge.compile.graphs.recordings import MAX_MADE, Form, Memory, Recorder, Replay, ReplayResults, StreamRecordings
+from bridge.compile.graphs.recordings import (
+    MAX_MADE,
+    Form,
+    GraphRecorder,
+    Memory,
+    Replay,
+    ReplayResults,
+    StreamRecordings,
+)
 from bridge.compile.runtime.forms import InputForms, Strided
 from bridge.compile.runtime.program import Program
 
@@ -55,7 +63,7 @@ class GraphedExecutor:
         self,
         program: Program,
         execute: Execute,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         control: RecordedGraphs,
         memory_of: Callable[[int], Memory],
         shared: Shared | None = None,
@@ -243,7 +251,6 @@ class GraphedExecutor:
         return StreamRecordings(self._recorder, self._inputs, self._results, memories, ports, self._on_host, varies)
 
 
-
 class EntryGraphs:
     """What the recorded programs of an entry share, for all sizes.
 
@@ -313,7 +320,7 @@ class EntryGraphs:
 
         return GraphedExecutor(program, execute, recorder, self._control, memory_of, shared)
 
-    def _memory(self, use: Hashable, recorder: Recorder, varies: bool = False, joined: bool = False) -> Memory:
+    def _memory(self, use: Hashable, recorder: GraphRecorder, varies: bool = False, joined: bool = False) -> Memory:
         found = self._memories.get(use)
         return self._memories.setdefault(use, recorder.memory(varies, joined)) if found is None else found
 

@@ -25,21 +25,11 @@ from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.ports import Key, Ports
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.forms import Strided
-from bridge.compile.runtime.instructions import View
+from bridge.compile.runtime.instructions import MakeView
 from bridge.compile.runtime.program import Program
 
-__all__ = [
-    "MAX_MADE",
-    "MAX_OF_A_STREAM",
-    "Form",
-    "Memory",
-    "Recorder",
-    "Replay",
-    "ReplayResults",
-    "StreamRecordings",
-    "Timer",
-    "nbytes",
-]
+__all__ = ["MAX_MADE", "MAX_OF_A_STREAM", "Form", "GraphRecorder", "Memory", "Replay", "ReplayResults"]
+__all__ += ["StreamRecordings", "Timer", "nbytes"]
 
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -90,7 +80,7 @@ class Timer(Protocol):
         """The host's and the device's; ``None`` while the device is at work on it."""
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Recorded graphs of one program on one device."""
 
     def refusal(self) -> str | None:
@@ -175,7 +165,7 @@ class ReplayResults:
             (tuple(made.shape), dense_strides(made.shape), made.torch_dtype) for made in layout.fresh
         ]
         params, constants = len(layout.params), {slot for slot, _ in program.constants}
-        views = {step.writes[0]: step for step in (*program.steps, *layout.views) if isinstance(step, View)}
+        views = {step.writes[0]: step for step in (*program.steps, *layout.views) if isinstance(step, MakeView)}
         self.copied: list[int] = []
         self.readers = [layout.memory.index(made.slot) for made in layout.fresh]
         self._find: list[Callable[[Sequence, Sequence], torch.Tensor]] = []
@@ -224,7 +214,7 @@ def _constant(tensor: torch.Tensor) -> Callable[[Sequence, Sequence], torch.Tens
     return lambda inputs, fresh: tensor
 
 
-def _found(place: int | None, slot: int, view: View | None) -> Callable[[Sequence, Sequence], torch.Tensor]:
+def _found(place: int | None, slot: int, view: MakeView | None) -> Callable[[Sequence, Sequence], torch.Tensor]:
     """What finds an input, given memory, or a view of one."""
     if view is None:
         return (lambda inputs, fresh: inputs[slot]) if place is None else (lambda inputs, fresh: fresh[place])
@@ -258,7 +248,7 @@ class StreamRecordings:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         inputs: Sequence[Form],
         results: ReplayResults,
         memories: Sequence[Memory],

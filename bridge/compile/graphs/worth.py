@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bridge.compile.graphs.recordings import Recorder, Timer
+from bridge.compile.graphs.recordings import GraphRecorder, Timer
 
 __all__ = ["RUNS", "LaunchCost", "Verdicts"]
 
@@ -81,7 +81,7 @@ class LaunchCost:
         self._rounds: list[_Round] = []
         self._disturbed = 0
 
-    def timer(self, recorder: Recorder) -> Timer | None:
+    def timer(self, recorder: GraphRecorder) -> Timer | None:
         """For the run that comes now; ``None`` if it is not timed."""
         return None if len(self._timed) == RUNS else recorder.timer()
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from bridge.compile.runtime.instructions import CallLibrary, View, roots_of
+from bridge.compile.runtime.instructions import CallLibrary, MakeView, roots_of
 from bridge.compile.runtime.loop_frame import Instruction
 
-__all__ = ["Beside", "lasting", "steps_beside"]
+__all__ = ["SecondStreamPlan", "lasting", "steps_beside"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -38,7 +38,7 @@ _PATH, _BESIDE = 0, 1
 
 
 @dataclass(frozen=True)
-class Beside:
+class SecondStreamPlan:
     """What is to run on a second stream.
 
     Attributes:
@@ -51,7 +51,7 @@ class Beside:
     saved: float = 0.0
 
 
-def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> Beside:
+def steps_beside(steps: Sequence[Instruction], views: Iterable[MakeView] = ()) -> SecondStreamPlan:
     """The steps that are to run beside the critical path; none if that would save hardly any time.
 
     Args:
@@ -69,7 +69,7 @@ def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> Be
             max([free[stream], *(ends[other] + _CROSSING * (streams[other] != stream) for other in others)])
             for stream in (_PATH, _BESIDE)
         ]
-        if isinstance(steps[index], View) or index in critical:
+        if isinstance(steps[index], MakeView) or index in critical:
             stream = _PATH
         else:
             stream = _BESIDE if index not in needed or ready[_BESIDE] + _CROSSING < ready[_PATH] else _PATH
@@ -79,7 +79,7 @@ def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> Be
         free[stream] = ends[-1]
     alone, both = sum(seconds), max(ends, default=0.0)
     if both + _LEAST > alone:
-        return Beside()
+        return SecondStreamPlan()
     on_path = [index for index, stream in enumerate(streams) if stream == _PATH]
     path_begins, path_ends = ([times[index] for index in on_path] for times in (begins, ends))
     spans = {}
@@ -88,18 +88,18 @@ def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> Be
             first = bisect_right(path_ends, begins[index] - _LAUNCH)
             at_once = on_path[first : bisect_left(path_begins, ends[index] + _LAUNCH)]
             spans[index] = min([index, *at_once[:1]]), max([index, *at_once[-1:]])
-    return Beside(spans, 1 - both / alone)
+    return SecondStreamPlan(spans, 1 - both / alone)
 
 
-def _waited_for(steps: Sequence[Instruction], views: Iterable[View]) -> list[set[int]]:
+def _waited_for(steps: Sequence[Instruction], views: Iterable[MakeView]) -> list[set[int]]:
     """For each step those whose results it reads or writes over."""
-    roots = roots_of((*views, *(step for step in steps if isinstance(step, View))))
+    roots = roots_of((*views, *(step for step in steps if isinstance(step, MakeView))))
     writers: dict[int, int] = {}
     before: list[set[int]] = []
     for index, step in enumerate(steps):
         touched = {roots.get(slot, slot) for slot in (*step.reads, *step.writes)}
         before.append({writers[root] for root in touched if root in writers})
-        if not isinstance(step, View):
+        if not isinstance(step, MakeView):
             writers.update(dict.fromkeys((roots.get(slot, slot) for slot in step.writes), index))
     return before
 
@@ -130,7 +130,7 @@ def _needed(before: Sequence[Collection[int]], wanted: Iterable[int]) -> set[int
 
 def _seconds(step: Instruction) -> float:
     """What a step takes, roughly."""
-    if isinstance(step, View):
+    if isinstance(step, MakeView):
         return 0.0
     least = _CALL if isinstance(step, CallLibrary) else _LAUNCH
     return least + max(step.contents.bytes / _BYTES, step.contents.flops / _FLOPS)
@@ -139,7 +139,7 @@ def _seconds(step: Instruction) -> float:
 def lasting(
     lifetimes: Mapping[Key, tuple[int, int]],
     steps: Sequence[Instruction],
-    beside: Beside,
+    beside: SecondStreamPlan,
     value_in: Callable[[int], Key],
 ) -> dict[Key, tuple[int, int]]:
     """First and last steps of values, where those that steps beside work on last for all that these run beside.

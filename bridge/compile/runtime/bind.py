@@ -11,9 +11,9 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.picks import picker
-from bridge.compile.runtime.instructions import CallLibrary, Launch, View
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
 from bridge.compile.runtime.loop import loop_action
-from bridge.compile.runtime.loop_frame import Drive, Instruction, Loop, LoopFrames, is_framed
+from bridge.compile.runtime.loop_frame import Drive, Instruction, LoopFrames, RunLoop, is_framed
 from bridge.library import FUNCTIONS, OUT_KERNELS, invoke
 
 __all__ = ["Action", "Arrays", "bind", "last_uses"]
@@ -37,11 +37,11 @@ def bind(
     ``KeyError`` for a kernel that is in neither ``functions`` nor :mod:`bridge.library`.
     """
     match instruction:
-        case View():
+        case MakeView():
             return _view(instruction)
         case CallLibrary():
             return _library(instruction)
-        case Loop():
+        case RunLoop():
             actions = [bind(step, functions, arrays, drive) for step in instruction.steps]
             views = [bind(view, {}, {}) for view in instruction.layout.views]
             return loop_action(instruction, actions, views, _frames(instruction, functions, arrays, drive))
@@ -51,11 +51,11 @@ def bind(
             return _launch_at_addresses(instruction, functions[instruction.name], arrays)
 
 
-def _frames(loop: Loop, functions: Mapping[str, Callable], arrays: Arrays, drive: Drive | None) -> LoopFrames | None:
+def _frames(loop: RunLoop, functions: Mapping[str, Callable], arrays: Arrays, drive: Drive | None) -> LoopFrames | None:
     """What runs a loop's launches by a driver; ``None`` if there is none, or they are not all."""
     launches = [step for step in loop.steps if isinstance(step, Launch) and not step.once]
     found = [(launch, functions[launch.name]) for launch in launches]
-    if drive is None or not is_framed(found) or any(not isinstance(step, (Launch, View)) for step in loop.steps):
+    if drive is None or not is_framed(found) or any(not isinstance(step, (Launch, MakeView)) for step in loop.steps):
         return None
     integers = [_array(launch.scalars, arrays)[1].value if launch.scalars else None for launch in launches]
     return LoopFrames([(*each, number) for each, number in zip(found, integers, strict=True)], drive)
@@ -76,7 +76,7 @@ def last_uses(instructions: Sequence[Instruction], kept: Collection[int]) -> lis
 # collector walks through, and there are as many as sizes times steps.
 
 
-def _view(view: View) -> Action:
+def _view(view: MakeView) -> Action:
     (base,), (slot,) = view.reads, view.writes
     return partial(_make_view, base, slot, view.shape, view.strides, view.offset)
 

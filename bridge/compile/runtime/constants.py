@@ -9,7 +9,7 @@ import torch
 
 from bridge.base.mkl import can_pack, packed
 from bridge.compile.runtime.bind import bind
-from bridge.compile.runtime.instructions import CallLibrary, Launch, View
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
 from bridge.compile.runtime.loop_frame import Instruction
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.products import PACKED
@@ -42,7 +42,7 @@ def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program
     steps: list[Instruction] = []
     views = list(layout.views)
     for step in program.steps:
-        if isinstance(step, View) and step.reads[0] in known:
+        if isinstance(step, MakeView) and step.reads[0] in known:
             views.append(step)
             known.add(step.writes[0])
         else:
@@ -64,7 +64,7 @@ def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program
 
 
 def _in_panels(
-    program: Program, steps: Sequence[Instruction], views: Sequence[View], constants: dict[int, torch.Tensor]
+    program: Program, steps: Sequence[Instruction], views: Sequence[MakeView], constants: dict[int, torch.Tensor]
 ) -> list[Instruction]:
     """The instructions but for those that pack constants, which run now: panels become constants, in the place of what
     only these read."""
@@ -87,7 +87,7 @@ def _in_panels(
 
 
 def _packed_factors(
-    steps: Sequence[Instruction], constants: Mapping[int, torch.Tensor], views: Sequence[View]
+    steps: Sequence[Instruction], constants: Mapping[int, torch.Tensor], views: Sequence[MakeView]
 ) -> dict[int, torch.Tensor]:
     """By slot, what takes the place of constants, and of views of them, that products read packed."""
     if not can_pack():

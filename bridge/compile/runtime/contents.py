@@ -15,7 +15,7 @@ from autodiff.ir import itemsize
 from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Pointwise, Product, Reduction, Scalar, Value
 from bridge.compile.loop_ir.views import alike, is_dense, merged
 
-__all__ = ["Contents", "Operation", "contents"]
+__all__ = ["Operation", "StepContents", "contents"]
 
 _PRODUCTS = ("mm", "mm_lt", "mm_wide", "mm_biased", "bmm", "bmm_wide", "addmm", "baddbmm")
 
@@ -42,7 +42,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Contents:
+class StepContents:
     """What a step is made of.
 
     Attributes:
@@ -66,7 +66,7 @@ class Contents:
         return tuple(dict.fromkeys(operation.binding for operation in self.operations))
 
 
-def contents(nodes: Sequence[Node], stored: Sequence[Value], name_of: Callable[[Value], str]) -> Contents:
+def contents(nodes: Sequence[Node], stored: Sequence[Value], name_of: Callable[[Value], str]) -> StepContents:
     """Describes the nodes of one step.
 
     Args:
@@ -99,7 +99,7 @@ def contents(nodes: Sequence[Node], stored: Sequence[Value], name_of: Callable[[
     moved = sum(read.values()) + sum(sample_of(value.nbytes) for value in leaving)
     flops = sum(sample_of(_flops(node)) for node in nodes)
     plan = ", ".join(str(node.plan) for node in nodes if isinstance(node, Product))
-    return Contents(tuple(operations), tuple(name(value) for value in read), flops, moved, plan)
+    return StepContents(tuple(operations), tuple(name(value) for value in read), flops, moved, plan)
 
 
 def _inner(name: str, used: Counter[str]) -> str:

@@ -22,15 +22,15 @@ from dataclasses import dataclass, field, replace
 from autodiff.extents import sample_of
 from bridge.compile.runtime.beside import lasting, steps_beside
 from bridge.compile.runtime.build import some_of
-from bridge.compile.runtime.instructions import View, roots_of
-from bridge.compile.runtime.layout import Layout, Register, lying_below, plan_arena
+from bridge.compile.runtime.instructions import MakeView, roots_of
+from bridge.compile.runtime.layout import Register, RegisterLayout, lying_below, plan_arena
 from bridge.compile.runtime.loop_frame import Instruction, inner_steps
 from bridge.compile.runtime.program import Program
 
-__all__ = ["Flow", "Segment", "brought_forward", "cut"]
+__all__ = ["Liveness", "Segment", "brought_forward", "cut"]
 
 
-class Flow:
+class Liveness:
     """When the instructions of a program work on which memory.
 
     Attributes:
@@ -53,8 +53,8 @@ class Flow:
         made = (*layout.params, *layout.arena, *layout.fresh, *layout.allocated)
         self.registers: dict[int, Register] = {register.slot: register for register in made}
         self.constants = {slot for slot, _ in (*program.constants, *program.positions)}
-        views = (*layout.views, *(step for step in program.steps if isinstance(step, View)))
-        self.views: dict[int, View] = {view.writes[0]: view for view in views}
+        views = (*layout.views, *(step for step in program.steps if isinstance(step, MakeView)))
+        self.views: dict[int, MakeView] = {view.writes[0]: view for view in views}
         self._roots = roots_of(views)
         self.made: dict[int, int] = {}
         self.changed: dict[int, int] = {}
@@ -62,7 +62,7 @@ class Flow:
         for index, step in enumerate(program.steps):
             for slot in (*step.reads, *step.writes):
                 self.touched[self.root(slot)] = index
-            for root in map(self.root, step.writes if not isinstance(step, View) else ()):
+            for root in map(self.root, step.writes if not isinstance(step, MakeView) else ()):
                 self.changed[root] = index
                 if root >= self.num_params and root not in self.constants:
                     self.made.setdefault(root, index)
@@ -70,7 +70,7 @@ class Flow:
             if slot >= self.num_params:
                 self.made.setdefault(slot, -1)
         self.born = dict.fromkeys((*self.constants, *self.views), -1) | self.made
-        self.born |= {step.writes[0]: at for at, step in enumerate(program.steps) if isinstance(step, View)}
+        self.born |= {step.writes[0]: at for at, step in enumerate(program.steps) if isinstance(step, MakeView)}
 
     def name(self, slot: int) -> str:
         """Of the tensor in a slot, for people."""
@@ -144,14 +144,14 @@ def cut(program: Program, places: Sequence[int], name: str) -> tuple[Segment, ..
     """The segments of a program, one more than there are places to cut at.
 
     Args:
-        places: ascending, each one of :attr:`~bridge.compile.runtime.cut.Flow.boundaries`, the beginning or the end;
+        places: ascending, each one of :attr:`Liveness.boundaries`, the beginning or the end;
             equal ones leave a segment without steps.
         name: of the segments' programs.
 
     Raises:
         ValueError: a place that is none of these, or not in order.
     """
-    flow, layout = Flow(program), program.layout
+    flow, layout = Liveness(program), program.layout
     if list(places) != sorted(places) or not {0, flow.num_steps, *flow.boundaries}.issuperset(places):
         raise ValueError(f"{program.name}: cannot be cut at {list(places)} of {flow.num_steps} steps")
     ends = (0, *places, flow.num_steps)
@@ -183,18 +183,18 @@ class _Part:
     """Steps of a program on their way to a program of their own, in slots of its own."""
 
     def __init__(
-        self, whole: Program, flow: Flow, steps: Sequence[Instruction], takes: Sequence[int], gives: Sequence[int]
+        self, whole: Program, flow: Liveness, steps: Sequence[Instruction], takes: Sequence[int], gives: Sequence[int]
     ) -> None:
         self._whole, self._flow, self._takes, self._gives = whole, flow, takes, gives
         self._slots = {slot: index for index, slot in enumerate(takes)}
         self._allocated = {register.slot for register in whole.layout.allocated}
         self._given = {*gives, *map(flow.root, gives)}
         outside = {*takes, *self._given, *self._allocated}
-        self._static_views: list[View] = []
+        self._static_views: list[MakeView] = []
         self._steps: list[Instruction] = []
         known: set[int] = set()
         for step in steps:
-            made = step.writes[0] if isinstance(step, View) else None
+            made = step.writes[0] if isinstance(step, MakeView) else None
             for slot in (*step.reads, *step.writes):
                 if slot in flow.views and slot not in known and slot != made:
                     static = flow.root(slot) not in outside
@@ -228,7 +228,7 @@ class _Part:
         views = tuple(map(self._renumbered, self._static_views))
         constants = tuple((self._slot(slot), each) for slot, each in whole.constants if slot in held)
         positions = tuple((self._slot(slot), each) for slot, each in whole.positions if slot in held)
-        layout = Layout(
+        layout = RegisterLayout(
             size=0,
             params=tuple(map(self._register, self._takes)),
             arena=tuple(replace(self._register(slot), offset=offsets[slot]) for slot in placed),

@@ -13,16 +13,8 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = [
-    "CannotLinkError",
-    "ElfObject",
-    "Relocation",
-    "Section",
-    "Symbol",
-    "read_object",
-    "shared_library",
-    "with_data",
-]
+__all__ = ["CannotLinkError", "ElfObject", "ElfSection", "ElfSymbol", "Relocation", "read_object", "shared_library"]
+__all__ += ["with_data"]
 
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
@@ -48,7 +40,7 @@ class CannotLinkError(Exception):
 
 
 @dataclass
-class Section:
+class ElfSection:
     """A section that is in memory at run time; ``content`` is ``None`` for one of zeros."""
 
     name: str
@@ -68,7 +60,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Symbol:
+class ElfSymbol:
     """``section`` is an index of :attr:`ElfObject.sections`; ``None`` where the symbol is undefined.
 
     Attributes:
@@ -93,7 +85,7 @@ class Relocation:
 
     offset: int
     kind: int
-    symbol: Symbol
+    symbol: ElfSymbol
     addend: int
 
 
@@ -101,8 +93,8 @@ class Relocation:
 class ElfObject:
     """``sections`` by their index in the file: those that are in memory, without the tables for unwinding."""
 
-    sections: dict[int, Section]
-    symbols: list[Symbol]
+    sections: dict[int, ElfSection]
+    symbols: list[ElfSymbol]
 
 
 def read_object(content: bytes) -> ElfObject:
@@ -122,8 +114,8 @@ def with_data(known: ElfObject, data: Mapping[str, bytes]) -> ElfObject:
     sections, symbols = dict(known.sections), list(known.symbols)
     for name, content in data.items():
         index = max(sections, default=0) + 1
-        sections[index] = Section(f".rodata.{name}", _ALLOC, 16, len(content), content)
-        symbols.append(Symbol(name, _GLOBAL_OBJECT, index, 0, len(content)))
+        sections[index] = ElfSection(f".rodata.{name}", _ALLOC, 16, len(content), content)
+        symbols.append(ElfSymbol(name, _GLOBAL_OBJECT, index, 0, len(content)))
     return ElfObject(sections, symbols)
 
 
@@ -133,7 +125,7 @@ def _read(content: bytes) -> ElfObject:
         raise CannotLinkError("no object file for x86-64")
     heads = [_SECTION.unpack_from(content, at + size * index) for index in range(count)]
     names = _of(content, heads[names_at])
-    sections: dict[int, Section] = {}
+    sections: dict[int, ElfSection] = {}
     initializers: list[int] = []
     for index, head in enumerate(heads):
         name, what, flags, _, _, length, _, _, align, _ = head
@@ -144,7 +136,9 @@ def _read(content: bytes) -> ElfObject:
             raise CannotLinkError(f"section {text}")
         if what in _INITIALIZERS:
             initializers.append(index)
-        sections[index] = Section(text, flags, max(align, 1), length, None if what == _NOBITS else _of(content, head))
+        sections[index] = ElfSection(
+            text, flags, max(align, 1), length, None if what == _NOBITS else _of(content, head)
+        )
     tables = [head for head in heads if head[1] == _SYMTAB]
     if len(tables) != 1:
         raise CannotLinkError(f"{len(tables)} tables of symbols")
@@ -164,7 +158,7 @@ def _read(content: bytes) -> ElfObject:
     return ElfObject(kept, symbols)
 
 
-def _does_nothing(initializers: Section, sections: Mapping[int, Section]) -> bool:
+def _does_nothing(initializers: ElfSection, sections: Mapping[int, ElfSection]) -> bool:
     """Whether all functions that a loader would call return at once, as what LLVM makes without optimization does."""
     found = []
     for each in initializers.relocations:
@@ -182,14 +176,14 @@ def _string(strings: bytes, at: int) -> str:
     return strings[at : strings.index(b"\0", at)].decode()
 
 
-def _symbols(content: bytes, head: tuple, strings: bytes, sections: dict[int, Section]) -> list[Symbol]:
+def _symbols(content: bytes, head: tuple, strings: bytes, sections: dict[int, ElfSection]) -> list[ElfSymbol]:
     found = []
     for name, info, _, index, value, size in _SYMBOL.iter_unpack(_of(content, head)):
         if index >= _LAST_INDEX:  # absolute values (the name of the source file), common blocks: nothing may refer to
             info, index = 0, -1
         elif index and index not in sections:  # of debugging sections
             index = -1
-        found.append(Symbol(_string(strings, name), info, index if index else None, value, size))
+        found.append(ElfSymbol(_string(strings, name), info, index if index else None, value, size))
     return found
 
 
@@ -263,7 +257,7 @@ class _Link:
         self.end = self._place_sections(end, lambda section: self._is_data(section) and section.content is None)
 
     @staticmethod
-    def _is_data(section: Section) -> bool:
+    def _is_data(section: ElfSection) -> bool:
         """Whether it is written to, if only by the loader."""
         return section.is_written or any(each.kind == _ABS64 for each in section.relocations)
 
@@ -271,7 +265,7 @@ class _Link:
         self.at[name] = _up(end, align)
         return self.at[name] + size
 
-    def _place_sections(self, end: int, chosen: Callable[[Section], bool]) -> int:
+    def _place_sections(self, end: int, chosen: Callable[[ElfSection], bool]) -> int:
         for index, section in self.sections.items():
             if chosen(section):
                 if (section.is_written and section.is_code) or section.align > _PAGE:
@@ -303,7 +297,7 @@ class _Link:
         made[: _HEADER.size + _HEADERS * _PROGRAM.size] = self._headers()
         return bytes(made)
 
-    def _apply(self, made: bytearray, section: Section, at: int, each: Relocation) -> None:
+    def _apply(self, made: bytearray, section: ElfSection, at: int, each: Relocation) -> None:
         symbol = each.symbol
         if each.kind == _ABS64 and not section.is_code:
             if symbol.section is None:
@@ -318,13 +312,13 @@ class _Link:
             raise CannotLinkError(f"relocation {each.kind} in {section.name}")
         made[at : at + 4] = (goal + each.addend - at).to_bytes(4, "little", signed=True)
 
-    def _address(self, symbol: Symbol) -> int:
+    def _address(self, symbol: ElfSymbol) -> int:
         """Of what is undefined, that of a stub that jumps there."""
         if symbol.section is None:
             return self.at["stubs"] + _STUB * self.imported.index(symbol)
         return self.section_at[symbol.section] + symbol.value
 
-    def _place_in_table(self, symbol: Symbol) -> int:
+    def _place_in_table(self, symbol: ElfSymbol) -> int:
         return self.at["table"] + 8 * self.table.index(symbol)
 
     def _relocate(self, at: int, kind: int, symbol: int, addend: int) -> None:
@@ -372,13 +366,13 @@ class _Link:
             for kind, flags, at, in_file, in_memory, align in segments
         )
 
-    def _ends(self, chosen: Callable[[Section], bool]) -> Iterable[int]:
+    def _ends(self, chosen: Callable[[ElfSection], bool]) -> Iterable[int]:
         for index, section in self.sections.items():
             if chosen(section) and not self._is_data(section):
                 yield self.section_at[index] + section.size
 
 
-def _distinct(symbols: Iterable[Symbol]) -> list[Symbol]:
+def _distinct(symbols: Iterable[ElfSymbol]) -> list[ElfSymbol]:
     return list(dict.fromkeys(symbols))
 
 

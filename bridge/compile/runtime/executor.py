@@ -20,10 +20,10 @@ from bridge.compile.backend import Built
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Action, Arrays, bind, last_uses
 from bridge.compile.runtime.forms import InputForms
-from bridge.compile.runtime.instructions import View
-from bridge.compile.runtime.layout import Layout
+from bridge.compile.runtime.instructions import MakeView
+from bridge.compile.runtime.layout import RegisterLayout
 from bridge.compile.runtime.loop_frame import Drive, Instruction
-from bridge.compile.runtime.pool import ARENAS, ArenaPool, Block
+from bridge.compile.runtime.pool import ARENAS, ArenaPool, PoolBlock
 
 __all__ = ["Actions", "Executor", "bind_all"]
 
@@ -33,7 +33,7 @@ Actions = Sequence[tuple[Action, tuple[int, ...]]]
 
 def bind_all(
     steps: Sequence[Instruction],
-    layout: Layout,
+    layout: RegisterLayout,
     constants: Sequence[tuple[int, torch.Tensor]],
     code: Mapping[str, Built],
     drive: Drive | None = None,
@@ -65,7 +65,7 @@ class Executor:
         self,
         name: str,
         steps: Sequence[Instruction],
-        layout: Layout,
+        layout: RegisterLayout,
         constants: Sequence[tuple[int, torch.Tensor]],
         code: Mapping[str, Built],
         *,
@@ -87,7 +87,7 @@ class Executor:
         self._forms = InputForms(name, layout.params, device)
         self._empty = empty
         self._fresh = [(made.slot, made.shape, dense_strides(made.shape), made.torch_dtype) for made in layout.fresh]
-        views = {step.writes[0] for step in (*layout.views, *steps) if isinstance(step, View)}
+        views = {step.writes[0] for step in (*layout.views, *steps) if isinstance(step, MakeView)}
         self._results = picker(layout.results)
         self._viewed = [i for i, slot in enumerate(layout.results) if slot in views]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
@@ -170,7 +170,7 @@ class Executor:
         registers[: len(inputs)] = self._forms.dense(inputs)
 
     @torch.inference_mode(False)  # its tensors serve calls of any mode
-    def _bound_to(self, block: Block) -> tuple[list, list]:
+    def _bound_to(self, block: PoolBlock) -> tuple[list, list]:
         """The registers of runs in a block, and what is in them between runs."""
         registers: list = [None] * self._layout.size
         self._layout.fill(registers, block.memory)

@@ -16,9 +16,9 @@ import torch
 from autodiff.extents import Dim, Extent, ExtentScope
 from bridge.base.devices import HOST
 from bridge.compile.loop_ir.graph import Positions
-from bridge.compile.runtime.instructions import CallLibrary, Launch, View
-from bridge.compile.runtime.layout import ALIGNMENT, Layout, Register
-from bridge.compile.runtime.loop_frame import Instruction, Loop
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
+from bridge.compile.runtime.layout import ALIGNMENT, Register, RegisterLayout
+from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 
 __all__ = ["Instances"]
 
@@ -40,7 +40,7 @@ class Instances:
         self,
         scope: ExtentScope,
         steps: Sequence[Instruction],
-        layout: Layout,
+        layout: RegisterLayout,
         positions: Sequence[tuple[int, Positions]],
     ) -> None:
         self._known: dict[object, int] = {}
@@ -60,12 +60,12 @@ class Instances:
 
     def __call__(
         self, sizes: Mapping[str, int]
-    ) -> tuple[tuple[Instruction, ...], Layout, tuple[tuple[int, torch.Tensor], ...]]:
+    ) -> tuple[tuple[Instruction, ...], RegisterLayout, tuple[tuple[int, torch.Tensor], ...]]:
         """Instructions, layout, constants that follow from the sizes."""
         table = self._table(sizes)
         offsets, total = self._placed(self._bytes(table))
         layout = self._layout
-        static = Layout(
+        static = RegisterLayout(
             layout.size,
             tuple([make(table, 0) for make in self._params]),
             tuple([make(table, offset) for make, offset in zip(self._arena, offsets, strict=True)]),
@@ -131,11 +131,11 @@ class Instances:
                 attrs = self._nested(step.attrs)
                 called = (step.name, step.inputs, step.outputs, step.reads, step.writes)
                 return lambda table: CallLibrary(*called, attrs(table), step.allocates, step.contents)
-            case View():
+            case MakeView():
                 shape, strides, offset = self._pick(step.shape), self._pick(step.strides), self._nested(step.offset)
                 viewed = (step.name, step.inputs, step.outputs, step.reads, step.writes)
-                return lambda table: View(*viewed, shape(table), strides(table), offset(table))
-            case Loop():
+                return lambda table: MakeView(*viewed, shape(table), strides(table), offset(table))
+            case RunLoop():
                 length = self._nested(step.length)
                 return lambda table: replace(step, length=length(table))
 
@@ -154,9 +154,9 @@ def _is_static(step: Instruction) -> bool:
             numbers: tuple = (*step.scalars, *(step.offsets or ()))
         case CallLibrary():
             numbers = step.attrs
-        case Loop():  # whose body is of one size
+        case RunLoop():  # whose body is of one size
             numbers = (step.length,)
-        case View():
+        case MakeView():
             numbers = (*step.shape, *step.strides, step.offset)
     return not _holds_extents(numbers)
 

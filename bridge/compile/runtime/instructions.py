@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autodiff.extents import Dim
-from bridge.compile.runtime.contents import Contents
+from bridge.compile.runtime.contents import StepContents
 
-__all__ = ["CallLibrary", "Launch", "View", "roots_of"]
+__all__ = ["CallLibrary", "Launch", "MakeView", "roots_of"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Launch:
     writes: tuple[int, ...]
     scalars: tuple[Dim, ...] = ()
     offsets: tuple[Dim, ...] | None = None
-    contents: Contents = field(default=Contents(), repr=False)
+    contents: StepContents = field(default=StepContents(), repr=False)
     once: bool = False
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class CallLibrary:
     writes: tuple[int, ...]
     attrs: tuple = ()
     allocates: bool = False
-    contents: Contents = field(default=Contents(), repr=False)
+    contents: StepContents = field(default=StepContents(), repr=False)
 
     def __str__(self) -> str:
         arguments = "; ".join(", ".join(map(str, part)) for part in (self.inputs, self.attrs) if part)
@@ -64,7 +64,7 @@ class CallLibrary:
 
 
 @dataclass(frozen=True)
-class View:
+class MakeView:
     """A strided view: ``torch.as_strided`` of the dense tensor in ``reads[0]`` fills ``writes[0]``. No data moves."""
 
     name: str
@@ -81,7 +81,7 @@ class View:
         return f"{self.outputs[0]} = view {self.name}({self.inputs[0]}, {geometry})"
 
 
-def roots_of(views: Iterable[View]) -> dict[int, int]:
+def roots_of(views: Iterable[MakeView]) -> dict[int, int]:
     """Of each view's slot, that of the tensor whose memory it is; a view of a view comes after that one."""
     roots: dict[int, int] = {}
     for view in views:

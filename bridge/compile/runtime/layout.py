@@ -14,9 +14,9 @@ from autodiff.ir import itemsize
 from autodiff.library import GENERATOR_STATE
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.views import dense, dense_strides, inverse, permute
-from bridge.compile.runtime.instructions import View
+from bridge.compile.runtime.instructions import MakeView
 
-__all__ = ["ALIGNMENT", "ArenaPlan", "Layout", "Register", "lying_below", "plan_arena"]
+__all__ = ["ALIGNMENT", "ArenaPlan", "Register", "RegisterLayout", "lying_below", "plan_arena"]
 
 
 ALIGNMENT = 64  # a cache line, and the widest vector
@@ -119,7 +119,7 @@ class Register:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RegisterLayout:
     """Slots of the registers.
 
     Attributes:
@@ -140,7 +140,7 @@ class Layout:
     arena: tuple[Register, ...]
     arena_bytes: int
     fresh: tuple[Register, ...]
-    views: tuple[View, ...]
+    views: tuple[MakeView, ...]
     results: tuple[int, ...]
     memory: tuple[int, ...]
     below: tuple[tuple[int, ...], ...] = ()

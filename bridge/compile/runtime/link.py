@@ -28,13 +28,13 @@ from bridge.compile.loop_ir.graph import (
 )
 from bridge.compile.loop_ir.operations import PackPlan
 from bridge.compile.loop_ir.views import alike, dense
-from bridge.compile.runtime.beside import Beside, lasting, steps_beside
-from bridge.compile.runtime.contents import Contents, contents
+from bridge.compile.runtime.beside import SecondStreamPlan, lasting, steps_beside
+from bridge.compile.runtime.contents import StepContents, contents
 from bridge.compile.runtime.cut import brought_forward
-from bridge.compile.runtime.instructions import CallLibrary, Launch, View
-from bridge.compile.runtime.layout import Layout, Register, lying_below, plan_arena
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
+from bridge.compile.runtime.layout import Register, RegisterLayout, lying_below, plan_arena
 from bridge.compile.runtime.loop import scratch_bytes
-from bridge.compile.runtime.loop_frame import Instruction, Loop
+from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.step_kernels import chained, guard_indices, kernel_of, one
 from bridge.compile.schedule.fuse import Group, fuse
@@ -127,7 +127,7 @@ class _Linker:
         self.steps: list[Instruction] = []
         self.functions: dict[str, PrimFunc] = {}
         self.kernel_names: dict[PrimFunc, str] = {}
-        self.static_views: list[View] = []
+        self.static_views: list[MakeView] = []
         # What a product is added onto lives where the sum will: in the slot of the last sum of the chain.
         self.merged: dict[Value, Value] = {}
         for node in reversed(graph.nodes):
@@ -188,7 +188,7 @@ class _Linker:
         if key not in self.slots:
             slot = self._new_slot(key, value.name + "_view")
             names = (self.label[base],), (self.label[slot],)
-            made = View("as_strided", *names, (base,), (slot,), view.shape, view.strides, view.offset)
+            made = MakeView("as_strided", *names, (base,), (slot,), view.shape, view.strides, view.offset)
             constant = value in self.lifetimes or value.source == "constant"
             (self.static_views if constant else self.steps).append(made)
         return self.slots[key]
@@ -213,7 +213,7 @@ class _Linker:
 
     def _loop(self, node: LoopCall, body: Program) -> None:
         """A loop has its body's kernels under names of its own, and its body's constants among the program's."""
-        prefix = f"loop{sum(isinstance(step, Loop) for step in self.steps)}_"
+        prefix = f"loop{sum(isinstance(step, RunLoop) for step in self.steps)}_"
         self.functions.update({f"{prefix}{name}": function for name, function in body.kernels.items()})
         steps = [_under(prefix, step) for step in body.steps]
         constants = [
@@ -231,11 +231,11 @@ class _Linker:
         outs = tuple(map(self.slot, node.outs))
         inside = replace(
             contents([node], node.outs, self._name),
-            flops=sample_of(scan.length) * sum(step.contents.flops for step in steps if not isinstance(step, View)),
-            bytes=sample_of(scan.length) * sum(step.contents.bytes for step in steps if not isinstance(step, View)),
+            flops=sample_of(scan.length) * sum(step.contents.flops for step in steps if not isinstance(step, MakeView)),
+            bytes=sample_of(scan.length) * sum(step.contents.bytes for step in steps if not isinstance(step, MakeView)),
         )
         self.steps.append(
-            Loop(
+            RunLoop(
                 node.name,
                 self._names(reads),
                 self._names(outs),
@@ -319,7 +319,7 @@ class _Linker:
         parts, sums = (tuple(map(self.slot, values)) for values in (finish.parts, finish.outputs))
         name = self.kernel_names.setdefault(finish.func, f"k{len(self.functions)}_finish")
         self.functions[name] = finish.func
-        inside = Contents(bytes=sum(sample_of(value.nbytes) for value in (*finish.parts, *finish.outputs)))
+        inside = StepContents(bytes=sum(sample_of(value.nbytes) for value in (*finish.parts, *finish.outputs)))
         names = self._names(parts), self._names(sums)
         self.steps.append(Launch(name, *names, ("finish",), parts, sums, scalars, contents=inside))
 
@@ -344,7 +344,7 @@ class _Linker:
         if scope is not None:
             placed.sort(key=arena.offsets.__getitem__)
             below = lying_below([self.lifetimes[value] for value in placed])
-        layout = Layout(
+        layout = RegisterLayout(
             size=len(self.slots),
             params=tuple(map(self._register, self.graph.params)),
             arena=tuple(self._register(value, arena.offsets[value]) for value in placed),
@@ -373,7 +373,7 @@ class _Linker:
             known_beside=beside,
         )
 
-    def _leave_alone(self) -> Beside:
+    def _leave_alone(self) -> SecondStreamPlan:
         """Memory that steps beside the critical path work on, for as long as they may; which these are."""
         values = {slot: value for (value, _), slot in self.slots.items()}
         beside = steps_beside(self.steps, self.static_views)
@@ -388,6 +388,6 @@ def _under(prefix: str, step: Instruction) -> Instruction:
     """A step of a loop's body, of kernels under other names."""
     if isinstance(step, Launch):
         return replace(step, name=f"{prefix}{step.name}")
-    if isinstance(step, Loop):
+    if isinstance(step, RunLoop):
         return replace(step, steps=tuple(_under(prefix, each) for each in step.steps))
     return step

@@ -24,9 +24,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from bridge.base.devices import HOST
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.instructions import Launch, View
-from bridge.compile.runtime.layout import ALIGNMENT, Layout, Register
-from bridge.compile.runtime.loop_frame import Addresses, Instruction, Loop, LoopFrames
+from bridge.compile.runtime.instructions import Launch, MakeView
+from bridge.compile.runtime.layout import ALIGNMENT, Register, RegisterLayout
+from bridge.compile.runtime.loop_frame import Addresses, Instruction, LoopFrames, RunLoop
 from bridge.library import ALIGNMENT as ACCESS
 
 __all__ = ["loop_action", "scratch_bytes"]
@@ -37,7 +37,7 @@ _FEWEST_DRIVEN = 4
 """Steps from which on a loop is worth a frame."""
 
 
-def scratch_bytes(layout: Layout, carries: int) -> int:
+def scratch_bytes(layout: RegisterLayout, carries: int) -> int:
     """Memory that a loop needs beside what it reads and writes."""
     return _aligned(layout.arena_bytes) + 2 * sum(_aligned(each.nbytes) for each in layout.params[:carries])
 
@@ -47,7 +47,7 @@ def _aligned(count: int) -> int:
 
 
 def loop_action(
-    loop: Loop, actions: Sequence[Action], views: Sequence[Action], frames: LoopFrames | None = None
+    loop: RunLoop, actions: Sequence[Action], views: Sequence[Action], frames: LoopFrames | None = None
 ) -> Action:
     """What runs a loop; ``actions`` are those of its steps, ``views`` make the views that stay the same, ``frames`` run
     its launches where they are all that it does."""
@@ -61,7 +61,7 @@ class _LoopAction:
     """
 
     def __init__(
-        self, loop: Loop, actions: Sequence[Action], views: Sequence[Action], frames: LoopFrames | None = None
+        self, loop: RunLoop, actions: Sequence[Action], views: Sequence[Action], frames: LoopFrames | None = None
     ):
         self._loop, layout, carries = loop, loop.layout, loop.carries
         slots = [param.slot for param in layout.params]
@@ -97,7 +97,7 @@ class _LoopAction:
         ]  # of which results are views
         self._following = dict((self._carried[carry], slot) for carry, slot in (*self._turns, *self._kept))
         self._first, self._actions, each = self._in_order(actions, views)
-        self._each_view = [(step, action) for step, action in each if isinstance(step, View)]
+        self._each_view = [(step, action) for step, action in each if isinstance(step, MakeView)]
         types = {each.slot: each.torch_dtype for each in (*layout.params, *layout.arena, *layout.fresh)}
         self._behind = {  # views: the slot of what they are of, and by how many bytes they begin behind it
             view.writes[0]: (view.reads[0], view.offset and view.offset * types[view.reads[0]].itemsize)
@@ -119,9 +119,9 @@ class _LoopAction:
         looked_at.update(slot for _, slot in (*self._copied, *self._kept, *self._turns, *self._moved))
         fixed, first, each = set(self._fixed), list(views), []
         for step, action in zip(steps, actions, strict=True):
-            if isinstance(step, View) and step.writes[0] not in looked_at:
+            if isinstance(step, MakeView) and step.writes[0] not in looked_at:
                 continue
-            lasts = isinstance(step, View) or (isinstance(step, Launch) and step.once)
+            lasts = isinstance(step, MakeView) or (isinstance(step, Launch) and step.once)
             if lasts and fixed.issuperset(step.reads):
                 fixed.update(step.writes)
                 first.append(action)
@@ -336,9 +336,9 @@ def _shaped(whole: torch.Tensor, part: Sequence[int]) -> torch.Tensor:
     return whole.as_strided((len(whole), *part), (whole.stride(0), *dense_strides(part)))
 
 
-def _memory_of(slot: int, loop: Loop) -> int:
+def _memory_of(slot: int, loop: RunLoop) -> int:
     """The slot of the tensor of which this is a view of all elements, in their order; itself if there is none."""
-    views = {step.writes[0]: step for step in loop.steps if isinstance(step, View)}
+    views = {step.writes[0]: step for step in loop.steps if isinstance(step, MakeView)}
     fresh = {register.slot: register for register in loop.layout.fresh}
     view = views.get(slot)
     if view is None or view.reads[0] not in fresh or view.offset:

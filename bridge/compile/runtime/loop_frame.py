@@ -18,15 +18,15 @@ import tvm_ffi
 
 from autodiff.extents import Dim
 from bridge.base.devices import HOST
-from bridge.compile.runtime.contents import Contents
-from bridge.compile.runtime.instructions import CallLibrary, Launch, View
-from bridge.compile.runtime.layout import Layout
+from bridge.compile.runtime.contents import StepContents
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
+from bridge.compile.runtime.layout import RegisterLayout
 
-__all__ = ["Addresses", "Drive", "Instruction", "Loop", "LoopFrames", "inner_steps", "is_framed"]
+__all__ = ["Addresses", "Drive", "Instruction", "LoopFrames", "RunLoop", "inner_steps", "is_framed"]
 
 
 @dataclass(frozen=True)
-class Loop:
+class RunLoop:
     """A body that is run ``length`` times (an extent is known when the program is bound), from the last step to the
     first with ``reverse``.
 
@@ -45,13 +45,13 @@ class Loop:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     steps: tuple[Instruction, ...] = field(repr=False)
-    layout: Layout = field(repr=False)
+    layout: RegisterLayout = field(repr=False)
     carries: int
     xs: int
     length: Dim
     reverse: bool = False
     constants: tuple[int, ...] = ()
-    contents: Contents = field(default=Contents(), repr=False)
+    contents: StepContents = field(default=StepContents(), repr=False)
     apart: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -60,14 +60,14 @@ class Loop:
         return "\n".join([head, *(f"      {step}" for step in self.steps)])
 
 
-Instruction = Launch | CallLibrary | View | Loop
+Instruction = Launch | CallLibrary | MakeView | RunLoop
 
 
 def inner_steps(steps: Iterable[Instruction]) -> Iterator[Instruction]:
     """Instructions, each loop followed by those of its body."""
     for step in steps:
         yield step
-        if isinstance(step, Loop):
+        if isinstance(step, RunLoop):
             yield from inner_steps(step.steps)
 
 

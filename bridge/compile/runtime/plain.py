@@ -17,12 +17,12 @@ from typing import Any
 import tvm
 import tvm_ffi
 
-from autodiff.extents import Composite, Extent, ExtentScope, Guard, ScopeState, Symbol
+from autodiff.extents import Composite, Extent, ExtentScope, ScopeState, SizeGuard, Symbol
 from bridge.compile.loop_ir.graph import Positions
-from bridge.compile.runtime.contents import Contents, Operation
-from bridge.compile.runtime.instructions import CallLibrary, Launch, View
-from bridge.compile.runtime.layout import Layout, Register
-from bridge.compile.runtime.loop_frame import Loop
+from bridge.compile.runtime.contents import Operation, StepContents
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
+from bridge.compile.runtime.layout import Register, RegisterLayout
+from bridge.compile.runtime.loop_frame import RunLoop
 from bridge.library import TensorAt, TensorsAt
 
 __all__ = ["canonical_text", "from_plain", "functions_of", "to_plain"]
@@ -55,8 +55,20 @@ def functions_of(text: str) -> list[Any]:
 _CLASSES = {
     kind.__name__: kind
     for kind in (
-        *(CallLibrary, Contents, Launch, Layout, Loop, Operation, Positions, Register, TensorAt, TensorsAt, View),
-        *(Composite, Guard, ScopeState, Symbol),
+        *(
+            CallLibrary,
+            StepContents,
+            Launch,
+            RegisterLayout,
+            RunLoop,
+            Operation,
+            Positions,
+            Register,
+            TensorAt,
+            TensorsAt,
+            MakeView,
+        ),
+        *(Composite, SizeGuard, ScopeState, Symbol),
     )
 }
 

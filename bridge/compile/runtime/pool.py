@@ -18,13 +18,13 @@ import torch
 from bridge.base.devices import HOST
 from bridge.compile.runtime.layout import ALIGNMENT
 
-__all__ = ["ARENAS", "ArenaPool", "Block"]
+__all__ = ["ARENAS", "ArenaPool", "PoolBlock"]
 
 _USES = 256
 """So many times a block is taken before those that were free each time are let go."""
 
 
-class Block:
+class PoolBlock:
     """``memory``, uint8 [size], aligned; ``bound``: what users keep with it, by key."""
 
     __slots__ = ("__weakref__", "bound", "memory", "size")
@@ -49,9 +49,9 @@ class ArenaPool:
 
     def __init__(self, device: torch.device = HOST) -> None:
         self._device = device
-        self._free: list[Block] = []
-        self.give: Callable[[Block], None] = self._free.append
-        self._blocks: list[weakref.ref[Block]] = []  # those in use too
+        self._free: list[PoolBlock] = []
+        self.give: Callable[[PoolBlock], None] = self._free.append
+        self._blocks: list[weakref.ref[PoolBlock]] = []  # those in use too
         self._users: dict[int, tuple[weakref.ref, int]] = {}
         self._keys = itertools.count()
         self._left, self._uses = _USES, 0  # the fewest blocks left free, among so many uses
@@ -62,7 +62,7 @@ class ArenaPool:
         self._users[key] = weakref.ref(user, lambda _: self._gone(key)), size
         return key
 
-    def take(self, size: int) -> Block:
+    def take(self, size: int) -> PoolBlock:
         """A block of at least ``size`` bytes for the caller alone, to be given back."""
         free = self._free
         try:
@@ -89,12 +89,12 @@ class ArenaPool:
         """Gives back the blocks that nobody has."""
         self._free.clear()
 
-    def _choose(self, size: int) -> Block:
+    def _choose(self, size: int) -> PoolBlock:
         """The smallest free block that is large enough; if none is, the largest makes room for a new one."""
         block = self._fitting(size)
         return self._allocate(size) if block is None else block
 
-    def _fitting(self, size: int) -> Block | None:
+    def _fitting(self, size: int) -> PoolBlock | None:
         by_size = sorted(self._free, key=lambda block: block.size)
         for block in by_size:
             if block.size >= size and self._out(block):
@@ -103,7 +103,7 @@ class ArenaPool:
         any(map(self._out, reversed(by_size)))  # up to the first that nobody else has taken
         return None
 
-    def _out(self, block: Block) -> bool:
+    def _out(self, block: PoolBlock) -> bool:
         """Takes a certain block out of the free ones; false if somebody was faster."""
         try:
             self._free.remove(block)
@@ -121,13 +121,13 @@ class ArenaPool:
             self._left, self._uses = _USES, 0
 
     @torch.inference_mode(False)  # it serves runs of any mode
-    def _allocate(self, size: int) -> Block:
+    def _allocate(self, size: int) -> PoolBlock:
         self._left = 0
-        block = Block(size, self._device)
+        block = PoolBlock(size, self._device)
         self._blocks.append(weakref.ref(block, self._blocks.remove))
         return block
 
-    def _living(self) -> list[Block]:
+    def _living(self) -> list[PoolBlock]:
         return [block for reference in tuple(self._blocks) if (block := reference()) is not None]
 
     def _gone(self, key: int) -> None:

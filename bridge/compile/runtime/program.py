@@ -10,14 +10,14 @@ import torch
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal
 
-from autodiff.extents import ExtentScope, Guard, sample_of, state_of_scope
+from autodiff.extents import ExtentScope, SizeGuard, sample_of, state_of_scope
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.backend import Backend, Built
 from bridge.compile.loop_ir.graph import Positions
-from bridge.compile.runtime.beside import Beside, steps_beside
+from bridge.compile.runtime.beside import SecondStreamPlan, steps_beside
 from bridge.compile.runtime.instance import Instances
-from bridge.compile.runtime.instructions import CallLibrary, Launch, View
-from bridge.compile.runtime.layout import Layout
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
+from bridge.compile.runtime.layout import RegisterLayout
 from bridge.compile.runtime.loop_frame import Instruction, inner_steps
 from bridge.compile.runtime.plain import to_plain
 from bridge.library import NEVER_RAISE
@@ -55,7 +55,7 @@ class Program:
 
     name: str
     steps: tuple[Instruction, ...]
-    layout: Layout = field(repr=False)
+    layout: RegisterLayout = field(repr=False)
     constants: tuple[tuple[int, torch.Tensor], ...] = field(repr=False)
     kernels: Mapping[str, PrimFunc] = field(repr=False)
     backend: Backend = field(repr=False)
@@ -67,7 +67,7 @@ class Program:
     scope: ExtentScope | None = field(default=None, repr=False)
     bodies: tuple[object, ...] = field(default=(), repr=False)
     ways: tuple[tuple, ...] = field(default=(), repr=False)
-    known_beside: Beside | None = field(default=None, repr=False)
+    known_beside: SecondStreamPlan | None = field(default=None, repr=False)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -123,14 +123,14 @@ class Program:
         return Instances(self.scope, self.steps, self.layout, self.positions)
 
     @cached_property
-    def beside(self) -> Beside:
+    def beside(self) -> SecondStreamPlan:
         """What a recorded run launches on a second stream: the same for all sizes."""
         if self.known_beside is not None:
             return self.known_beside
-        return steps_beside(self.steps, self.layout.views) if self.backend.limits.streams > 1 else Beside()
+        return steps_beside(self.steps, self.layout.views) if self.backend.limits.streams > 1 else SecondStreamPlan()
 
     @cached_property
-    def _conditions(self) -> dict[int, Callable[[Mapping[str, int]], Guard | None]]:
+    def _conditions(self) -> dict[int, Callable[[Mapping[str, int]], SizeGuard | None]]:
         """What finds a broken guard, by the number of guards."""
         return {}
 
@@ -190,7 +190,7 @@ class Program:
         """Of each result that is a view of what is computed; of none where sizes vary."""
         if self.scope is not None:
             return {}
-        views = {step.writes[0]: step for step in (*self.layout.views, *self.steps) if isinstance(step, View)}
+        views = {step.writes[0]: step for step in (*self.layout.views, *self.steps) if isinstance(step, MakeView)}
         return {place: views[slot].strides for place, slot in enumerate(self.layout.results) if slot in views}
 
     def launches(self, step: Launch) -> tuple[str, ...]:

@@ -32,17 +32,8 @@ from bridge.compile.schedule.products import CHAINED
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.library import FORMS, TensorAt
 
-__all__ = [
-    "CHAIN_FIELDS",
-    "CallShape",
-    "ChainPlan",
-    "ColumnPlan",
-    "Section",
-    "call_of_plain",
-    "find_chains",
-    "plan_chain",
-    "plan_columns",
-]
+__all__ = ["CHAIN_FIELDS", "CallShape", "ChainPlan", "ColumnPlan", "ColumnSection", "call_of_plain", "find_chains"]
+__all__ += ["plan_chain", "plan_columns"]
 
 
 @dataclass(frozen=True)
@@ -215,7 +206,7 @@ def _is_plain(rows: RowPlan, scores: int, n: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Section:
+class ColumnSection:
     """``count`` blocks of ``copies`` vectors of so many lanes, from column ``begin`` on; a task each."""
 
     lanes: int
@@ -253,7 +244,7 @@ class ColumnPlan:
     rows: Number
     columns: tuple[Number, ...]
     length: Number
-    sections: tuple[Section, ...]
+    sections: tuple[ColumnSection, ...]
     parallel: bool | Argument
     index_type: str
     arguments: int
@@ -297,7 +288,7 @@ def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
         tuple(arguments.known(extent, ("column extent", axis)) for axis, extent in enumerate(space.columns)),
         arguments.known(inner, "columns"),
         tuple(
-            Section(*form, arguments.known(begin, ("begin", form)), arguments.known(count, ("count", form)))
+            ColumnSection(*form, arguments.known(begin, ("begin", form)), arguments.known(count, ("count", form)))
             for form, begin, count in sections
             if not same(count, 0)
         ),

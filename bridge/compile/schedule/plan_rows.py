@@ -16,10 +16,20 @@ from bridge.compile.schedule.access import Arguments, Space, access
 from bridge.compile.schedule.fuse import Group, space_of
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.order import chunk_rows
-from bridge.compile.schedule.row_plan import Compute, Index, Literal, Made, Passed, Read, RowPass, RowPlan, Walk
+from bridge.compile.schedule.row_plan import (
+    Compute,
+    Index,
+    InputElement,
+    Literal,
+    NodeElement,
+    Passed,
+    RowPass,
+    RowPlan,
+    Walk,
+)
 from bridge.compile.schedule.row_plan import Operand as PlannedOperand
 
-__all__ = ["Contents", "Planned", "Recomputed", "levels_of", "plan_passes", "plan_rows"]
+__all__ = ["PassContents", "Planned", "RecomputePolicy", "levels_of", "plan_passes", "plan_rows"]
 
 
 Plan = TypeVar("Plan")
@@ -41,7 +51,7 @@ class Planned(Generic[Plan]):
 
 
 @dataclass(frozen=True)
-class Contents:
+class PassContents:
     """One pass as nodes and values of the group; see :class:`bridge.compile.schedule.row_plan.RowPass`."""
 
     reductions: tuple[Reduction, ...]
@@ -64,7 +74,7 @@ def levels_of(nodes: Iterable[Node]) -> dict[Value, int]:
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class RecomputePolicy:
     """Which values a later pass recomputes instead of finding them cached.
 
     Attributes:
@@ -81,22 +91,22 @@ class Recomputed:
 
 
 def plan_passes(
-    group: Group, stored: Collection[Value], levels: Mapping[Value, int], recomputed: Recomputed
-) -> list[Contents]:
+    group: Group, stored: Collection[Value], levels: Mapping[Value, int], recomputed: RecomputePolicy
+) -> list[PassContents]:
     """The passes of a group whose members ``stored`` are written to memory."""
     return _Passes(group, stored, levels, recomputed).plan()
 
 
 class _Passes:
     def __init__(
-        self, group: Group, stored: Collection[Value], levels: Mapping[Value, int], recomputed: Recomputed
+        self, group: Group, stored: Collection[Value], levels: Mapping[Value, int], recomputed: RecomputePolicy
     ) -> None:
         self.recomputed = recomputed
         self.group = group
         self.stored = stored
         self.levels = levels
 
-    def plan(self) -> list[Contents]:
+    def plan(self) -> list[PassContents]:
         count = 1 + max(self.levels.values(), default=0)
         reductions: list[list[Reduction]] = [[] for _ in range(count)]
         stores: list[list[Value]] = [[] for _ in range(count)]
@@ -108,12 +118,12 @@ class _Passes:
                 stores[self.levels[node.out]].append(node.out)
         cached: set[Value] = set()
         for index in reversed(range(count)):
-            roots = Contents(tuple(reductions[index]), tuple(stores[index]), tuple(caches[index])).roots
+            roots = PassContents(tuple(reductions[index]), tuple(stores[index]), tuple(caches[index])).roots
             for value in self._wanted(roots, index):
                 if value not in cached and not self._cheap(value, cached):
                     cached.add(value)
                     caches[self.levels[value]].append(value)
-        return list(map(Contents, map(tuple, reductions), map(tuple, stores), map(tuple, caches)))
+        return list(map(PassContents, map(tuple, reductions), map(tuple, stores), map(tuple, caches)))
 
     def _wanted(self, roots: Iterable[Value], index: int) -> list[Value]:
         """Elementwise values of earlier passes that pass ``index`` reads and that are not stored."""
@@ -187,7 +197,7 @@ class _Planner:
         levels, limits = levels_of(group.nodes), self.limits
         is_known = not isinstance(self.space.column_count, Extent)
         cheap = limits.cheap_in_known_rows if is_known else limits.cheap_operations
-        recomputed = Recomputed(cheap, max(cheap, limits.cheap_shared), self.space.column_count)
+        recomputed = RecomputePolicy(cheap, max(cheap, limits.cheap_shared), self.space.column_count)
         passes = tuple(
             RowPass(self._at(node.out for node in done.reductions), self._at(done.stores), self._at(done.cached))
             for done in plan_passes(group, self.outputs, levels, recomputed)
@@ -343,9 +353,9 @@ class _Planner:
         if isinstance(operand, Scalar):
             return Literal(repr(operand.number), operand.dtype, operand.number)
         if operand.value in self.index:
-            return Made(self.index[operand.value])
+            return NodeElement(self.index[operand.value])
         there = access(self.space, operand, scale, self.arguments, fixed=self.fixed)
-        return Index(there) if operand.value.source == "index" else Read(self.inputs[operand.value], there)
+        return Index(there) if operand.value.source == "index" else InputElement(self.inputs[operand.value], there)
 
     def _accumulators(self) -> tuple[int, ...]:
         return self.order.possible_accumulators(self.space.column_count) if self.reduces else (1,)

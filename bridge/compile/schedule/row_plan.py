@@ -28,24 +28,12 @@ from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.codegen.tir import LaunchArguments, converted, rounded, sequence
 from bridge.compile.loop_ir.operations import Access, Argument, Number, Term
 
-__all__ = [
-    "Compute",
-    "Index",
-    "KernelBuffers",
-    "Literal",
-    "Made",
-    "Operand",
-    "Passed",
-    "Read",
-    "RowPass",
-    "RowPlan",
-    "RowValues",
-    "Walk",
-]
+__all__ = ["Compute", "Index", "InputElement", "KernelBuffers", "Literal", "NodeElement", "Operand", "Passed"]
+__all__ += ["RowPass", "RowPlan", "RowValues", "Walk"]
 
 
 @dataclass(frozen=True)
-class Read:
+class InputElement:
     """An element of the kernel's input of that index."""
 
     tensor: int
@@ -60,7 +48,7 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Made:
+class NodeElement:
     """The element that the plan's node of that index makes at the same place."""
 
     node: int
@@ -83,7 +71,7 @@ class Passed:
     dtype: str
 
 
-Operand = Read | Index | Made | Literal | Passed
+Operand = InputElement | Index | NodeElement | Literal | Passed
 
 
 @dataclass(frozen=True)
@@ -207,9 +195,9 @@ class RowPlan:
         return [node for node in self.column_reductions if node in self.outputs]
 
     @property
-    def reads(self) -> set[Read]:
+    def reads(self) -> set[InputElement]:
         """All that is read from memory."""
-        return {each for node in self.nodes for each in node.operands if isinstance(each, Read)}
+        return {each for node in self.nodes for each in node.operands if isinstance(each, InputElement)}
 
     @property
     def cached(self) -> list[int]:
@@ -224,11 +212,11 @@ class RowPlan:
     def dtype(self, operand: Operand) -> str:
         """The element type of an operand, as stored."""
         match operand:
-            case Read():
+            case InputElement():
                 return self.inputs[operand.tensor]
             case Index():
                 return self.index_type
-            case Made():
+            case NodeElement():
                 return self.nodes[operand.node].dtype
             case Literal() | Passed():
                 return operand.dtype
@@ -311,15 +299,15 @@ class RowValues:
         """Emits the store of a per-row result."""
         self.head.stmts.append(store)
 
-    def _per_row_operand(self, operand: Read | Index | Made) -> Expr:
+    def _per_row_operand(self, operand: InputElement | Index | NodeElement) -> Expr:
         match operand:
-            case Made():
+            case NodeElement():
                 return self.scalars[operand.node]
             case Index():
                 return self.base(operand.access)
         return self.load_scalar(operand)
 
-    def load_scalar(self, read: Read) -> Expr:
+    def load_scalar(self, read: InputElement) -> Expr:
         """The input's element for this row, loaded once."""
         key = (read.tensor, read.access.offset, read.access.terms)
         if key not in self._loads:

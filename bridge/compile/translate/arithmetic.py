@@ -63,7 +63,7 @@ def _power(builder: Builder, call: Call) -> Operand:
         return NotImplemented
     exponent = y.number if isinstance(y, Scalar) and not isinstance(y.number, Extent) else None
     extents = views.broadcast(x.shape, y.shape)
-    c = Composite(builder, call)
+    c = CompositeEmitter(builder, call)
     base = c.widen(builder.expand(x, extents))
     # The same exponents that torch spells out.
     if exponent == 2:
@@ -93,7 +93,7 @@ def _astype(builder: Builder, call: Call) -> Operand | Scalar:
     return builder.cast(builder.get(call.args[0]), dtype(call))
 
 
-class Composite:
+class CompositeEmitter:
     """Emits the steps of a composite operator in the compute type of its result."""
 
     def __init__(self, builder: Builder, call: Call) -> None:
@@ -145,7 +145,7 @@ def _reduction(builder: Builder, call: Call) -> Operand | Scalar:
 
 @register("relax.mean", "relax.variance", "relax.std")
 def _moment(builder: Builder, call: Call) -> Operand | Scalar:
-    c = Composite(builder, call)
+    c = CompositeEmitter(builder, call)
     operand = builder.get(call.args[0])
     if "float" not in operand.dtype:
         return NotImplemented
@@ -174,7 +174,7 @@ def _collapse_sum_to(builder: Builder, call: Call) -> Operand | Scalar:
 
 @register("relax.nn.softmax", "relax.nn.log_softmax")
 def _softmax(builder: Builder, call: Call) -> Operand | Scalar:
-    c = Composite(builder, call)
+    c = CompositeEmitter(builder, call)
     x = c.widen(builder.get(call.args[0]))
     axes = [int(call.attrs.axis) % len(x.shape)]
     shifted = c("subtract", x, c.reduce("max", x, axes))
@@ -204,7 +204,7 @@ def _clip(builder: Builder, call: Call) -> Operand:
 
 @register("relax.nn.leakyrelu")
 def _leakyrelu(builder: Builder, call: Call) -> Operand | Scalar:
-    c = Composite(builder, call)
+    c = CompositeEmitter(builder, call)
     x = c.widen(builder.get(call.args[0]))
     scaled = c("multiply", x, c.const(float(call.attrs.alpha)))
     return c.narrow(c("where", c.compare("greater", x, c.const(0)), x, scaled))
@@ -212,7 +212,7 @@ def _leakyrelu(builder: Builder, call: Call) -> Operand | Scalar:
 
 @register("relax.nn.gelu")
 def _gelu(builder: Builder, call: Call) -> Operand | Scalar:
-    c = Composite(builder, call)
+    c = CompositeEmitter(builder, call)
     x = c.widen(builder.get(call.args[0]))
     twice = c("add", c("erf", c("multiply", x, c.const(math.sqrt(0.5)))), c.const(1))
     return c.narrow(c("multiply", x, c("multiply", twice, c.const(0.5))))
@@ -220,7 +220,7 @@ def _gelu(builder: Builder, call: Call) -> Operand | Scalar:
 
 @register("relax.nn.gelu_tanh")
 def _gelu_tanh(builder: Builder, call: Call) -> Operand | Scalar:
-    c = Composite(builder, call)
+    c = CompositeEmitter(builder, call)
     x = c.widen(builder.get(call.args[0]))
     cube = c("multiply", c("multiply", x, x), x)
     inner = c("multiply", c("add", x, c("multiply", cube, c.const(0.044715))), c.const(math.sqrt(2 / math.pi)))
@@ -229,14 +229,14 @@ def _gelu_tanh(builder: Builder, call: Call) -> Operand | Scalar:
 
 @register("relax.nn.silu")
 def _silu(builder: Builder, call: Call) -> Operand | Scalar:
-    c = Composite(builder, call)
+    c = CompositeEmitter(builder, call)
     x = c.widen(builder.get(call.args[0]))
     return c.narrow(c("multiply", x, c("sigmoid", x)))
 
 
 @register("relax.nn.softplus")
 def _softplus(builder: Builder, call: Call) -> Operand | Scalar:
-    c = Composite(builder, call)
+    c = CompositeEmitter(builder, call)
     x = c.widen(builder.get(call.args[0]))
     beta = float(call.attrs.beta)
     scaled = c("multiply", x, c.const(beta))
@@ -247,7 +247,7 @@ def _softplus(builder: Builder, call: Call) -> Operand | Scalar:
 
 @register("library.log1p", "library.expm1")
 def _elementary(builder: Builder, call: Call) -> Operand | Scalar:
-    c = Composite(builder, call)
+    c = CompositeEmitter(builder, call)
     name = str(call.args[0].global_symbol).removeprefix("library.")
     return c.narrow(c(name, c.widen(builder.get(call.args[1]))))
 

@@ -7,7 +7,7 @@ the quick path and the thorough one are both made of it. The conditions lie in :
 
 from bridge.base.guard_failure import GuardFailure
 from bridge.dispatch.guards.frozen import uncounted_statistics
-from bridge.dispatch.guards.guard import Guard
+from bridge.dispatch.guards.guard import EntryGuard
 from bridge.dispatch.guards.interpreter import active_modes, interpreter_state
 from bridge.dispatch.guards.sizes import ArgumentSizes, Sizes, argument_sizes
 from bridge.dispatch.guards.spelling import SAVED, signature_of
@@ -15,7 +15,7 @@ from bridge.dispatch.guards.spelling import SAVED, signature_of
 __all__ = [
     "SAVED",
     "ArgumentSizes",
-    "Guard",
+    "EntryGuard",
     "GuardFailure",
     "Sizes",
     "active_modes",

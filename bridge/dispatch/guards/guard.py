@@ -2,7 +2,7 @@
 
 A pure function of the call. The conditions go from the cheap and global to the particular: the interpreter's modes, the
 arguments' structure, the argument tensors, the module tree, memory shared with what the call changes.
-:attr:`Guard.check` answers the common case, a call exactly like the sample, in a few microseconds.
+:attr:`EntryGuard.check` answers the common case, a call exactly like the sample, in a few microseconds.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from bridge.dispatch.guards.settings import SettingsGuard
 from bridge.dispatch.guards.tensors import TensorGuard
 from bridge.guards import Reads, Settling, TensorReads
 
-__all__ = ["Guard"]
+__all__ = ["EntryGuard"]
 
 
-class Guard:
+class EntryGuard:
     """The conditions of one entry.
 
     Args:
@@ -213,7 +213,7 @@ class Guard:
         self._arguments.learn(tensors, state[INFERENCE])
         return inputs
 
-    def renewed(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Guard, list[torch.Tensor]]:
+    def renewed(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[EntryGuard, list[torch.Tensor]]:
         """The guard for the frozen tensors as they are now, and those.
 
         Raises:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from autodiff.extents import Dim, Extent, ExtentScope, Guard, Symbol
+from autodiff.extents import Dim, Extent, ExtentScope, SizeGuard, Symbol
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.guard_failure import ARGUMENTS, GuardFailure
 from bridge.base.tensor_properties import same_strides
@@ -65,7 +65,7 @@ class ArgumentSizes:
         shapes: Sequence[Sequence[Dim]],
         strides: Sequence[Sequence[Dim]],
         names: Sequence[str],
-        lines: Mapping[Guard, str] = MappingProxyType({}),
+        lines: Mapping[SizeGuard, str] = MappingProxyType({}),
         proven: tuple[int, int, Collection[int]] | None = None,
         known: int | None = None,
     ):
@@ -91,12 +91,12 @@ class ArgumentSizes:
         return all(symbol.name in self._places for symbol in symbols)
 
     @cached_property
-    def guards(self) -> tuple[Guard, ...]:
+    def guards(self) -> tuple[SizeGuard, ...]:
         """What the lowering has concluded; to be asked first when all of it is compiled, and the same from then on."""
         return self.scope.guards
 
     @cached_property
-    def _broken(self) -> Callable[[Sizes], Guard | None]:
+    def _broken(self) -> Callable[[Sizes], SizeGuard | None]:
         return self.scope.broken([each for each in self.guards if self._tells(each.symbols)])
 
     def key(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ class ArgumentSizes:
             found.append(f"{symbol}: {told}, {self._range(symbol.name)}, {sample} in the sample")
         return "\n".join([*found, *(f"{guard}{self._asked(guard)}" for guard in self.guards)])
 
-    def _asked(self, guard: Guard) -> str:
+    def _asked(self, guard: SizeGuard) -> str:
         """Who asked what became a conclusion, where that is known."""
         line = self._lines.get(guard)
         return f" (asked by {line})" if line else ""
@@ -177,7 +177,7 @@ class ArgumentSizes:
         high = f" <= {bounds.high}" if bounds.high is not None else ""
         return f"{low}{name}{high}"
 
-    def _outside(self, broken: Guard, sizes: Sizes) -> GuardFailure:
+    def _outside(self, broken: SizeGuard, sizes: Sizes) -> GuardFailure:
         """The failure of sizes for which a conclusion of the lowering does not hold."""
         involved = sorted(symbol.name for symbol in broken.symbols)
         place = self._places[involved[0]]

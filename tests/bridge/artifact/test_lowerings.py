@@ -17,7 +17,7 @@ from bridge import cache
 from bridge.artifact import current_store
 from bridge.aten import Imported
 from bridge.base.devices import working_for
-from bridge.capture import Captured, Draw, Observation, Operand, Output
+from bridge.capture import Captured, Draw, DropoutOperand, Observation, Output
 from bridge.compile import pipeline
 from bridge.lowering import LoweredCall
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
@@ -303,7 +303,7 @@ def test_records_know_every_field():
         Imported: "function output_of num_outputs dropout_draws input_draws leaves_state checks",
         LoweredCall: "captured imported wanted differentiable stages partitioned seconds sample content",
         Draw: "op shape stride dtype args kwargs device operand advance steps",
-        Operand: "dtype stride offset of",
+        DropoutOperand: "dtype stride offset of",
         Output: "value is_tensor alias_of is_same_object shape stride offset dtype is_conjugate requires_grad reaches "
         "through is_saved is_held",
         Observation: "outputs out_spec draws unsupported differentiates reads_validation objects counted "

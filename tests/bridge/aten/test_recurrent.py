@@ -13,7 +13,7 @@ from autodiff.extents import Extent
 from autodiff.ir import TensorType, Var
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, lower, stats
 from bridge.aten.conv import cudnn_is_quicker
-from bridge.compile import Loop
+from bridge.compile import RunLoop
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import Call, assert_same, check_module, run
 from tests.sampling import sampled
@@ -78,7 +78,9 @@ def on_a_gpu(monkeypatch):
 def test_layers_are_loops_on_a_gpu(name):
     module = check_module(LAYERS[name], lambda: leaf(4, 3, 3), calls=1)
     (entry,) = stats(module).entries
-    loops = [step.length for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, Loop)]
+    loops = [
+        step.length for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, RunLoop)
+    ]
     assert loops == [3 if module.batch_first else 4] * (2 * len(module._all_weights))
 
 
@@ -172,7 +174,7 @@ def test_loops_of_all_lengths_are_one_entry(name, dtype):
     sizes = {1 if module.batch_first else 0: torch.export.Dim.DYNAMIC}
     add_tvm_dispatch(module, calls[0].args, dynamic_shapes=(sizes,), on_miss="error")
     (entry,) = stats(module).entries
-    loops = [step for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, Loop)]
+    loops = [step for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, RunLoop)]
     assert len(loops) == 2 * len(module._all_weights) and all(isinstance(loop.length, Extent) for loop in loops)
 
     rounding = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {}

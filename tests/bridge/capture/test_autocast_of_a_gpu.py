@@ -8,7 +8,7 @@ from torch import fx
 
 from bridge.base.devices import working_for
 from bridge.base.torch_internals import FakeTensorMode, aten
-from bridge.capture.passes.autocast import Place, spell_out_casts
+from bridge.capture.passes.autocast import AutocastState, spell_out_casts
 
 WIDENED = {
     "sum": (aten.sum.default, ()),
@@ -38,7 +38,7 @@ def graph_of(mode, target, args, dtype):
     graph = fx.Graph()
     x = graph.placeholder("x")
     node = graph.call_function(target, (x, *args))
-    node.meta["autocast"] = Place(torch.bfloat16)
+    node.meta["autocast"] = AutocastState(torch.bfloat16)
     graph.output(node)
     with mode, torch.autocast("cuda", torch.bfloat16):
         x.meta["val"] = torch.empty(4, 4, dtype=dtype, device="cuda")

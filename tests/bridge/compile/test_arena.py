@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bridge.compile.loop_ir.graph import Value
-from bridge.compile.runtime.layout import ArenaPlan, Layout, Register, plan_arena
-from bridge.compile.runtime.pool import Block
+from bridge.compile.runtime.layout import ArenaPlan, Register, RegisterLayout, plan_arena
+from bridge.compile.runtime.pool import PoolBlock
 
 STEPS = 12
 ALIGNMENT = 64
@@ -56,7 +56,7 @@ def test_tensors_hold_what_was_written_for_as_long_as_they_live(seed):
     plan = plan_arena(lives)
     placed = tuple(Register(i, v.name, v.shape, v.dtype, plan.offsets[v]) for i, v in enumerate(lives))
     registers = [None] * len(lives)
-    Layout(len(lives), (), placed, plan.size, (), (), (), ()).fill(registers, Block(plan.size).memory)
+    RegisterLayout(len(lives), (), placed, plan.size, (), (), (), ()).fill(registers, PoolBlock(plan.size).memory)
     tensors = dict(zip(lives, registers, strict=True))
     number = {
         value: torch.tensor(rng.randint(0, 1) if value.dtype == "bool" else index) for index, value in enumerate(lives)

@@ -17,11 +17,11 @@ from autodiff.ir import Function
 from autodiff.library import GENERATOR_STATE
 from bridge import lower
 from bridge.base.devices import HOST
-from bridge.compile import CompileOptions, Launch, View, backend_for, compile_function, cut
+from bridge.compile import CompileOptions, Launch, MakeView, backend_for, compile_function, cut
 from bridge.compile.cuda.branches import Branches, Crossings, memory_of
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, is_between
-from bridge.compile.runtime.beside import Beside, lasting, steps_beside
-from bridge.compile.runtime.cut import Flow
+from bridge.compile.runtime.beside import SecondStreamPlan, lasting, steps_beside
+from bridge.compile.runtime.cut import Liveness
 from bridge.compile.runtime.executor import bind_all
 from bridge.compile.runtime.pool import ArenaPool
 from tests.bridge.compile.host_recorder import alias
@@ -99,7 +99,7 @@ class Recorded(PiecewiseExecutor):
 
     def _queued(self, action, step):
         def act(registers):
-            if isinstance(step, View):
+            if isinstance(step, MakeView):
                 return action(registers)
             before = list(registers)
             action(registers)
@@ -214,7 +214,7 @@ def test_programs_of_modules_with_inputs_that_lie_anywhere(name):
 @pytest.mark.parametrize("order", ORDERS)
 def test_so_have_the_parts_of_one_that_is_cut(order):
     program = backward()
-    places = sorted(random.Random(3).sample(list(Flow(program).boundaries), 2))
+    places = sorted(random.Random(3).sample(list(Liveness(program).boundaries), 2))
     for segment in cut(program, places, "part"):
         if segment.program is not None:
             assert agree(segment.program, inputs_of(segment.program), ORDERS[order])
@@ -356,9 +356,9 @@ def test_little_work_stays_in_one_row():
 
 def test_lifetimes_are_as_long_as_what_runs_beside():
     lives = {"read": (0, 2), "made": (2, 2), "other": (1, 1)}
-    steps = [View("as_strided", (), (), (), (), (), (), 0)] * 2
+    steps = [MakeView("as_strided", (), (), (), (), (), (), 0)] * 2
     steps += [Launch("k", (), (), (), reads=(0, 2), writes=(1,))]
-    assert lasting(lives, steps, Beside({2: (1, 5)}), ["read", "made", "a parameter"].__getitem__) == {
+    assert lasting(lives, steps, SecondStreamPlan({2: (1, 5)}), ["read", "made", "a parameter"].__getitem__) == {
         "read": (0, 5),
         "made": (1, 5),
         "other": (1, 1),

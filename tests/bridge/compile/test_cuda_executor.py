@@ -16,7 +16,7 @@ from bridge.compile.cuda import executor as module
 from bridge.compile.cuda.copies import bring
 from bridge.compile.cuda.executor import CudaExecutor, StreamPools
 from bridge.compile.runtime import pool as pools
-from bridge.compile.runtime.pool import Block
+from bridge.compile.runtime.pool import PoolBlock
 from tests import philox
 from tests.bridge.compile.test_pieces import SHAPE, dropping
 from tests.bridge.compile_helpers import function, program
@@ -125,7 +125,7 @@ def test_memory_that_ran_out_leaks_nothing_and_the_next_call_is_fine(gpu, execut
 
     with monkeypatch.context() as patch:
         if fails == "block":
-            patch.setattr(pools, "Block", out_of_memory)
+            patch.setattr(pools, "PoolBlock", out_of_memory)
         else:
             patch.setattr(module, "empty_strided", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
@@ -157,4 +157,4 @@ def test_states_of_generators_are_brought_to_kernels_and_to_nobody_else(gpu, mon
 
 
 def test_blocks_are_on_the_pools_device():
-    assert Block(10, torch.device("meta")).memory.device.type == "meta"
+    assert PoolBlock(10, torch.device("meta")).memory.device.type == "meta"

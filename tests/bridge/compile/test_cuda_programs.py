@@ -15,7 +15,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from benchmarks.lstm import LayerNormLSTM
 from benchmarks.recurrent_cells import LSTM
 from bridge import lower
-from bridge.compile import Built, CallLibrary, CompileOptions, Launch, Loop, View, backend_for, compile_function
+from bridge.compile import Built, CallLibrary, CompileOptions, Launch, MakeView, RunLoop, backend_for, compile_function
 from bridge.compile.cuda.backend import CudaBackend
 from bridge.compile.cuda.build import build_library, cuda_source
 from bridge.compile.cuda.nvrtc import compiled
@@ -168,7 +168,7 @@ def test_products_of_few_rows_in_tf32_are_cublas_lts(tf32, monkeypatch):
         width = 8 if tf32 else 4  # programs of one function would be shared
         lowered = lower(LSTM(width).train(), rows(32, 5, width))
     program = compile_function(lowered.forward, name="tf32", options=CompileOptions.current(Collecting(arch=ARCHES[0])))
-    (loop,) = [step for step in program.steps if isinstance(step, Loop)]
+    (loop,) = [step for step in program.steps if isinstance(step, RunLoop)]
     products = [step.name for step in loop.steps if isinstance(step, CallLibrary)]
     assert products == ["mm_lt" if tf32 else "mm"]
     a, b, out = torch.randn(32, 5), torch.randn(7, 5).t(), torch.empty(32, 7)
@@ -199,6 +199,6 @@ def test_a_step_of_a_cell_is_a_product_and_few_launches(cell, launches, monkeypa
     found = []
     for function in (lowered.forward, lowered.expected_backward):
         program = compile_function(function, name="cell", options=options)
-        (loop,) = [step for step in program.steps if isinstance(step, Loop)]
-        found.append([type(step) for step in loop.steps if not isinstance(step, View)])
+        (loop,) = [step for step in program.steps if isinstance(step, RunLoop)]
+        found.append([type(step) for step in loop.steps if not isinstance(step, MakeView)])
     assert found == [[CallLibrary, *[Launch] * launches], [*[Launch] * launches, CallLibrary]]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import Flow, Program, View, cut
+from bridge.compile import Liveness, MakeView, Program, cut
 
 
 class Tied(nn.Module):
@@ -88,7 +88,7 @@ def test_the_same_bits_wherever_it_is_cut(case):
     torch.manual_seed(0)
     choose = random.Random(0)
     for program in CASES[case]():
-        places, inputs = list(Flow(program).boundaries), inputs_of(program)
+        places, inputs = list(Liveness(program).boundaries), inputs_of(program)
         wanted = program(list(inputs))
         for count in (1, 3, len(places)):
             chosen = sorted(choose.sample(places, min(count, len(places))))
@@ -103,7 +103,7 @@ def test_sizes_that_vary_are_bound_after_the_cut():
     batch = torch.export.Dim("batch", min=2, max=64)
     module = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 4))
     _, program = programs(module, torch.rand(3, 4, dtype=torch.float64), dynamic_shapes=({0: batch},))
-    places = list(Flow(program).boundaries)
+    places = list(Liveness(program).boundaries)
     (symbol,) = program.scope.samples
     for rows in (3, 7):
         sizes = {symbol.name: rows}
@@ -116,10 +116,10 @@ def test_sizes_that_vary_are_bound_after_the_cut():
 def test_nothing_is_written_on_both_sides_of_a_cut():
     module = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 3))
     _, program = programs(module, torch.rand(6, 2, 3, dtype=torch.float64))
-    launches = [step for step in program.steps if not isinstance(step, View)]
-    assert len(Flow(program).boundaries) == len(program.steps) - 1
+    launches = [step for step in program.steps if not isinstance(step, MakeView)]
+    assert len(Liveness(program).boundaries) == len(program.steps) - 1
     again = replace(program, steps=(*program.steps, launches[1]))
-    assert all(place <= program.steps.index(launches[1]) for place in Flow(again).boundaries)
+    assert all(place <= program.steps.index(launches[1]) for place in Liveness(again).boundaries)
 
 
 def test_equal_places_leave_segments_without_steps():

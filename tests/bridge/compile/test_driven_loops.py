@@ -13,7 +13,7 @@ from bridge import add_tvm_dispatch, remove_tvm_dispatch
 from bridge.compile import clear_cache, clear_choices, host_backend
 from bridge.compile.cpu.gemm import strip_rows
 from bridge.compile.cpu.gemm_tile import NARROW, WIDE, register_tile
-from bridge.compile.cpu.product_ways import Trial
+from bridge.compile.cpu.product_ways import ProductTrial
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.runtime.loop import _LoopAction
 from bridge.compile.runtime.loop_frame import LoopFrames
@@ -126,7 +126,7 @@ def test_a_packed_product_has_the_bits_of_the_generated_one(unit, threads):
     torch.manual_seed(0)
     for m, k, n in [(1, 13, 64), (5, 300, 70), (16, 256, 96), (130, 17, 33), (14, 520, 32), (417, 3, 17)]:
         product = ProductShape("float32", 1, m, n, k, LayoutClass(), LayoutClass(unit, lasting=True))
-        trial, found = Trial.of(product), []
+        trial, found = ProductTrial.of(product), []
         trial.a.copy_(torch.randn_like(trial.a)), trial.b.copy_(torch.randn_like(trial.b))
         for run in policy.runs(product, trial, [GENERATED, IN_PANELS, BY_ROWS]).values():
             trial.c.fill_(float("nan"))

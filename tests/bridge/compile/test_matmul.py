@@ -11,7 +11,7 @@ from tvm import relax
 from tvm.relax import op as R
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import Launch, View, compile_function
+from bridge.compile import Launch, MakeView, compile_function
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.schedule.products import GENERATED
 from tests.bridge.compare import check_module
@@ -114,7 +114,7 @@ def test_heads_are_split_and_joined_without_a_copy():
         return [emit(R.reshape(emit(R.permute_dims(mixed, [0, 2, 1, 3])), (32, 24)))]
 
     compiled = program([((2, 16, 3, 8), "float32")] * 2, body)
-    assert [type(step) for step in compiled.steps if not isinstance(step, View)] == [Launch, Launch]
+    assert [type(step) for step in compiled.steps if not isinstance(step, MakeView)] == [Launch, Launch]
     heads = [x.double().permute(0, 2, 1, 3) for x in (q, k)]
     exact = (heads[0] @ heads[1].mT @ heads[1]).permute(0, 2, 1, 3).reshape(32, 24)
     torch.testing.assert_close(compiled([q, k])[0].double(), exact, rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ from autodiff.scan import Scan, body_text, scan_call
 from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.compile import CallLibrary, clear_cache, compile_function, host_backend
 from bridge.compile.passes import sections
-from bridge.compile.runtime.loop_frame import Loop
+from bridge.compile.runtime.loop_frame import RunLoop
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compile_helpers import current_options, function
 from tests.sampling import sampled
@@ -103,7 +103,7 @@ def test_the_bits_are_those_of_a_concatenation(fresh, falls, monkeypatch):
         add_tvm_dispatch(module, tuple(each.clone().requires_grad_() for each in given))
         found.append(stepped(module, given))
         (entry,) = stats(module).entries
-        loops = [step for step in entry.programs.backward.program.steps if isinstance(step, Loop)]
+        loops = [step for step in entry.programs.backward.program.steps if isinstance(step, RunLoop)]
         assert [len(loop.apart) for loop in loops] == [1 if is_apart else 0]
         assert "cat" not in [step.name for step in entry.programs.backward.program.steps] or not is_apart
         remove_tvm_dispatch(module)
@@ -134,7 +134,7 @@ def test_the_step_that_is_run_last_reads_a_tensor_of_its_own(fresh, reverse, ste
         monkeypatch.setattr("bridge.compile.cpu.backend.step_driver", lambda: None)
     first, one, others = (torch.randn(extents, dtype=torch.float64) for extents in [(3,), (1, 3), (steps - 1, 3)])
     program = compile_function(summed(reverse, one_first=reverse, steps=steps), name="s", options=current_options())
-    (loop,) = (step for step in program.steps if isinstance(step, Loop))
+    (loop,) = (step for step in program.steps if isinstance(step, RunLoop))
     assert loop.apart == (0,) and not any(isinstance(step, CallLibrary) for step in program.steps)
     wanted, total = [], first
     for part in (*(others.flip(0) if reverse else others), one[0]):
@@ -148,7 +148,7 @@ def test_others_stay(fresh):
     """The part of the step that is run first; what others read, too; a concatenation of more than two."""
     for made in (summed(True, False), summed(False, True), summed(True, True, read_again=True)):
         program = compile_function(made, name="s", options=current_options())
-        (loop,) = (step for step in program.steps if isinstance(step, Loop))
+        (loop,) = (step for step in program.steps if isinstance(step, RunLoop))
         assert not loop.apart
 
 

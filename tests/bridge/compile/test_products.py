@@ -19,7 +19,7 @@ from bridge import add_tvm_dispatch, explain, stats
 from bridge.compile import backend_for, clear_cache, clear_choices, compile_function, host_backend
 from bridge.compile.cpu.gemm_tile import NARROW, WIDE
 from bridge.compile.cpu.measure import attainable_rate, seconds_of
-from bridge.compile.cpu.product_ways import Trial, library_ways
+from bridge.compile.cpu.product_ways import ProductTrial, library_ways
 from bridge.compile.cpu.products import CpuProducts, measured, shape_class
 from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
 from tests.bridge.compile_helpers import function, program
@@ -134,7 +134,7 @@ def test_what_is_measured_computes_the_product(layouts, dtype):
     for batch, copied in ((1, False), (3, False), (3, True)):
         a, b = (LayoutClass(x.unit, copied or x.unit == "none") for x in layouts)
         shape = ProductShape(dtype, batch, 6, 40, 9, a, b)
-        trial = Trial.of(shape)
+        trial = ProductTrial.of(shape)
         ways = library_ways(shape) + (BLOCKINGS if dtype != "bfloat16" else [])
         for run in policy.runs(shape, trial, ways).values():
             trial.c.zero_()
@@ -370,6 +370,6 @@ def test_generated_code_is_a_candidate_where_vectors_have_fused_multiply_adds(pr
     assert any(way.startswith(GENERATED) for way in measure.asked[0][1]) is is_offered
     if is_offered:
         shape = ProductShape("float64", 2, 17, 37, 300, ROW, COLUMN)
-        trial = Trial.of(shape)
+        trial = ProductTrial.of(shape)
         policy.runs(shape, trial, [GENERATED])[GENERATED]()
         assert torch.all(trial.c == 300)

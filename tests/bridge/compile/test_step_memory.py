@@ -12,7 +12,7 @@ import torch
 
 from bridge import lower
 from bridge.base.devices import HOST
-from bridge.compile import View
+from bridge.compile import MakeView
 from bridge.compile.cuda.branches import memory_of
 from bridge.compile.runtime.executor import Executor, bind_all
 from bridge.compile.runtime.pool import ArenaPool
@@ -34,7 +34,7 @@ class Confined(Executor):
         noise = torch.Generator().manual_seed(0)
         read_only = {each.untyped_storage().data_ptr() for each in registers[: len(self._layout.params)]}
         for (action, last_used), step in zip(self.actions, self.steps, strict=True):
-            if isinstance(step, View):
+            if isinstance(step, MakeView):
                 action(registers)
             else:
                 self._confined(action, step, registers, read_only, noise)
@@ -89,7 +89,7 @@ def test_one_that_does_not_say_all_it_writes_is_found():
     program = compiled(lower(torch.nn.Linear(8, 8), torch.randn(4, 8).requires_grad_()).expected_backward)
     inputs = inputs_of(program)
     execute = Confined(program)
-    index = next(index for index, step in enumerate(execute.steps) if not isinstance(step, View))
+    index = next(index for index, step in enumerate(execute.steps) if not isinstance(step, MakeView))
     action, last = execute.actions[index]
 
     def reaches_further(registers):
@@ -110,7 +110,7 @@ def test_one_that_does_not_say_all_it_reads_is_found():
     index, slot = next(
         (index, slot)
         for index, step in enumerate(program.steps)
-        if not isinstance(step, View)
+        if not isinstance(step, MakeView)
         for slot in step.reads
         if slot in arena
     )

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from bridge.compile import CallLibrary, Launch, Loop, View
+from bridge.compile import CallLibrary, Launch, MakeView, RunLoop
 from bridge.compile.runtime import storage
 from bridge.compile.runtime.plain import from_plain, to_plain
 from bridge.compile.runtime.storage import load, save, texts
@@ -29,7 +29,7 @@ def made():
 def test_another_process_makes_the_same_program_and_a_loaded_one_computes_the_same_bits(made, tmp_path):
     steps = [step for program in made.values() for step in program.steps]
     kinds = {type(step) for step in steps} | {step.allocates for step in steps if isinstance(step, CallLibrary)}
-    assert kinds == {Launch, CallLibrary, Loop, View, True, False}
+    assert kinds == {Launch, CallLibrary, RunLoop, MakeView, True, False}
     assert any(isinstance(step, Launch) and step.offsets for step in steps), "a product at addresses"
     assert all(program.constants and program.layout.views for program in made.values())
     expected = {}
@@ -110,6 +110,6 @@ def test_data_in_plain_form():
     for wrong in ([1], {"a": 1}, len, torch.float32, torch.ones(1)):
         with pytest.raises(TypeError):
             to_plain((wrong,))
-    for wrong in ({}, {"is": "View"}, {"is": "type"}):
+    for wrong in ({}, {"is": "MakeView"}, {"is": "type"}):
         with pytest.raises(ValueError, match="part of a program"):
             from_plain([wrong])

@@ -22,7 +22,7 @@ from bridge.capture import one_capture_at_a_time
 from bridge.compile import backend_for
 from bridge.dispatch import bound as bound_module
 from bridge.dispatch.entry import Entry
-from bridge.dispatch.guards import Guard
+from bridge.dispatch.guards import EntryGuard
 from bridge.dispatch.programs import Programs
 from bridge.lowering import lower_once
 from tests.bridge.compare import Call, assert_same, run
@@ -105,7 +105,7 @@ def dispatched(monkeypatch):
     add_tvm_dispatch(module)
     dispatcher = module.__dict__[COMPILED_CALL]
     dispatcher.learns, dispatcher.on_miss = False, "eager"
-    guard = Guard(module, varying, sample.args)
+    guard = EntryGuard(module, varying, sample.args)
     dispatcher.entries.add(Entry(guard, replace(lowered, captured=varying), backend))
     return eager, module
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from bridge.capture import Draw, Operand
+from bridge.capture import Draw, DropoutOperand
 from bridge.compile import Gpu
 from bridge.dispatch import computed_masks
 from bridge.rng import computed, draws
@@ -184,18 +184,18 @@ CUDA = torch.device("cuda", 0)
 @pytest.mark.parametrize(
     "shape, operand, width",
     [
-        ((4, 6), Operand(torch.float32, (6, 1)), 4),
-        ((4, 6), Operand(torch.bfloat16, (6, 1)), 8),
-        ((3, 2), Operand(torch.float16, (2, 1)), 2),
-        ((3, 5), Operand(torch.float32, (5, 1)), 1),
-        ((4, 6), Operand(torch.float32, (6, 1), 8), 2),
-        ((4, 6), Operand(torch.float16, (6, 1), 40), 4),
-        ((4, 1, 6), Operand(torch.float32, (6, 77, 1)), 4),
-        ((4, 6), Operand(torch.float64, (6, 1)), None),
-        ((4, 6), Operand(torch.float32, (1, 4)), None),
-        ((4, 6), Operand(torch.float32, (6, 1), 0, 2), 4),
-        ((4, 6), Operand(torch.float32, (6, 1), 8, 2), 2),
-        ((2**16, 2**15), Operand(torch.float32, (2**15, 1)), None),
+        ((4, 6), DropoutOperand(torch.float32, (6, 1)), 4),
+        ((4, 6), DropoutOperand(torch.bfloat16, (6, 1)), 8),
+        ((3, 2), DropoutOperand(torch.float16, (2, 1)), 2),
+        ((3, 5), DropoutOperand(torch.float32, (5, 1)), 1),
+        ((4, 6), DropoutOperand(torch.float32, (6, 1), 8), 2),
+        ((4, 6), DropoutOperand(torch.float16, (6, 1), 40), 4),
+        ((4, 1, 6), DropoutOperand(torch.float32, (6, 77, 1)), 4),
+        ((4, 6), DropoutOperand(torch.float64, (6, 1)), None),
+        ((4, 6), DropoutOperand(torch.float32, (1, 4)), None),
+        ((4, 6), DropoutOperand(torch.float32, (6, 1), 0, 2), 4),
+        ((4, 6), DropoutOperand(torch.float32, (6, 1), 8, 2), 2),
+        ((2**16, 2**15), DropoutOperand(torch.float32, (2**15, 1)), None),
     ],
 )
 def test_which_masks_are_computed(shape, operand, width):

@@ -23,7 +23,7 @@ from bridge.base import tensor_properties
 from bridge.base.guard_failure import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
 from bridge.base.modes import distributions_validate
 from bridge.capture import capture
-from bridge.dispatch.guards import Guard
+from bridge.dispatch.guards import EntryGuard
 from bridge.dispatch.guards.interpreter import MODES
 from bridge.state import write_counts
 from tests.device import AUTOCAST, DEVICE
@@ -370,7 +370,7 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
 
 
 @pytest.fixture(scope="module", params=["as it is", "properties one by one", "no counts of writes"])
-def guarded(request) -> Iterator[tuple[nn.Module, Guard]]:
+def guarded(request) -> Iterator[tuple[nn.Module, EntryGuard]]:
     """A module and its guard, with Dynamo's quick comparisons and without either of them."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "properties one by one":
@@ -378,7 +378,7 @@ def guarded(request) -> Iterator[tuple[nn.Module, Guard]]:
         if request.param == "no counts of writes":
             patch.setattr(write_counts, "write_counter", lambda: None)
         module, x = Everything(), rows()
-        guard = Guard(module, capture(module, (x, 2), {"shift": 1.0}), [x])
+        guard = EntryGuard(module, capture(module, (x, 2), {"shift": 1.0}), [x])
         module.__dict__["_compiled_call_impl"] = None  # where the dispatcher would be
         yield module, guard
 

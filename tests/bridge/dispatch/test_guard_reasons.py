@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.base.guard_failure import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
-from bridge.dispatch.guards import Guard, interpreter_state
+from bridge.dispatch.guards import EntryGuard, interpreter_state
 from tests.bridge.models import MLP, Tied
 from tests.device import AUTOCAST, DEVICE
 
@@ -460,7 +460,7 @@ def test_quick_is_never_more_than_match():
     module = Reads()
     add_tvm_dispatch(module, rows())
     guard = stats(module).entries[0].guard
-    assert isinstance(guard, Guard)
+    assert isinstance(guard, EntryGuard)
     for args in ((rows(),), (rows()[:3],), (3,), (), (rows(), rows())):
         quick = guard.check(module, args, {})
         if quick is not None:

@@ -12,7 +12,7 @@ from torch import nn
 from bridge import add_tvm_dispatch, explain, stats
 from bridge.base.tensor_properties import tensor_checks
 from bridge.compile import CallLibrary
-from bridge.dispatch.guards import Guard
+from bridge.dispatch.guards import EntryGuard
 from bridge.state import write_counter
 from tests.bridge.compare import Call, as_call, assert_same, run
 from tests.bridge.models import MLP
@@ -256,8 +256,8 @@ def test_a_sharded_module_is_looked_at_closely_once(monkeypatch):
     add_tvm_dispatch(module, x)
     module.__class__ = type(f"FSDP{MLP.__name__}", (MLP,), {"_orig_cls_mro_index": 1})
     module.__dict__["__composable_api_state"] = {}
-    close, match = [], Guard.match
-    monkeypatch.setattr(Guard, "match", lambda *args, **kwargs: close.append(1) or match(*args, **kwargs))
+    close, match = [], EntryGuard.match
+    monkeypatch.setattr(EntryGuard, "match", lambda *args, **kwargs: close.append(1) or match(*args, **kwargs))
     linear = next(each for each in module.modules() if isinstance(each, nn.Linear))
     for _ in range(4):
         whole = linear._parameters["weight"]
@@ -280,8 +280,8 @@ def test_a_tensor_that_is_given_twice_is_looked_at_closely_once(monkeypatch, sam
     """As language models are: the input's words are the labels."""
     module, x = Twice(), rows()
     add_tvm_dispatch(module, (x, x if sampled else rows()))
-    close, match = [], Guard.match
-    monkeypatch.setattr(Guard, "match", lambda *args, **kwargs: close.append(1) or match(*args, **kwargs))
+    close, match = [], EntryGuard.match
+    monkeypatch.setattr(EntryGuard, "match", lambda *args, **kwargs: close.append(1) or match(*args, **kwargs))
     for _ in range(4):
         torch.testing.assert_close(module(x, x), Twice()(x, x))
     assert stats(module).hits == 4 and not close

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from bridge.dispatch.call_steps import Layout
+from bridge.dispatch.call_steps import Relayout
 
 pytestmark = [
     pytest.mark.cpu("on a GPU results are laid out after the program"),
@@ -93,7 +93,7 @@ def test_the_program_writes_them(kind):
     module, _, x = dispatched(kind)
     module(x)
     (entry,) = stats(module).entries
-    assert not any(isinstance(step, Layout) for step in entry.steps)
+    assert not any(isinstance(step, Relayout) for step in entry.steps)
 
 
 def test_what_is_turned_is_not_copied():

@@ -13,7 +13,7 @@ from bridge.base.guard_failure import GuardFailure
 from bridge.base.torch_cuda import SETTINGS
 from bridge.capture import capture
 from bridge.compile import CompileOptions, backend_for
-from bridge.dispatch.guards import Guard
+from bridge.dispatch.guards import EntryGuard
 
 GPU = backend_for({"kind": "cuda", "arch": "sm_90"})
 
@@ -77,7 +77,7 @@ def guards():
     module, x = nn.Linear(3, 3), torch.ones(2, 3)
     captured = capture(module, (x,), {})
     placed = [replace(captured, device=torch.device(device)) for device in ("cpu", "cuda:0")]
-    return module, x, *(Guard(module, each, [x]) for each in placed)
+    return module, x, *(EntryGuard(module, each, [x]) for each in placed)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -21,7 +21,7 @@ from bridge import (
     save_compiled,
     stats,
 )
-from bridge.export import Record, entry_data
+from bridge.export import ResultRecord, entry_data
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -175,7 +175,7 @@ def test_results_of_other_classes_are_records(tmp_path):
     x = torch.randn(5, 6)
     module = add_tvm_dispatch(Model(6, 6), x)
     result = saved(module, tmp_path)(x)
-    assert isinstance(result, Record)
+    assert isinstance(result, ResultRecord)
     assert result.last_hidden_state is result["last_hidden_state"] is result[0]
     assert torch.equal(result[0], module(x)[0])
     with pytest.raises(AttributeError, match="no 'loss'"):

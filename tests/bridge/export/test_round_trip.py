@@ -16,7 +16,7 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from bridge import UnsupportedModule, add_tvm_dispatch, load_compiled, save_compiled, stats
-from bridge.compile import CallLibrary, Loop
+from bridge.compile import CallLibrary, RunLoop
 from tests.bridge.export.in_cpp import COMPILER, printed_by_the_example
 from tests.bridge.export.trained_elsewhere import batch_of, trained
 from tests.bridge.models import masked_lm
@@ -115,7 +115,7 @@ def assert_trained_alike(saved):
 def test_programs_of_the_mixed_module_have_what_it_is_for(saved):
     (entry,) = stats(next(module for module in saved.values() if isinstance(module, Mixed))).entries
     kinds = {type(step) for step in entry.forward.steps}
-    assert Loop in kinds
+    assert RunLoop in kinds
     assert "operator" in {step.name for step in entry.forward.steps if isinstance(step, CallLibrary)}
 
 

@@ -15,7 +15,7 @@ from autodiff.library import LEARNED
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import CallLibrary, Launch
 from bridge.library import FUNCTIONS, attention
-from bridge.library.attention import FORMULA, KERNELS, SUMS, Kernel
+from bridge.library.attention import FORMULA, KERNELS, SUMS, AttentionKernel
 
 SCALE = 0.3
 
@@ -32,7 +32,7 @@ def seen(monkeypatch):
 
         return run
 
-    kernels = {name: Kernel(kernel(name, FORMULA.forward), kernel(name, FORMULA.backward)) for name in KERNELS}
+    kernels = {name: AttentionKernel(kernel(name, FORMULA.forward), kernel(name, FORMULA.backward)) for name in KERNELS}
     monkeypatch.setattr(attention, "_kernel", lambda name, q: kernels[name])
     return given
 
@@ -220,9 +220,7 @@ def test_cudnns_backward_is_given_plans_of_its_own(batch, drops, monkeypatch):
         given.append((grad_out, q, k, v, rest[7]))
         return q, k, v
 
-    monkeypatch.setattr(
-        attention, "aten", SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward)
-    )
+    monkeypatch.setattr(attention, "aten", SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward))
     monkeypatch.setattr(attention, "_state_at", lambda device, dropout: dropout.state)
     q, k, v, grad_out = (torch.randn(batch, 3, 5, 8).to(torch.bfloat16) for _ in range(4))
     side_by_side = torch.randn(batch, 5, 3, 16).to(torch.bfloat16)[..., 8:].transpose(1, 2).copy_(v)

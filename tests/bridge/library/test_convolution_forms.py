@@ -12,7 +12,7 @@ from bridge import add_tvm_dispatch, stats
 from bridge.compile import CALLS, NO_CHOICES, Choices, CompileOptions, backend_for, products_and_calls
 from bridge.dispatch import with_choices
 from bridge.library import FORMS, FUNCTIONS
-from bridge.tune.step import Step
+from bridge.tune.step import TimedStep
 
 BACKWARD_INPUT, BACKWARD_WEIGHT = "convolution_backward_input", "convolution_backward_weight"
 
@@ -70,6 +70,6 @@ def test_a_step_in_the_forms_that_are_chosen():
     names = {step.name for program in (chosen.forward, chosen.backward) for step in program.steps}
     assert {form for _, form in choices.calls} <= names and not {call.name for call in calls} & names
     for mine, its in zip(
-        Step(chosen, module, (x,), {}).results(), Step(entry, module, (x,), {}).results(), strict=True
+        TimedStep(chosen, module, (x,), {}).results(), TimedStep(entry, module, (x,), {}).results(), strict=True
     ):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)

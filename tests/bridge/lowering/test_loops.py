@@ -9,7 +9,7 @@ from torch import nn
 from autodiff.ir import bindings, op_name, results
 from autodiff.scan import is_scan, scan_of
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, lower, stats
-from bridge.compile import Loop
+from bridge.compile import RunLoop
 from partition import MinCut
 from tests.bridge.capture.looped_networks import StateSpace
 from tests.bridge.compare import check_module
@@ -201,7 +201,7 @@ MODULES = {
 
 
 def loops(program):
-    return [step for step in program.steps if isinstance(step, Loop)]
+    return [step for step in program.steps if isinstance(step, RunLoop)]
 
 
 ELSEWHERE = {"layer norm LSTM", "LSTM", "GRU backwards", "both ways", "dropout", "state space"}

@@ -12,7 +12,7 @@ from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.base.torch_internals import FakeTensorMode
-from bridge.capture import Draw, Operand, StepMasks
+from bridge.capture import Draw, DropoutOperand, StepMasks
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.compile import Gpu
 from bridge.rng.computed import NATIVE_DROPOUT, FusedDropout, FusedSteps
@@ -59,7 +59,7 @@ def test_masks_of_any_layout(layout):
 def test_the_masks_of_a_loops_steps_are_one_draw():
     layouts = [((3, 5), (5, 1)), ((2, 3), (1, 2))] * 4
     each = [
-        Draw(NATIVE_DROPOUT, shape, stride, torch.bool, (0.4, True), operand=Operand(torch.float64, stride))
+        Draw(NATIVE_DROPOUT, shape, stride, torch.bool, (0.4, True), operand=DropoutOperand(torch.float64, stride))
         for shape, stride in layouts
     ]
     steps = StepMasks((15, 6), torch.float64, tuple(each))
@@ -134,10 +134,10 @@ def test_dropout_on_a_gpu_is_observed_with_the_layout_of_what_it_reads():
     draws, complaints = observed(function, ((8, 6), (6, 1)))
     half = torch.float16
     wanted = [
-        ((8, 6), (6, 1), 0.1, Operand(half, (6, 1))),
-        ((6, 8), (1, 6), 0.2, Operand(half, (1, 6), 0, 0)),
-        ((5, 3), (3, 1), 0.3, Operand(half, (6, 1), 30, 0)),
-        ((8, 3), (3, 1), 0.4, Operand(half, (6, 1), 6)),
+        ((8, 6), (6, 1), 0.1, DropoutOperand(half, (6, 1))),
+        ((6, 8), (1, 6), 0.2, DropoutOperand(half, (1, 6), 0, 0)),
+        ((5, 3), (3, 1), 0.3, DropoutOperand(half, (6, 1), 30, 0)),
+        ((8, 3), (3, 1), 0.4, DropoutOperand(half, (6, 1), 6)),
     ]
     assert not complaints
     for draw, (shape, stride, rate, operand) in zip(draws, wanted, strict=True):
@@ -192,7 +192,7 @@ def test_the_tensor_to_draw_for_lies_as_eagers(of, offset, first):
         (3, 1),
         torch.bool,
         (0.5, True),
-        operand=Operand(torch.bfloat16, (5, 1), offset, of),
+        operand=DropoutOperand(torch.bfloat16, (5, 1), offset, of),
     )
     like = FusedDropout(draw)._like_operand(inputs)
     assert (like.shape, like.stride(), like.dtype) == ((4, 3), (5, 1), torch.bfloat16)

@@ -19,7 +19,7 @@ from torch import Tensor
 from bridge.compile import hold_function, host_backend
 from bridge.rng import cpu as mt19937
 from bridge.rng.cpu import Mask, MaskRun
-from bridge.rng.engine import Layout, is_the_lock
+from bridge.rng.engine import EngineOffsets, is_the_lock
 from tests import rng_stress
 from tests.threads import together
 
@@ -130,8 +130,8 @@ def is_free(kernels: mt19937.Kernels, generator: torch.Generator) -> bool:
 def test_another_mutex_is_not_the_lock(kernels, monkeypatch):
     (hold,) = host_backend().build([("hold", hold_function())])
     assert is_the_lock(hold.function, kernels.layout)
-    room, addresses = ctypes.create_string_buffer(64), Layout.addresses
-    monkeypatch.setattr(Layout, "addresses", lambda *_: (ctypes.addressof(room), addresses(*_)[1]))
+    room, addresses = ctypes.create_string_buffer(64), EngineOffsets.addresses
+    monkeypatch.setattr(EngineOffsets, "addresses", lambda *_: (ctypes.addressof(room), addresses(*_)[1]))
     assert not is_the_lock(hold.function, kernels.layout)
     assert bytes(room) == bytes(64), "it is let go of"
 

@@ -16,7 +16,7 @@ from bridge.dispatch import before_compiling
 from bridge.tune.__main__ import main
 from bridge.tune.log import TuningLog
 from bridge.tune.search import Knob, knobs_of
-from bridge.tune.step import Step
+from bridge.tune.step import TimedStep
 from bridge.tune.tuning import Means, tune_call
 
 
@@ -111,7 +111,7 @@ def test_choices_in_use_are_what_the_last_race_is_against(used_cache, fake_race)
 
 def test_numbers_that_deviate_are_never_kept(used_cache, fake_race, monkeypatch):
     results = iter([[torch.ones(3)], [torch.tensor([1.0, 1.0, 1.5])]])
-    monkeypatch.setattr(Step, "results", lambda step: next(results))
+    monkeypatch.setattr(TimedStep, "results", lambda step: next(results))
     result = tuned(block(), sample(), fake_race(eight_lanes))
     assert not result.kept and "result 0 differs by more than rounding" in result.why
 
