@@ -11,10 +11,10 @@ from tvm import relax
 
 from autodiff.ir import Expr, dtype
 from bridge.aten.activations import times, where, with_derivative
-from bridge.aten.complex_value import Complex, as_complex, constant, joined, part_type, separated
+from bridge.aten.complex_value import Complex, as_complex, joined, part_type, separated
 from bridge.aten.dims import relax_dtype
 from bridge.aten.pointwise import stop_gradient
-from bridge.aten.registry import UnsupportedUse, converts
+from bridge.aten.registry import CONVERSIONS, UnsupportedUse, converts
 from bridge.base.torch_internals import aten
 
 __all__ = ["COMPLEX", "SEES_COMPLEX", "multiplied"]
@@ -53,43 +53,36 @@ def multiplied(
     return Complex(real, imaginary)
 
 
-def _operands(importer: Any, node: Any, *values: Any) -> list[Any]:
-    """Complex values in the type of the result; real ones stay real, which spares half of the work."""
-    element_type = importer.out_dtype(node)
-    return [
-        as_complex(importer, value, element_type)
-        if isinstance(value, Complex | complex)
-        else importer.cast(value, element_type)
-        for value in values
-    ]
+def _operands(importer: Any, node: Any, *values: Any) -> list[Complex]:
+    """Complex values in the type of the result, real ones too: 0 times an infinite part of the other operand is nan."""
+    return [as_complex(importer, value, importer.out_dtype(node)) for value in values]
 
 
 @_complex(aten.mul.Tensor, aten.mul.Scalar)
 def mul(importer, node, a, b):
-    a, b = _operands(importer, node, a, b)
-    if isinstance(a, Complex) and isinstance(b, Complex):
-        return multiplied(importer, a, b)
-    if not isinstance(a, Complex) and not isinstance(b, Complex):  # an operand of a sum, times its factor
-        return importer.emit(op.multiply(a, b))
-    value, factor = (a, b) if isinstance(a, Complex) else (b, a)
-    return Complex(*(_multiply(importer, part, factor) for part in value.parts))
+    return multiplied(importer, *_operands(importer, node, a, b))
 
 
-@_complex(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
-def add(importer, node, a, b, alpha=1):
-    element_type = importer.out_dtype(node)
-    if alpha != 1:
-        b = mul(importer, node, b, alpha)
-    a, b = (as_complex(importer, value, element_type) for value in (a, b))
-    combine = _add if node.target in (aten.add.Tensor, aten.add.Scalar) else _subtract
-    return Complex(*(combine(importer, x, y) for x, y in zip(a.parts, b.parts, strict=True)))
+@_complex(aten.add.Tensor, aten.add.Scalar)
+def add(importer, node, a, b, alpha=1, combine=_add):
+    """``a + alpha b``, a complex product also where ``alpha`` is 1: an infinite part of ``b`` makes the other
+    part nan, as in torch's kernels; not so of a gradient, which torch scales only by another ``alpha``."""
+    factor = alpha if combine is _add else -alpha
+    scaled = b if alpha == 1 else mul(importer, node, b, alpha)
+    a, b, factor, scaled = _operands(importer, node, a, b, factor, scaled)
+    found = (_add(importer, *parts) for parts in zip(a.parts, multiplied(importer, factor, b).parts, strict=True))
+    linear = (combine(importer, *parts) for parts in zip(a.parts, scaled.parts, strict=True))
+    return _derived(importer, Complex(*found), Complex(*linear))
+
+
+@_complex(aten.sub.Tensor, aten.sub.Scalar)
+def sub(importer, node, a, b, alpha=1):
+    return add(importer, node, a, b, alpha, _subtract)
 
 
 @_complex(aten.rsub.Scalar, aten.rsub.Tensor)
 def rsub(importer, node, a, b, alpha=1):
-    a = mul(importer, node, a, alpha) if alpha != 1 else a
-    a, b = (as_complex(importer, value, importer.out_dtype(node)) for value in (a, b))
-    return Complex(*(_subtract(importer, x, y) for x, y in zip(b.parts, a.parts, strict=True)))
+    return add(importer, node, b, a, alpha, _subtract)
 
 
 def _constants(importer: Any, *values: Expr) -> list[Expr]:
@@ -134,15 +127,20 @@ def _quotient(importer: Any, a: Complex, b: Complex) -> Complex:
 def div(importer, node, a, b):
     """With torch's gradients: ``g / conj(b)``, and ``-g conj((a / b) / b)``."""
     a, b = _operands(importer, node, a, b)
-    if not isinstance(b, Complex):
-        return Complex(*(importer.emit(op.divide(part, b)) for part in a.parts))
-    a = as_complex(importer, a, importer.out_dtype(node))
     found = _quotient(importer, a, b)
     slope = _quotient(importer, Complex(*_constants(importer, *found.parts)), b)
     minus_slope = Complex(*_constants(importer, *(importer.emit(op.negative(part)) for part in slope.parts)))
     by_divisor = multiplied(importer, b, minus_slope)
     linear = Complex(*(_add(importer, x, y) for x, y in zip(found.parts, by_divisor.parts, strict=True)))
     return _derived(importer, found, linear)
+
+
+@_complex(aten.mean.default, aten.mean.dim)
+def mean(importer, node, x, *args, **kwargs):
+    """Part by part, and divided by a complex 1, as torch divides by a complex count."""
+    (x,) = _operands(importer, node, x)
+    means = (CONVERSIONS[node.target](importer, node, part, *args, **kwargs) for part in x.parts)
+    return div(importer, node, Complex(*means), 1)
 
 
 @_complex(aten.reciprocal.default)
@@ -322,7 +320,7 @@ def created(importer, node, *args, **kwargs):
     number = _CREATED[node.target](args)
     if isinstance(number, Expr | Complex):
         raise UnsupportedUse("a complex tensor full of a computed number")
-    return _broadcast(importer, node, constant(importer, number, importer.out_dtype(node)))
+    return _broadcast(importer, node, as_complex(importer, number, importer.out_dtype(node)))
 
 
 @_complex(

@@ -31,7 +31,7 @@ _PART_BY_PART = {
     *(aten.detach.default, aten.lift_fresh_copy.default, aten.unfold.default, aten.diagonal.default),
     *(aten.diagonal_copy.default, aten.unbind_copy.int, aten.as_strided.default, aten.as_strided_copy.default),
     *(aten.tril.default, aten.triu.default, aten.neg.default, aten.positive.default, aten._neg_view.default),
-    *(aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.cumsum.default),
+    *(aten.sum.dim_IntList, aten.sum.default, aten.cumsum.default),
     *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default),
     STOP_GRADIENT,
 }

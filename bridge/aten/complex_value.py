@@ -22,7 +22,6 @@ __all__ = [
     "PARTS",
     "Complex",
     "as_complex",
-    "constant",
     "is_complex_form",
     "joined",
     "joined_form",
@@ -94,16 +93,10 @@ def joined(importer: Any, value: Complex) -> Expr:
 
 
 def as_complex(importer: Any, value: Any, element_type: str) -> Complex:
-    """A complex, real or Python number or value as parts of a type."""
-    if isinstance(value, Complex):
-        return Complex(*(importer.cast(part, element_type) for part in value.parts))
-    if isinstance(value, Expr):
-        real = importer.cast(value, element_type)
-        return Complex(real, importer.emit(relax.op.zeros_like(real)))
-    return constant(importer, value, element_type)
-
-
-def constant(importer: Any, value: complex | float, element_type: str) -> Complex:
-    """A Python number as two 0-d constants."""
-    number = complex(value)
-    return Complex(importer.constant(number.real, element_type), importer.constant(number.imag, element_type))
+    """A complex, real or Python number, size or value as parts of a type."""
+    if isinstance(value, Complex | complex):
+        parts = value.parts if isinstance(value, Complex) else (value.real, value.imag)
+        return Complex(*(importer.cast(part, element_type) for part in parts))
+    real = importer.cast(value, element_type)
+    is_value = isinstance(value, Expr)
+    return Complex(real, importer.emit(relax.op.zeros_like(real)) if is_value else importer.constant(0, element_type))

@@ -215,6 +215,14 @@ SPECIAL = {
     "size": lambda a, b: a.abs(),
     "angle": lambda a, b: a.angle().detach(),
     "product": torch.mul,
+    "sum": torch.add,
+    "difference": torch.sub,
+    "difference, turned": lambda a, b: torch.rsub(a, b, alpha=2j),
+    "sums with numbers and real tensors": lambda a, b: torch.cat([2 - a, a - 2j, b.real - a, a + b.imag]),
+    "multiple": lambda a, b: torch.cat([2 * a, b / 2]),
+    "product with a real tensor": lambda a, b: b.real * a,
+    "quotients with real tensors": lambda a, b: torch.cat([a / b.detach().imag, b.real / a.detach()]),
+    "mean": lambda a, b: torch.cat([torch.stack([a, b]).mean(0), torch.stack([a, b], 1).mean(1)]),
 }
 
 
@@ -323,3 +331,13 @@ def test_a_gradient_penalty(in_float64):
         (slope,) = torch.autograd.grad(module(given).square().sum(), given, create_graph=True)
         slope.square().sum().backward()
     torch.testing.assert_close(ours.c.grad, eager.c.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: len(x) - x, lambda x: torch.sub(x, x.conj(), alpha=len(x)), lambda x: x / len(x)]
+)
+def test_sizes_that_vary_as_numbers(function):
+    module, x = Function(function), torch.randn(8, dtype=torch.complex128)
+    add_tvm_dispatch(module, torch.randn(5, dtype=torch.complex128), dynamic_shapes=(({0: torch.export.Dim("n")},),))
+    torch.testing.assert_close(module(x), function(x))
+    assert stats(module).hits == 1
