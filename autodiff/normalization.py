@@ -122,20 +122,16 @@ def _spread(value: Expr | None, along: list[Dim], scope: Scope, name: str) -> Ex
 def spell_group_norm(call: Call, scope: Scope) -> Expr:
     """``relax.nn.group_norm`` becomes reshape to groups, mean, centred variance, rstd, reshape, multiply and add.
 
+    Statistics are over the channels of a group and over the operator's axes (others than the channel's).
     Safe: it is the definition (Wu and He, 2018), with float32 statistics for half types.
     """
-    x, gamma, beta = call.args
-    attrs = call.attrs
-    return _group_norm(
-        x,
-        gamma if attrs.scale else None,
-        beta if attrs.center else None,
-        int(attrs.num_groups),
-        int(attrs.channel_axis),
-        [int(axis) for axis in attrs.axes],
-        float(attrs.epsilon),
-        scope,
-    )
+    extents, groups = list(shape(call.args[0])), int(call.attrs.num_groups)
+    channel = int(call.attrs.channel_axis) % len(extents)
+    if extents[channel] % groups:
+        raise ValueError(f"group_norm: wanted channels divisible by {groups} groups, got {extents[channel]}")
+    grouped = [*extents[:channel], groups, extents[channel] // groups, *extents[channel + 1 :]]
+    axes = {int(axis) % len(extents) for axis in call.attrs.axes} - {channel}
+    return _channel_norm(call, [channel + 1, *(axis + (axis > channel) for axis in axes)], grouped, scope, "group_norm")
 
 
 def spell_instance_norm(call: Call, scope: Scope) -> Expr:
@@ -143,72 +139,23 @@ def spell_instance_norm(call: Call, scope: Scope) -> Expr:
 
     Safe: it is the definition (Ulyanov et al., 2016), with float32 statistics for half types.
     """
+    rank = len(shape(call.args[0]))
+    return _channel_norm(call, [int(axis) % rank for axis in call.attrs.axes], None, scope, "instance_norm")
+
+
+def _channel_norm(call: Call, axes: Sequence[int], grouped: list[Dim] | None, scope: Scope, name: str) -> Expr:
+    """Normalization of ``x`` over ``axes`` (of its shape ``grouped``, if given), then a scale and an offset per
+    channel."""
     x, gamma, beta = call.args
-    attrs = call.attrs
-    return _instance_norm(
-        x,
-        gamma if attrs.scale else None,
-        beta if attrs.center else None,
-        int(attrs.channel_axis),
-        [int(axis) for axis in attrs.axes],
-        float(attrs.epsilon),
-        scope,
-    )
-
-
-def _group_norm(
-    x: Expr,
-    gamma: Expr | None,
-    beta: Expr | None,
-    num_groups: int,
-    channel_axis: int,
-    axes: Sequence[int],
-    epsilon: float,
-    scope: Scope,
-    name: str = "group_norm",
-) -> Expr:
-    """Binds GroupNorm of ``x``, and returns it.
-
-    The channels are split into ``num_groups``; statistics are over the channels of a group and over ``axes`` (other
-    axes than the channel's). ``gamma`` and ``beta`` have one element per channel or are ``None``.
-    """
-    extents = list(shape(x))
-    channel = channel_axis % len(extents)
-    if extents[channel] % num_groups:
-        raise ValueError(f"group_norm: wanted channels divisible by {num_groups} groups, got {extents[channel]}")
-    grouped = [*extents[:channel], num_groups, extents[channel] // num_groups, *extents[channel + 1 :]]
-    reduced = {axis % len(extents) for axis in axes} - {channel}
-    reduced = sorted([channel + 1, *(axis + (axis > channel) for axis in reduced)])
-    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
-    groups = scope.emit(op.reshape(wide, grouped), f"{name}_groups")
-    y, *_ = normalize(groups, reduced, epsilon, scope, name)
-    y = scope.emit(op.reshape(y, extents), f"{name}_ungrouped")
-    gamma, beta = (per_channel(value, channel, extents, scope, name) for value in (gamma, beta))
-    y = affine(y, gamma, beta, scope, name)
-    return cast(y, dtype(x), scope, f"{name}_output")
-
-
-def _instance_norm(
-    x: Expr,
-    gamma: Expr | None,
-    beta: Expr | None,
-    channel_axis: int,
-    axes: Sequence[int],
-    epsilon: float,
-    scope: Scope,
-    name: str = "instance_norm",
-) -> Expr:
-    """Binds InstanceNorm of ``x`` over ``axes``, and returns it.
-
-    ``gamma`` and ``beta`` have one element per channel or are ``None``.
-    """
-    extents = list(shape(x))
-    channel = channel_axis % len(extents)
-    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
-    y, *_ = normalize(wide, sorted(axis % len(extents) for axis in axes), epsilon, scope, name)
-    gamma, beta = (per_channel(value, channel, extents, scope, name) for value in (gamma, beta))
-    y = affine(y, gamma, beta, scope, name)
-    return cast(y, dtype(x), scope, f"{name}_output")
+    extents, attrs = list(shape(x)), call.attrs
+    y = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
+    y = y if grouped is None else scope.emit(op.reshape(y, grouped), f"{name}_groups")
+    y, *_ = normalize(y, sorted(axes), float(attrs.epsilon), scope, name)
+    y = y if grouped is None else scope.emit(op.reshape(y, extents), f"{name}_ungrouped")
+    channel = int(attrs.channel_axis) % len(extents)
+    parameters = gamma if attrs.scale else None, beta if attrs.center else None
+    gamma, beta = (per_channel(value, channel, extents, scope, name) for value in parameters)
+    return cast(affine(y, gamma, beta, scope, name), dtype(x), scope, f"{name}_output")
 
 
 def per_channel(value: Expr | None, channel: int, extents: Sequence[int], scope: Scope, name: str) -> Expr | None:

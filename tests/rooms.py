@@ -19,7 +19,7 @@ __all__ = ["BOUNDS", "BRIDGE", "COMPILE", "MOST_LINES", "PACKAGES", "ROOT", "Tre
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("bridge", "autodiff", "partition")
 MOST_LINES = 500
-BOUNDS = {"files": 505, "lines": 84_450, "class names of several files": 0}
+BOUNDS = {"files": 505, "lines": 84_380, "class names of several files": 0}
 """Sizes of the product as a whole: lower a bound when the tree has shrunk; take something out rather than raise one."""
 
 BRIDGE = (

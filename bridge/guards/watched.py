@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, islice
 from operator import is_
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
@@ -342,9 +342,18 @@ def table_of(value: Any) -> list[Any] | None:
     """
     if type(value) not in _TABLES or len(value) <= MANY:
         return None
+    found: list[Any] = []
+    for _, held in _containers(value, lambda each: [*_TABLES[type(each)](each)]) or ():
+        found.append(len(held))
+        found += held
+    return found or None
+
+
+def _containers(value: Any, entries: Callable[[Any], list[Any]]) -> list[tuple[Any, list[Any]]] | None:
+    """A container and those inside of it, each once, with its entries; ``None`` if one holds any other object."""
     found, waiting, seen = [], [value], {id(value)}
     for each in waiting:
-        held = [*_TABLES[type(each)](each)]
+        held = entries(each)
         for part in held:
             if type(part) in PLAIN or id(part) in seen:
                 continue
@@ -352,20 +361,14 @@ def table_of(value: Any) -> list[Any] | None:
                 return None
             seen.add(id(part))
             waiting.append(part)
-        found.append(len(held))
-        found += held
+        found.append((each, held))
     return found
 
 
 def write_table(value: Any, contents: list[Any]) -> None:
     """Makes a container and those inside of it hold what :func:`table_of` gave."""
-    waiting, seen, begin = [value], {id(value)}, 0
-    for each in waiting:
-        begin, end = begin + 1, begin + 1 + contents[begin]
-        held, begin = contents[begin:end], end
-        inside = [part for part in held if type(part) in _TABLES]
-        waiting += [part for part in dict(zip(map(id, inside), inside, strict=True)).values() if id(part) not in seen]
-        seen.update(map(id, inside))
+    rest = iter(contents)
+    for each, held in _containers(value, lambda _: [*islice(rest, next(rest))]) or ():
         put_back(each, list(zip(held[::2], held[1::2], strict=True)) if type(each) is dict else held)
 
 

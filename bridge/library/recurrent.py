@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -234,6 +234,15 @@ def backward(
 _LAYERS = {"rnn_relu": torch.rnn_relu, "rnn_tanh": torch.rnn_tanh, "lstm": torch.lstm, "gru": torch.gru}
 
 
+_Options = TypeVar("_Options")
+
+
+@functools.lru_cache(maxsize=64)
+def _read(kind: type[_Options], options: str) -> _Options:
+    """A call's options, from their JSON text."""
+    return kind(**json.loads(options))
+
+
 class _Layers(NamedTuple):
     """The options of a call, read: see ``recurrent_layers`` in :mod:`autodiff.library`."""
 
@@ -262,15 +271,10 @@ class _Layers(NamedTuple):
         return _LAYERS[self.cell](x, given, weights, self.biases, self.layers, 0.0, True, self.both_ways, False)
 
 
-@functools.lru_cache(maxsize=64)
-def _read_layers(options: str) -> _Layers:
-    return _Layers(**json.loads(options))
-
-
 @library_function("recurrent_layers", aten._cudnn_rnn)
 def recurrent_layers(options, states, *tensors):
     """Outputs, last ``states`` states, cuDNN's workspace."""
-    layers = _read_layers(options)
+    layers = _read(_Layers, options)
     x, weights, first = layers.parts(tensors)
     if not x.is_cuda:
         with torch.no_grad():
@@ -285,7 +289,7 @@ def recurrent_layers(options, states, *tensors):
 @library_function("recurrent_layers_backward", aten._cudnn_rnn_backward)
 def recurrent_layers_backward(options, count, *given):
     """VJPs with respect to the first ``count`` tensors, from the forward's results and the gradients of its own."""
-    layers = _read_layers(options)
+    layers = _read(_Layers, options)
     tensors, given = given[:count], given[count:]
     x, weights, states = layers.parts(tensors)
     y, workspace = given[0], given[1 + len(states)]
@@ -371,15 +375,10 @@ class _Layer(NamedTuple):
         return [x, weights.of_input, weights.of_hidden, *biases], size
 
 
-@functools.lru_cache(maxsize=64)
-def _read(options: str) -> _Layer:
-    return _Layer(**json.loads(options))
-
-
 @library_function("recurrent_layer", aten.mkldnn_rnn_layer)
 def recurrent_layer(options, states, *tensors):
     """Outputs, last ``states`` states, and what the backward reads."""
-    layer = _read(options)
+    layer = _read(_Layer, options)
     x, weights, first = layer.parts(tensors)
     if not layer.is_fused(x):
         y, last, saved = forward(CELLS[layer.cell], layer.reverse, x, weights, first)
@@ -394,7 +393,7 @@ def recurrent_layer(options, states, *tensors):
 @library_function("recurrent_layer_backward", aten.mkldnn_rnn_layer_backward)
 def recurrent_layer_backward(options, count, *given):
     """VJPs with respect to the first ``count`` tensors, from the forward's results and the gradients of its own."""
-    layer = _read(options)
+    layer = _read(_Layer, options)
     tensors, given = given[:count], given[count:]
     x, weights, states = layer.parts(tensors)
     grads = [grad.contiguous() for grad in given[-1 - len(states) :]]

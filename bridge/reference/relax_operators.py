@@ -15,20 +15,11 @@ import torch.nn.functional as F
 
 from autodiff.ir import Call
 from bridge.base.devices import current_device
+from bridge.reference.own_functions import with_own_gradient
 
 __all__ = ["LIBRARY", "OPERATORS"]
 
 Meaning = Callable[..., Any]
-
-
-class _WithDerivative(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, grad
 
 
 OPERATORS: dict[str, Meaning] = {}
@@ -37,7 +28,7 @@ LIBRARY: dict[str, Meaning] = {
     "library.log1p": torch.log1p,
     "library.expm1": torch.expm1,
     "library.biased_product": lambda x, matrix, bias, extents: F.linear(x, matrix.t(), bias).view(extents),
-    "library.with_derivative": _WithDerivative.apply,
+    "library.with_derivative": with_own_gradient,
 }
 
 

@@ -14,10 +14,9 @@ from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
 from bridge.compile.loop_ir.operations import Access, Number
 from bridge.compile.schedule.reduction import combine, fold_lanes, identity
 from bridge.compile.schedule.row_plan import (
-    Index,
     InputElement,
     KernelBuffers,
-    NodeElement,
+    PassStep,
     RowPass,
     RowPlan,
     RowValues,
@@ -125,7 +124,7 @@ Accumulators = Mapping[tuple[int, int], Buffer]
 """Of each row reduction and number of lanes, the buffer that it is accumulated in."""
 
 
-class VectorStep:
+class VectorStep(PassStep):
     """One step of a pass.
 
     Args:
@@ -145,16 +144,9 @@ class VectorStep:
         accumulators: Accumulators,
         copy: int,
     ) -> None:
-        self.scope = scope
-        self.plan = scope.plan
-        self.index = index
-        self.e = Emitter(lanes)
-        self.at = at
-        self.sections = sections
+        super().__init__(scope, index, Emitter(lanes), at, sections)
         self.accumulators = accumulators
         self.copy = copy
-        self._values: dict[int, Expr] = {}
-        self._loads: dict[InputElement, Expr] = {}
         position: Expr = scope.number(0)
         for extent, coordinate in zip(self.plan.columns, at, strict=True):
             position = position * scope.number(extent) + coordinate
@@ -205,12 +197,6 @@ class VectorStep:
             total = e.bind(combine(e, self.plan.nodes[node].op, total, e.bind(Shuffle([vector], [lane]))))
         self.e.stmts += [*e.stmts, BufferStore(buffer, total, [at])]
 
-    def _value(self, node: int) -> Expr:
-        """A node's elementwise value at this step."""
-        if node not in self._values:
-            self._values[node] = self._compute(node)
-        return self._values[node]
-
     def _compute(self, node: int) -> Expr:
         e, scope = self.e, self.scope
         if self.plan.levels[node] < self.index:
@@ -221,18 +207,6 @@ class VectorStep:
                 load = BufferLoad(scope.buffers.outputs[node], [e.index(scope.element(self.position), 1)])
                 return e.bind(e.cast(load, compute_type(self.plan.nodes[node].dtype)))
         return scope.compute(self.plan.nodes[node], e, self._read, self.sections)
-
-    def _read(self, operand: InputElement | Index | NodeElement) -> Expr:
-        """An operand at this step, in its compute type."""
-        if isinstance(operand, Index):
-            return self._index(operand)
-        if isinstance(operand, NodeElement):
-            if operand.node in self.scope.scalars:
-                return self.e.broadcast(self.scope.scalars[operand.node])
-            return self._value(operand.node)
-        if operand not in self._loads:
-            self._loads[operand] = self._load(operand)
-        return self._loads[operand]
 
     def _load(self, read: InputElement) -> Expr:
         e, scope, strides = self.e, self.scope, read.access.columns
@@ -246,18 +220,14 @@ class VectorStep:
             return e.bind(e.cast(e.broadcast(BufferLoad(buffer, [index])), dtype))
         return e.bind(e.cast(BufferLoad(buffer, [e.index(index, step)]), dtype))
 
-    def _index(self, operand: Index) -> Expr:
-        index, step = self._place(operand.access)
-        return self.e.broadcast(index) if operand.access.columns[-1] == 0 else self.e.index(index, step)
+    def _index(self, access: Access) -> Expr:
+        index, step = self._place(access)
+        return self.e.broadcast(index) if access.columns[-1] == 0 else self.e.index(index, step)
 
     def _place(self, access: Access) -> tuple[Expr, Expr | int]:
         """Index of the first lane's element, and the step to the next one's."""
-        index, number = self.scope.base(access), self.scope.number
-        for coordinate, stride in zip(self.at, access.columns, strict=True):
-            if stride:
-                index = index + coordinate * number(stride)
         last = access.columns[-1]
-        return index, last if isinstance(last, int) else number(last)
+        return self.first(access), last if isinstance(last, int) else self.scope.number(last)
 
 
 def emit_row(scope: RowScope, row: Expr) -> Stmt:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
@@ -38,6 +37,7 @@ from bridge.compile.schedule.row_plan import (
     InputElement,
     KernelBuffers,
     NodeElement,
+    PassStep,
     RowPass,
     RowPlan,
     RowValues,
@@ -173,23 +173,13 @@ def kernel_buffers(plan: RowPlan, suffix: str = "") -> KernelBuffers:
     )
 
 
-class _Step(Protocol):
-    scope: ThreadScope
-    lanes: int
-    lane: Expr
-    before: CudaEmitter
-    e: CudaEmitter
-
-    def first(self, access: Access) -> Expr: ...
-
-
 def is_at_multiples(access: Access, count: int) -> bool:
     """Whether it is known that vectors of so many elements begin at multiples of their number."""
     known = [access.offset, *(term.stride for term in access.terms), *access.columns[:-1]]
     return all(isinstance(each, int) and each % count == 0 for each in known)
 
 
-def drawn_vector(step: _Step, node: Compute) -> Expr | None:
+def drawn_vector(step: ThreadStep, node: Compute) -> Expr | None:
     """Whether this lane's element is kept; ``None``: no mask, or each lane has a call of its own."""
     width = MASKS.get(node.op, 1)
     if (width < NUMBERS and width != IN_A_ROW) or step.lanes % NUMBERS or node.per_row:
@@ -214,7 +204,7 @@ def drawn_vector(step: _Step, node: Compute) -> Expr | None:
     return step.e.bind(is_kept(width, BufferLoad(words, [step.lane]), step.e.cast(least, "uint32")))
 
 
-class ThreadStep:
+class ThreadStep(PassStep):
     """One step of a pass.
 
     Args:
@@ -238,15 +228,11 @@ class ThreadStep:
         sections: Sequence[int | None],
         accumulators: dict[int, Buffer],
     ) -> None:
-        self.scope, self.plan, self.index, self.lanes = scope, scope.plan, index, lanes
-        self.position, self.slot, self.at, self.sections = position, slot, at, sections
-        self.accumulators = accumulators
+        super().__init__(scope, index, CudaEmitter(), at, sections)
+        self.lanes, self.position, self.slot, self.accumulators = lanes, position, slot, accumulators
         self.lane: Expr = Var("lane", scope.plan.index_type) if lanes > 1 else scope.number(0)
         self.before = CudaEmitter()
-        self.e = CudaEmitter()
         self.after: list[Stmt] = []
-        self._values: dict[int, Expr] = {}
-        self._loads: dict[InputElement, Expr] = {}
 
     def emit(self, row_pass: RowPass) -> list[Stmt]:
         """Statements that store, keep and accumulate what the pass has to."""
@@ -279,12 +265,6 @@ class ThreadStep:
     def _kept(self, kept) -> Expr:
         return kept.at(self.slot, self.position) + self.lane if self.lanes > 1 else kept.at(self.slot, self.position)
 
-    def _value(self, node: int) -> Expr:
-        """A node's elementwise value in this lane."""
-        if node not in self._values:
-            self._values[node] = self._compute(node)
-        return self._values[node]
-
     def _compute(self, node: int) -> Expr:
         e, scope = self.e, self.scope
         if self.plan.levels[node] < self.index:
@@ -296,17 +276,6 @@ class ThreadStep:
                 return e.bind(e.loaded(self._load_vector(scope.buffers.outputs[node], at, True), dtype))
         mask = drawn_vector(self, self.plan.nodes[node])
         return scope.compute(self.plan.nodes[node], e, self._read, self.sections) if mask is None else mask
-
-    def _read(self, operand: InputElement | Index | NodeElement) -> Expr:
-        """An operand in this lane, in its compute type."""
-        if isinstance(operand, Index):
-            return self._index(operand.access)
-        if isinstance(operand, NodeElement):
-            known = self.scope.scalars.get(operand.node)
-            return self._value(operand.node) if known is None else known
-        if operand not in self._loads:
-            self._loads[operand] = self._load(operand)
-        return self._loads[operand]
 
     def _load(self, read: InputElement) -> Expr:
         scope, access = self.scope, read.access
@@ -331,14 +300,6 @@ class ThreadStep:
         """The stored element of this lane of a vector, whose elements are neighbours."""
         buffer = self.scope.buffers.inputs[read.tensor]
         return self._load_vector(buffer, self.first(read.access), is_at_multiples(read.access, self._width(buffer)))
-
-    def first(self, access: Access) -> Expr:
-        """Index of the first lane's element."""
-        index, number = self.scope.base(access), self.scope.number
-        for coordinate, stride in zip(self.at, access.columns, strict=True):
-            if stride:
-                index = index + coordinate * number(stride)
-        return index
 
     def _index(self, access: Access) -> Expr:
         """Index of this lane's element."""

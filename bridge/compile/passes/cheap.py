@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -145,48 +145,23 @@ def permuted_arithmetic(node: Pointwise, read: Operand) -> list[Operand | Scalar
 
 def cast_where_read(graph: Graph, rules: Rules) -> Graph:
     """The graph in which point-wise nodes cast what they read of tensors that are smaller by the backend's limit."""
-    factor = rules.limits.small_casts
-    if not factor:
-        return graph
     casts: dict[Value, Operand] = {}
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        if type(node) is Pointwise:
-            reads = tuple(_read_cast(operand, node, casts, nodes, factor) for operand in node.operands)
-            node = node if reads == node.operands else replace(node, operands=reads)
-            if node.op == "astype" and isinstance(reads[0], Operand) and is_dense(reads[0].view):
-                casts[node.out] = reads[0]
-        nodes.append(node)
-    return replace(graph, nodes=nodes)
 
+    def note(node: Pointwise) -> None:
+        if node.op == "astype" and isinstance(node.operands[0], Operand) and is_dense(node.operands[0].view):
+            casts[node.out] = node.operands[0]
 
-def _read_cast(
-    operand: Operand | Scalar, reader: Pointwise, casts: dict[Value, Operand], nodes: list[Node], factor: int
-) -> Operand | Scalar:
-    """The operand, or what a cast for this reader alone makes, which is added to the nodes."""
-    if isinstance(operand, Scalar) or operand.value not in casts:
-        return operand
-    if factor * sample_of(operand.value.numel) > sample_of(reader.out.numel):
-        return operand
-    source, out = casts[operand.value], Value(operand.value.name, operand.shape, operand.dtype)
-    view = replace(operand.view, offset=operand.view.offset + source.view.offset)
-    nodes.append(Pointwise("astype", (Operand(source.value, view),), out))
-    return whole(out)
+    return _cast_at_readers(graph, rules, casts.get, note)
 
 
 def count_where_read(graph: Graph, rules: Rules) -> Graph:
     """The graph in which point-wise nodes count what they would read of constants that are smaller by the limit."""
-    factor = rules.limits.small_casts
-    counts = {value for value, constant in graph.constants.items() if factor and _counts(constant)}
-    if not counts:
-        return graph
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        if type(node) is Pointwise:
-            reads = tuple(_read_count(operand, node, counts, nodes, factor) for operand in node.operands)
-            node = node if reads == node.operands else replace(node, operands=reads)
-        nodes.append(node)
-    return replace(graph, nodes=nodes)
+    counts = {value for value, constant in graph.constants.items() if rules.limits.small_casts and _counts(constant)}
+
+    def places(value: Value) -> Operand | None:
+        return whole(Value(value.name, value.shape, "int64", "index")) if value in counts else None
+
+    return _cast_at_readers(graph, rules, places) if counts else graph
 
 
 def _counts(constant: torch.Tensor | Positions) -> bool:
@@ -195,18 +170,39 @@ def _counts(constant: torch.Tensor | Positions) -> bool:
     return torch.equal(constant, torch.arange(len(constant), dtype=constant.dtype, device=constant.device))
 
 
-def _read_count(
-    operand: Operand | Scalar, reader: Pointwise, counts: set[Value], nodes: list[Node], factor: int
-) -> Operand | Scalar:
-    """The operand, or the places that this reader counts, which are added to the nodes."""
-    if isinstance(operand, Scalar) or operand.value not in counts:
-        return operand
-    if factor * sample_of(operand.value.numel) > sample_of(reader.out.numel):
-        return operand
-    index = Value(operand.value.name, operand.value.shape, "int64", "index")
-    out = Value(operand.value.name, operand.shape, operand.dtype)
-    nodes.append(Pointwise("astype", (Operand(index, operand.view),), out))
-    return whole(out)
+def _cast_at_readers(
+    graph: Graph,
+    rules: Rules,
+    source_of: Callable[[Value], Operand | None],
+    note: Callable[[Pointwise], None] = lambda node: None,
+) -> Graph:
+    """The graph in which each larger point-wise reader of a value casts that value's source itself.
+
+    Args:
+        source_of: a value → the dense operand that a cast makes it from, ``None`` for any other value.
+        note: is told each point-wise node, in order.
+    """
+    factor = rules.limits.small_casts
+    if not factor:
+        return graph
+    nodes: list[Node] = []
+
+    def read(operand: Operand | Scalar, reader: Pointwise) -> Operand | Scalar:
+        source = None if isinstance(operand, Scalar) else source_of(operand.value)
+        if source is None or factor * sample_of(operand.value.numel) > sample_of(reader.out.numel):
+            return operand
+        view = replace(operand.view, offset=operand.view.offset + source.view.offset)
+        out = Value(operand.value.name, operand.shape, operand.dtype)
+        nodes.append(Pointwise("astype", (Operand(source.value, view),), out))
+        return whole(out)
+
+    for node in graph.nodes:
+        if type(node) is Pointwise:
+            reads = tuple(read(operand, node) for operand in node.operands)
+            node = node if reads == node.operands else replace(node, operands=reads)
+            note(node)
+        nodes.append(node)
+    return replace(graph, nodes=nodes)
 
 
 def recompute_row_values(graph: Graph, rules: Rules) -> Graph:

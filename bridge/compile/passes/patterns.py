@@ -109,7 +109,9 @@ def _is_column_sum(node: Node | Neutral | None) -> bool:
 
 def _is_half(node: Node | Neutral | None) -> bool:
     """Whether a node makes a half type's numbers, in float32."""
-    return type(node) is Pointwise and node.op == "astype" and node.operands[0].dtype in ("float16", "bfloat16")
+    if type(node) is not Pointwise or node.op != "astype" or node.out.dtype != "float32":
+        return False
+    return node.operands[0].dtype in ("float16", "bfloat16")
 
 
 def _is_row(mean: Operand, node: Reduction) -> bool:
@@ -182,7 +184,7 @@ def _normal_cdf(node: Pointwise, makers: dict[Value, Pointwise]) -> Pointwise | 
     root = None if total is None else _other(total, "add", 1.0, makers)
     scaled = None if root is None or root.op != "erf" else makers.get(_value(root.operands[0]))
     x = None if scaled is None else _beside(scaled, "multiply", math.sqrt(0.5))
-    return None if x is None or not _is_widened_half(x, makers) else replace(node, op="normal_cdf", operands=(x,))
+    return None if x is None or not _is_half(makers.get(x.value)) else replace(node, op="normal_cdf", operands=(x,))
 
 
 def _gaussian(node: Pointwise, makers: dict[Value, Pointwise]) -> Pointwise | None:
@@ -191,7 +193,7 @@ def _gaussian(node: Pointwise, makers: dict[Value, Pointwise]) -> Pointwise | No
     if square is None or square.op != "multiply" or square.operands[0] != square.operands[1]:
         return None
     (x, _) = square.operands
-    is_half = isinstance(x, Operand) and x.is_whole and _is_widened_half(x, makers)
+    is_half = isinstance(x, Operand) and x.is_whole and _is_half(makers.get(x.value))
     return replace(node, op="gaussian", operands=(x,)) if is_half else None
 
 
@@ -215,14 +217,6 @@ def _beside(node: Pointwise, op: str, number: float) -> Operand | None:
 
 def _value(operand: Operand | Scalar) -> Value | None:
     return operand.value if isinstance(operand, Operand) and operand.is_whole else None
-
-
-def _is_widened_half(operand: Operand, makers: dict[Value, Pointwise]) -> bool:
-    """Whether it is a half type's number in float32."""
-    made = makers.get(operand.value)
-    if made is None or made.op != "astype" or made.out.dtype != "float32":
-        return False
-    return made.operands[0].dtype in ("float16", "bfloat16")
 
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")

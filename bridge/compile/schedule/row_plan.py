@@ -28,7 +28,17 @@ from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.codegen.tir import LaunchArguments, converted, rounded, sequence
 from bridge.compile.loop_ir.operations import Access, Argument, Number, Term
 
-__all__ = ["Compute", "Index", "InputElement", "KernelBuffers", "Literal", "NodeElement", "Operand", "Passed"]
+__all__ = [
+    "Compute",
+    "Index",
+    "InputElement",
+    "KernelBuffers",
+    "Literal",
+    "NodeElement",
+    "Operand",
+    "PassStep",
+    "Passed",
+]
 __all__ += ["RowPass", "RowPlan", "RowValues", "Walk"]
 
 
@@ -372,3 +382,59 @@ class RowValues:
     def _section(self, concat: Compute, turns: Sequence[int | None]) -> Operand:
         """The operand that a concatenation reads in these turns of the loops, ``None`` for those not unrolled."""
         return concat.operands[sum(turns[axis] * count for axis, count in concat.sections)]
+
+
+class PassStep:
+    """Emission state of one step of a pass that no target changes: each node's value and each operand's load once.
+
+    Attributes:
+        index: of the pass.
+        e: emits the step's code.
+        at: the step's coordinate in each loop over the columns; of its first lane in the last one.
+        sections: see :meth:`RowValues.compute`.
+    """
+
+    def __init__(
+        self, scope: RowValues, index: int, e: Emitter, at: Sequence[Expr], sections: Sequence[int | None]
+    ) -> None:
+        self.scope, self.plan, self.index, self.e = scope, scope.plan, index, e
+        self.at, self.sections = at, sections
+        self._values: dict[int, Expr] = {}
+        self._loads: dict[InputElement, Expr] = {}
+
+    def _compute(self, node: int) -> Expr:
+        """A node's elementwise value at this step."""
+        raise NotImplementedError
+
+    def _load(self, read: InputElement) -> Expr:
+        """An input's element at this step, in its compute type."""
+        raise NotImplementedError
+
+    def _index(self, access: Access) -> Expr:
+        """An element's index itself."""
+        raise NotImplementedError
+
+    def _value(self, node: int) -> Expr:
+        """:meth:`_compute`, once."""
+        if node not in self._values:
+            self._values[node] = self._compute(node)
+        return self._values[node]
+
+    def _read(self, operand: InputElement | Index | NodeElement) -> Expr:
+        """An operand at this step, in its compute type."""
+        if isinstance(operand, Index):
+            return self._index(operand.access)
+        if isinstance(operand, NodeElement):
+            known = self.scope.scalars.get(operand.node)
+            return self._value(operand.node) if known is None else self.e.broadcast(known)
+        if operand not in self._loads:
+            self._loads[operand] = self._load(operand)
+        return self._loads[operand]
+
+    def first(self, access: Access) -> Expr:
+        """Index of the first lane's element."""
+        index, number = self.scope.base(access), self.scope.number
+        for coordinate, stride in zip(self.at, access.columns, strict=True):
+            if stride:
+                index = index + coordinate * number(stride)
+        return index
