@@ -188,29 +188,14 @@ def build_graph(
         permute_once(body, outputs)
     body.prune()
 
-    paths = module_paths or {}
-    names: dict[Binding | None, str | None] = {None: None}
-    nodes: dict[str, Node] = {}
-    for binding in [*body.parameters(), *body.bindings]:
-        names[binding] = name = _unique(binding.name, nodes)
-        inputs = tuple([names[read] for read in binding.reads])
-        path = paths.get(binding.name)
-        if path is None:  # made here, of what it reads
-            path = nodes[inputs[0]].module_path if inputs else ""
-        nodes[name] = node = Node(name, binding.var, binding.value, inputs, path)
-        if node.op in RANDOM:
-            raise ValueError(f"{name} = {node.op} draws random numbers; a partition wants every draw to be a primal")
-
+    names, nodes = _nodes(body, module_paths or {})
     parameters = [names[param] for param in body.parameters()]
     primals, grad_outs = tuple(parameters[:num_primals]), tuple(parameters[num_primals:])
     output_names = tuple(names[body.binding(output)] for output in outputs)
     gradient_names = tuple(names[body.binding(gradient)] for gradient in gradients)
     forward = _ancestors(nodes, output_names)
     read_again = {primals[index]: viewed for index, viewed in again.items()}
-    tangled = set(grad_outs)
-    for node in nodes.values():
-        if any(read in tangled or (read in read_again and node.name not in forward) for read in node.inputs):
-            tangled.add(node.name)
+    tangled = _tangled(nodes, grad_outs, forward, read_again)
     for index, name in enumerate(output_names):
         if name in tangled:
             raise ValueError(
@@ -218,11 +203,8 @@ def build_graph(
             )
     adjoint = _ancestors(nodes, gradient_names) & tangled
     side = _ancestors(nodes, gradient_names) - tangled - forward
-    required: dict[str, None] = {}
-    for name in nodes:
-        if name in adjoint:
-            required.update((read, None) for read in nodes[name].inputs if read not in tangled)
-    required.update((name, None) for name in gradient_names if name is not None and name not in tangled)
+    required = {read for name in adjoint for read in nodes[name].inputs if read not in tangled}
+    required.update(name for name in gradient_names if name is not None and name not in tangled)
     bound = {name for name, node in nodes.items() if node.value is not None}
     live_names = forward | side | adjoint
     return JointGraph(
@@ -240,6 +222,33 @@ def build_graph(
         kept=results_of(nodes, forward & bound, output_names, read_again, owners or {}),
         apart=frozenset(apart),
     )
+
+
+def _nodes(body: Body, paths: Mapping[str, str]) -> tuple[dict[Binding | None, str | None], dict[str, Node]]:
+    """The name of each binding, and the nodes by their names, in order."""
+    names: dict[Binding | None, str | None] = {None: None}
+    nodes: dict[str, Node] = {}
+    for binding in [*body.parameters(), *body.bindings]:
+        names[binding] = name = _unique(binding.name, nodes)
+        inputs = tuple([names[read] for read in binding.reads])
+        path = paths.get(binding.name)
+        if path is None:  # made here, of what it reads
+            path = nodes[inputs[0]].module_path if inputs else ""
+        nodes[name] = node = Node(name, binding.var, binding.value, inputs, path)
+        if node.op in RANDOM:
+            raise ValueError(f"{name} = {node.op} draws random numbers; a partition wants every draw to be a primal")
+    return names, nodes
+
+
+def _tangled(
+    nodes: Mapping[str, Node], grad_outs: Collection[str], forward: Collection[str], read_again: Collection[str]
+) -> set[str]:
+    """Nodes that depend on a grad_out, or that only the backward computes from what it reads again."""
+    tangled = set(grad_outs)
+    for node in nodes.values():
+        if any(read in tangled or (read in read_again and node.name not in forward) for read in node.inputs):
+            tangled.add(node.name)
+    return tangled
 
 
 def _ancestors(nodes: dict[str, Node], roots: Sequence[str | None]) -> set[str]:

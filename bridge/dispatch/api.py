@@ -129,20 +129,9 @@ def add_tvm_dispatch(
         >>> stats(module).hits
         1
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
-    if others:
-        raise TypeError(f"sample_input: {1 + len(others)} arguments want a tuple, add_tvm_dispatch(module, (x, y))")
     learns = sample_input is None and sample_kwargs is None
-    if on_miss is None:
-        on_miss = "compile" if learns else "eager"
-    if on_miss not in ON_MISS:
-        raise ValueError(f"on_miss: wanted one of {', '.join(map(repr, ON_MISS))}, got {on_miss!r}")
-    if type(cuda_graphs) not in (str, bool) or cuda_graphs not in MODES:
-        raise ValueError(f"cuda_graphs: wanted one of {', '.join(map(repr, MODES))}, got {cuda_graphs!r}")
-    for name, flag in (("freeze", freeze), ("whole", whole)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: wanted True or False, got {flag!r}")
+    on_miss = ("compile" if learns else "eager") if on_miss is None else on_miss
+    _require_arguments(module, others, on_miss, cuda_graphs, freeze=freeze, whole=whole)
     resolve_strategy(partition)
     args, kwargs = ((), {}) if learns else normalize_sample(module, sample_input, sample_kwargs)
     if not whole and (learns or dynamic_shapes is not None):
@@ -169,12 +158,7 @@ def add_tvm_dispatch(
                 raise
             problem = refused
         except Exception as error:
-            if hasattr(error, "add_note"):  # Python 3.11
-                if isinstance(sample_input, Mapping) and args:
-                    words = "the keys of sample_input name no parameters of forward: it was taken for its one argument"
-                    error.add_note(words)
-                elif is_refused_by_eager(error):
-                    error.add_note("PyTorch raises this for the sample that was given, with or without a dispatch")
+            _add_note(error, is_one_mapping=isinstance(sample_input, Mapping) and bool(args))
             raise
         else:
             problem = None
@@ -184,6 +168,31 @@ def add_tvm_dispatch(
             return module
     install(module, dispatcher)
     return module
+
+
+def _require_arguments(module: Any, others: tuple, on_miss: Any, cuda_graphs: Any, **flags: Any) -> None:
+    """Raises for arguments of :func:`add_tvm_dispatch` of another type, or out of their range."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
+    if others:
+        raise TypeError(f"sample_input: {1 + len(others)} arguments want a tuple, add_tvm_dispatch(module, (x, y))")
+    if on_miss not in ON_MISS:
+        raise ValueError(f"on_miss: wanted one of {', '.join(map(repr, ON_MISS))}, got {on_miss!r}")
+    if type(cuda_graphs) not in (str, bool) or cuda_graphs not in MODES:
+        raise ValueError(f"cuda_graphs: wanted one of {', '.join(map(repr, MODES))}, got {cuda_graphs!r}")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: wanted True or False, got {flag!r}")
+
+
+def _add_note(error: Exception, is_one_mapping: bool) -> None:
+    """Says what a sample may have to do with an error."""
+    if not hasattr(error, "add_note"):  # Python 3.10
+        return
+    if is_one_mapping:
+        error.add_note("the keys of sample_input name no parameters of forward: it was taken for its one argument")
+    elif is_refused_by_eager(error):
+        error.add_note("PyTorch raises this for the sample that was given, with or without a dispatch")
 
 
 def dispatch_at_first_call(

@@ -66,6 +66,33 @@ class _Unwritten(NamedTuple):
     names: list[str]
 
 
+def _names_looked_at(
+    modules: Sequence[nn.Module], paths: Mapping[int, str], kept: Sequence[KeptPlace], reads: Reads
+) -> list[Looked]:
+    """Of each module, the attributes that are looked at: what forward read, but for what a call sets and none reads."""
+    set_on: dict[str, set[str]] = {}
+    for each in kept:
+        if each.path is not None and not each.is_read:
+            set_on.setdefault(each.path, set()).add(each.key)
+    return [
+        Looked(reads.modules.get(id(module), (None, frozenset()))[1], set_on.get(paths[id(module)], frozenset()))
+        for module in modules
+    ]
+
+
+def _tensor_guard(found: Sequence[torch.Tensor], tensors: Sequence[ModuleTensor], saves: bool) -> TensorGuard:
+    """The conditions on the tensors that the compiled code reads."""
+    parameter, either = (nn.Parameter,), (torch.Tensor, nn.Parameter)
+    return TensorGuard(
+        found,
+        kinds=[parameter if spec.kind == "parameter" else either for spec in tensors],
+        names=[f"{spec.kind} '{spec.name}'" for spec in tensors],
+        stage=MODULE,
+        saves=saves,
+        explain_type=_explain_type,
+    )
+
+
 class ModuleGuard:
     """The conditions of one entry on the module tree: types, flags, plain attributes, hooks inside, tensors, code.
 
@@ -100,14 +127,7 @@ class ModuleGuard:
         self._modules = modules[1:]
         self._read = tree_reader(modules)
         tree = self._read(modules, list(map(_DICT, modules)))
-        set_on: dict[str, set[str]] = {}
-        for each in kept:
-            if each.path is not None and not each.is_read:
-                set_on.setdefault(each.path, set()).add(each.key)
-        names = [
-            Looked(reads.modules.get(id(module), (None, frozenset()))[1], set_on.get(path, frozenset()))
-            for module, path in zip(modules, paths.values(), strict=True)
-        ]
+        names = _names_looked_at(modules, paths, kept, reads)
         attributes = [
             (i, name, value)
             for i, name, value in owned_attributes(modules)
@@ -116,8 +136,7 @@ class ModuleGuard:
         ]
         self._derived = {
             f"{paths[id(each)]}.{name}": (i, hook)
-            for i, each in enumerate(modules)
-            if i
+            for i, each in enumerate(modules[1:], 1)
             for name, hook in derived_attributes(each).items()
         }
         places = {id(module): i for i, module in enumerate(modules)}
@@ -141,15 +160,7 @@ class ModuleGuard:
         self.types = self._conditions.types.expected
         self._attribute_places = self._conditions.attribute_places
         self._references = self._conditions.references
-        parameter, either = (nn.Parameter,), (torch.Tensor, nn.Parameter)
-        self._tensors = TensorGuard(
-            self._conditions.find_tensors(tree),
-            kinds=[parameter if spec.kind == "parameter" else either for spec in tensors],
-            names=[f"{spec.kind} '{spec.name}'" for spec in tensors],
-            stage=MODULE,
-            saves=saves,
-            explain_type=_explain_type,
-        )
+        self._tensors = _tensor_guard(self._conditions.find_tensors(tree), tensors, saves)
         self.unwritten: _Unwritten | None = None
 
     @property
