@@ -143,16 +143,6 @@ def mean(importer, node, x, *args, **kwargs):
     return div(importer, node, Complex(*means), 1)
 
 
-@_complex(aten.reciprocal.default)
-def reciprocal(importer, node, x):
-    return div(importer, node, 1.0, x)
-
-
-@_complex(aten.square.default)
-def square(importer, node, x):
-    return multiplied(importer, x, x)
-
-
 @_complex(aten.pow.Tensor_Scalar)
 def pow_by_number(importer, node, x, exponent):
     """Small whole exponents, as torch multiplies; others are torch's kernel."""
@@ -166,29 +156,15 @@ def conj(importer, node, x):
     return Complex(x.real, importer.emit(op.negative(x.imaginary)))
 
 
-@_complex(aten.resolve_conj.default, aten.resolve_neg.default)
-def resolved(importer, node, x):
-    return x
-
-
-@_complex(aten.view_as_real.default)
-def view_as_real(importer, node, x):
-    return joined(importer, x)
-
-
-@_complex(aten.view_as_complex.default)
-def view_as_complex(importer, node, x):
-    return separated(importer, x)
-
-
-@_complex(aten.real.default)
-def real(importer, node, x):
-    return x.real
-
-
-@_complex(aten.imag.default)
-def imag(importer, node, x):
-    return x.imaginary
+COMPLEX |= {
+    aten.reciprocal.default: lambda importer, node, x: div(importer, node, 1.0, x),
+    aten.square.default: lambda importer, node, x: multiplied(importer, x, x),
+    aten.view_as_real.default: lambda importer, node, x: joined(importer, x),
+    aten.view_as_complex.default: lambda importer, node, x: separated(importer, x),
+    aten.real.default: lambda importer, node, x: x.real,
+    aten.imag.default: lambda importer, node, x: x.imaginary,
+    **dict.fromkeys((aten.resolve_conj.default, aten.resolve_neg.default), lambda importer, node, x: x),
+}
 
 
 @_complex(aten.complex.default)
@@ -295,29 +271,21 @@ def compared(importer, node, a, b):
     return importer.emit(join(*(importer.emit(compare(x, y)) for x, y in zip(a.parts, b.parts, strict=True))))
 
 
-_CREATED = {
-    aten.full.default: lambda args: args[1],
-    aten.full_like.default: lambda args: args[1],
-    aten.scalar_tensor.default: lambda args: args[0],
-    aten.zeros.default: lambda args: 0,
-    aten.zeros_like.default: lambda args: 0,
-    aten.ones.default: lambda args: 1,
-    aten.ones_like.default: lambda args: 1,
-    aten.new_zeros.default: lambda args: 0,
-    aten.new_ones.default: lambda args: 1,
-    aten.empty.memory_format: lambda args: 0,  # eager's memory is uninitialized, as in bridge.aten.creation
-    aten.empty_permuted.default: lambda args: 0,
-    aten.empty_strided.default: lambda args: 0,
-    aten.empty_like.default: lambda args: 0,
-    aten.new_empty.default: lambda args: 0,
-    aten.new_empty_strided.default: lambda args: 0,
-    aten.new_full.default: lambda args: args[2],
-}
+_NUMBER = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0, aten.new_full.default: 2}
+"""Of a tensor full of a number: which argument it is."""
+
+_ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+_ZEROS = (
+    *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default),
+    *(aten.empty.memory_format, aten.empty_permuted.default, aten.empty_strided.default, aten.empty_like.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+)
+"""With those that are uninitialized in eager, as in :mod:`bridge.aten.creation`."""
 
 
-@_complex(*_CREATED)
+@_complex(*_NUMBER, *_ONES, *_ZEROS)
 def created(importer, node, *args, **kwargs):
-    number = _CREATED[node.target](args)
+    number = args[_NUMBER[node.target]] if node.target in _NUMBER else int(node.target in _ONES)
     if isinstance(number, Expr | Complex):
         raise UnsupportedUse("a complex tensor full of a computed number")
     return _broadcast(importer, node, as_complex(importer, number, importer.out_dtype(node)))

@@ -23,6 +23,7 @@ from bridge.base.torch_internals import PROBES, MissingInternalError, find
 __all__ = [
     "SYMBOLIC",
     "Conclusion",
+    "check_places",
     "conclusions",
     "environment",
     "expression",
@@ -128,6 +129,17 @@ def conclusions(env: Any) -> Iterator[Conclusion]:
     """
     for guard in env.guards:
         yield guard.expr, guard.sloc.maybe_user_loc or guard.sloc.framework_loc
+
+
+def check_places(x: torch.Tensor, size: Any, stride: Any, offset: Any = None) -> None:
+    """Asks, as eager's kernels do and those on fake tensors do not, whether strided places lie in ``x``'s memory."""
+    end = x.storage_offset() if offset is None else offset
+    for count, step in zip(size, stride, strict=True):
+        if count == 0:
+            return
+        end += (count - 1) * step
+    if (end + 1) * x.itemsize > x.untyped_storage().nbytes():
+        raise RuntimeError("strided places out of the memory of their tensor")
 
 
 def _source(name: str) -> Any:

@@ -114,7 +114,8 @@ def _is_same_tree(ours: Record, one: Any, theirs: Record, other: Any) -> bool:
         return len(one) == len(other) and all(_is_same_tree(ours, a, theirs, b) for a, b in pairs)
     if type(one) is dict and type(other) is dict:
         return list(one) == list(other) and all(_is_same_tree(ours, one[key], theirs, other[key]) for key in one)
-    return one is other or (type(one) is type(other) and repr(one) == repr(other))
+    is_constant = type(one) is type(other) and not isinstance(one, torch.UntypedStorage)
+    return one is other or (is_constant and repr(one) == repr(other))
 
 
 def _results(record: Record, row: Row) -> str:

@@ -18,7 +18,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.torch_internals import FakeTensorMode, aten, python_kernels
 from bridge.base.torch_recording import no_python_kernels
-from bridge.base.torch_shapes import expression, hint, is_decided, symbolic_fake
+from bridge.base.torch_shapes import check_places, expression, hint, is_decided, symbolic_fake
 from bridge.capture.counted_dims import CountedDims
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.observation import Draw
@@ -201,6 +201,11 @@ def _diagonal_filled(forms: Sequence[Form], x: torch.Tensor, value: Any, wrap: b
     return x.masked_fill_(nothing, value) if has_symbols(x) else NotImplemented
 
 
+def _placed(forms: Sequence[Form], x: torch.Tensor, size: Any, stride: Any, offset: Any = None) -> torch.Tensor:
+    check_places(x, size, stride, offset)
+    return NotImplemented
+
+
 def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     with python_kernels():
         return torch.matmul(x, y)
@@ -218,6 +223,8 @@ FORMULAS: dict[Any, Callable[..., Any]] = {
     **{op: partial(lambda pooled, forms, *args: pooled(*args), pooled) for op, pooled in POOLINGS.items()},
     **dict.fromkeys(LAYERED, _layers),
     aten.fill_diagonal_.default: _diagonal_filled,
+    **dict.fromkeys((aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default), _placed),
+    aten.as_strided_scatter.default: lambda forms, x, written, *places: _placed(forms, x, *places),
     **({aten.scaled_dot_product_attention.default: _attention} if _READS_SIZES else {}),
     **{packet.vec: partial(_upsampled, packet.vec) for packet in UPSAMPLES},
 }

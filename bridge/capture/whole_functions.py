@@ -21,6 +21,7 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
 from bridge.base.quirks import applies, quirk
 from bridge.base.torch_internals import aten, pytree
+from bridge.base.torch_shapes import check_places
 
 __all__ = ["HANDLERS", "WHOLE_FUNCTIONS", "WholeFunction", "define_whole"]
 
@@ -352,7 +353,7 @@ HANDLERS[torch.combinations] = _combinations
 _as_strided_scatter_whole = define_whole(
     "as_strided_scatter(Tensor input, Tensor src, int[] size, int[] stride, int storage_offset) -> Tensor",
     WholeFunction(aten.as_strided_scatter.default),
-    lambda input, *_: torch.empty_like(input),
+    lambda input, src, *places: check_places(input, *places) or torch.empty_like(input),
 )
 
 

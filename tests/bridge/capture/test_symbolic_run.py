@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from bridge import UnsupportedModule
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from tests.bridge.compare import Function
 from tests.bridge.symbolic import assert_as_eager, differentiated
 
 AUTO = Dim.AUTO
@@ -105,3 +106,28 @@ def test_sizes_that_numbers_decide_are_refused_where_others_vary():
 
     with pytest.raises(UnsupportedModule, match="depends on the numbers in a tensor, and sizes vary"):
         differentiated(Masks(), normal(4, 3), ({0: AUTO},))
+
+
+@pytest.mark.parametrize(
+    "strided",
+    [
+        lambda x: x.as_strided((15,), (2,)),
+        lambda x: x.square().as_strided((15,), (2,)).zero_(),
+        lambda x: x[1:].as_strided((3, 3), (4, 1), 20),
+        lambda x: torch.as_strided_copy(x, (15,), (2,)),
+        lambda x: torch.as_strided_scatter(x.square(), torch.ones(15), (15,), (2,)),
+    ],
+)
+def test_strided_places_lie_in_memory_also_where_nobody_reads_them(strided):
+    module = Function(lambda x: (x * 2, strided(x))[0])
+    add_tvm_dispatch(module, torch.randn(6, 6), dynamic_shapes=(({0: AUTO},),))
+    assert module(torch.randn(8, 6)).shape == (8, 6)
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        module(torch.randn(3, 6))
+    assert stats(module).hits == 1
+
+
+def test_memory_given_to_an_operator_is_refused():
+    module = Function(lambda x: torch.empty(0).set_(x.square().untyped_storage(), 0, (2,), (2,)))
+    with pytest.raises(UnsupportedModule, match="set_"):
+        add_tvm_dispatch(module, torch.randn(6, 6), dynamic_shapes=(({0: AUTO},),))
