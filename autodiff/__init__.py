@@ -17,8 +17,7 @@ from autodiff.normalization import spell_out
 from autodiff.pads import join_pads
 from autodiff.products import biased_products, join_products
 from autodiff.redundancy import common_subexpression_elimination, dead_code_elimination, unique_names
-from autodiff.views import deduplicate_views
-from autodiff.zapp import one_zapp, zapp_like, zero_zapp
+from autodiff.zapp import deduplicate_views, one_zapp, zapp_like, zero_zapp
 
 __all__ = [
     "Body",

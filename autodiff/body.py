@@ -2,33 +2,46 @@
 
 Simplification reads every binding many times; reading TVM's objects is what costs. A body reads each value once, knows
 who reads whom, and which bindings a pass has to look at again. A function is built from it at the end.
+
+Rewriting: a body and rules per operator -> the body after one walk in which rules replace values.
+
+Constants and splats: a number -> a 0-d tensor; a tensor -> the one number it holds everywhere.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from tvm import relax
+from tvm.relax import op
+
+from autodiff.extents import Dim, Extent
 from autodiff.ir import (
     VARS,
     Constant,
+    DataflowVar,
     Expr,
     Function,
     Var,
     bindings,
     build_function,
+    dtype,
+    numpy_value,
     op_name,
     results,
     substitute,
     used_vars,
 )
+from autodiff.library import number
 from autodiff.ops import having
 from autodiff.typed import normalizer
 
-__all__ = ["Binding", "Body", "RewriteCounts", "on_functions"]
+__all__ = ["Binding", "Body", "BodyScope", "NameSupply", "RewriteCounts", "Rule", "Scope", "const", "names"]
+__all__ += ["on_functions", "ratio", "rewrite", "size", "splat"]
 
-#: What :func:`autodiff.constants.splat` looks through: a rule may depend on what these are applied to.
+#: What :func:`autodiff.body.splat` looks through: a rule may depend on what these are applied to.
 _LOOKED_THROUGH = having("view", "plain") | {"relax.full", "relax.full_like"}
 
 
@@ -231,3 +244,177 @@ def on_functions(apply: Callable[..., None]) -> Callable[..., Function]:
     others = {name: kind for name, kind in apply.__annotations__.items() if name not in ("body", "return")}
     on_either.__annotations__ = {"func": "Function", **others, "return": "Function"}
     return on_either
+
+
+class Scope:
+    """The bindings of the function under construction: what is defined so far, under names used once.
+
+    ``emit`` appends a binding and returns its variable; ``definition`` looks one up.
+    """
+
+    def __init__(self, taken: Iterable[str] = ()):
+        self.body: list[tuple[Var, Expr]] = []
+        self._definitions: dict[Var, Expr] = {}
+        self._names = NameSupply(taken)
+        self._normalize = normalizer()
+
+    def emit(self, value: Expr, name: str = "lv") -> Var:
+        """Bind ``value`` (a call on variables and constants) to a new variable, ``name`` or ``name_<n>``."""
+        value = self._normalize(value)
+        return self.bind(relax.Var(self._names.fresh(name), value.ty), value)
+
+    def bind(self, var: Var, value: Expr) -> Var:
+        """Bind ``value``, whose type is known or can be inferred, to a variable that exists already."""
+        value = self._normalize(value)
+        self.body.append((var, value))
+        self._definitions[var] = value
+        return var
+
+    def definition(self, value: Expr) -> Expr:
+        """What a variable is bound to; anything else (a parameter, a constant) is its own definition."""
+        return self._definitions.get(value, value) if isinstance(value, Var) else value
+
+
+class NameSupply:
+    """Hands out names that are used once: ``name``, then ``name_1``, ``name_2``, ..."""
+
+    def __init__(self, taken: Iterable[str] = ()):
+        self._taken = set(taken)
+        self._count: dict[str, int] = {}
+
+    def fresh(self, name: str) -> str:
+        """``name`` if it is free, else the first free ``name_<n>``; taken from now on."""
+        new = name
+        while new in self._taken:
+            self._count[name] = self._count.get(name, 0) + 1
+            new = f"{name}_{self._count[name]}"
+        self._taken.add(new)
+        return new
+
+
+Rule = Callable[[Expr, Scope], Expr | None]
+"""A rule sees a value whose operands are rewritten already. ``None``: keep it. A variable or constant: the binding
+disappears, its users read that instead. Any other expression (of the same type): the variable is bound to it."""
+
+
+def rewrite(body: Body, rules: Mapping[str | None, Iterable[Rule]], since: int = 0) -> None:
+    """Replace values by the rules of their operator, in one walk; what the rules leave unused is dropped.
+
+    Args:
+        rules: by operator name, under ``None`` those for tuples and projections; the first that answers wins.
+        since: the clock of the last such walk: what has not changed since is not looked at.
+    """
+    started = body.edits
+    scope = BodyScope(body)
+    replaced: dict[Binding, Expr] = {}
+    for binding in body.bindings:
+        if binding.changed < since:
+            scope.bindings.append(binding)
+            continue
+        if replaced:
+            body.substitute(binding, replaced)
+        applicable = rules.get(binding.op, ())
+        body.counts.visits += bool(applicable)
+        new = scope.apply(applicable, binding.value)
+        if new is None and isinstance(binding.value, Var | Constant):  # a plain copy
+            new = binding.value
+        if isinstance(new, Var | Constant):
+            replaced[binding] = new
+            body.touch(binding)
+        else:
+            if new is not None:
+                body.assign(binding, new)
+            scope.bindings.append(binding)
+        body.counts.rewrites += new is not None
+    if body.edits != started:
+        body.finish(scope.bindings, replaced)
+        body.prune()
+
+
+class BodyScope(Scope):
+    """The bindings of a body as far as a walk has come: what rules see, and where they emit."""
+
+    def __init__(self, body: Body, before: Iterable[Binding] = ()):
+        self.bindings = list(before)
+        self._body = body
+        self._supply: NameSupply | None = None
+
+    def emit(self, value: Expr, name: str = "lv") -> Var:
+        if self._supply is None:
+            self._supply = NameSupply(self._body.names())
+        value = self._body.normalize(value)
+        return self.bind(DataflowVar(self._supply.fresh(name), value.ty), value)
+
+    def bind(self, var: Var, value: Expr) -> Var:
+        self.bindings.append(self._body.define(var, value))
+        return var
+
+    def definition(self, value: Expr) -> Expr:
+        found = self._body.binding(value)
+        return value if found is None or found.value is None else found.value
+
+    def apply(self, rules: Iterable[Rule], value: Expr) -> Expr | None:
+        """What the first rule that answers says; its last binding takes the name of what it replaces."""
+        emitted = len(self.bindings)
+        new = next((new for rule in rules if (new := rule(value, self)) is not None), None)
+        if new is None:
+            while len(self.bindings) > emitted:  # of a rule that thought better of it
+                self._body.undefine(self.bindings.pop())
+        elif len(self.bindings) > emitted and isinstance(new, Var) and new.same_as(self.bindings[-1].var):
+            last = self.bindings.pop()
+            self._body.undefine(last)
+            return last.value
+        return new
+
+
+def names(func: Function) -> Iterator[str]:
+    """The names of parameters and bindings, in order."""
+    for param in func.params:
+        yield param.name
+    for var, _ in bindings(func):
+        yield var.name
+
+
+_FILLS = {"relax.zeros": 0, "relax.zeros_like": 0, "relax.ones": 1, "relax.ones_like": 1}
+_PRESERVE_SPLAT = having("view", "plain")
+
+
+def const(value: float | int | bool, like: Expr | str) -> Constant:
+    """A 0-d constant of the element type of ``like`` (a tensor expression, or an element type)."""
+    return relax.const(value, like if isinstance(like, str) else dtype(like))
+
+
+def size(value: Dim, like: Expr) -> Expr:
+    """A size as a 0-d tensor of the element type of ``like``."""
+    return number(value, dtype(like))
+
+
+def ratio(numerator: int, denominator: Dim, like: Expr) -> Expr:
+    """``numerator / denominator`` in float64, rounded to the element type of ``like``: the same bits for a size that
+    is a number and for an extent of that size."""
+    if not isinstance(denominator, Extent):
+        return const(numerator / denominator, like)
+    exact = op.divide(const(numerator, "float64"), number(denominator, "float64"))
+    return exact if dtype(like) == "float64" else op.astype(exact, dtype(like))
+
+
+def splat(value: Expr, scope: Scope) -> float | int | None:
+    """The number that every element of ``value`` is known to be, or ``None``.
+
+    Known are zeros/ones/full and their ``_like`` forms, constants of one repeated number, and those reshaped.
+    """
+    value = scope.definition(value)
+    if isinstance(value, Constant):
+        array = numpy_value(value)
+        if array.size == 0:
+            return None
+        first = array.flat[0]
+        return first.item() if array.size == 1 or (array == first).all() else None
+    name = op_name(value)
+    if name in _FILLS:
+        return _FILLS[name]
+    if name in ("relax.full", "relax.full_like"):
+        return splat(value.args[1], scope)
+    if name in _PRESERVE_SPLAT:
+        return splat(value.args[0], scope)
+    return None

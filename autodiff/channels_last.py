@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from tvm import relax
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, on_functions
+from autodiff.body import Binding, Body, BodyScope, on_functions
 from autodiff.extents import Dim, Extent, same, same_shape
 from autodiff.ir import (
     Call,
@@ -40,8 +40,7 @@ from autodiff.ir import (
     shape,
 )
 from autodiff.ops import POINTWISE, having
-from autodiff.rewrite import BodyScope
-from autodiff.views import reshaped
+from autodiff.zapp import reshaped
 
 __all__ = ["channels_behind", "heads_behind"]
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from autodiff.body import Body, on_functions
+from autodiff.body import Body, on_functions, rewrite
 from autodiff.channels_last import channels_behind
 from autodiff.dropout import project
 from autodiff.ir import Function
 from autodiff.pads import join_pads
 from autodiff.products import share_sums
 from autodiff.redundancy import common_subexpression_elimination, dead_code_elimination
-from autodiff.rewrite import rewrite
-from autodiff.undefined_gradients import undefined_gradients
-from autodiff.views import deduplicate_views
-from autodiff.zapp import one_zapp, zapp_like, zero_zapp
+from autodiff.reverse import undefined_gradients
+from autodiff.zapp import deduplicate_views, one_zapp, zapp_like, zero_zapp
 
 __all__ = ["PASSES", "clean", "clean_joint", "project_tuples", "until_settled"]
 

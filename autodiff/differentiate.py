@@ -19,12 +19,10 @@ from collections.abc import Callable, Collection, Sequence
 from tvm import relax
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, on_functions
+from autodiff.body import Binding, Body, BodyScope, NameSupply, Scope, on_functions, splat
 from autodiff.clean import until_settled
-from autodiff.constants import splat
 from autodiff.errors import NoGradient, UndifferentiableOp
 from autodiff.extents import same_shape
-from autodiff.fold_normalization import fold_normalizations
 from autodiff.gradients import differentiable, unsupported
 from autodiff.ir import (
     Call,
@@ -41,14 +39,13 @@ from autodiff.ir import (
     shape,
     substitute,
 )
-from autodiff.normalization import cast, statistics_dtype
+from autodiff.normalization import cast, fold_normalizations, statistics_dtype
 from autodiff.ops import having
 from autodiff.picked_rows import pick_rows
 from autodiff.products import simplify_transposes
 from autodiff.redundancy import live_bindings, unique_names
 from autodiff.reverse import accumulate
-from autodiff.rewrite import BodyScope, NameSupply, Scope
-from autodiff.views import deduplicate_views
+from autodiff.zapp import deduplicate_views
 
 __all__ = ["backward_bindings", "differentiate", "drop_gradients", "put_gradients", "seed_vjp", "without_grad_outs"]
 

@@ -6,10 +6,8 @@ import numpy as np
 from tvm import relax
 from tvm.relax import op
 
-from autodiff.body import Body, on_functions
-from autodiff.constants import const
+from autodiff.body import Body, NameSupply, Scope, const, on_functions, rewrite
 from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
-from autodiff.rewrite import NameSupply, Scope, rewrite
 
 __all__ = ["keep_scale", "mask_dropout", "project"]
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, on_functions
+from autodiff.body import Binding, Body, BodyScope, Scope, on_functions
 from autodiff.extents import Dim, Extent, at_most, same
 from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
-from autodiff.rewrite import BodyScope, Scope
 
 __all__ = ["join_pads"]
 

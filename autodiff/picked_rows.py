@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, on_functions
-from autodiff.constants import const, size, splat
+from autodiff.body import Binding, Body, BodyScope, Scope, const, on_functions, rewrite, size, splat
 from autodiff.extents import Dim, from_tir, same, same_shape
 from autodiff.ir import Call, Expr, dtype, itemsize, op_name, shape
 from autodiff.normalization import cast, statistics_dtype
-from autodiff.rewrite import BodyScope, Scope, rewrite
 
 __all__ = ["pick_rows"]
 

@@ -28,8 +28,7 @@ from collections.abc import Sequence
 
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, on_functions
-from autodiff.constants import size
+from autodiff.body import Binding, Body, BodyScope, Scope, on_functions, size
 from autodiff.extents import Extent, same, same_shape, sample_of
 from autodiff.ir import (
     Call,
@@ -47,7 +46,6 @@ from autodiff.ir import (
     substitute,
 )
 from autodiff.library import call
-from autodiff.rewrite import BodyScope, Scope
 from autodiff.typed import normalizer
 
 __all__ = ["biased_products", "join_products", "share_sums", "simplify_transposes"]

@@ -6,9 +6,8 @@ from collections.abc import Hashable
 
 from tvm_ffi import StructuralKey
 
-from autodiff.body import Binding, Body, on_functions
+from autodiff.body import Binding, Body, NameSupply, on_functions
 from autodiff.ir import VARS, Call, Expr, Tuple, TupleGetItem, Var, dtype, is_float, itemsize, op_name, used_vars
-from autodiff.rewrite import NameSupply
 
 __all__ = ["common_subexpression_elimination", "dead_code_elimination", "live_bindings", "unique_names"]
 

@@ -3,6 +3,12 @@
 The chain rule over the bindings, last to first: the gradient of a variable is complete when its own binding is reached,
 and the operator's rule then says what it adds to the gradients of its operands. It is the walk of TVM's ``Gradient``
 pass, with the same rules and the same order of sums, in time proportional to the bindings.
+
+Undefined gradients: a library operator's derivative with gradients of zeros -> the same without them.
+
+Autograd leaves the gradient of a result that nothing uses undefined, and the operator's formula then leaves its terms
+out. It is more than a saving: of a singular value decomposition whose vectors are not used, the terms for these are
+``0 / 0`` where values repeat.
 """
 
 from __future__ import annotations
@@ -12,16 +18,31 @@ from collections.abc import Iterable
 from tvm import relax
 from tvm.relax import op
 
-from autodiff.ir import Call, Expr, Op, Tuple, TupleGetItem, TupleType, Var, dtype, op_name, shape
+from autodiff.body import Body, Scope, on_functions, rewrite
+from autodiff.ir import (
+    Call,
+    Expr,
+    Op,
+    ShapeExpr,
+    Tuple,
+    TupleGetItem,
+    TupleType,
+    Var,
+    dtype,
+    library_name,
+    op_name,
+    shape,
+)
+from autodiff.library import call as library_call
 from autodiff.typed import TypedBuilder
 
-__all__ = ["accumulate"]
+__all__ = ["accumulate", "undefined_gradients"]
 
-Body = list[tuple[Var, Expr]]
+Bindings = list[tuple[Var, Expr]]
 _NO_GRADIENT = "relax.grad.no_grad"
 
 
-def accumulate(body: Body, scalar: Var) -> tuple[Body, dict[Var, Var]]:
+def accumulate(body: Bindings, scalar: Var) -> tuple[Bindings, dict[Var, Var]]:
     """The bindings of the backward, and by variable the one of them that holds its gradient.
 
     Args:
@@ -124,3 +145,39 @@ def _zeros(ty: relax.Type) -> Expr:
     if isinstance(ty, TupleType):
         return Tuple([_zeros(field) for field in ty.fields])
     return op.zeros(ty.shape, str(ty.dtype))
+
+
+_ZEROS = ("relax.zeros", "relax.zeros_like")
+
+
+@on_functions
+def undefined_gradients(body: Body, since: int = 0) -> None:
+    """``library.operator_vjp`` takes no gradient that is made as zeros; without any, it is zeros itself.
+
+    Safe: it is what autograd computes, and the same number wherever the terms left out are finite.
+    """
+    rewrite(body, _RULES, since)
+
+
+def _defined_only(call: Call, scope: Scope) -> Expr | None:
+    if library_name(call) != "library.operator_vjp":
+        return None
+    _, name, arguments, wanted, outputs, *rest = call.args
+    indices = [int(index) for index in outputs.values]
+    tensors, grads = rest[: len(rest) - len(indices)], rest[len(rest) - len(indices) :]
+    defined = [
+        (index, grad)
+        for index, grad in zip(indices, grads, strict=True)
+        if op_name(scope.definition(grad)) not in _ZEROS
+    ]
+    if len(defined) == len(indices):
+        return None
+    if not defined:
+        return op.zeros(shape(call), dtype(call))
+    left = ShapeExpr([index for index, _ in defined])
+    return library_call(
+        "operator_vjp", [name, arguments, wanted, left, *tensors, *(grad for _, grad in defined)], call.ty
+    )
+
+
+_RULES = {"relax.call_pure_packed": [_defined_only]}

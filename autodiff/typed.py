@@ -1,23 +1,179 @@
 """Type inference: expressions whose types are not known yet -> the same with types, symbolic extents spelled one way.
 
-TVM infers types; where operands have symbolic extents, our own rules (:mod:`autodiff.symbolic_shapes`) give the shapes
+TVM infers types; where operands have symbolic extents, our own rules (:mod:`autodiff.typed`) give the shapes
 of the operators that combine extents, and every extent is written in its normal form: equal ones are equal expressions.
+
+Shape rules: a call of operands with symbolic extents -> the shape of its result.
+
+For the operators that combine extents. TVM gives no shape where it cannot prove two extents equal, writes slices as
+conditions on signs, and takes extents for equal that nothing says are; here they are compared, and what is not the same
+for all sizes is a guard of the scope. Operators without a rule here have the shape that TVM infers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 from tvm import ir, relax
 from tvm.ir import is_prim_expr
 from tvm.tirx import FloatImm
 
 from autodiff.errors import UnknownShape
-from autodiff.extents import from_tir, symbols_alive
-from autodiff.ir import Call, Expr, IntImm, ShapeExpr, TensorType, Tuple, TupleGetItem, TupleType, Var, op_name
-from autodiff.symbolic_shapes import SHAPES
+from autodiff.extents import Dim, Slice, broadcast, from_tir, maximum, slice_of, symbols_alive
+from autodiff.ir import (
+    Call,
+    Expr,
+    IntImm,
+    ShapeExpr,
+    TensorType,
+    Tuple,
+    TupleGetItem,
+    TupleType,
+    Var,
+    extents_of,
+    op_name,
+    shape,
+)
+from autodiff.ops import having
 
-__all__ = ["TypedBuilder", "normalizer", "reads_extents"]
+__all__ = ["SHAPES", "TypedBuilder", "normalizer", "reads_extents", "slices"]
+
+Shape = tuple[Dim, ...]
+
+SHAPES: dict[str, Callable[[Call], Sequence]] = {}
+"""By operator: the shape of a call's result, or those of its results, from the shapes of its operands."""
+
+
+def _shape_of(*names: str) -> Callable:
+    def add(rule: Callable[[Call], Sequence]) -> Callable[[Call], Sequence]:
+        SHAPES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return add
+
+
+def _equal(a: Dim, b: Dim) -> None:
+    if a != b:
+        raise ValueError(f"wanted equal extents, got {a} and {b}")
+
+
+@_shape_of(*having("elementwise"))
+def _elementwise(call: Call) -> Shape:
+    return broadcast([shape(arg) for arg in call.args if isinstance(arg.ty, TensorType)])
+
+
+@_shape_of("relax.squeeze")
+def _squeeze(call: Call) -> Shape:
+    extents, axes = shape(call.args[0]), call.attrs.axis
+    if axes is None:
+        return tuple([extent for extent in extents if extent != 1])
+    dropped = {int(axis) % len(extents) for axis in axes}
+    for axis in dropped:
+        _equal(extents[axis], 1)
+    return tuple([extent for axis, extent in enumerate(extents) if axis not in dropped])
+
+
+@_shape_of("relax.reshape", "relax.flatten", "relax.nn.batch_flatten", "relax.expand_dims")
+def _same_elements(call: Call) -> Shape:
+    extents = extents_of(call.ty)
+    _equal(math.prod(shape(call.args[0])), math.prod(extents))
+    return extents
+
+
+@_shape_of("relax.broadcast_to")
+def _broadcast_to(call: Call) -> Shape:
+    source, target = shape(call.args[0]), extents_of(call.ty)
+    for extent, wanted in zip(broadcast([source, target]), target, strict=True):
+        _equal(extent, wanted)
+    return target
+
+
+@_shape_of("relax.matmul")
+def _matmul(call: Call) -> Shape:
+    a, b = (shape(arg) for arg in call.args)
+    _equal(a[-1], b[-2] if len(b) > 1 else b[-1])
+    return (*broadcast([a[:-2], b[:-2]]), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
+
+
+@_shape_of("relax.concat")
+def _concat(call: Call) -> Shape:
+    first, *others = (extents_of(field) for field in call.args[0].ty.fields)
+    axis = int(call.attrs.axis or 0) % len(first)
+    extents = list(first)
+    for other in others:
+        for each, (extent, wanted) in enumerate(zip(first, other, strict=True)):
+            if each != axis:
+                _equal(extent, wanted)
+        extents[axis] = extents[axis] + other[axis]
+    return tuple(extents)
+
+
+@_shape_of("relax.stack")
+def _stack(call: Call) -> Shape:
+    first, *others = (extents_of(field) for field in call.args[0].ty.fields)
+    for other in others:
+        for extent, wanted in zip(first, other, strict=True):
+            _equal(extent, wanted)
+    axis = int(call.attrs.axis or 0) % (len(first) + 1)
+    return (*first[:axis], len(others) + 1, *first[axis:])
+
+
+@_shape_of("relax.strided_slice")
+def _strided_slice(call: Call) -> Shape:
+    extents = list(shape(call.args[0]))
+    for axis, cut in slices(call):
+        extents[axis] = cut.length
+    return tuple(extents)
+
+
+def slices(call: Call) -> list[tuple[int, Slice]]:
+    """Each axis that a ``relax.strided_slice`` cuts, and what it reads of it."""
+    x, axes, begins, ends, *strides = call.args
+    steps = [int(stride) for stride in strides[0].fields] if strides else [1] * len(axes.fields)
+    found = []
+    for axis, begin, end, step in zip(axes.fields, begins.fields, ends.fields, steps, strict=True):
+        begin, end, axis = from_tir(begin), from_tir(end), int(axis) % len(shape(x))
+        inbound = bool(call.attrs.assume_inbound) and step > 0
+        cut = Slice(begin, (end - begin + step - 1) // step, step) if inbound else None
+        found.append((axis, cut or slice_of(begin, end, step, shape(x)[axis])))
+    return found
+
+
+@_shape_of("relax.gather_elements", "relax.scatter_elements")
+def _along_an_axis(call: Call) -> Shape:
+    """Indices are as wide as the data at most, but along the axis."""
+    x, indices = shape(call.args[0]), shape(call.args[1])
+    for axis, (extent, wanted) in enumerate(zip(x, indices, strict=True)):
+        if axis != int(call.attrs.axis) % len(x) and wanted > extent:
+            raise ValueError(f"wanted indices of at most {extent} along axis {axis}, got {wanted}")
+    for updates in call.args[2:]:
+        for extent, wanted in zip(shape(updates), indices, strict=True):
+            _equal(extent, wanted)
+    return extents_of(call.ty)
+
+
+@_shape_of("relax.split")
+def _split(call: Call) -> list[Shape]:
+    extents = shape(call.args[0])
+    axis = int(call.attrs.axis) % len(extents)
+    extent, sections = extents[axis], call.attrs.indices_or_sections
+    if isinstance(sections, IntImm):
+        count = int(sections)
+        size = extent // count if extent % count == 0 else (extent + count - 1) // count
+        ends = [size * (index + 1) for index in range(count - 1)]
+    else:
+        ends = [slice_of(0, from_tir(end), 1, extent).length for end in sections]
+    parts = [end - begin for begin, end in zip([0, *ends], [*ends, extent], strict=True)]
+    return [(*extents[:axis], part, *extents[axis + 1 :]) for part in parts]
+
+
+@_shape_of("relax.arange")
+def _arange(call: Call) -> Shape:
+    start, stop, step = (from_tir(bound) for bound in call.args)
+    length = (stop - start + step - 1) // step
+    return (maximum(length, 0),)
+
 
 _NUMBERS = (IntImm, FloatImm)
 

@@ -3,22 +3,24 @@
 The names are those of the literature: ZappLike replaces ``..._like`` operations of known shape, ZeroZapp removes
 additions of zero, OneZapp removes multiplications by one, the seed of the chain rule. There is no rule that makes
 ``x * 0`` zero: it is not, for infinities and NaN.
+
+View simplification: a function -> the same without views and casts that undo or repeat one another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 from tvm.relax import op
 
-from autodiff.body import Body, on_functions
-from autodiff.constants import splat
-from autodiff.extents import same_shape
+from autodiff.body import Body, Rule, Scope, const, on_functions, rewrite, splat
+from autodiff.extents import Dim, broadcast, same, same_shape, sample_of
 from autodiff.gradients.registry import fit
-from autodiff.ir import Call, Constant, Expr, Var, dtype, shape
-from autodiff.rewrite import Scope, rewrite
+from autodiff.ir import Call, Constant, Expr, Var, dtype, op_name, permutation, shape
+from autodiff.ops import having
 
-__all__ = ["LIKE", "one_zapp", "zapp_like", "zero_zapp"]
+__all__ = ["LIKE", "deduplicate_views", "one_zapp", "reshaped", "zapp_like", "zero_zapp"]
 
 
 @on_functions
@@ -64,7 +66,7 @@ def _collapse(call: Call, scope: Scope) -> Expr:
     return fit(call.args[0], call, lambda value: value if isinstance(value, Var | Constant) else scope.emit(value))
 
 
-def _broadcast_to(call: Call, scope: Scope) -> Expr | None:
+def _drop_broadcast(call: Call, scope: Scope) -> Expr | None:
     x = call.args[0]
     if same_shape(shape(x), shape(call)):
         return x
@@ -105,7 +107,152 @@ _ZAPP_LIKE = {
     **{name: [_like] for name in LIKE},
     "relax.collapse_sum_to": [_collapse],
     "relax.collapse_sum_like": [_collapse],
-    "relax.broadcast_to": [_broadcast_to],
+    "relax.broadcast_to": [_drop_broadcast],
 }
 _ZERO_ZAPP = {"relax.add": [_drop_either(0)], "relax.subtract": [_drop_second(0)]}
 _ONE_ZAPP = {"relax.multiply": [_drop_either(1)], "relax.divide": [_drop_second(1)]}
+
+
+@on_functions
+def deduplicate_views(body: Body, since: int = 0) -> None:
+    """Views of views become one view, views that change nothing disappear, and broadcasts move into their users.
+
+    Safe: only positions of elements are concerned. ``expand_dims``, ``squeeze`` and ``flatten``
+    become ``reshape``, so that there is one spelling to compare; so does a transpose that moves only size-1 dims.
+    A cast disappears if it undoes a widening cast; the other order rounds and stays.
+    """
+    rewrite(body, _VIEWS, since)
+
+
+def _reshape(call: Call, scope: Scope) -> Expr | None:
+    x = call.args[0]
+    if same_shape(shape(x), shape(call)):
+        return x
+    if 0 in shape(call):
+        return _to_reshape(call, scope)
+    source = scope.definition(x)
+    if op_name(source) == "relax.reshape":
+        return op.reshape(source.args[0], shape(call))
+    return None
+
+
+def reshaped(value: Expr, extents: Sequence[Dim]) -> Expr:
+    """A ``reshape``; without elements the result is made anew: Relax takes an extent of 0 in a new shape for "as
+    before"."""
+    return op.zeros(list(extents), dtype(value)) if 0 in extents else op.reshape(value, list(extents))
+
+
+def _to_reshape(call: Call, scope: Scope) -> Expr:
+    return reshaped(call.args[0], shape(call))
+
+
+def _permute_dims(call: Call, scope: Scope) -> Expr | None:
+    x = call.args[0]
+    axes = permutation(call)
+    if axes == sorted(axes):
+        return x
+    source = scope.definition(x)
+    if op_name(source) == "relax.permute_dims":
+        inner = permutation(source)
+        return op.permute_dims(source.args[0], [inner[axis] for axis in axes])
+    moved = [axis for axis in axes if not same(shape(x)[axis], 1)]
+    return _to_reshape(call, scope) if moved == sorted(moved) else None
+
+
+def _broadcast_to(call: Call, scope: Scope) -> Expr | None:
+    source = scope.definition(call.args[0])
+    if op_name(source) == "relax.broadcast_to":
+        return op.broadcast_to(source.args[0], shape(call))
+    return None
+
+
+def _astype(call: Call, scope: Scope) -> Expr | None:
+    x = call.args[0]
+    if dtype(x) == dtype(call):
+        return x
+    source = scope.definition(x)
+    if op_name(source) == "relax.astype":
+        original = source.args[0]
+        if dtype(original) == dtype(call) and (dtype(original), dtype(x)) in _EXACT_CASTS:
+            return original
+    return None
+
+
+_EXACT_CASTS = {
+    *((half, wide) for half in ("float16", "bfloat16") for wide in ("float32", "float64")),
+    ("float32", "float64"),
+    *(("bool", other) for other in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")),
+    ("int32", "int64"),
+    ("int32", "float64"),
+}
+
+
+def _fill(call: Call, scope: Scope) -> Expr | None:
+    """A shape operation on a tensor of one repeated number becomes that number in the new shape."""
+    value = splat(call.args[0], scope)
+    return None if value is None else _filled(value, call)
+
+
+def _filled(value: float | int | bool, like: Expr) -> Expr:
+    """A tensor of one repeated number, of the shape and element type of ``like``."""
+    if value == 0 and math.copysign(1, value) > 0:
+        return op.zeros(shape(like), dtype(like))
+    if value == 1:
+        return op.ones(shape(like), dtype(like))
+    return op.full(shape(like), const(value, like), dtype(like))
+
+
+def _unbroadcast(call: Call, scope: Scope) -> Expr | None:
+    """An operand that an element-wise operator would broadcast anyway is read before it was broadcast.
+
+    Whoever else needs it broadcast still finds it, so what a forward becomes does not depend on its other users.
+    """
+    args = list(call.args)
+    for index, arg in enumerate(args):
+        narrow = _narrow(arg, scope)
+        if narrow is not None:
+            extents = [shape(other) for other in (*args[:index], narrow, *args[index + 1 :])]
+            if same_shape(broadcast(extents), shape(call)):
+                args[index] = narrow
+    return None if args == list(call.args) else Call(call.op, args, call.attrs, ret_ty=call.ty)
+
+
+def _hoist(call: Call, scope: Scope) -> Expr | None:
+    """An element-wise operator whose operands are all broadcast is computed before they are, on fewer elements."""
+    operands = [_narrow(arg, scope) if shape(arg) else arg for arg in call.args]
+    if any(operand is None for operand in operands):
+        return None
+    extents = broadcast([shape(operand) for operand in operands])
+    if sample_of(math.prod(extents)) >= sample_of(math.prod(shape(call))):
+        return None
+    narrow = scope.emit(Call(call.op, operands, call.attrs), "narrow")
+    return op.broadcast_to(narrow, shape(call))
+
+
+def _narrow(value: Expr, scope: Scope) -> Expr | None:
+    source = scope.definition(value)
+    if op_name(source) == "relax.broadcast_to":
+        return source.args[0]
+    if op_name(source) in ("relax.zeros", "relax.ones", "relax.full") and shape(source):
+        number = splat(source, scope)
+        return None if number is None else const(number, source)
+    return None
+
+
+def _negative(call: Call, scope: Scope) -> Expr | None:
+    source = scope.definition(call.args[0])
+    return source.args[0] if op_name(source) == "relax.negative" else None
+
+
+_VIEWS: dict[str | None, list[Rule]] = {
+    "relax.reshape": [_reshape, _fill],
+    "relax.expand_dims": [_to_reshape],
+    "relax.squeeze": [_to_reshape],
+    "relax.flatten": [_to_reshape],
+    "relax.permute_dims": [_permute_dims, _fill],
+    "relax.broadcast_to": [_fill, _broadcast_to],
+    **{name: [_hoist] for name in having("hoisted")},
+    **{name: [_hoist, _unbroadcast] for name in having("hoisted", "broadcasting")},
+    "relax.astype": [_astype, _hoist],
+    "relax.negative": [_negative, _hoist],
+}

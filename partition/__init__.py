@@ -6,10 +6,9 @@ Imports TVM only. The functions exchanged are in the flat form of :mod:`autodiff
 from partition.budget import fewest_bytes
 from partition.coloring import RecomputeAll, SaveAll, coloring
 from partition.cost import Cost
-from partition.curve import BUDGETS, Point, curve
 from partition.cut import STRATEGIES, Partitioned, partition, rebuild_backward
 from partition.graph import Choice, JointGraph, Node, Strategy, build_graph
-from partition.min_cut import MinCut
+from partition.min_cut import BUDGETS, MinCut, Point, curve
 from partition.plan import Plan, Saved, bytes_text
 from partition.scans import differentiable_scans
 

@@ -9,21 +9,220 @@ Where that gets stuck (every single capture left must be saved), the minimum cut
 choice saves fewer bytes, so that it either fits or is the best there is, and the note says so. If it neither fits nor
 saves noticeably less than what was reached one by one, that is left: the last bytes are row statistics, and doing
 without them means recomputing wide tensors.
+
+Flow network: the costs of a graph's values -> its minimum cut, the values to save.
+
+Every value is split into an *in* and an *out* node; the edge between them carries the cost of saving the value. The
+source side of the cut is what the forward computes, the sink side is what the backward computes::
+
+    source ──recompute──► in(v) ──save──► out(v) ──∞──► in(w)   for every w that reads v
+    source ──∞──► in(v)     where v must not be recomputed
+    out(v) ──∞──► sink      where the backward requires v
+
+Cutting ``in(v) -> out(v)`` saves v; cutting ``source -> in(v)`` pays for recomputing v. Values that are free
+(parameters, forward outputs) are not in the network. Of all minimum cuts this takes the one nearest to the sink (the
+unique one with the fewest values recomputed), so the result does not depend on the flow algorithm.
+
+Infinite edges at the source and at the sink are contracted before any flow is pushed. That takes the network apart at
+every matrix product; the pieces are solved one by one, in joint order, those of equal layers or time steps once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
+from typing import TypeVar
 
-from partition.captured_set import captured_set
 from partition.coloring import reader
 from partition.cost import flops, product, recompute_cost
 from partition.graph import Choice, JointGraph
-from partition.network import minimum_cut
+from partition.plan import captured_set
 
-__all__ = ["fewest_bytes", "fit"]
+__all__ = ["Cut", "fewest_bytes", "fit", "minimum_cut"]
+
+_SOURCE, _SINK = "source", "sink"
+
+Vertex = TypeVar("Node")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A minimum cut: the values saved, in joint order, and the integer cost; or, if there is no finite cut,
+    ``blocked``: the values along an infinite path."""
+
+    saved: tuple[str, ...] = ()
+    cost: int = 0
+    blocked: tuple[str, ...] = ()
+
+
+def minimum_cut(
+    graph: JointGraph, save: Mapping[str, int | None], recompute: Mapping[str, int | None], free: Collection[str]
+) -> Cut:
+    """The cheapest set of values to save.
+
+    Args:
+        save: per candidate, the cost of saving it, or ``None`` if it cannot be saved.
+        recompute: per candidate, the cost of computing it in the backward, or ``None`` if it must not be.
+        free: candidates that the backward can read at no cost.
+    """
+    inner = [name for name in graph.candidates if name not in free]
+    required = set(graph.required)
+    ends = {name: _ends(name, save[name], recompute[name], name in required) for name in inner}
+    infinite = 1 + sum(cost for name in inner for cost in (save[name], recompute[name]) if cost is not None)
+    edges: dict[tuple[str, str], int] = {}
+
+    def edge(tail: str, head: str, capacity: int) -> None:
+        if capacity and tail != head and tail != _SINK and head != _SOURCE:
+            edges[tail, head] = min(infinite, edges.get((tail, head), 0) + capacity)
+
+    for name in inner:
+        entry, exit_ = ends[name]
+        edge(entry, exit_, infinite if save[name] is None else save[name])
+        edge(_SOURCE, entry, infinite if recompute[name] is None else recompute[name])
+        for read in graph.nodes[name].inputs:
+            if read in ends:
+                edge(ends[read][1], entry, infinite)
+
+    direct = edges.pop((_SOURCE, _SINK), 0)
+    sink_side, cost = {_SINK}, direct
+    solved: dict[Edges, tuple[int, frozenset[int]]] = {}
+    for piece in _pieces(edges):
+        number = {_SOURCE: 0, _SINK: 1}
+        numbered = tuple(
+            (number.setdefault(tail, len(number)), number.setdefault(head, len(number)), capacity)
+            for (tail, head), capacity in piece
+        )
+        if numbered not in solved:
+            solved[numbered] = _solve(numbered)
+        value, side = solved[numbered]
+        cost += value
+        sink_side.update(name for name, place in number.items() if place in side)
+    if cost >= infinite:
+        return Cut(blocked=_infinite_path(graph, save, recompute, inner))
+    saved = tuple(name for name in inner if ends[name][0] not in sink_side and ends[name][1] in sink_side)
+    return Cut(saved, cost)
+
+
+def _ends(name: str, save: int | None, recompute: int | None, required: bool) -> tuple[str, str]:
+    """The in and the out node of a value, contracted with source, sink, or each other across infinite edges."""
+    entry = _SOURCE if recompute is None else f"in {name}"
+    exit_ = _SINK if required else f"out {name}"
+    if save is None and entry == _SOURCE:
+        exit_ = _SINK if required else _SOURCE
+    elif save is None:
+        entry = exit_ = _SINK if required else entry
+    return entry, exit_
+
+
+Edges = tuple[tuple[int, int, int], ...]
+"""``(tail, head, capacity)``: node 0 is the source, node 1 the sink."""
+
+
+def _pieces(edges: Mapping[tuple[str, str], int]) -> list[list[tuple[tuple[str, str], int]]]:
+    """The network without source and sink, in weakly connected pieces, each with its own source and sink edges."""
+    beside: dict[str, list[str]] = {}
+    for tail, head in edges:
+        for node in (tail, head):
+            if node not in (_SOURCE, _SINK):
+                beside.setdefault(node, [])
+        if tail != _SOURCE and head != _SINK:
+            beside[tail].append(head)
+            beside[head].append(tail)
+    number: dict[str, int] = {}
+    pieces: list[list[tuple[tuple[str, str], int]]] = []
+    for node in beside:
+        if node not in number:
+            number.update(dict.fromkeys(_distances(node, beside.__getitem__), len(pieces)))
+            pieces.append([])
+    for (tail, head), capacity in edges.items():
+        pieces[number[head if tail == _SOURCE else tail]].append(((tail, head), capacity))
+    return pieces
+
+
+def _solve(edges: Edges) -> tuple[int, frozenset[int]]:
+    """The cost of a piece's minimum cut and its smallest sink side."""
+    left: list[dict[int, int]] = [{} for _ in range(1 + max(max(tail, head) for tail, head, _ in edges))]
+    for tail, head, capacity in edges:
+        left[tail][head] = left[tail].get(head, 0) + capacity
+        left[head].setdefault(tail, 0)
+    source, sink, value = 0, 1, 0
+    while sink in (far := _distances(source, lambda node: [head for head, most in left[node].items() if most])):
+        value += _pushed(left, far, source, sink)
+    return value, frozenset(_distances(sink, lambda node: [tail for tail in left[node] if left[tail][node]]))
+
+
+def _pushed(left: list[dict[int, int]], far: Mapping[int, int], source: int, sink: int) -> int:
+    """How much more flows once all shortest paths are full, whose edges lead away from the source (Dinic).
+
+    ``left``: what each edge still takes, and what it would give back; kept up to date.
+    """
+    ahead = {node: [head for head in left[node] if far.get(head) == far[node] + 1] for node in far}
+    value, path = 0, [source]
+    while path:
+        node = path[-1]
+        if node == sink:
+            steps = list(pairwise(path))
+            flow = min(left[tail][head] for tail, head in steps)
+            value += flow
+            for tail, head in steps:
+                left[tail][head] -= flow
+                left[head][tail] += flow
+            path = path[: 1 + next(place for place, (tail, head) in enumerate(steps) if not left[tail][head])]
+        elif ahead[node] and left[node][ahead[node][-1]]:
+            path.append(ahead[node][-1])
+        elif ahead[node]:
+            ahead[node].pop()
+        else:
+            path.pop()
+            if path:
+                ahead[path[-1]].pop()
+    return value
+
+
+def _distances(start: Vertex, next_of: Callable[[Vertex], Iterable[Vertex]]) -> dict[Vertex, int]:
+    """Of what is reached from a node, how many edges away it is at least; nearer ones first."""
+    found = {start: 0}
+    waiting = deque([start])
+    while waiting:
+        node = waiting.popleft()
+        for each in next_of(node):
+            if each not in found:
+                found[each] = found[node] + 1
+                waiting.append(each)
+    return found
+
+
+def _infinite_path(
+    graph: JointGraph, save: Mapping[str, int | None], recompute: Mapping[str, int | None], inner: list[str]
+) -> tuple[str, ...]:
+    """The values along a shortest path of infinite edges from source to sink, nothing contracted."""
+    before: dict[str, list[str]] = {}
+
+    def edge(tail: str, head: str) -> None:
+        before.setdefault(head, []).append(tail)
+
+    for name in inner:
+        entry, exit_ = f"in {name}", f"out {name}"
+        if recompute[name] is None:
+            edge(_SOURCE, entry)
+        if save[name] is None:
+            edge(entry, exit_)
+        for read in graph.nodes[name].inputs:
+            if read in recompute:
+                edge(f"out {read}", entry)
+    for name in graph.required:
+        if name in save:
+            edge(f"out {name}", _SINK)
+    far = _distances(_SINK, lambda node: before.get(node, ()))
+    node, path = _SOURCE, []
+    while node != _SINK:
+        node = next(head for head, tails in before.items() if node in tails and far.get(head) == far[node] - 1)
+        path.append(node)
+    return tuple(dict.fromkeys(node.split(" ", 1)[1] for node in path[:-1]))
+
 
 #: The share of the captures that a budget which cannot be met has to gain for a larger change of the choice.
 _NOTICEABLE = Fraction(1, 100)

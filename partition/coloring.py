@@ -7,9 +7,9 @@ wider numbers as the mask.
 
 from __future__ import annotations
 
-from partition.captured_set import captured_set
 from partition.cost import is_item, is_slice, is_view, save_cost
 from partition.graph import Choice, JointGraph
+from partition.plan import captured_set
 
 __all__ = ["RecomputeAll", "SaveAll", "coloring", "reader"]
 

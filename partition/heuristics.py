@@ -32,11 +32,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from partition.captured_set import captured_set
 from partition.cost import is_item, is_view, product, read_by_kernel, view_base
-from partition.graph import Choice, JointGraph
-from partition.normalize import PERMUTATION, keeps_rows
+from partition.graph import PERMUTATION, Choice, JointGraph, keeps_rows
 from partition.ops import CHEAP, ROW, VIEWS
+from partition.plan import captured_set
 
 __all__ = ["saved_as_read", "with_joined_behind", "with_kept_casts", "with_rows_again", "with_short_chains"]
 

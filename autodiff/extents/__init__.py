@@ -4,18 +4,18 @@ from autodiff.extents.extent import (
     Dim,
     Extent,
     ExtentScope,
+    ScopeState,
     from_tir,
     is_symbol,
     maximum,
     minimum,
     sample_of,
+    scope_of_state,
+    state_of_scope,
     symbols_alive,
 )
-from autodiff.extents.guard import SizeGuard
-from autodiff.extents.polynomial import Composite, Symbol
-from autodiff.extents.proofs import at_most, below, content, divides, same
-from autodiff.extents.shapes import Slice, broadcast, same_shape, slice_of
-from autodiff.extents.state import ScopeState, scope_of_state, state_of_scope
+from autodiff.extents.polynomial import Composite, SizeGuard, Symbol
+from autodiff.extents.shapes import Slice, at_most, below, broadcast, content, divides, same, same_shape, slice_of
 
 __all__ = [
     "Composite",

@@ -5,6 +5,8 @@ An :class:`Extent` computes like an integer. What code asks of it (is it equal, 
 sizes in its range if that can be proven; otherwise it is answered for the sample and becomes a *guard*: what was made
 on the way is right for those sizes for which every guard of the scope holds. ``int(extent)`` fixes it to the sample's.
 A decision that only concerns speed takes :func:`sample_of` instead, which guards nothing.
+
+Scopes as data: a scope ↔ its symbols and guards as frozen values, for a file or another process.
 """
 
 from __future__ import annotations
@@ -12,16 +14,29 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.tirx import IntImm
 
-from autodiff.extents.guard import SizeGuard
-from autodiff.extents.polynomial import Composite, Symbol, Terms, add, constant, divide, multiply, symbols_of, text
-from autodiff.extents.ranges import Range, range_of
-from autodiff.extents.to_tir import to_tir
+from autodiff.extents.polynomial import (
+    Composite,
+    Range,
+    SizeGuard,
+    Symbol,
+    Terms,
+    add,
+    constant,
+    divide,
+    multiply,
+    range_of,
+    symbols_of,
+    text,
+    to_tir,
+)
 
-__all__ = ["Dim", "Extent", "ExtentScope", "from_tir", "is_symbol", "maximum", "minimum", "sample_of", "symbols_alive"]
+__all__ = ["Dim", "Extent", "ExtentScope", "ScopeState", "from_tir", "is_symbol", "maximum", "minimum", "sample_of"]
+__all__ += ["scope_of_state", "state_of_scope", "symbols_alive"]
 
 
 class ExtentScope:
@@ -398,3 +413,28 @@ def _terms(value: object) -> Terms | None:
 
 def _number(number: int | None) -> Terms:
     return (((), number),) if number else ()
+
+
+@dataclass(frozen=True)
+class ScopeState:
+    """A scope as it is now: of each symbol ``(name, sample, low, high)``, and the guards."""
+
+    symbols: tuple[tuple[str, int, int | None, int | None], ...]
+    guards: tuple[SizeGuard, ...]
+
+
+def state_of_scope(scope: ExtentScope) -> ScopeState:
+    """What a scope holds."""
+    symbols = ((symbol, scope.ranges[symbol], sample) for symbol, sample in scope.samples.items())
+    return ScopeState(
+        tuple((symbol.name, sample, bounds.low, bounds.high) for symbol, bounds, sample in symbols), scope.guards
+    )
+
+
+def scope_of_state(state: ScopeState) -> ExtentScope:
+    """A new scope that holds the same."""
+    scope = ExtentScope()
+    for name, sample, low, high in state.symbols:
+        scope.symbol(name, sample, low, high)
+    scope._guards.update(dict.fromkeys(state.guards))
+    return scope

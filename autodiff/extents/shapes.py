@@ -1,14 +1,66 @@
-"""Shapes of dims: comparison without a guard, broadcasting, and which elements a slice reads."""
+"""Shapes of dims: comparison without a guard, broadcasting, and which elements a slice reads.
+
+Proofs: facts about dims that hold for all sizes in their scope's ranges; ``False`` where there is no proof.
+
+Asking guards nothing. For the compiler's choices among ways that are all right: an order of loops, a merge of two, a
+smaller index type. Where code is right only if the answer is, it asks the extent itself, which makes a guard of what is
+not proven.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autodiff.extents.extent import Dim, Extent, sample_of
-from autodiff.extents.proofs import at_most, same
+from autodiff.extents.polynomial import Terms, divide
 
-__all__ = ["Slice", "broadcast", "same_shape", "slice_of"]
+__all__ = ["Slice", "at_most", "below", "broadcast", "content", "divides", "same", "same_shape", "slice_of"]
+
+
+def same(a: Dim, b: Dim) -> bool:
+    """Whether two dims are equal for all sizes."""
+    difference = a - b
+    if not isinstance(difference, Extent):
+        return difference == 0
+    bounds = difference.scope.range_of(difference)
+    return bounds.low == bounds.high == 0
+
+
+def divides(divisor: Dim, value: Dim) -> bool:
+    """Whether ``value`` is a multiple of ``divisor``, which is not 0, for all sizes."""
+    if not isinstance(value, Extent) and not isinstance(divisor, Extent):
+        return value % divisor == 0
+    _, left = divide(_terms(value), _terms(divisor))
+    return not left
+
+
+def content(value: Dim) -> int:
+    """The largest number that divides a value, which is not 0, for all sizes, as far as its terms tell."""
+    return math.gcd(*(factor for _, factor in value.terms)) if isinstance(value, Extent) else abs(value)
+
+
+def _terms(value: Dim) -> Terms:
+    return value.terms if isinstance(value, Extent) else ((((), value),) if value else ())
+
+
+def below(value: Dim, bound: int) -> bool:
+    """Whether ``value < bound`` for all sizes."""
+    if not isinstance(value, Extent):
+        return value < bound
+    high = value.scope.range_of(value).high
+    return high is not None and high < bound
+
+
+def at_most(a: Dim, b: Dim) -> bool:
+    """Whether ``a <= b`` for all sizes."""
+    difference = b - a
+    if not isinstance(difference, Extent):
+        return difference >= 0
+    low = difference.scope.range_of(difference).low
+    return low is not None and low >= 0
+
 
 _ENDLESS = 2**62
 """More than any extent: an end that stands for "all the rest"."""

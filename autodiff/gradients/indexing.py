@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from tvm.relax import op
 
-from autodiff.constants import size
+from autodiff.body import size
 from autodiff.extents import Dim, same
 from autodiff.gradients.registry import Emit, checks, const, fit, gradient, zeros_like
 from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, dtype, shape

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from tvm import relax
 from tvm.relax import op
 
-from autodiff.constants import ratio
+from autodiff.body import ratio
 from autodiff.extents import same, same_shape
 from autodiff.gradients.registry import Emit, checks, const, fit, gradient, library_gradient, sum_over
 from autodiff.ir import Call, Expr, ShapeExpr, Tuple, TupleGetItem, Var, dtype, shape

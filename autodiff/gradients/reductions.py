@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from tvm.relax import op
 
-from autodiff.constants import ratio, size
+from autodiff.body import ratio, size
 from autodiff.extents import Dim
 from autodiff.gradients.registry import Emit, axes_of, checks, const, gradient, keep_axes, zeros_like
 from autodiff.ir import Call, Expr, TupleGetItem, Var, dtype, is_float, shape

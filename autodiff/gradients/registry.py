@@ -16,7 +16,7 @@ from tvm import relax
 from tvm.relax import op
 from tvm.relax.op.grad import no_grad
 
-from autodiff.constants import const
+from autodiff.body import const
 from autodiff.extents import Dim, Extent, same, same_shape
 from autodiff.ir import Call, Expr, Op, TensorType, Tuple, Var, dtype, library_name, op_name, shape
 from autodiff.normalization import statistics_dtype

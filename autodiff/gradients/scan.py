@@ -1,4 +1,4 @@
-"""The gradient of a scan: see :mod:`autodiff.scan.gradient`."""
+"""The gradient of a scan: see :mod:`autodiff.scan.reverse`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from autodiff.gradients.registry import Emit, checks, library_gradient
 from autodiff.ir import Call, Expr, Var, is_float
-from autodiff.scan.gradient import partials
 from autodiff.scan.operator import NAME, scan_of
+from autodiff.scan.reverse import partials
 
 __all__ = ["check_gradient", "scan"]
 

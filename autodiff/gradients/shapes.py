@@ -11,7 +11,7 @@ from tvm.relax import op
 from autodiff.extents import Dim, Extent, Slice, same
 from autodiff.gradients.registry import Emit, checks, fit, gradient, padded, sum_over, zeros_like
 from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, extents_of, shape
-from autodiff.symbolic_shapes import slices
+from autodiff.typed import slices
 
 __all__ = []
 

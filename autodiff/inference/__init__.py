@@ -12,9 +12,8 @@ Relax -> Relax, as all of :mod:`autodiff`; functions are in its flat form, simpl
 differentiated.
 """
 
-from autodiff.inference.fold_scales import fold_scales
-from autodiff.inference.merge_products import merge_products
-from autodiff.inference.spell_attention import spell_attention
+from autodiff.attention import spell_attention
+from autodiff.inference.fold_scales import fold_scales, merge_products
 from autodiff.inference.split_static import Frozen, split_static
 
 __all__ = ["PASSES", "Frozen", "fold_scales", "merge_products", "spell_attention", "split_static"]

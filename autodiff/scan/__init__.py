@@ -4,16 +4,12 @@
 :mod:`~autodiff.scan.reverse` makes the scan of its backward.
 """
 
-from autodiff.scan.gradient import backward_of, gradient_of
 from autodiff.scan.hoist import hoist
-from autodiff.scan.marks import from_marks
-from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
-from autodiff.scan.parts import carried_in_parts
-from autodiff.scan.period import PeriodicRun, periodic
-from autodiff.scan.reverse import BackwardParameter, BackwardStep, reverse_scan
-from autodiff.scan.roll import roll_up
-from autodiff.scan.turned import turned_inside
-from autodiff.scan.unroll import unroll
+from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of, unroll
+from autodiff.scan.parts import carried_in_parts, turned_inside
+from autodiff.scan.prove import PeriodicRun, periodic
+from autodiff.scan.reverse import BackwardParameter, BackwardStep, backward_of, gradient_of, reverse_scan
+from autodiff.scan.roll import from_marks, roll_up
 
 __all__ = [
     "BackwardParameter",

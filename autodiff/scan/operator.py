@@ -8,6 +8,8 @@ step reads. The options are JSON with the body in it, so that equal scans are eq
 
 Every type of a body is static: it is compiled once, whatever the length. The length may be an extent, then an argument
 of the call behind the options: a number for which they have none.
+
+Unrolling: a function with scans -> the same with their steps one after the other, for who knows no scans.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from typing import Any
 
 import tvm
 from tvm import relax
+from tvm.relax import op
 from tvm_ffi import structural_equal
 from tvm_ffi.serialization import from_json_graph_str
 
 from autodiff import library
+from autodiff.body import Scope
 from autodiff.extents import Dim, Extent, from_tir
 from autodiff.ir import (
     Call,
@@ -32,14 +36,20 @@ from autodiff.ir import (
     Function,
     StringImm,
     TensorType,
+    Tuple,
+    TupleGetItem,
     TupleType,
+    Var,
+    bindings,
     dtype,
     library_name,
     results,
     shape,
+    substitute,
+    with_outputs,
 )
 
-__all__ = ["NAME", "Scan", "body_text", "is_scan", "parsed", "read", "scan_call", "scan_of", "stacked"]
+__all__ = ["NAME", "Scan", "body_text", "is_scan", "parsed", "read", "scan_call", "scan_of", "stacked", "unroll"]
 
 NAME = "library.scan"
 """Of the call."""
@@ -54,7 +64,7 @@ class Scan:
         carries, xs: how many there are; what the body takes beyond them are constants.
         length: the number of steps, at least 1; ``None`` in options whose calls say it.
         reverse: whether the last step comes first.
-        gradient: what :mod:`autodiff.scan.gradient` needs, as JSON holds it; ``None`` where none is wanted.
+        gradient: what :mod:`autodiff.scan.reverse` needs, as JSON holds it; ``None`` where none is wanted.
     """
 
     body: str
@@ -142,3 +152,55 @@ def scan_of(call: Call) -> tuple[Scan, list[Expr]]:
 def read(options: str) -> Scan:
     """The scan of options."""
     return Scan(**json.loads(options))
+
+
+def unroll(func: Function) -> Function:
+    """The function without scans, those in their bodies included; the same object if there are none.
+
+    Safe: it is what a scan means. ``ValueError`` for a scan whose length varies.
+    """
+    if not any(is_scan(value) for _, value in bindings(func)):
+        return func
+    scope = Scope(var.name for var in (*func.params, *(var for var, _ in bindings(func))))
+    made: dict[Var, list[Expr]] = {}
+    replaced: dict[Var, Expr] = {}
+    for var, value in bindings(func):
+        value = substitute(value, replaced)
+        if is_scan(value):
+            made[var] = _steps(value, scope)
+        elif isinstance(value, TupleGetItem) and value.tuple_value in made:
+            replaced[var] = made[value.tuple_value][value.index]
+        else:
+            scope.bind(var, value)
+    outputs = [replaced.get(output, output) if isinstance(output, Var) else output for output in results(func)]
+    return with_outputs(func, scope.body, outputs)
+
+
+def _steps(call: Call, scope: Scope) -> list[Expr]:
+    """The results of a scan, from its steps."""
+    scan, tensors = scan_of(call)
+    if isinstance(scan.length, Extent):
+        raise ValueError(f"a scan of {scan.length} steps, which vary, cannot be unrolled")
+    body = unroll(scan.function)
+    carries: Sequence[Expr] = tensors[: scan.carries]
+    xs, constants = tensors[scan.carries : scan.carries + scan.xs], tensors[scan.carries + scan.xs :]
+    ys: dict[int, list[Expr]] = {}
+    for step in reversed(range(scan.length)) if scan.reverse else range(scan.length):
+        given = [*carries, *(_part(x, step, scope) for x in xs), *constants]
+        known: dict[Var, Expr] = dict(zip(body.params, given, strict=True))
+        for var, value in bindings(body):
+            known[var] = scope.emit(substitute(value, known), var.name)
+        after = [known[value] if isinstance(value, Var) else value for value in results(body)]
+        carries, ys[step] = after[: scan.carries], after[scan.carries :]
+    columns = zip(*(ys[step] for step in range(scan.length)), strict=True)
+    return [*carries, *(_stacked(column, scope) for column in columns)]
+
+
+def _part(x: Expr, step: int, scope: Scope) -> Var:
+    value = scope.emit(op.strided_slice(x, [0], [step], [step + 1], [1]), "part")
+    return scope.emit(op.reshape(value, shape(x)[1:]), "part")
+
+
+def _stacked(parts: Sequence[Expr], scope: Scope) -> Var:
+    rows = [scope.emit(op.expand_dims(each, 0), "row") for each in parts]
+    return scope.emit(op.concat(Tuple(rows), 0), "rows")

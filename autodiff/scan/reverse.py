@@ -6,18 +6,28 @@ sum over the steps: where it is a matrix product, or a sum over the rows of what
 computed after the loop, as one product (one sum) over all of them; otherwise it is a carry that is added to. With
 ``sums_later`` the rows of any sum leave the loop to be summed over all steps, up to as much as the backward reads: a
 GPU spends more on starting to add than on the few rows of a step.
+
+Gradient of a scan: what its options say of it -> the bindings of its backward.
+
+The options hold the backward of one step, which is the same for all lengths. The backward of the scan, a function of
+its tensors, its results and the gradients of some of them, is made of it where it is wanted
+(:mod:`autodiff.scan.reverse`), and its bindings are put in place.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm import relax
 from tvm.relax import op
 
+from autodiff.body import Scope
 from autodiff.ir import (
+    Call,
     DataflowVar,
     Expr,
     Function,
@@ -29,12 +39,13 @@ from autodiff.ir import (
     dtype,
     results,
     shape,
+    substitute,
 )
-from autodiff.rewrite import Scope
-from autodiff.scan.operator import Scan, body_text, scan_call
-from autodiff.scan.over_time import plan_sums
+from autodiff.scan.hoist import hoist
+from autodiff.scan.operator import Scan, body_text, parsed, scan_call, scan_of
+from autodiff.scan.stacks import plan_sums
 
-__all__ = ["BackwardParameter", "BackwardStep", "reverse_scan"]
+__all__ = ["BackwardParameter", "BackwardStep", "backward_of", "gradient_of", "partials", "reverse_scan"]
 
 
 class BackwardParameter(NamedTuple):
@@ -188,3 +199,50 @@ def _whole(scan: Scan, place: int, param: Var) -> Var:
     stacked = scan.carries <= place < scan.carries + scan.xs
     extents = (scan.length, *shape(param)) if stacked else shape(param)
     return Var(f"tensor_{place}", TensorType(extents, dtype(param)))
+
+
+def gradient_of(step: BackwardStep, sums_later: bool) -> dict[str, Any]:
+    """As the options of a scan hold it; ``sums_later``: see :mod:`autodiff.scan.reverse`.
+
+    ``ValueError`` if TVM's JSON cannot hold a literal in it.
+    """
+    text = body_text(step.function)
+    if text is None:
+        raise ValueError(_UNWRITTEN)
+    return {
+        "step": text,
+        "params": [list(saved) for saved in step.params],
+        "wanted": list(step.wanted),
+        "differentiated": list(step.differentiated),
+        "after": [list(pair) for pair in step.after.items()],
+        "sums_later": sums_later,
+    }
+
+
+def backward_of(scan: Scan) -> Function:
+    """Tensors, results, and gradients of the results that have some, of a scan with a gradient → the gradients of the
+    tensors that are wanted."""
+    told = scan.gradient
+    params = tuple(BackwardParameter(*each) for each in told["params"])
+    after = {carry: y for carry, y in told["after"]}
+    step = BackwardStep(parsed(told["step"]), params, tuple(told["wanted"]), tuple(told["differentiated"]), after)
+    function = reverse_scan(dataclasses.replace(scan, gradient=None), step, told["sums_later"])
+    if function is None:
+        raise ValueError(_UNWRITTEN)
+    return hoist(function)
+
+
+def partials(call: Call, y: Var, g: Var, emit: Callable[[Expr], Var]) -> list[Expr | None]:
+    """The gradients of the tensors of a scan's call that has a gradient, from its results and their gradients."""
+    scan, tensors = scan_of(call)
+    told, function = scan.gradient, backward_of(scan)
+    made = [emit(TupleGetItem(y, place)) for place in range(len(y.ty.fields))]
+    grads = [emit(TupleGetItem(g, place)) for place in told["differentiated"]]
+    known: dict[Var, Expr] = dict(zip(function.params, (*tensors, *made, *grads), strict=True))
+    for var, value in bindings(function):
+        known[var] = emit(substitute(value, known))
+    found = dict(zip(told["wanted"], (known[value] for value in results(function)), strict=True))
+    return [found.get(place) for place in range(len(tensors))]
+
+
+_UNWRITTEN = "a literal in the body of a loop cannot be written down"

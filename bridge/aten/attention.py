@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tvm import relax
 
-from autodiff.constants import const
+from autodiff.body import const
 from autodiff.ir import TensorType, Var, dtype, shape
 from autodiff.library import LEARNED
 from bridge.aten.computed_from import computed_from

@@ -29,7 +29,7 @@ from autodiff.library import call as library_call
 from autodiff.library import number
 from autodiff.scan import from_marks
 from autodiff.typed import normalizer
-from autodiff.views import reshaped
+from autodiff.zapp import reshaped
 from bridge.aten.any_operator import check_functional
 from bridge.aten.complex_arithmetic import COMPLEX
 from bridge.aten.complex_parts import convert_complex, is_complex

@@ -1,4 +1,4 @@
-"""Marks of one step of a loop (``tvm_dispatch::loop_..``) → the library calls that :mod:`autodiff.scan.marks` reads."""
+"""Marks of one step of a loop (``tvm_dispatch::loop_..``) → the library calls that :mod:`autodiff.scan.roll` reads."""
 
 from __future__ import annotations
 

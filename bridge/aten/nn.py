@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from tvm import relax
 
-from autodiff.constants import const
+from autodiff.body import const
 from autodiff.dropout import keep_scale
 from autodiff.ir import Expr, TensorType, Var, dtype, shape
 from bridge.aten.activations import leaky_relu, with_derivative

@@ -17,11 +17,9 @@ from tvm.relax import op
 
 from autodiff import Body
 from autodiff.attention import attended
-from autodiff.body import Binding
-from autodiff.constants import const
+from autodiff.body import Binding, BodyScope, Scope, const
 from autodiff.extents import broadcast
 from autodiff.ir import Call, Expr, Function, TupleGetItem, dtype, is_float, library_name, shape
-from autodiff.rewrite import BodyScope, Scope
 from autodiff.scan import unroll
 
 __all__ = ["NoRelaxForm", "gathered", "indexed", "without_library_calls"]

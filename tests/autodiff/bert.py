@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from tvm import relax
 from tvm.relax import op
 
+from autodiff.body import Scope
 from autodiff.ir import Function, Var, shape
-from autodiff.rewrite import Scope
 from tests.autodiff.evaluate import function
 
 BATCH, LENGTH, HEADS, HIDDEN, WIDE = 2, 5, 2, 8, 16

@@ -8,8 +8,8 @@ import torch
 import tvm
 from tvm import relax
 
+from autodiff.body import Scope
 from autodiff.ir import Constant, Expr, Function, IRModule, Var, build_function, dtype, shape
-from autodiff.rewrite import Scope
 
 
 def tensor_type(tensor: torch.Tensor) -> relax.TensorType:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from autodiff import clean, differentiate, instantiate, join_products, mask_dropout, spell_out
+from autodiff.body import Scope
 from autodiff.extents import Dim, ExtentScope
 from autodiff.ir import (
     Constant,
@@ -22,7 +23,6 @@ from autodiff.ir import (
     results,
     shape,
 )
-from autodiff.rewrite import Scope
 from bridge.reference.relax import interpret
 from partition import Partitioned, partition
 

@@ -7,7 +7,7 @@ import torch
 from tvm.relax import op
 
 from autodiff import clean, differentiate
-from autodiff.constants import const
+from autodiff.body import const
 from autodiff.ir import bindings, used_vars
 from tests.autodiff.evaluate import evaluate, function
 from tests.autodiff.gradcheck import check, draw

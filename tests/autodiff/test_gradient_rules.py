@@ -6,9 +6,9 @@ import importlib
 
 import pytest
 
-from autodiff.fold_normalization import fold_normalizations
 from autodiff.gradients.registry import LIBRARY_RULES, RULES
 from autodiff.ir import Op, bindings, library_name, op_name, results
+from autodiff.normalization import fold_normalizations
 from autodiff.ops import having
 from tests.autodiff.evaluate import evaluate, function
 from tests.autodiff.gradcheck import check, interpreted

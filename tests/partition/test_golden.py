@@ -12,7 +12,7 @@ from autodiff import Body
 from autodiff.ir import Function, TensorType, TupleGetItem, Var, bindings, build_function, results
 from autodiff.scan import Scan, backward_of, body_text, is_scan, scan_call, scan_of
 from partition import STRATEGIES, differentiable_scans, partition, rebuild_backward
-from partition.normalize import normalize
+from partition.graph import normalize
 from tests.autodiff.golden import assert_same, is_pass
 
 

@@ -6,7 +6,7 @@ import pytest
 from tvm import relax
 
 from autodiff.ir import TensorType, bindings
-from partition import MinCut, build_graph, network, partition
+from partition import MinCut, budget, build_graph, partition
 from tests.partition import joints
 from tests.partition.backprop import bert, differentiate
 from tests.partition.joints import Builder, library_call, op
@@ -76,10 +76,10 @@ def test_recomputation_stays_within_a_layer():
 
 
 def test_equal_layers_are_cut_once(monkeypatch):
-    solve, counts = network._solve, []
+    solve, counts = budget._solve, []
     for layers in (3, 6):
         solved = []
-        monkeypatch.setattr(network, "_solve", lambda edges, solved=solved: solved.append(edges) or solve(edges))
+        monkeypatch.setattr(budget, "_solve", lambda edges, solved=solved: solved.append(edges) or solve(edges))
         plan = plan_of(bert(layers, 2, 16, 32, 4))
         assert len(solved) == len(set(solved)) < len(plan.captures)
         counts.append(len(solved))

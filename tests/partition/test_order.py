@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autodiff.ir import bindings, used_vars
 from partition import MinCut, build_graph, partition
-from partition.captured_set import captured_set
-from partition.order import backward_order, peak_bytes
+from partition.cut import backward_order, peak_bytes
+from partition.plan import captured_set
 from tests.partition.backprop import bert
 from tests.partition.joints import Builder, op
 

@@ -9,10 +9,10 @@ import networkx
 import numpy as np
 import pytest
 
-from partition import STRATEGIES, MinCut, build_graph, fewest_bytes, network, partition, rebuild_backward
+from partition import STRATEGIES, MinCut, budget, build_graph, fewest_bytes, partition, rebuild_backward
+from partition.budget import minimum_cut
 from partition.cost import product, save_cost
 from partition.min_cut import Costs, candidate_costs
-from partition.network import minimum_cut
 from tests.partition.evaluate import evaluate, random_args, run_backward, run_both_halves
 from tests.partition.random_joints import KINDS, random_joint
 from tests.sampling import sampled
@@ -155,4 +155,4 @@ def test_the_cut_of_a_piece_is_the_one_nearest_to_the_sink(seed):
     for (tail, head), capacity in capacities.items():
         piece.add_edge(tail, head, capacity=capacity)
     value, (_, side) = networkx.minimum_cut(piece, 0, 1)
-    assert network._solve(tuple((*ends, capacity) for ends, capacity in capacities.items())) == (value, side)
+    assert budget._solve(tuple((*ends, capacity) for ends, capacity in capacities.items())) == (value, side)

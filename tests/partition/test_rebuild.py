@@ -6,7 +6,7 @@ import pytest
 
 from autodiff.ir import TensorType, Var, build_function, results
 from partition import build_graph, partition, rebuild_backward
-from partition.captured_set import fingerprints
+from partition.plan import fingerprints
 from tests.partition.backprop import bert, differentiate
 from tests.partition.joints import Builder, op
 

@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autodiff.scan import PeriodicRun, periodic
-from autodiff.scan.roles import FURTHEST, Carry, Constant, Local, ProvenLoop, made_inside, shifts
+from autodiff.scan.prove import FURTHEST, Carry, Constant, Local, ProvenLoop, made_inside, shifts
 from bridge.capture.loops.row_calls import NotRolledError, Part, RowCall, RowCalls
 
 __all__ = ["CallLoop", "Role", "StepParts", "Written", "alive_rows", "evenly_alive", "find_loops"]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autodiff.scan.roles import Carry, Constant, Local
+from autodiff.scan.prove import Carry, Constant, Local
 from bridge.base.torch_internals import aten, is_dense
 from bridge.capture.loops.find import CallLoop, Role, StepParts, alive_rows
 from bridge.capture.loops.row_calls import NotRolledError, Producer, RowCall, RowCalls

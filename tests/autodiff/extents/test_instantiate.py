@@ -6,10 +6,10 @@ from tvm import relax
 from tvm.relax import op
 
 from autodiff import clean, differentiate, instantiate
+from autodiff.body import Scope
 from autodiff.extents import ExtentScope
 from autodiff.ir import Constant, DataflowVar, Expr, Function, Var, bindings, build_function, library_name, used_vars
 from autodiff.library import number
-from autodiff.rewrite import Scope
 from bridge.reference.relax import interpret
 from partition import partition
 

@@ -6,8 +6,8 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from autodiff import differentiate, drop_gradients, seed_vjp
-from autodiff.fold_normalization import fold_normalizations
 from autodiff.ir import Function, bindings, results, with_outputs
+from autodiff.normalization import fold_normalizations
 from tests.autodiff.golden import golden
 
 __all__ = []

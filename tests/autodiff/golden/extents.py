@@ -7,10 +7,10 @@ from tvm.relax import op
 from tvm.script import relax as R
 
 from autodiff import instantiate
+from autodiff.body import Scope
 from autodiff.extents import ExtentScope
 from autodiff.ir import Function, Var, build_function
 from autodiff.library import number
-from autodiff.rewrite import Scope
 from tests.autodiff.golden import GOLDEN, Golden
 
 __all__ = ["SCOPE"]

@@ -16,7 +16,7 @@ from autodiff import (
     zero_zapp,
 )
 from autodiff.clean import project_tuples
-from autodiff.undefined_gradients import undefined_gradients
+from autodiff.reverse import undefined_gradients
 from tests.autodiff.golden import golden
 
 __all__ = []

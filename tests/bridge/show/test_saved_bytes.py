@@ -17,7 +17,7 @@ from bridge.show.memory.compare import SavedBytes, saved_bytes
 from bridge.show.memory.measure import eager_saved_bytes, kept_bytes, plan_with
 from partition import MinCut
 from partition import cut as split_file
-from partition.order import backward_order, peak_bytes
+from partition.cut import backward_order, peak_bytes
 from tests.bridge.compare import Call, assert_same, clone_tree, run
 from tests.bridge.models import bert_layer
 
