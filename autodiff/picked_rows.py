@@ -149,7 +149,8 @@ def _sum_of_one(call: Call, scope: Scope) -> Expr | None:
         return None
     if not (same_shape(shape(index), rows) and same_shape(shape(value), rows)):
         return None
-    behind = size(shape(call.args[0])[axis], index)
+    extent = size(shape(call.args[0])[axis], index)
+    behind = scope.emit(extent, "behind") if isinstance(extent, Call) else extent
     reached = scope.emit(op.greater_equal(index, const(0, index)), "reached")
     inside = scope.emit(op.logical_and(reached, scope.emit(op.less(index, behind), "not_behind")), "inside")
     found = scope.emit(op.where(inside, value, const(0, value)), "only")

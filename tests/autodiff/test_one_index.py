@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from autodiff.ir import results
-from bridge import lower
+from bridge import add_tvm_dispatch, lower, stats
 from tests.sampling import sampled
 
 
@@ -101,3 +101,14 @@ def captures(lowered):
 
 def shape_of(var):
     return list(map(int, var.ty.shape.values))
+
+
+def test_one_row_of_as_many_classes_as_a_call_has():
+    module, labels = Loss(), torch.zeros(1, 1, dtype=torch.long)
+    dims = ({1: torch.export.Dim("classes")}, {})
+    add_tvm_dispatch(module, (torch.randn(1, 6, requires_grad=True), labels), dynamic_shapes=dims)
+    x = torch.randn(1, 9, requires_grad=True)
+    loss = module(x, labels)
+    torch.testing.assert_close(loss, F.cross_entropy(x, labels[:, 0]))
+    torch.testing.assert_close(torch.autograd.grad(loss, x)[0], x.detach().softmax(1) - F.one_hot(labels[0], 9))
+    assert stats(module).hits == 1
