@@ -45,6 +45,7 @@ from bridge.capture.rows import (
     Record,
     Row,
     ValueRef,
+    errors_noted,
     form_of,
     mapped,
     may_write,
@@ -236,17 +237,17 @@ class OperatorRecorder(PreDispatchMode):
         if self._expected:
             args, kwargs = mapped(args, torch.Tensor, self._as_fake), mapped(kwargs, torch.Tensor, self._as_fake)
         operands = mapped(args, torch.Tensor, self.value_of), mapped(kwargs, torch.Tensor, self.value_of)
-        symbols = self._symbols
-        if symbols is not None and symbols.is_whole_slice(func, operands, args, self.record, self._answer()):
+        if (it := self._symbols) and it.is_whole_slice(func, operands, args, self.record, self._answer()):
             return self._whole_slice(func, operands, args, (grad, autocast, (before, before), *place))
         if self._protected is not None and facts.writes:
             for tensor in _tensors_in(written_operands(func, args, kwargs)):
                 self._protected.note(tensor)
-        if self.answers is None:
-            with nullcontext() if is_mapped else no_python_kernels():  # vmap puts them back
-                result = func(*args, **kwargs)
-        else:
-            result = self._told(func, args, kwargs, operands, place[0])
+        with errors_noted(self.record, func, self.answers):
+            if self.answers is None:
+                with nullcontext() if is_mapped else no_python_kernels():  # vmap puts them back
+                    result = func(*args, **kwargs)
+            else:
+                result = self._told(func, args, kwargs, operands, place[0])
         results = mapped(result, torch.Tensor, self._result)
         draws = before, len(self._draws)
         if draws[1] != before and (inside := backward_running()) is not None:
@@ -282,7 +283,7 @@ class OperatorRecorder(PreDispatchMode):
     def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], operands: tuple, where: Any) -> Any:
         """What an operator gives on fake tensors: where it is the one that comes next, what it gave on real ones."""
         known = self._answer()
-        known = None if known is None or known.op is not func else known
+        known = known if known and known.op is func and not self.record.raises(func, self.answers) else None
         if known is not None and type(known.results) is ValueRef and not _facts(func).writes:
             for given, value in zip(args, operands[0], strict=True):
                 if type(value) is ValueRef and self.record.same.get(value.number, value.number) == known.results.number:

@@ -7,6 +7,7 @@ the place of each tensor among its operands and results.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from bridge.base.torch_shapes import SYMBOLIC, hint
 from bridge.state import constant_key
 
 __all__ = ["CONSTANTS", "Form", "FunctionCall", "NumberRead", "Record", "Row", "ValueLayout", "ValueRef", "at_hints"]
-__all__ += ["form_of", "key_of", "mapped", "may_write", "memory_of", "renamed", "values_in", "written"]
-__all__ += ["written_operands"]
+__all__ += ["errors_noted", "form_of", "key_of", "mapped", "may_write", "memory_of", "renamed"]
+__all__ += ["values_in", "written", "written_operands"]
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of operands that are compared by value."""
@@ -131,6 +132,7 @@ class Record:
         casts: of a row by its index, the inputs of the run that autocast cast there, for it had kept no cast of them.
         fakes: of a run on fake tensors, those of values, outside of autograd's graph; but for what rows have made where
             another record tells that.
+        raised: by the number of rows before it and the operator, the errors of calls in place of a row.
         same: of a run on symbolic sizes, values that no other run has: parts, whole at the sample's sizes → the value
             that each is there. Their numbers are negative.
     """
@@ -145,7 +147,35 @@ class Record:
     calls: dict[int, FunctionCall] = field(default_factory=dict)
     casts: dict[int, set[int]] = field(default_factory=dict)
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)
+    raised: dict[tuple[int, Any], list[type[Exception]]] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
+
+    def place_of(self, func: Any) -> tuple[int, Any]:
+        """The key of a call, in :attr:`raised`, that comes next."""
+        return len(self.rows) - len(self.same), func
+
+    def raises(self, func: Any, real: Record | None) -> type[Exception] | None:
+        """The type of the error that a call that comes next raised in the run on real numbers."""
+        place = self.place_of(func)
+        errors = [] if real is None else real.raised.get(place, [])
+        return next(iter(errors[len(self.raised.get(place, [])) :]), None)
+
+
+@contextmanager
+def errors_noted(record: Record, func: Any, real: Record | None) -> Iterator[None]:
+    """While active, the type of an operator's error is noted; in a run on fake tensors, whose formulas in Python have
+    errors of other types, the error is of the type that it has on real ones."""
+    try:
+        yield
+    except _OF_SHAPES as error:
+        wanted = record.raises(func, real) or type(error)
+        record.raised.setdefault(record.place_of(func), []).append(wanted)
+        if wanted is type(error) or type(error) not in _OF_SHAPES:
+            raise
+        raise wanted(*error.args) from error
+
+
+_OF_SHAPES = (ValueError, RuntimeError, IndexError, TypeError)
 
 
 def form_of(tensor: torch.Tensor) -> Form:

@@ -253,3 +253,31 @@ def test_capturing_takes_less_memory_than_a_step():
     module, x = Deep(), torch.randn(4096, 64)
     capture(module, (x[:2],), {})  # imports
     assert peak_of(lambda: capture(module, (x,), {})) <= 0.5 * peak_of(lambda: module(x).sum().backward())
+
+
+class Tries(nn.Module):
+    """What it catches are eager's errors; torch's formula of a view on fake tensors raises another type."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.linear, self.shapes = nn.Linear(4, 4, dtype=torch.float64), shapes
+
+    def forward(self, x):
+        y = self.linear(x).t()
+        for shape in self.shapes:
+            try:
+                return y.view(shape) * 2
+            except RuntimeError as error:
+                assert isinstance(error, RuntimeError)
+        return y.reshape(-1) * 3
+
+
+@pytest.mark.parametrize("shapes", [[(-1,)], [(5, -1), (2, 6)], [(-1,), (4, -1)]])
+@pytest.mark.parametrize("dims", [None, ({0: torch.export.Dim.AUTO},)], ids=["fixed", "varying"])
+def test_errors_that_forward_catches_are_eagers(shapes, dims):
+    eager = Tries(shapes)
+    module = add_tvm_dispatch(copy.deepcopy(eager), torch.randn(3, 4, dtype=torch.float64), dynamic_shapes=dims)
+    for rows in (3, 3) if dims is None else (3, 7):
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        torch.testing.assert_close(module(x), eager(x))
+    assert stats(module).hits == 2 or shapes == [(5, -1), (2, 6)]  # 28 elements are no 2 rows of 6: a miss
