@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.default_device import default_device_of_forward
+from bridge.base.devices import default_device_of_forward
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.interrupts import interrupts_deferred
+from bridge.base.threads import interrupts_deferred
 from bridge.capture import after_pre_hooks, capture, dynamic_dims, normalize_sample
 from bridge.guards import undo
 from bridge.lowering import lower_captured

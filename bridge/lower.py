@@ -28,10 +28,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from bridge.base.default_device import default_device_of_forward
-from bridge.base.devices import working_for
-from bridge.base.interrupts import interrupts_deferred
+from bridge.base.devices import default_device_of_forward, working_for
 from bridge.base.modes import ambient_autocast
+from bridge.base.threads import interrupts_deferred
 from bridge.capture import after_pre_hooks, capture, dynamic_dims, normalize_sample
 from bridge.guards import undo
 from bridge.lowering import DEFAULT_PARTITION, LoweredCall, Sample, lower_captured

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
-from bridge.rng import stream
+from bridge.rng import cpu
 
 DRAWS: dict[str, Callable[[int, torch.Generator | None], Tensor]] = {
     "rand": lambda n, g: torch.rand(n, generator=g),
@@ -144,7 +144,7 @@ class Stress:
     def run(self, seconds: float) -> Counter[str]:
         """Rounds, for so long at least; how many draws were accounted for. Large masks' way also for small ones."""
         end, seed = time.monotonic() + seconds, 0
-        with mock.patch.multiple(stream, _JUMP=2, _LEAST=1):
+        with mock.patch.multiple(cpu, _JUMP=2, _LEAST=1):
             while time.monotonic() < end or not seed:
                 seed += 1
                 self.round(seed)

@@ -1,9 +1,19 @@
 """Artifacts: what was compiled, kept on disk between processes, content-addressed, in a format without pickle."""
 
-from bridge.artifact.keys import key_of, of_this_package, versions
 from bridge.artifact.once import made_once
 from bridge.artifact.settings import CacheSettings, cache_settings
-from bridge.artifact.store import Artifact, DamagedError, Store, current_store, prune, read_artifact, write_artifact
+from bridge.artifact.store import (
+    Artifact,
+    DamagedError,
+    Store,
+    current_store,
+    key_of,
+    of_this_package,
+    prune,
+    read_artifact,
+    versions,
+    write_artifact,
+)
 
 __all__ = [
     "Artifact",

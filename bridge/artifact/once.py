@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from bridge.artifact.settings import complain, made_private
 from bridge.artifact.store import Store
-from bridge.base.interrupts import raise_deferred
+from bridge.base.threads import raise_deferred
 
 __all__ = ["made_once"]
 

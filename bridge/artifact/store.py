@@ -12,10 +12,15 @@ Parts are texts (JSON) or raw bytes. Nothing in a file is executed or unpickled 
 A file is written under another name and renamed: it is there complete, or not at all. What is read is checked; a file
 that is damaged, half-written or of another origin counts as absent. No lock is taken: two processes that write one
 artifact write the same content. Trouble with the disk costs a warning, once, and a compilation, never a wrong number.
+
+Keys: what an artifact was made from, as plain data → SHA-256 of its canonical text.
+
+A key holds everything that an artifact depends on; whoever finds an artifact by its key has made the same one.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -29,6 +34,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+import tvm
+
+import autodiff
+import partition
 from bridge.artifact.settings import (
     CacheSettings,
     NoFolderError,
@@ -39,8 +49,8 @@ from bridge.artifact.settings import (
     why_unsafe,
 )
 
-__all__ = ["Artifact", "DamagedError", "Store", "current_store", "prune", "read_artifact", "write_artifact"]
-
+__all__ = ["Artifact", "DamagedError", "Store", "current_store", "key_of", "of_this_package", "prune", "read_artifact"]
+__all__ += ["versions", "write_artifact"]
 
 _MAGIC = b"bridge artifact1"
 _HEAD = len(_MAGIC) + 32
@@ -248,3 +258,39 @@ def current_store() -> Store:
         complain("a setting of the cache is ignored", str(error))
         settings = cache_settings({**os.environ, "BRIDGE_CACHE_SIZE": ""})
     return _STORES.get(settings) or _STORES.setdefault(settings, Store(settings))
+
+
+@functools.cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """``(name, version)`` of what makes code; ours is a digest of the sources, for a version may cover many states."""
+    digest = hashlib.sha256()
+    for root in (Path(__file__).parents[1], *(Path(package.__file__).parent for package in (autodiff, partition))):
+        above = len(str(root.parent))
+        for path in _sources(str(root)):
+            with open(path, "rb", buffering=0) as file:
+                digest.update(path[above:].encode() + b"\0" + file.read() + b"\0")
+    return ("torch", str(torch.__version__)), ("tvm", str(tvm.__version__)), ("sources", digest.hexdigest())
+
+
+def _sources(root: str) -> Iterator[str]:
+    """The Python files below a folder, always in one order. Every start reads them: path objects would take as long."""
+    for folder, inside, files in os.walk(root):
+        inside[:] = sorted(each for each in inside if each != "__pycache__")
+        yield from (os.path.join(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def key_of(*parts: Any) -> str:
+    """The key of plain data: strings, bytes, numbers, booleans, ``None``, and tuples or lists of them, told apart by
+    type. 64 hexadecimal digits. ``TypeError`` for another object; no dicts, whose JSON does not tell keys apart."""
+    return hashlib.sha256(json.dumps(parts, default=_bytes).encode()).hexdigest()
+
+
+def of_this_package(*parts: Any) -> str:
+    """:func:`key_of`, of these versions of torch, TVM and this package's sources."""
+    return key_of(versions(), *parts)
+
+
+def _bytes(value: Any) -> dict[str, str]:
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    raise TypeError(f"a key is made of plain data, got {value!r} of {type(value)}")

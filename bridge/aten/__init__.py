@@ -2,26 +2,20 @@
 
 from bridge.aten import (
     activations,
-    arithmetic,
+    any_operator,
     attention,
     conv,
-    creation,
     indexing,
-    linalg,
-    loops,
     nn,
-    norm,
     own_functions,
     pointwise,
     recurrent,
     reductions,
     shape,
     special,
-    whole,
 )
 from bridge.aten.draws import described_draw
-from bridge.aten.imported import Imported
-from bridge.aten.importer import import_graph
+from bridge.aten.importer import Imported, import_graph
 from bridge.aten.recurrent import LayerShape, layers_chosen_by
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 
@@ -31,23 +25,18 @@ __all__ = [
     "LayerShape",
     "UnsupportedUse",
     "activations",
-    "arithmetic",
+    "any_operator",
     "attention",
     "conv",
-    "creation",
     "described_draw",
     "import_graph",
     "indexing",
     "layers_chosen_by",
-    "linalg",
-    "loops",
     "nn",
-    "norm",
     "own_functions",
     "pointwise",
     "recurrent",
     "reductions",
     "shape",
     "special",
-    "whole",
 ]

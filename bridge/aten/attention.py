@@ -13,10 +13,9 @@ from tvm import relax
 from autodiff.body import const
 from autodiff.ir import TensorType, Var, dtype, shape
 from autodiff.library import LEARNED
-from bridge.aten.computed_from import computed_from
-from bridge.aten.dims import numbers_only
+from bridge.aten.any_operator import computed_from
 from bridge.aten.draws import state_before
-from bridge.aten.registry import UnsupportedUse, converts
+from bridge.aten.registry import UnsupportedUse, converts, numbers_only
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT, TensorForm, attends_by_products
 

@@ -12,9 +12,8 @@ from tvm import relax
 from autodiff.ir import Expr, dtype
 from bridge.aten.activations import times, where, with_derivative
 from bridge.aten.complex_value import Complex, as_complex, joined, part_type, separated
-from bridge.aten.dims import relax_dtype
 from bridge.aten.pointwise import stop_gradient
-from bridge.aten.registry import CONVERSIONS, UnsupportedUse, converts
+from bridge.aten.registry import CONVERSIONS, UnsupportedUse, converts, relax_dtype
 from bridge.base.torch_internals import aten
 
 __all__ = ["COMPLEX", "SEES_COMPLEX", "multiplied"]
@@ -280,7 +279,7 @@ _ZEROS = (
     *(aten.empty.memory_format, aten.empty_permuted.default, aten.empty_strided.default, aten.empty_like.default),
     *(aten.new_empty.default, aten.new_empty_strided.default),
 )
-"""With those that are uninitialized in eager, as in :mod:`bridge.aten.creation`."""
+"""With those that are uninitialized in eager, as in :mod:`bridge.aten.shape`."""
 
 
 @_complex(*_NUMBER, *_ONES, *_ZEROS)

@@ -12,11 +12,10 @@ from typing import Any
 
 from torch import fx
 
-from bridge.aten.any_operator import check_functional
+from bridge.aten.any_operator import check_functional, whole
 from bridge.aten.complex_arithmetic import COMPLEX, SEES_COMPLEX, multiplied
 from bridge.aten.complex_value import Complex, as_complex, is_complex_form, part_form, separated
 from bridge.aten.registry import CONVERSIONS
-from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT
 

@@ -14,8 +14,7 @@ import torch
 from tvm import relax
 
 from autodiff.ir import Expr, shape
-from bridge.aten.dims import dims
-from bridge.aten.registry import UnsupportedUse
+from bridge.aten.registry import UnsupportedUse, dims
 from bridge.capture import TensorForm
 
 __all__ = [

@@ -22,13 +22,11 @@ from torch import fx
 from tvm import relax
 
 from autodiff.ir import Expr, dtype, shape
-from bridge.aten.computed_from import computed_from
-from bridge.aten.dims import dims
+from bridge.aten.any_operator import computed_from
 from bridge.aten.reductions import reduce
-from bridge.aten.registry import UnsupportedUse, converts
-from bridge.base.cudnn_layers import settings_of_layers
+from bridge.aten.registry import UnsupportedUse, converts, dims
 from bridge.base.devices import current_device
-from bridge.base.torch_cuda import read_settings, recurrent_layers_are_tf32
+from bridge.base.torch_cuda import read_settings, recurrent_layers_are_tf32, settings_of_layers
 from bridge.base.torch_internals import aten, unset_fake_temporarily
 from bridge.capture import UPSAMPLES, TensorForm
 
@@ -90,7 +88,6 @@ def library_of_images(importer, name: str, args: Sequence[Any], form: Any) -> Ex
 def read_from_behind(importer, x: Expr) -> Expr:
     """``x``, seen as a permutation of what has its channels behind."""
     return importer.emit(op.permute_dims(importer.emit(op.permute_dims(x, _TO_BACK)), _TO_FRONT))
-
 
 
 def _per_axis(value, rank: int) -> list[int]:
@@ -165,7 +162,6 @@ def adaptive_avg_pool1d(importer, node, x, output_size):
 def adaptive_max_pool(importer, node, x, output_size):
     pair = importer.library("adaptive_max_pool", [x, list(output_size)], node.meta["val"])
     return importer.item(pair, 0), importer.item(pair, 1)
-
 
 
 CUDNN_TYPES = ("float16", "float32", "float64")

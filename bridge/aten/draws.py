@@ -28,8 +28,7 @@ from autodiff.ir import Expr, ShapeExpr, StringImm, TensorType, TupleType, Var
 from autodiff.library import GENERATOR_STATE
 from autodiff.library import call as library_call
 from bridge.aten.complex_value import part_type
-from bridge.aten.dims import has_extents, relax_dtype
-from bridge.aten.registry import UnsupportedUse
+from bridge.aten.registry import UnsupportedUse, has_extents, relax_dtype
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import is_dense

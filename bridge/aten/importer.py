@@ -1,9 +1,19 @@
-"""Importer: a traced ATen graph → a Relax function with training semantics, one conversion per operator."""
+"""Importer: a traced ATen graph → a Relax function with training semantics, one conversion per operator.
+
+Imported call: a module's forward as a Relax function, and what its parameters and results are.
+
+Types that enter a function: module tensors, arguments, literals → those that Relax does not compute with.
+
+Forms of results: a result's conversion and what eager returned → a refusal where they differ.
+
+On some devices an operator's results are not what its formula says: those that batch normalization saves are not.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,42 +24,92 @@ from tvm import relax
 
 from autodiff.errors import UnknownShape
 from autodiff.extents import Dim, Extent
-from autodiff.ir import (
-    Expr,
-    StringImm,
-    TensorType,
-    Tuple,
-    TupleType,
-    Var,
-    build_function,
-    dtype,
-    shape,
-)
+from autodiff.ir import Expr, Function, StringImm, TensorType, Tuple, TupleType, Var, build_function, dtype, shape
 from autodiff.library import call as library_call
 from autodiff.library import number
 from autodiff.scan import from_marks
 from autodiff.typed import normalizer
 from autodiff.zapp import reshaped
-from bridge.aten.any_operator import check_functional
+from bridge.aten.any_operator import check_functional, whole
 from bridge.aten.complex_arithmetic import COMPLEX
 from bridge.aten.complex_parts import convert_complex, is_complex
-from bridge.aten.complex_value import Complex, joined, joined_form, separated
-from bridge.aten.dims import ELEMENT_TYPES, dims, has_extents, relax_dtype, same_shape
+from bridge.aten.complex_value import PARTS, Complex, joined, joined_form, separated
 from bridge.aten.draws import ChainedDraws, given_type, unplaced
-from bridge.aten.entering_types import unknown_types
-from bridge.aten.imported import Imported
 from bridge.aten.number_checks import compared, computed_numbers, first_broken, holds
-from bridge.aten.registry import CONVERSIONS, UnsupportedUse
-from bridge.aten.result_forms import made_by, other_form
-from bridge.aten.sizes import is_size, size
-from bridge.aten.whole import whole
-from bridge.base.complex_views import as_parts
+from bridge.aten.registry import CONVERSIONS, ELEMENT_TYPES, UnsupportedUse, dims, has_extents, relax_dtype, same_shape
+from bridge.aten.shape import is_size, size
 from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
+from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
-from bridge.capture import Captured, TensorForm, where_is
+from bridge.capture import Captured, Output, TensorForm, where_is
 
-__all__ = ["Importer", "import_graph"]
+__all__ = ["Imported", "Importer", "import_graph", "made_by", "other_form", "unknown_types"]
+
+
+def made_by(node: fx.Node) -> fx.Node:
+    """The node of the operator that computes a value: of one of several results, not the one that picks it."""
+    return node.args[0] if node.target is operator.getitem else node
+
+
+def other_form(output: Output, node: fx.Node, result: Expr) -> Unsupported | None:
+    """Says so, if a result has another shape or element type than eager's on the sample; extents are not compared.
+
+    Args:
+        node: whose value is returned.
+        result: its conversion, with the parts of complex numbers in a last dimension.
+    """
+    eagers = joined_form(TensorForm(output.shape, output.dtype))
+    wanted, made = (tuple(eagers.shape), ELEMENT_TYPES[eagers.dtype]), (shape(result), dtype(result))
+    extents = zip(made[0], wanted[0], strict=False)
+    is_same = len(made[0]) == len(wanted[0]) and wanted[1] in (made[1], "bool")  # masks are numbers up to the end
+    if is_same and not any(isinstance(one, int) and one != other for one, other in extents):
+        return None
+    reason = f"eager returns {wanted[1]}{list(wanted[0])}, its conversion makes {made[1]}{list(made[0])}"
+    maker = made_by(node)
+    return Unsupported(str(maker.target), where_is(maker) or "forward", reason)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A module's forward as a Relax function.
+
+    Attributes:
+        function: parameters are the module's tensors, the argument tensors, then ``draw_<k>`` inputs for random draws
+            that are no dropout; results are the computed outputs, then the new values of mutated buffers, then the
+            generator's state and the place of a broken check, where there are such.
+        output_of: for each leaf of the module's result, its index among the function's results, ``None`` if the
+            leaf is not computed (a constant, or a view of something that the caller has).
+        num_outputs: how many results are outputs; those after them belong to ``Captured.mutated``, in order.
+        dropout_draws: eager draw of each ``relax.nn.dropout`` binding, in binding order.
+        input_draws: eager draw of each ``draw_<k>`` parameter, in parameter order.
+        leaves_state: whether the program draws: then the result after the mutated buffers, uint8, is the state that the
+            default generator has after the call.
+        checks: conditions on numbers, in words: what is looked at, and what was found. If there are any, the function's
+            last result, int64 and 0-d, is the place of the first that does not hold, from 1 on, or 0.
+    """
+
+    function: Function
+    output_of: tuple[int | None, ...]
+    num_outputs: int
+    dropout_draws: tuple[int, ...]
+    input_draws: tuple[int, ...]
+    leaves_state: bool = False
+    checks: tuple[tuple[str, str], ...] = ()
+
+
+def unknown_types(captured: Captured) -> list[Unsupported]:
+    """Tensors that enter the function and are of types that Relax does not compute with."""
+    nodes = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
+    entering = [(spec.name, spec.name, spec.dtype) for spec in captured.module_tensors]
+    entering += [(f"argument {index}", "forward", fake.dtype) for index, fake in enumerate(captured.arguments)]
+    for name, value in captured.literals.items():
+        where = next(filter(None, map(where_is, nodes[name].users)), captured.module_name)
+        entering.append(("a tensor literal", where, value.dtype))
+    return [
+        Unsupported(what, at, f"values of type {t}") for what, at, t in entering if t not in (*ELEMENT_TYPES, *PARTS)
+    ]
+
 
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -128,7 +188,7 @@ class Importer:
         return relax_dtype(self.out(node).dtype)
 
     def constant(self, value: bool | int | float | Extent | Expr, element_type: str) -> Expr:
-        """A 0-d constant; a size that varies, or a number made of some (:mod:`bridge.aten.sizes`), as a 0-d tensor."""
+        """A 0-d constant; a size that varies, or a number made of some (:mod:`bridge.aten.shape`), as a 0-d tensor."""
         if isinstance(value, Extent):
             return self.emit(number(value, element_type))
         return self.cast(value, element_type) if isinstance(value, Expr) else relax.const(value, element_type)

@@ -8,9 +8,8 @@ from tvm import relax
 
 from autodiff.extents import maximum, minimum, same
 from autodiff.ir import dtype, numel, shape
-from bridge.aten.dims import has_extents, index_shape, lies_elsewhere, numbers_only
-from bridge.aten.registry import UnsupportedUse, converts
-from bridge.aten.whole import whole
+from bridge.aten.any_operator import whole
+from bridge.aten.registry import UnsupportedUse, converts, has_extents, index_shape, lies_elsewhere, numbers_only
 from bridge.base.torch_internals import aten, schema
 from bridge.capture import TensorForm
 

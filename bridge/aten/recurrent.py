@@ -11,6 +11,8 @@ launch a step (:mod:`bridge.aten.recurrent`); where the batch varies, a library 
 LSTM on the processor stays oneDNN's kernel, where :func:`layers_chosen_by` says so. On a GPU a call stays whole where
 cuDNN's kernels are quicker (:mod:`bridge.aten.conv`). Dropout between layers has been taken out before
 (:mod:`bridge.capture.passes.recurrent`).
+
+Marks of one step of a loop (``tvm_dispatch::loop_..``) → the library calls that :mod:`autodiff.scan.roll` reads.
 """
 
 from __future__ import annotations
@@ -29,14 +31,13 @@ from tvm import relax
 from autodiff.extents import Dim
 from autodiff.ir import Expr, dtype, shape
 from bridge.aten.conv import CUDNN_TYPES, cudnn_is_quicker, cudnn_layers
-from bridge.aten.dims import has_extents, numbers_only
-from bridge.aten.registry import UnsupportedUse, converts
+from bridge.aten.registry import UnsupportedUse, converts, has_extents, numbers_only
 from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
-from bridge.capture import PACKED_LAYERS, RECURRENT_LAYERS, TensorForm
+from bridge.capture import LOOP_MARKS, PACKED_LAYERS, RECURRENT_LAYERS, TensorForm
 
-__all__ = ["LayerShape", "layers_chosen_by", "looped_layer", "recurrent_layer", "whole_layers"]
-
+__all__ = ["LayerShape", "first", "last", "layers_chosen_by", "looped_layer", "part", "recurrent_layer", "steps"]
+__all__ += ["whole_layers"]
 
 op = relax.op
 
@@ -136,7 +137,6 @@ _CELLS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _plain(op.tanh), "rnn_relu": _
 def _split(importer: Any, gates: Expr, count: int) -> list[Expr]:
     size = shape(gates)[1] // count
     return [importer.slice(gates, [1], [index * size], [(index + 1) * size]) for index in range(count)]
-
 
 
 _TENSORS = 7  # of oneDNN's operator: x, four weights and biases, two states
@@ -328,3 +328,26 @@ def _row(importer: Any, state: Expr, index: int) -> Expr:
     if rows > 1:
         state = importer.slice(state, [0], [index], [index + 1])
     return importer.reshape(state, rest)
+
+
+_FIRST, _PART, _LAST, _STEPS = LOOP_MARKS
+
+
+@converts(_FIRST)
+def first(importer, node, value, sources, loop, place, length, reverse):
+    return importer.library("loop_first", [value, loop, place, length, reverse], importer.out(node))
+
+
+@converts(_PART)
+def part(importer, node, whole, loop, place):
+    return importer.library("loop_part", [whole, loop, place], importer.out(node))
+
+
+@converts(_LAST)
+def last(importer, node, value, loop, place):
+    return importer.library("loop_last", [value, loop, place], importer.out(node))
+
+
+@converts(_STEPS)
+def steps(importer, node, value, loop, place, length):
+    return importer.library("loop_steps", [value, loop, place, length], importer.out(node))

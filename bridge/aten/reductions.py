@@ -1,4 +1,7 @@
-"""Reductions and softmax → Relax, in eager's accumulation types."""
+"""Reductions and softmax → Relax, in eager's accumulation types.
+
+Matrix products → ``relax.matmul``, which the compiler gives to generated code or to torch.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ from tvm import relax
 
 from autodiff.ir import dtype, is_float, shape
 from bridge.aten.activations import times, where, with_derivative, with_slope
-from bridge.aten.dims import broadcast_shape
-from bridge.aten.registry import converts, rounds_once
-from bridge.aten.whole import whole
+from bridge.aten.any_operator import whole
+from bridge.aten.registry import broadcast_shape, converts, rounds_once
 from bridge.base.torch_internals import aten, schema
 
 op = relax.op
@@ -272,3 +274,48 @@ def _normalized(importer, x, dim, eps):
         norm = importer.cast(euclidean_norm(importer, wide, dim, True), stored)
     bounded = importer.emit(op.maximum(norm, importer.constant(eps, stored)))
     return importer.emit(op.divide(x, with_derivative(importer, bounded, norm)))
+
+
+@converts(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)
+def matmul(importer, node, x, y):
+    if "float" not in dtype(x):
+        return whole(importer, node, x, y)
+    return importer.emit(op.matmul(x, y))
+
+
+@converts(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+def addmm(importer, node, bias, x, y, *, beta=1, alpha=1):
+    if "float" not in dtype(x) or alpha == 0:  # which of torch's kernels multiply nan and inf by it is their choice
+        return whole(importer, node, bias, x, y, beta=beta, alpha=alpha)
+    return _combined(importer, matmul(importer, node, x, y), bias, beta, alpha)
+
+
+@converts(aten.addbmm.default)
+def addbmm(importer, node, bias, x, y, *, beta=1, alpha=1):
+    if "float" not in dtype(x) or alpha == 0:
+        return whole(importer, node, bias, x, y, beta=beta, alpha=alpha)
+    product = importer.emit(op.sum(matmul(importer, node, x, y), axis=[0]))
+    return _combined(importer, product, bias, beta, alpha)
+
+
+def _combined(importer, product, bias, beta, alpha):
+    if alpha != 1:
+        product = importer.emit(op.multiply(product, importer.constant(alpha, dtype(product))))
+    if beta == 0:  # torch ignores the addend, nan and inf included
+        return product
+    if beta != 1:
+        bias = importer.emit(op.multiply(bias, importer.constant(beta, dtype(bias))))
+    return importer.emit(op.add(product, bias))
+
+
+@converts(aten.linear.default)
+def linear(importer, node, x, weight, bias=None):
+    if "float" not in dtype(x):
+        return whole(importer, node, x, weight, bias)
+    # one 2-d product, so that the weight's gradient is one 2-d product too
+    *leading, features = shape(x)
+    rows = importer.reshape(x, (math.prod(leading), features))
+    is_vector = len(shape(weight)) == 1  # of one output feature, which the result has no axis for
+    columns = importer.reshape(weight, (features, 1)) if is_vector else importer.emit(op.permute_dims(weight, [1, 0]))
+    product = importer.reshape(importer.emit(op.matmul(rows, columns)), (*leading, *shape(weight)[:-1]))
+    return product if bias is None else importer.emit(op.add(product, bias))

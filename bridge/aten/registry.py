@@ -1,12 +1,27 @@
-"""Registry of conversions: ATen overload → the function that emits its Relax form; filled by the modules beside it."""
+"""Registry of conversions: ATen overload → the function that emits its Relax form; filled by the modules beside it.
+
+Helpers of conversions: dimensions, places and element types.
+
+Dims of conversions: what Python computes with sizes that may be extents, without asking for more than it needs.
+Where a number and an extent are equal for the sample only, conversions take the way that is right for all sizes; what
+has no such way asks the extent, which makes a guard (:mod:`autodiff.extents`).
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["CONVERSIONS", "UnsupportedUse", "converts", "rounds_once"]
+import torch
+from torch import fx
+
+from autodiff.extents import Dim, Extent, maximum, minimum, same
+from bridge.base.devices import current_device
+from bridge.capture import TensorForm
+
+__all__ = ["CONVERSIONS", "ELEMENT_TYPES", "UnsupportedUse", "broadcast_shape", "clamped", "converts", "dims"]
+__all__ += ["has_extents", "index_shape", "lies_elsewhere", "numbers_only", "relax_dtype", "rounds_once", "same_shape"]
 
 #: ATen overload -> ``convert(importer, node, *args, **kwargs)``, which returns a Relax value (or a tuple of them).
 CONVERSIONS: dict[Any, Callable[..., Any]] = {}
@@ -44,3 +59,79 @@ def rounds_once(convert: Callable[..., Any]) -> Callable[..., Any]:
         return importer.in_float32(convert, node, args, kwargs)
 
     return converted
+
+
+def dims(shape: Iterable[Any]) -> tuple[Dim, ...]:
+    """A shape as Relax types take it."""
+    return tuple(extent if isinstance(extent, Extent) else int(extent) for extent in shape)
+
+
+def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
+    """Whether two shapes are equal for all sizes."""
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def has_extents(value: Any) -> bool:
+    """Whether there are extents in arguments of a node: lists of them too."""
+    if isinstance(value, tuple | list):
+        return any(map(has_extents, value))
+    return isinstance(value, Extent)
+
+
+def numbers_only(what: str, *values: Any) -> None:
+    """Refuses sizes that vary where numbers are made of them once: tables, windows, text."""
+    if has_extents(values):
+        raise UnsupportedUse(f"{what} of a size that varies", "leave that dimension out of dynamic_shapes")
+
+
+def clamped(position: Dim, extent: Dim) -> Dim:
+    """A start or an end of a slice as torch clamps it: counted from the end where it is negative, 0 to ``extent``."""
+    if not isinstance(position, Extent) and position >= _NO_BOUND:
+        return extent
+    return minimum(maximum(position + extent if position < 0 else position, 0), extent)
+
+
+_NO_BOUND = 2**62
+"""A slice without an end is traced with the largest integer for one."""
+
+
+def broadcast_shape(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
+    """What shapes are broadcast to; they fit."""
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
+    return tuple(next((extent for extent in axis if extent != 1), 1) for axis in zip(*padded, strict=True))
+
+
+def index_shape(shape: Sequence[Dim], axes: Sequence[int], indices: Sequence[Sequence[Dim]]) -> tuple[Dim, ...]:
+    """The shape of ``x[..., i, …, j, ...]`` with index tensors of these shapes along ``axes``, as torch places them."""
+    broadcast = broadcast_shape(*indices)
+    rest = [extent for axis, extent in enumerate(shape) if axis not in axes]
+    first = axes[0] if list(axes) == list(range(axes[0], axes[0] + len(axes))) else 0
+    return (*rest[:first], *broadcast, *rest[first:])
+
+
+def lies_elsewhere(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor on another device than the call's."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor | TensorForm) and value.device not in (None, current_device())
+
+
+ELEMENT_TYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.bool: "bool",
+}
+
+
+def relax_dtype(torch_dtype: torch.dtype) -> str:
+    """The Relax name of a torch dtype. :class:`UnsupportedUse` for those that Relax does not compute with."""
+    if torch_dtype not in ELEMENT_TYPES:
+        raise UnsupportedUse(f"values of type {torch_dtype}")
+    return ELEMENT_TYPES[torch_dtype]

@@ -1,16 +1,33 @@
-"""Shape operators → Relax: views, slices, concatenations, scatters of slices."""
+"""Shape operators → Relax: views, slices, concatenations, scatters of slices.
+
+Creation operators (full, arange, …) → Relax constants and fills.
+
+Size nodes: Python's arithmetic on sizes in a traced graph → extents, and 0-d tensors for what is no integer.
+
+Capturing has given each integer that sizes decide its extent. A quotient, a root or a power of sizes is computed as
+Python computes it, in float64.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import torch
+from torch import fx
 from tvm import relax
 
-from autodiff.extents import Dim, maximum, same
+from autodiff.extents import Dim, Extent, maximum, same
 from autodiff.ir import Expr, dtype, numel, shape
-from bridge.aten.dims import clamped, has_extents, numbers_only
-from bridge.aten.registry import converts
+from bridge.aten.registry import UnsupportedUse, clamped, converts, dims, has_extents, numbers_only
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import aten
+from bridge.base.torch_shapes import SYMBOLIC
+
+__all__ = ["is_size", "size"]
 
 op = relax.op
 
@@ -213,3 +230,107 @@ def constant_pad_nd(importer, node, x, widths, value=0):
                 pieces.insert(position, importer.emit(fill))
         x = importer.emit(op.concat(pieces, axis)) if len(pieces) > 1 else x
     return x
+
+
+@converts(aten.full.default, aten.full_like.default)
+def full(importer, node, size_or_tensor, value, **layout):
+    return importer.filled(importer.out(node), value)
+
+
+@converts(aten.scalar_tensor.default)
+def scalar_tensor(importer, node, value, **layout):
+    return importer.constant(value, importer.out_dtype(node))
+
+
+@converts(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+def zeros(importer, node, *args, **layout):
+    return importer.filled(importer.out(node), 0)
+
+
+@converts(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+def ones(importer, node, *args, **layout):
+    return importer.filled(importer.out(node), 1)
+
+
+@converts(
+    aten.empty.memory_format,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+def empty(importer, node, *args, **layout):
+    # eager's memory is uninitialized: any value is right, this one is reproducible
+    return importer.filled(importer.out(node), 0)
+
+
+@converts(aten.arange.start_step, aten.arange.start, aten.arange.default)
+def arange(importer, node, *bounds, **layout):
+    start, _, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    element_type = importer.out_dtype(node)
+    ints = "float" not in element_type
+    (extent,) = dims(importer.out(node).shape)
+    if not has_extents((start, step)):
+        start, step = (int(b) if ints else float(b) for b in (start, step))
+    elif not ints:
+        numbers_only("arange of floating point numbers", start, step)
+    if ints and step > 0:  # relax infers a wrong extent for a negative step
+        return importer.emit(relax.op.arange(start, start + extent * step, step, element_type))
+    index = importer.emit(relax.op.arange(0, extent, 1, "int64"))
+    scaled = relax.op.multiply(importer.cast(index, element_type), importer.constant(step, element_type))
+    return importer.emit(relax.op.add(importer.emit(scaled), importer.constant(start, element_type)))
+
+
+_WINDOWS = ("bartlett", "blackman", "hamming", "hann", "kaiser")
+
+
+@converts(
+    *(getattr(aten, name).default for name in ("tril_indices", "triu_indices", "fft_fftfreq", "fft_rfftfreq")),
+    *(getattr(aten, f"{name}_window").default for name in _WINDOWS),
+    *(getattr(aten, f"{name}_window").periodic for name in _WINDOWS),
+    aten.hamming_window.periodic_alpha,
+    aten.hamming_window.periodic_alpha_beta,
+    aten.kaiser_window.beta,
+)
+def constant_table(importer, node, *args, **layout):
+    # numbers alone decide it: what torch's kernel makes of them once is what it makes of them at every call
+    numbers_only(str(node.target), *args)
+    table = node.target(*args, **{**layout, "dtype": importer.out(node).dtype, "device": HOST})
+    return relax.const(np.asarray(table.numpy()), importer.out_dtype(node))
+
+
+_FLOATS: dict[Any, Callable[..., Any]] = {
+    operator.truediv: op.divide,
+    operator.mul: op.multiply,
+    operator.add: op.add,
+    operator.sub: op.subtract,
+    operator.pow: op.power,
+    operator.neg: op.negative,
+    torch.sym_float: lambda x: x,
+    torch.sym_sqrt: op.sqrt,
+    math.sqrt: op.sqrt,
+}
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node is a number that the sizes of the arguments decide."""
+    return isinstance(node.meta.get("val"), (bool, int, Extent, *SYMBOLIC))
+
+
+def size(importer: Any, node: fx.Node, args: tuple) -> bool | int | Extent | Expr:
+    """The number: an extent where it is an integer, a 0-d float64 tensor where it is none."""
+    value = node.meta["val"]
+    if not isinstance(value, SYMBOLIC):
+        return value
+    make = _FLOATS.get(node.target)
+    if make is None or not isinstance(value, torch.SymFloat):
+        raise UnsupportedUse("a number that is made of sizes which vary")
+    return importer.emit(make(*(importer.cast(arg, "float64") for arg in args)))
+
+
+@converts(aten._assert_scalar.default)
+def assert_scalar(importer, node, condition, message):
+    """On sizes it is a guard of their scope."""
+    if condition is not True:
+        raise UnsupportedUse("an assertion on a number that a tensor gives")

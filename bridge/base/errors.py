@@ -1,4 +1,7 @@
-"""Errors: what can go wrong, in the user's terms and with the user's line."""
+"""Errors: what can go wrong, in the user's terms and with the user's line.
+
+Guard failure: which condition of an entry a call does not meet, in words for the user.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,10 @@ from functools import cache
 
 import torch
 
-__all__ = [
-    "CALL_BEFORE",
-    "TORCH_DIR",
-    "CacheNotFilled",
-    "CompilationError",
-    "DispatchMiss",
-    "Unsupported",
-    "UnsupportedModule",
-    "from_user_code",
-    "is_out_of_memory",
-    "is_pythons_file",
-    "is_refused_by_eager",
-    "is_user_file",
-    "line_of",
-    "refused_by_eager",
-    "swallowed",
-    "user_line",
-]
+__all__ = ["ARGUMENTS", "CALL_BEFORE", "INTERPRETER", "MODULE", "RUN", "STRUCTURE", "TORCH_DIR", "CacheNotFilled"]
+__all__ += ["CompilationError", "DispatchMiss", "GuardFailure", "Unsupported", "UnsupportedModule", "from_user_code"]
+__all__ += ["is_out_of_memory", "is_pythons_file", "is_refused_by_eager", "is_user_file", "line_of", "refused_by_eager"]
+__all__ += ["swallowed", "user_line"]
 
 TORCH_DIR = os.path.join(os.path.dirname(torch.__file__), "")
 """With what ends a folder's name: ``torch_geometric`` lies beside it."""
@@ -199,3 +188,26 @@ def _user_line_of_text(text: str) -> str | None:
             code = lines[index + 1].strip() if index + 1 < len(lines) else ""
             return f"{filename}:{number}: {code}"
     return None
+
+
+#: The stages of a guard, in the order in which they are checked: the later one fails, the closer the call was.
+#: ``RUN``: the guard held, and the forward program found what differs.
+INTERPRETER, STRUCTURE, ARGUMENTS, MODULE, RUN = range(5)
+
+
+class GuardFailure(Exception):
+    """The first condition that a call does not meet.
+
+    Attributes:
+        stage: ``INTERPRETER``, ``STRUCTURE``, ``ARGUMENTS``, ``MODULE`` or ``RUN``.
+        field: what differs, without the values, as in ``"shape of args[0]"``.
+        reason: with the values, as in ``"shape of args[0]: compiled for (5, 6), called with (3, 6)"``.
+        tried: entries whose forward program found it in this call, one after the other.
+    """
+
+    def __init__(self, stage: int, field: str, detail: str = ""):
+        self.stage = stage
+        self.field = field
+        self.reason = f"{field}: {detail}" if detail else field
+        self.tried: tuple = ()
+        super().__init__(self.reason)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from bridge.base.devices import HOST
-from bridge.base.locks import free_in_children
+from bridge.base.threads import free_in_children
 
 __all__ = [
     "MOVING",

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from bridge.base.locks import free_in_children
+from bridge.base.threads import free_in_children
 
 __all__ = ["LeastRecentlyUsed"]
 

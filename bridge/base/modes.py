@@ -1,6 +1,8 @@
 """Modes of the interpreter: autocast's setting as one value; modes that a run leaves changed are put back.
 
 All modes that a guard compares are listed in :mod:`bridge.dispatch.guards.interpreter`.
+
+Replaced attributes: an owner and values by name → set while active, put back afterwards.
 """
 
 from __future__ import annotations
@@ -16,15 +18,8 @@ from torch.distributions import Distribution
 from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import set_grad_enabled
 
-__all__ = [
-    "ambient_autocast",
-    "autocast_setting",
-    "autocast_settings",
-    "autocast_to",
-    "cuda_autocast_setting",
-    "distributions_validate",
-    "modes_put_back",
-]
+__all__ = ["ambient_autocast", "autocast_setting", "autocast_settings", "autocast_to", "cuda_autocast_setting"]
+__all__ += ["distributions_validate", "modes_put_back", "replaced"]
 
 _HOST, _CUDA = HOST.type, "cuda"
 
@@ -94,3 +89,20 @@ _SETTABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "autocast": (lambda: torch.is_autocast_enabled(_HOST), lambda on: torch.set_autocast_enabled(_HOST, on)),
     "CUDA autocast": (lambda: torch.is_autocast_enabled(_CUDA), lambda on: torch.set_autocast_enabled(_CUDA, on)),
 }
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """While active, the attributes of ``owner`` that ``values`` names have those values; a class inherits again."""
+    inherited = {name for name in values if isinstance(owner, type) and name not in vars(owner)}
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if name in inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

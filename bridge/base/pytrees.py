@@ -1,12 +1,35 @@
-"""Pytrees in words: the structure of a call's arguments → a name for each leaf, and how two structures differ."""
+"""Pytrees in words: the structure of a call's arguments → a name for each leaf, and how two structures differ.
+
+Picks: places → a function in C that takes the elements at these places of a sequence.
+
+Python objects in a result as pytree nodes: a dataclass, a cache, a distribution → its attributes, and back.
+
+torch.export knows tuples, lists, dicts and what somebody registered. Objects of other classes that forward makes and
+returns are put into :class:`ObjectNode`, the one node type that is registered here: no class of the user's is. A
+rebuilt object has its class and its attributes, in their order; no ``__init__`` runs. That is what eager returns if
+the object was made by the call, and if its attributes hold nothing but tensors, plain values and objects like it;
+anything else is left as it is, and refused as a result. Whether the call made it, two runs tell
+(:func:`bridge.capture.eager_run.as_in_eager`): it is another object in each.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import enum
+import inspect
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from types import BuiltinFunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from bridge.base.torch_internals import pytree
 
-__all__ = ["leaf_names", "structure_difference"]
+__all__ = ["ObjectNode", "WithWholes", "has_objects", "is_plain", "leaf_names", "objects_of", "packed", "picker"]
+__all__ += ["structure_difference", "unpacked"]
 
 
 def leaf_names(spec: pytree.TreeSpec) -> list[str]:
@@ -67,3 +90,165 @@ def _described(spec: pytree.TreeSpec) -> str:
     keys = _dict_keys(spec)
     kind = spec.context if isinstance(spec.context, type) else spec.type
     return f"{kind.__name__} of {spec.num_children if keys is None else keys}"
+
+
+def picker(places: Sequence[int]) -> Callable[[Any], Sequence[Any]]:
+    """What takes the elements at these places of a list or tuple, as a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+
+
+#: Attributes of these types do not change: one value may be handed out at every call.
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value cannot change, and holds nothing else."""
+    return isinstance(value, _PLAIN)
+
+
+class WithWholes(NamedTuple):
+    """A result, and whole tensors that it has only parts of, which overlap: the caller gets views of these."""
+
+    result: Any
+    wholes: list[Any]
+
+
+class ObjectNode:
+    """Stands for an object of a class that pytree does not know.
+
+    Attributes:
+        kind: the object's class.
+        attributes: names and values of its attributes, packed.
+        items: its items, packed, if it is a dict.
+        value: the object itself; ``None`` once the node was flattened and put together again.
+    """
+
+    def __init__(self, kind: type, attributes: dict[str, Any], items: dict[Any, Any], value: Any = None):
+        self.kind = kind
+        self.attributes = attributes
+        self.items = items
+        self.value = value
+
+    def make(self) -> Any:
+        """A new object like it."""
+        if self.kind is torch.Size:
+            return torch.Size(self.attributes.values())
+        builtin = next(base for base in self.kind.__mro__ if type(vars(base).get("__new__")) is BuiltinFunctionType)
+        made = builtin.__new__(self.kind)
+        own = getattr(made, "__dict__", {})
+        for name, value in self.attributes.items():
+            if inspect.ismemberdescriptor(getattr(self.kind, name, None)):  # a slot
+                object.__setattr__(made, name, unpacked(value))  # past what a frozen dataclass says
+            else:
+                own[name] = unpacked(value)
+        if isinstance(made, dict):
+            dict.update(made, {key: unpacked(value) for key, value in self.items.items()})
+        return made
+
+
+def _flatten(node: ObjectNode) -> tuple[list[Any], tuple]:
+    """What is no plain value is a child, and so is an extent, which may vary; plain values belong to the structure."""
+    values = [*node.attributes.items(), *node.items.items()]
+    plain = () if node.kind is torch.Size else _PLAIN
+    children = [value for _, value in values if not isinstance(value, plain)]
+    layout = [(name, (value,) if isinstance(value, plain) else None) for name, value in values]
+    return children, (node.kind, len(node.attributes), layout)
+
+
+def _unflatten(children: Any, context: tuple) -> ObjectNode:
+    kind, attributes, layout = context
+    remaining = iter(children)
+    values = [(name, next(remaining) if plain is None else plain[0]) for name, plain in layout]
+    return ObjectNode(kind, dict(values[:attributes]), dict(values[attributes:]))
+
+
+pytree.register_pytree_node(ObjectNode, _flatten, _unflatten, serialized_type_name="tvm_dispatch.ObjectNode")
+
+
+def packed(result: Any) -> Any:
+    """``result`` with an :class:`ObjectNode` for each object that can be made anew; unchanged if there is none."""
+    leaves, spec = pytree.tree_flatten(result, is_leaf=_is_size)
+    if not any(_is_object(leaf) or _is_size(leaf) for leaf in leaves):
+        return result
+    seen: set[int] = set()
+    return pytree.tree_unflatten([_packed(leaf, seen) for leaf in leaves], spec)
+
+
+def unpacked(result: Any) -> Any:
+    """The inverse of :func:`packed`, with new objects."""
+    return pytree.tree_map(
+        lambda leaf: leaf.make() if isinstance(leaf, ObjectNode) else leaf,
+        result,
+        is_leaf=lambda value: isinstance(value, (ObjectNode, torch.Size)),
+    )
+
+
+def has_objects(spec: pytree.TreeSpec) -> bool:
+    """Whether a packed result's structure has nodes for objects."""
+    return spec.type is ObjectNode or any(has_objects(child) for child in spec.children())
+
+
+def _packed(leaf: Any, seen: set[int]) -> Any:
+    """An object's node, whose attributes are packed; one that is there twice, or odd inside, stays what it is."""
+    if _is_size(leaf):  # pytree takes it for a tuple, and gives a tuple back
+        return ObjectNode(torch.Size, {str(axis): extent for axis, extent in enumerate(leaf)}, {})
+    if not _is_object(leaf) or id(leaf) in seen:
+        return leaf
+    seen.add(id(leaf))
+    node = ObjectNode(type(leaf), dict(_attributes(leaf)), dict(leaf) if isinstance(leaf, dict) else {}, leaf)
+    for values in (node.attributes, node.items):
+        for name, value in values.items():
+            if isinstance(value, _PLAIN):
+                continue
+            leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
+            leaves = [_packed(each, seen) for each in leaves]
+            if not all(isinstance(each, (torch.Tensor, ObjectNode, *_PLAIN)) for each in leaves):
+                return leaf
+            values[name] = pytree.tree_unflatten(leaves, spec)
+    return node
+
+
+def objects_of(packed_result: Any) -> list[Any]:
+    """The objects that a packed result has nodes for."""
+    nodes = pytree.tree_leaves(packed_result, is_leaf=lambda value: isinstance(value, ObjectNode))
+    found = [node for node in nodes if isinstance(node, ObjectNode)]
+    own = [node.value for node in found if node.kind is not torch.Size]
+    return own + [value for node in found for value in objects_of([*node.attributes.values(), *node.items.values()])]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether all that makes up a value is its class, its attributes and, of a dict, its items."""
+    kind = type(value)
+    if isinstance(value, (torch.Tensor, nn.Module, BaseException, ObjectNode, *_PLAIN)) or callable(value):
+        return False
+    if kind.__module__ == "builtins" or inspect.ismodule(value):
+        return False
+    if dataclasses.is_dataclass(kind):
+        return not isinstance(value, (tuple, list, dict, str, int, float)) and not hasattr(kind, "__del__")
+    base = dict if isinstance(value, dict) else object
+    return _memory(kind) == base.__basicsize__ and kind.__itemsize__ == 0 and not hasattr(kind, "__del__")
+
+
+def _memory(kind: type) -> int:
+    """Bytes of an instance but for pointers to its attributes and to weak references, where they lie in it."""
+    pointers = (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__basicsize__ - pointers * struct.calcsize("P")
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of an object's attributes: in ``__dict__``, and the fields of a dataclass that has slots."""
+    yield from getattr(value, "__dict__", {}).items()
+    if dataclasses.is_dataclass(value):
+        own = getattr(value, "__dict__", {})
+        for field in dataclasses.fields(value):
+            if field.name not in own and hasattr(value, field.name):
+                yield field.name, getattr(value, field.name)

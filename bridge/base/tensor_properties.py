@@ -3,6 +3,8 @@
 The quick test is Dynamo's own guard, which compares a list of tensors in one call, 60 ns a tensor where property by
 property takes 400. It is not a public interface, so it is put to the test once per process, on tensors that differ in
 each of the properties; should it not be there, or not see one of them, the properties are compared one by one.
+
+Views of complex tensors: compiled code takes and returns the two parts of each number in a last dimension.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch import nn
 
 from bridge.base.torch_internals import neg_view, tensor_guards
 
-__all__ = ["PROPERTIES", "Property", "TensorChecks", "is_nested", "same_strides", "span_of", "tensor_checks"]
+__all__ = ["PROPERTIES", "Property", "TensorChecks", "as_complex", "as_parts", "is_nested", "is_parts_view"]
+__all__ += ["offset_in", "same_strides", "span_of", "tensor_checks", "view_in"]
 
 #: To be asked before Dynamo's guard, which ends the process over a nested tensor: that has no strides.
 is_nested = attrgetter("is_nested")
@@ -177,3 +180,43 @@ def _dynamo_is_exact() -> bool:
     different += [nn.Parameter(torch.zeros(2, 3), requires_grad=False), torch.zeros(2, 3).as_subclass(_Subclass), 3]
     different.append(_inference_tensor())
     return check([torch.ones(2, 3)]) and not any(check([each]) for each in different)
+
+
+def as_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as the real one of its parts, which shares its memory and its gradients; a real one as it is.
+
+    One whose conjugation is pending is computed first.
+    """
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def as_complex(parts: torch.Tensor) -> torch.Tensor:
+    """The complex tensor of parts in a last dimension, in the same memory."""
+    return torch.view_as_complex(parts)
+
+
+def is_parts_view(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether one of two tensors in one memory is complex and the other shows parts of its numbers as they are."""
+    if view.is_complex() == base.is_complex() or view.is_conj() or base.is_conj():
+        return False
+    return view.dtype.to_real() == base.dtype.to_real()
+
+
+def offset_in(view: torch.Tensor, base: torch.Tensor) -> int:
+    """Where a view of ``base`` begins, from its first element on; real elements if one of the two is complex."""
+    if view.is_complex() == base.is_complex():
+        return view.storage_offset() - base.storage_offset()
+    return view.storage_offset() * (1 + view.is_complex()) - base.storage_offset() * (1 + base.is_complex())
+
+
+def view_in(
+    base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """The view of this type and layout at an offset, as :func:`offset_in` has it."""
+    if dtype.is_complex == base.is_complex():
+        return base.as_strided(shape, stride, base.storage_offset() + offset)
+    parts = as_parts(base)
+    if not dtype.is_complex:
+        return parts.as_strided(shape, stride, parts.storage_offset() + offset)
+    pairs = (*shape, 2), (*(2 * step for step in stride), 1)
+    return as_complex(parts.as_strided(*pairs, parts.storage_offset() + offset))

@@ -1,16 +1,33 @@
 """Other threads: whether there are any that could draw, so that what the process shares may be put back; whose code
 it is that one of autograd's runs.
+
+Locks that a fork leaves free: a child has none of its parent's other threads, to let go of what they held.
+
+Deferred interrupts: a SIGINT (Ctrl-C, a notebook's stop button) while something is compiled → raised at a boundary.
+
+Python runs a signal's handler between any two instructions of the main thread, in callbacks from C++ too.
+``KeyboardInterrupt`` raised there is swallowed or renamed inside TVM, leaves a mode of torch's active, or ends the
+process (where torch's C++ lets no exception pass). So while compiling, the handler only takes note, and the user's
+handler is called where an exception is like any other: :func:`raise_deferred`, between two stages.
+
+Left alone are handlers that are no Python functions (``SIG_IGN``, ``SIG_DFL``, those of C code), and other threads than
+the main one, which never run handlers. A wake-up descriptor (``signal.set_wakeup_fd``) is written to at once, as ever.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import Any, TypeVar
 
-__all__ = ["is_alone", "serves", "stack_of"]
+__all__ = ["free_in_children", "held", "interrupts_deferred", "is_alone", "raise_deferred", "serves", "stack_of"]
 
 _SERVANTS = frozenset(["bridge", "execnet", "ipykernel", "torch", "tornado", "tqdm", "zmq"])
 """Packages whose own threads pass messages, compile or watch a progress bar, and never draw; this one's build."""
@@ -51,3 +68,135 @@ def _is_servant(frame: FrameType | None) -> bool:
         started = started if package == "threading" else package
         frame = frame.f_back
     return started in _SERVANTS
+
+
+Lock = TypeVar("Lock", bound="threading.Lock | threading.RLock")
+
+_LOCKS: list[threading.Lock | threading.RLock] = []
+_held: list[threading.Lock | threading.RLock] = []
+"""By the thread that forks, while it does."""
+
+
+def free_in_children(lock: Lock) -> Lock:
+    """A lock that a forked child finds free: whoever forks waits for it. For locks that live as long as the process."""
+    _LOCKS.append(lock)
+    return lock
+
+
+def _acquire_all() -> None:
+    """Holds all locks. It waits for one while it holds no other, so that threads may nest them in any order."""
+    global _held
+    awaited = None
+    while True:
+        held = []
+        try:
+            if awaited is not None:
+                awaited.acquire()
+                held.append(awaited)
+            awaited = _acquire_others(held)
+        except BaseException:
+            _release(held)
+            raise
+        if awaited is None:
+            _held = held
+            return
+        _release(held)
+
+
+def _acquire_others(held: list[threading.Lock | threading.RLock]) -> threading.Lock | threading.RLock | None:
+    """Adds to the locks that are held those that are free → the first that is not, or ``None``."""
+    for lock in list(_LOCKS):
+        if lock not in held:
+            if not lock.acquire(blocking=False):
+                return lock
+            held.append(lock)
+    return None
+
+
+def _release_all() -> None:
+    global _held
+    held, _held = _held, []
+    _release(held)
+
+
+def _release(held: list[threading.Lock | threading.RLock]) -> None:
+    for lock in reversed(held):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_acquire_all, after_in_parent=_release_all, after_in_child=_release_all)
+
+
+_POLL = 0.1
+"""Seconds between two looks for an interrupt while waiting for a lock."""
+
+
+class _Deferral:
+    """A handler of SIGINT that notes the first one and calls the user's handler at once for a second one."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]):
+        self.handler = handler
+        self._is_pending = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_pending:
+            self._is_pending = True
+            return
+        self.deliver()
+        self.handler(number, frame)
+
+    def deliver(self) -> None:
+        """Calls the user's handler for a SIGINT that was noted, if one was."""
+        if self._is_pending:
+            self._is_pending = False
+            self.handler(signal.SIGINT, sys._getframe(1))
+
+
+_DEFERRED: list[_Deferral] = []
+"""The handler that is set, while one is; to ask for it is cheaper than to ask for the handler of a signal."""
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """While active in the main thread, a SIGINT waits for :func:`raise_deferred` or the end; a second one does not.
+
+    The handler that was set before is set again in any case. Inside another such context, nothing is done.
+
+    Raises:
+        KeyboardInterrupt: or whatever the user's handler raises, at the end, if a SIGINT still waits.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if not _is_main_thread() or isinstance(before, _Deferral) or not callable(before):
+        yield
+        return
+    deferral = _Deferral(before)
+    signal.signal(signal.SIGINT, deferral)
+    _DEFERRED.append(deferral)
+    try:
+        yield
+    finally:
+        _DEFERRED.remove(deferral)
+        signal.signal(signal.SIGINT, before)
+        deferral.deliver()
+
+
+def raise_deferred() -> None:
+    """A boundary: where a SIGINT was deferred, the user's handler runs now (Python's raises ``KeyboardInterrupt``)."""
+    if _DEFERRED and _is_main_thread():
+        _DEFERRED[-1].deliver()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def held(lock: Any) -> Iterator[None]:
+    """``with lock``, which lets go of the wait for it when a SIGINT was deferred."""
+    while not lock.acquire(timeout=_POLL):
+        raise_deferred()
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,4 +1,7 @@
-"""Torch's private names about ``autograd.Function``, its nodes, and the backward that is on its way in this thread."""
+"""Torch's private names about ``autograd.Function``, its nodes, and the backward that is on its way in this thread.
+
+Checkpoints that are not reentrant: what ``torch.utils.checkpoint`` keeps of the one that this thread runs.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,10 @@ from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import find
+from bridge.base.torch_internals import find, saved_tensors_hooks
 
-__all__ = [
-    "GENERATED",
-    "FunctionNode",
-    "applications_through",
-    "apply_function",
-    "keeps_graph",
-    "no_torch_dispatch",
-    "node_class",
-]
+__all__ = ["GENERATED", "FunctionNode", "applications_through", "apply_function", "checkpoint_frame"]
+__all__ += ["is_computed_again", "keeps_graph", "no_torch_dispatch", "node_class", "puts_generators_back"]
 
 _IN_PYTHON = isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
 FUNCTION_BASE: type = find("torch.autograd.function._SingleLevelFunction") if _IN_PYTHON else torch.autograd.Function
@@ -62,3 +58,30 @@ def applications_through(apply: Callable[..., Any]) -> Iterator[None]:
 def apply_function(kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What ``kind.apply(*args, **kwargs)`` does, past :data:`FUNCTION_BASE`."""
     return super(FUNCTION_BASE, kind).apply(*args, **kwargs)
+
+
+_HOOKS = find("torch.utils.checkpoint._checkpoint_hook")
+
+
+def checkpoint_frame() -> Any:
+    """What the innermost checkpoint in this thread keeps for its second run; ``None`` outside of one."""
+    hooks = saved_tensors_hooks()
+    if hooks is None or not getattr(hooks[0], "__qualname__", "").startswith(f"{_HOOKS.__name__}."):
+        return None
+    return _captured(hooks[0], "frame")
+
+
+def is_computed_again(frame: Any) -> bool:
+    """Whether the backward runs the function again: something of it was saved."""
+    return bool(frame.weak_holders)
+
+
+def puts_generators_back(frame: Any) -> bool:
+    """Whether the second run draws what the first one drew (``preserve_rng_state``)."""
+    return _captured(frame.recompute_fn, "preserve_rng_state") is True
+
+
+def _captured(function: Any, name: str) -> Any:
+    """The value of a variable of an enclosing scope that a function reads; ``None`` if it reads no such one."""
+    names = function.__code__.co_freevars
+    return function.__closure__[names.index(name)].cell_contents if name in names else None

@@ -1,6 +1,8 @@
 """Torch internals of CUDA: what ``torch.cuda`` and ``torch.backends`` look up in a microsecond, in a tenth of one.
 
 Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other file names what is private here.
+
+cuDNN's recurrent layers: a kind of cell, sizes and directions → what its operators are told.
 """
 
 from __future__ import annotations
@@ -14,24 +16,10 @@ import torch
 
 from bridge.base.torch_internals import find
 
-__all__ = [
-    "SETTINGS",
-    "attention_may_be_formula",
-    "convolves_by_cudnn",
-    "cudnn_flags",
-    "current_device",
-    "current_stream",
-    "empty_strided",
-    "gpu_features",
-    "meaning_the_same",
-    "memory_of",
-    "memory_of_pool",
-    "products_are_tf32",
-    "read_settings",
-    "recurrent_layers_are_tf32",
-    "reinterpreted",
-    "settle_attention_order",
-]
+__all__ = ["SETTINGS", "attention_may_be_formula", "convolves_by_cudnn", "cudnn_flags", "current_device"]
+__all__ += ["current_stream", "empty_strided", "gpu_features", "meaning_the_same", "memory_of", "memory_of_pool"]
+__all__ += ["products_are_tf32", "read_settings", "recurrent_layers_are_tf32", "reinterpreted", "settings_of_layers"]
+__all__ += ["settle_attention_order"]
 
 current_device: Callable[[], int] = find("torch._C._cuda_getDevice", torch.cuda.current_device)
 """The index of this thread's current device."""
@@ -173,3 +161,16 @@ def meaning_the_same(value: Any) -> tuple[Any, ...]:
     """A setting's value, then the others that mean the same."""
     others = [other for same in _SAME if value in same for other in same if other != value]
     return value, *others
+
+
+_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+"""cuDNN's numbers of the kinds of cells, by the names of torch's operators."""
+
+
+def settings_of_layers(cell: str, size: int, layers: int, both_ways: bool) -> list[object]:
+    """What both of cuDNN's operators are told, from the kind of cell on: training, without dropout and projections.
+
+    Args:
+        size: elements of a state.
+    """
+    return [_MODES[cell], size, 0, layers, False, 0.0, True, both_ways, [], None]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from bridge.base.modes import replaced
 from bridge.base.quirks import applies, quirk
-from bridge.base.replaced import replaced
 from bridge.base.torch_internals import PROBES, MissingInternalError, find
 
 __all__ = [

@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from bridge.callbacks.choose import chosen_layers
-from bridge.callbacks.first_call import DispatchAtFirstCall
+from bridge.callbacks.first_call import DispatchAtFirstCall, chosen_layers
 
 __all__ = ["DispatchAtFirstCall", "LightningDispatch", "TrainerDispatch", "chosen_layers"]
 

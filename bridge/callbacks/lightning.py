@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 
-from bridge.callbacks.lightning_methods import LightningMethods
+from bridge.callbacks.first_call import LightningMethods
 
 __all__ = ["LightningDispatch"]
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from bridge.callbacks.choose import chosen_layers
-from bridge.callbacks.first_call import DispatchAtFirstCall
+from bridge.callbacks.first_call import DispatchAtFirstCall, chosen_layers
 
 __all__ = ["TrainerDispatch"]
 

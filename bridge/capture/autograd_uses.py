@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge.base.checkpoint_frames import checkpoint_frame, is_computed_again, puts_generators_back
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.threads import stack_of
+from bridge.base.torch_autograd import checkpoint_frame, is_computed_again, puts_generators_back
 from bridge.base.torch_internals import (
     forward_ad_level,
     saved_tensors_hooks,

@@ -20,10 +20,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
-from bridge.base.fake_type import fake_type_hidden
-from bridge.base.interrupts import raise_deferred
-from bridge.base.replaced import replaced
-from bridge.base.threads import stack_of
+from bridge.base.modes import replaced
+from bridge.base.threads import raise_deferred, stack_of
+from bridge.base.torch_fakes import fake_type_hidden
 from bridge.base.torch_internals import (
     FakeTensor,
     HigherOrderOperator,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.objects import packed
+from bridge.base.pytrees import packed
 from bridge.base.torch_internals import pytree
 from bridge.capture.twin import Twin
 from bridge.guards import ABSENT, ClosureCell, Contents, Name, Reads, Slot, slot_of

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.checkpoint_frames import checkpoint_frame
 from bridge.base.devices import HOST
+from bridge.base.torch_autograd import checkpoint_frame
 from bridge.base.torch_internals import pytree
 from bridge.capture.twin import Twin
 

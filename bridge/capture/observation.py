@@ -162,7 +162,7 @@ class Observation:
         unsupported: what stands in the way of compiling it.
         differentiates: whether forward runs a backward itself.
         reads_validation: whether forward depends on whether ``torch.distributions`` check their arguments.
-        objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.objects`).
+        objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.pytrees`).
         counted: indices of the inputs whose version it has moved on. A batch norm writes its running statistics without
             that: autograd takes them for unchanged, and so does a backward that has saved them.
         saved: indices of the inputs that eager's autograd saves as they are; ``saved_views``: of which it saves views.

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from bridge.base.complex_views import is_parts_view, offset_in
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.objects import WithWholes, is_plain
+from bridge.base.pytrees import WithWholes, is_plain
+from bridge.base.tensor_properties import is_parts_view, offset_in
 from bridge.base.torch_autograd import GENERATED, FunctionNode
 from bridge.base.torch_internals import is_dense, storage_id
 from bridge.capture.inplace_rules import InPlaceRules, overlaps, overlaps_itself

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
-from bridge.base.replaced import replaced
+from bridge.base.modes import replaced
 from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function, node_class
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
 from bridge.capture.autograd_uses import SavedTensorsNeededError

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from bridge.base.replaced import replaced
+from bridge.base.modes import replaced
 
 __all__ = ["quiet"]
 

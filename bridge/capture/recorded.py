@@ -17,9 +17,9 @@ from torch import fx, nn
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of
-from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.base.modes import autocast_to
+from bridge.base.threads import raise_deferred
 from bridge.base.torch_fakes import clear_fake_memo
 from bridge.base.torch_internals import pytree
 from bridge.capture.autograd_uses import written_and_read

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bridge.base.collector import give_back_pages
 from bridge.base.devices import HOST, current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of
-from bridge.base.heap import give_back_pages
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_fakes import outside_graph
 from bridge.base.torch_internals import (

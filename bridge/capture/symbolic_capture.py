@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autodiff.extents import Dim, Extent, sample_of
-from bridge.base.complex_views import offset_in
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.objects import is_plain
+from bridge.base.pytrees import is_plain
+from bridge.base.tensor_properties import offset_in
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import pytree
 from bridge.base.torch_shapes import SYMBOLIC, hint

@@ -18,8 +18,7 @@ import torch
 
 from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.base.generators import of_gpus
-from bridge.base.interrupts import held, raise_deferred
-from bridge.base.locks import free_in_children
+from bridge.base.threads import free_in_children, held, raise_deferred
 from bridge.base.torch_internals import (
     compile_lock,
     len_dispatch_stack,

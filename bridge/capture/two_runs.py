@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, UnsupportedModule, line_of
 from bridge.base.modes import modes_put_back
-from bridge.base.objects import objects_of, packed
+from bridge.base.pytrees import objects_of, packed
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import (
     FakeTensorMode,

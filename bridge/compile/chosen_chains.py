@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-from bridge.base.interrupts import held
 from bridge.base.log import channel
+from bridge.base.threads import held
 from bridge.compile.backend import Backend
 from bridge.compile.loop_ir.graph import Graph, Value
 from bridge.compile.loop_ir.neutral import MatMul

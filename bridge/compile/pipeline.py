@@ -37,8 +37,8 @@ from autodiff.extents import Extent, ExtentScope
 from autodiff.ir import Function, bindings
 from autodiff.scan import Scan, carried_in_parts, turned_inside
 from bridge.artifact import current_store, of_this_package
-from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
+from bridge.base.threads import raise_deferred
 from bridge.compile.backend import Backend
 from bridge.compile.chosen_chains import chosen_chains
 from bridge.compile.cuda.executor import POOLS

@@ -27,7 +27,7 @@ _TRAINER = (
 
 
 def advice(field: str, reason: str) -> str:
-    """What helps where calls differ in ``field`` (of :class:`bridge.base.guard_failure.GuardFailure`)."""
+    """What helps where calls differ in ``field`` (of :class:`bridge.base.errors.GuardFailure`)."""
     if "num_items_in_batch" in reason:
         return _TRAINER
     return next((words for start, words in _KNOWN if field.startswith(start)), _DEFAULT)

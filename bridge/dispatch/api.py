@@ -16,7 +16,7 @@ import tvm
 from torch import nn
 
 from bridge.base.errors import UnsupportedModule, is_refused_by_eager
-from bridge.base.interrupts import interrupts_deferred
+from bridge.base.threads import interrupts_deferred
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import after_pre_hooks, dynamic_dims, normalize_sample
 from bridge.compile import MODES, backend_for

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from bridge.base.errors import is_out_of_memory
-from bridge.base.guard_failure import RUN, GuardFailure
+from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.dispatch.call_plan import plan_call
 from bridge.dispatch.call_run import CallRun

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.errors import is_out_of_memory
-from bridge.base.guard_failure import RUN, GuardFailure
-from bridge.base.picks import picker
+from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
+from bridge.base.pytrees import picker
 from bridge.base.torch_internals import copy_each, no_torch_function
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.beside import ChainedGradients

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.default_device import default_device_of_forward
-from bridge.base.devices import HOST, TYPES, working_for
+from bridge.base.devices import HOST, TYPES, default_device_of_forward, working_for
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.interrupts import raise_deferred
+from bridge.base.threads import raise_deferred
 from bridge.base.torch_internals import pytree
 from bridge.capture import (
     DynamicDim,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bridge.base.complex_views import as_complex, as_parts
+from bridge.base.tensor_properties import as_complex, as_parts
 from bridge.lowering import LoweredCall
 
 __all__ = ["ComplexPlaces", "complex_places"]

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from bridge.base.errors import (
+    INTERPRETER,
+    RUN,
     CacheNotFilled,
     CompilationError,
     DispatchMiss,
@@ -24,9 +26,8 @@ from bridge.base.errors import (
     is_refused_by_eager,
     swallowed,
 )
-from bridge.base.guard_failure import INTERPRETER, RUN
-from bridge.base.interrupts import interrupts_deferred, raise_deferred
 from bridge.base.log import channel
+from bridge.base.threads import interrupts_deferred, raise_deferred
 from bridge.base.torch_internals import (
     MODULE_CALL,
     compiling_flag,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.guard_failure import GuardFailure
-from bridge.base.picks import picker
+from bridge.base.errors import GuardFailure
+from bridge.base.pytrees import picker
 from bridge.capture import DynamicDim, ScalarGuard
 from bridge.compile import Backend, Program, RecordedGraphs, RunLoop
 from bridge.dispatch.autograd import apply

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from autodiff.ir import Function, results
-from bridge.base.complex_views import as_parts
 from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.tensor_properties import as_parts
 from bridge.compile import Backend, CompileOptions, EntryGraphs, Program, RecordedGraphs, with_constants
 from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from bridge.base.devices import HOST
-from bridge.base.errors import UnsupportedModule, is_out_of_memory, is_refused_by_eager, swallowed
-from bridge.base.guard_failure import GuardFailure
+from bridge.base.errors import GuardFailure, UnsupportedModule, is_out_of_memory, is_refused_by_eager, swallowed
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
 from bridge.capture import ALL_COUNTS, LEAST, DynamicDim, LoopedCall, NumberPlace, Output, sized

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.guard_failure import INTERPRETER, GuardFailure
+from bridge.base.errors import INTERPRETER, GuardFailure
 from bridge.base.pytrees import leaf_names
 from bridge.base.torch_internals import pytree
 from bridge.dispatch.guards import active_modes

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from bridge.base.locks import free_in_children
+from bridge.base.threads import free_in_children
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.compile import Backend
 from bridge.dispatch.dispatcher import Dispatcher

@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from bridge.base.devices import working_for
-from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
-from bridge.base.guard_failure import GuardFailure
-from bridge.base.interrupts import raise_deferred
+from bridge.base.errors import GuardFailure, Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.log import channel
+from bridge.base.threads import raise_deferred
 from bridge.base.torch_internals import pytree
 from bridge.capture import device_of_call
 from bridge.dispatch.dispatcher import Dispatcher

@@ -17,8 +17,7 @@ from torch.autograd import profiler
 from autodiff.extents import SizeGuard
 from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
-from bridge.base.interrupts import interrupts_deferred
-from bridge.base.locks import free_in_children
+from bridge.base.threads import free_in_children, interrupts_deferred
 from bridge.compile import (
     Backend,
     Compilation,

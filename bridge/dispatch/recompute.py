@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from bridge.base.devices import HOST
-from bridge.base.errors import is_out_of_memory
-from bridge.base.guard_failure import RUN, GuardFailure
+from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
 from bridge.capture import LITERAL, SIZE_OPERATORS, OperatorCall, PreCallExpression, ValueIndex, shown, sized
 
 __all__ = ["numbers_read"]

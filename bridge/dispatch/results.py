@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from bridge.base.complex_views import view_in
-from bridge.base.objects import WithWholes, has_objects, unpacked
+from bridge.base.pytrees import WithWholes, has_objects, unpacked
+from bridge.base.tensor_properties import view_in
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured, Output
 

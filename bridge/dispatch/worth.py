@@ -17,9 +17,8 @@ from torch import nn
 
 from autodiff.extents import sample_of
 from bridge.base.devices import HOST
-from bridge.base.errors import swallowed
+from bridge.base.errors import GuardFailure, swallowed
 from bridge.base.generators import default_generator
-from bridge.base.guard_failure import GuardFailure
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, has_global_hooks, has_saved_tensors_hooks, pytree
 from bridge.dispatch.entry import Entry

@@ -6,8 +6,8 @@ random draws and in-place updates of buffers are eager's. A graph that cannot be
 ``"eager"`` backend would run it; :func:`graphs` tells which do, how often, and why.
 
 Sizes: Dynamo makes a size symbolic when it sees a second value. Such a graph can be compiled for all of them
-(:mod:`bridge.dynamo.sizes`); where it is not, once for each combination of sizes, at most ``max_entries`` of them.
-Python numbers that change: :mod:`bridge.dynamo.numbers`.
+(:mod:`bridge.dynamo.graph`); where it is not, once for each combination of sizes, at most ``max_entries`` of them.
+Python numbers that change: :mod:`bridge.dynamo.graph`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from bridge.base.default_device import function_modes, function_modes_aside
-from bridge.base.errors import CompilationError, UnsupportedModule, user_line
-from bridge.base.guard_failure import GuardFailure
-from bridge.base.interrupts import interrupts_deferred
+from bridge.base.devices import function_modes, function_modes_aside
+from bridge.base.errors import CompilationError, GuardFailure, UnsupportedModule, user_line
 from bridge.base.lru import LeastRecentlyUsed
+from bridge.base.threads import interrupts_deferred
 from bridge.capture import is_traced_here
 from bridge.compile import Backend, backend_for
 from bridge.dispatch import (
@@ -37,11 +36,8 @@ from bridge.dispatch import (
     interpreter_state,
     require_capturable,
 )
-from bridge.dynamo.compiled import Compiled, layout
-from bridge.dynamo.graph import inline_checkpoints
-from bridge.dynamo.numbers import numbers_of, read_directly
-from bridge.dynamo.sizes import sizes_of
-from bridge.dynamo.unsupported import brief
+from bridge.dynamo.compiled import Compiled, brief, layout
+from bridge.dynamo.graph import inline_checkpoints, numbers_of, read_directly, sizes_of
 from bridge.lowering import DEFAULT_PARTITION
 from partition.cut import resolve as resolve_strategy
 

@@ -15,11 +15,9 @@ from bridge.base.devices import HOST
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.compile import Backend, Program, backend_for, load_program
 from bridge.dispatch import Backward, BackwardRun, Entry, EntryGuard, FrozenPrograms
-from bridge.export.entry_data import modes_of, refuse_other_draws, refuse_other_settings, saved_call
+from bridge.export.entry_data import modes_of, refuse_other_draws, refuse_other_settings, saved_call, signature_from
 from bridge.export.module import LoadedDispatcher, module_from
-from bridge.export.safetensors import read_safetensors
-from bridge.export.save import FORMAT, INDEX, PARAMETERS, digest, digest_of_index
-from bridge.export.structure import signature_from
+from bridge.export.save import FORMAT, INDEX, PARAMETERS, digest, digest_of_index, read_safetensors
 from bridge.state import ModuleTensor
 
 __all__ = ["LoadedPrograms", "load_compiled"]

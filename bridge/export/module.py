@@ -15,7 +15,7 @@ from torch import nn
 
 from bridge.base.errors import DispatchMiss
 from bridge.dispatch import SAVED, Dispatcher, GuardFailure
-from bridge.export.structure import from_plain, to_plain
+from bridge.export.entry_data import from_plain, to_plain
 from bridge.state import ModuleTensor
 
 __all__ = ["LoadedDispatcher", "module_data", "module_from"]

@@ -4,6 +4,11 @@ compiled.json             names, structures, guards and steps of calls; a digest
 parameters.safetensors    the module's tensors
 *.program                 programs: instructions, kernels, constants (:mod:`bridge.compile.runtime.storage`)
 forward.so                with ``native``: the forward for TVM's runtime (:mod:`bridge.export.native`)
+
+The safetensors format: named tensors ↔ a file; nothing in it is executed when it is read.
+
+Eight bytes with the header's length, the header as JSON (element type, shape and place of each tensor), then the
+elements. Other tools read these files, too.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +26,52 @@ import torch
 from torch import nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.compile import Program, save_program
+from bridge.compile import Program, bytes_of, form_of, save_program, tensor_of
 from bridge.dispatch import Entry, signature_of, stats
-from bridge.export.entry_data import data_of
+from bridge.export.entry_data import data_of, signature_data
 from bridge.export.module import module_data
 from bridge.export.native import save_native
-from bridge.export.safetensors import write_safetensors
-from bridge.export.structure import signature_data
 from bridge.state import ModuleTensor
 
-__all__ = ["FORMAT", "INDEX", "PARAMETERS", "digest", "digest_of_index", "save_compiled"]
+__all__ = ["FORMAT", "INDEX", "PARAMETERS", "digest", "digest_of_index", "read_safetensors", "save_compiled"]
+__all__ += ["write_safetensors"]
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes tensors, of any strides and devices, densely. ``KeyError`` for an element type that the format lacks."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = form_of(tensor) | {"data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(bytes_of(tensor))
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, dense, on the host.
+
+    Raises:
+        ValueError: it is no such file.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        try:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            first = file.tell()
+            found = {}
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                file.seek(first + begin)
+                found[name] = tensor_of(entry, file.read(end - begin))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no file of tensors: {error!r}") from error
+    return found
+
 
 FORMAT = "bridge compiled 1"
 INDEX, PARAMETERS, NATIVE = "compiled.json", "parameters.safetensors", "forward.so"

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.base.errors import MODULE, GuardFailure, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.recording import Reads
 from bridge.guards.watched import (

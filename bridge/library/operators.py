@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bridge.base.complex_views import as_parts
+from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_internals import aten
 from bridge.library.padding import move
 from bridge.library.registry import library_function, out_kernel

@@ -31,7 +31,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from bridge.base.cudnn_layers import settings_of_layers
+from bridge.base.torch_cuda import settings_of_layers
 from bridge.base.torch_internals import aten
 from bridge.library.registry import library_function
 
@@ -263,7 +263,7 @@ class _Layers(NamedTuple):
         return 4 if self.biases else 2
 
     def settings(self, size: int) -> list[object]:
-        """See :func:`~bridge.base.cudnn_layers.settings_of_layers`."""
+        """See :func:`~bridge.base.torch_cuda.settings_of_layers`."""
         return settings_of_layers(self.cell, size, self.layers, self.both_ways)
 
     def of_torch(self, x: Tensor, weights: list[Tensor], states: list[Tensor]) -> tuple[Tensor, ...]:

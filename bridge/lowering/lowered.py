@@ -1,4 +1,7 @@
-"""A lowered call as data: its stages, the forward and the backward function, and where each variable comes from."""
+"""A lowered call as data: its stages, the forward and the backward function, and where each variable comes from.
+
+Freezing of a lowered call: its forward for inference → what is computed once and what each call does, by stages.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,24 @@ import torch
 from torch import nn
 
 import autodiff
-from autodiff import Body
+from autodiff import Body, inference
 from autodiff.errors import UndifferentiableOp
 from autodiff.ir import Function, results
 from bridge.artifact import key_of
 from bridge.aten import Imported
+from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
-from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
+from bridge.base.threads import raise_deferred
+from bridge.base.torch_cuda import products_are_tf32
 from bridge.capture import Captured
 from bridge.compile import KeptFunction
-from bridge.lowering.origin import Origin, origins
-from bridge.lowering.stage import Diff, Stage, diff, stage_named
+from bridge.lowering.stage import Diff, Origin, Stage, diff, origins, stage_named
 from bridge.lowering.text import script
 from bridge.reference import needed_nodes
 from partition import Partitioned, Plan, rebuild_backward
 
-__all__ = ["LoweredCall", "Sample"]
+__all__ = ["FrozenCall", "LoweredCall", "Sample", "freeze_call"]
 
 log = channel("passes")
 
@@ -63,7 +67,7 @@ class LoweredCall:
     Attributes:
         captured, imported: where it came from.
         stages: in order; index by name.
-        forward: outputs, new buffer values, captures; parameters as in :class:`bridge.aten.imported.Imported`,
+        forward: outputs, new buffer values, captures; parameters as in :class:`bridge.aten.importer.Imported`,
             then the dropout masks.
         partitioned: ``None`` when nothing requires grad.
         wanted: the inputs (module tensors, then arguments) whose gradient exists for some output.
@@ -208,7 +212,7 @@ class LoweredCall:
         return Unsupported(origin.aten or error.op, where, f"{error.op}: {error.why}")
 
     def origin(self, name: str) -> Origin:
-        """Where a variable of any stage comes from (:mod:`bridge.lowering.origin`); empty for an unknown name."""
+        """Where a variable of any stage comes from (:mod:`bridge.lowering.stage`); empty for an unknown name."""
         return self.origins().get(name, Origin())
 
     def origins(self) -> dict[str, Origin]:
@@ -266,3 +270,98 @@ class LoweredCall:
         joint = autodiff.clean_joint(autodiff.differentiate(self.whole_forward, outputs, gradients))
         backward = rebuild_backward(joint, self.plan, num_primals=self.num_primals, num_outputs=self.num_results)
         return autodiff.join_products(backward)
+
+
+_EVAL = "call module.eval() before it is frozen"
+
+
+@dataclass(frozen=True)
+class FrozenCall:
+    """A forward with its module's tensors frozen.
+
+    Attributes:
+        stages: in order; index by name. The last two are ``"constants"`` and ``"call"``.
+        split: the two functions.
+    """
+
+    stages: tuple[Stage, ...]
+    split: inference.Frozen
+
+    @property
+    def constants(self) -> Function:
+        """The module's tensors → the constants of :attr:`call`."""
+        return self.split.constants
+
+    @property
+    def call(self) -> Function:
+        """Numbers, argument tensors, then constants → the results of the forward."""
+        return self.split.call
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Places of constants that are computed factors of products."""
+        return self.split.weights
+
+    def __getitem__(self, name: str) -> Stage:
+        return stage_named(self.stages, name)
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def __str__(self) -> str:
+        return "\n".join(stage.provenance for stage in self.stages)
+
+
+def freeze_call(lowered: LoweredCall) -> FrozenCall:
+    """Freezes the module's tensors in the forward of a call that was lowered without gradients.
+
+    Raises:
+        UnsupportedModule: the call changes what would be frozen, draws random numbers, or gradients are wanted.
+        CompilationError: a pass failed; a bug of this package.
+    """
+    _refuse(lowered)
+    frozen = len(lowered.captured.module_tensors)
+    last = lowered["forward"]
+    stages: list[Stage] = []
+    body = autodiff.Body.of(last.function)
+    split = None
+    try:
+        for apply in _passes(lowered):
+            started, edits = time.perf_counter(), body.edits
+            apply(body, frozen)
+            function = last.function if body.edits == edits else body.function()
+            seconds = time.perf_counter() - started
+            made_by = f"autodiff.inference.{apply.__name__}"
+            last = Stage(apply.__name__.replace("_", " "), made_by, function, seconds, last.size)
+            stages.append(last)
+            raise_deferred()
+        started = time.perf_counter()
+        split = inference.split_static(autodiff.clean(last.function), frozen)
+    except Exception as error:
+        raise CompilationError("freeze", last.function.script(), error) from error
+    made_by = "autodiff.inference.split_static"
+    stages.append(Stage("constants", made_by, split.constants, time.perf_counter() - started, last.size))
+    stages.append(Stage("call", made_by, split.call, 0.0, last.size))
+    return FrozenCall(tuple(stages), split)
+
+
+def _passes(lowered: LoweredCall) -> Iterator[Callable[[autodiff.Body, int], None]]:
+    """What is done with a frozen forward on the device of a call, in order."""
+    if lowered.captured.device == HOST or not products_are_tf32():
+        yield inference.spell_attention
+    yield from inference.PASSES
+
+
+def _refuse(lowered: LoweredCall) -> None:
+    captured = lowered.captured
+    where = f"{captured.module_name}.forward"
+    problems = [
+        Unsupported(captured.written_name(index), where, "a call changes it, frozen", _EVAL)
+        for index, _ in captured.mutated
+    ]
+    if captured.draws:
+        problems.append(Unsupported("random draws (dropout)", where, "frozen modules are for evaluation", _EVAL))
+    if lowered.differentiable:
+        problems.append(Unsupported("gradients", where, "frozen modules have none", "freeze it under torch.no_grad()"))
+    if problems:
+        raise UnsupportedModule(captured.module_name, problems)

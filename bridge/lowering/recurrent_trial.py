@@ -21,8 +21,8 @@ from autodiff.ir import dtype, shape
 from bridge.aten import LayerShape, layers_chosen_by
 from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, UnsupportedModule
-from bridge.base.interrupts import held
 from bridge.base.log import channel
+from bridge.base.threads import held
 from bridge.base.torch_internals import unset_fake_temporarily
 from bridge.capture import Captured, capture
 from bridge.compile import CompileOptions, backend_for, compile_function, kept_times, seconds_of, settle

@@ -1,4 +1,7 @@
-"""ATen interpreter: a traced graph and tensors → results and values, by torch's own kernels and autograd."""
+"""ATen interpreter: a traced graph and tensors → results and values, by torch's own kernels and autograd.
+
+Draws of a traced graph, replayed: inputs of the imported function → what eager draws at each node.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from torch import fx
 
 from autodiff.dropout import keep_scale
 from bridge.aten import Imported, described_draw
-from bridge.base.complex_views import as_complex, as_parts
 from bridge.base.generators import at_state, default_generator
+from bridge.base.tensor_properties import as_complex, as_parts
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture import (
     CUSTOM_GRADIENT,
@@ -34,11 +37,40 @@ from bridge.capture import (
     packed_layers,
 )
 from bridge.library import FUNCTIONS
-from bridge.reference.draws import Drawn
 from bridge.reference.own_functions import OwnCall, own_calls, own_gradient, with_own_gradient
 from bridge.reference.relax import InterpretedRun
 
-__all__ = ["MarkedLoop", "interpret_graph", "marked_loops", "needed_nodes", "outputs_at", "run_graph"]
+__all__ = ["Drawn", "MarkedLoop", "interpret_graph", "marked_loops", "needed_nodes", "outputs_at", "run_graph"]
+
+
+class Drawn:
+    """The draws of one run.
+
+    Args:
+        draws: what eager draws, in order.
+        given: of those that are made before the program, the tensor by index; of placed ones the generator's state; of
+            the first computed one as well, from which it and those after it are made (:mod:`bridge.aten.draws`).
+    """
+
+    def __init__(self, draws: Sequence[Draw], given: Mapping[int, torch.Tensor]):
+        self._draws, self._given = draws, given
+        self._next = next((index for index, draw in enumerate(draws) if draw.is_computed), len(draws))
+        self._first, self._state = self._next, given.get(self._next)
+
+    def at(self, index: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """A draw, with these parameters if it is computed; ``None`` if it is no input of the function."""
+        if index < self._first:
+            return self._given.get(index)
+        for unused in range(self._next, index):
+            self._make(unused, ())
+        self._next = index + 1
+        return self._make(index, tensors)
+
+    def _make(self, index: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        draw = self._draws[index]
+        description, _ = described_draw(draw)
+        made, self._state = FUNCTIONS["draw"](draw.op, description, self._state, *tensors)
+        return made
 
 
 _FIRST, _PART, _LAST, _STEPS = LOOP_MARKS

@@ -1,7 +1,6 @@
 """Random draws at call time: eager's generators, order and state."""
 
-from bridge.rng.check_philox import begin_check, checked_gpu
-from bridge.rng.computed import alignment_of, computed_mask, mask_at
+from bridge.rng.computed import alignment_of, begin_check, checked_gpu, computed_mask, mask_at
 from bridge.rng.draws import Draws, undo_draws
 from bridge.rng.engine import swap_state
 

@@ -16,11 +16,10 @@ from itertools import groupby
 
 import torch
 
-from bridge.base.complex_views import as_parts
 from bridge.base.devices import HOST
-from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.errors import RUN, GuardFailure, Unsupported, UnsupportedModule
 from bridge.base.generators import default_generator, generator_device
-from bridge.base.guard_failure import RUN, GuardFailure
+from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_internals import no_torch_function, schema
 from bridge.capture import Draw, StepMasks, with_generator
 from bridge.rng import cpu as mt19937

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import torch
 
 from bridge.base.generators import MOVING, default_generator
-from bridge.base.locks import free_in_children
 from bridge.base.log import channel
+from bridge.base.threads import free_in_children
 from bridge.capture import Draw
 from bridge.compile import (
     DOUBLE,

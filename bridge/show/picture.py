@@ -2,6 +2,8 @@
 
 Boxes of the backward stand beside the forward and its arrows point up: the forward runs down on the left, the backward
 up on the right, and what is saved crosses between them.
+
+A ``graphviz.Digraph`` whose display says what to install where the ``dot`` program is missing.
 """
 
 from __future__ import annotations
@@ -10,12 +12,11 @@ import html
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import graphviz
+import graphviz
 
-__all__ = ["KINDS", "Arrow", "Box", "Picture", "draw"]
+__all__ = ["KINDS", "Arrow", "Box", "Digraph", "Picture", "draw"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _label(box: Box) -> str:
 def draw(picture: Picture, *, legend: bool = True) -> graphviz.Digraph:
     """The graphviz graph of a picture. ``ImportError`` names the extra if the Python package is missing."""
     try:
-        package = importlib.import_module("bridge.show.digraph")
+        package = importlib.import_module("bridge.show.picture")
     except ImportError as error:
         raise ImportError("visualize needs the Python package graphviz: pip install 'tvm-dispatch[show]'") from error
     dot = package.Digraph(graph_attr={**_GRAPH, "label": picture.title}, node_attr=_NODE, edge_attr=_EDGE)
@@ -185,3 +186,14 @@ def _legend(dot: Any, picture: Picture) -> None:
         cells += f'<TR><TD BORDER="1"> </TD><TD ALIGN="LEFT">{double}</TD></TR>'
     if cells:
         dot.node("legend", f'<<TABLE BORDER="0" CELLSPACING="2" CELLPADDING="1">{cells}</TABLE>>', shape="plain")
+
+
+class Digraph(graphviz.Digraph):
+    """As ``graphviz.Digraph``; without the program ``dot``, a notebook shows the source and what to install."""
+
+    def _repr_mimebundle_(self, *args: Any, **kwargs: Any) -> dict[str, str]:
+        try:
+            return super()._repr_mimebundle_(*args, **kwargs)
+        except graphviz.ExecutableNotFound:
+            hint = "graphviz (the program dot) is not installed, e.g. apt-get install graphviz. The picture's source:"
+            return {"text/plain": f"{hint}\n{self.source}"}

@@ -11,7 +11,7 @@ from autodiff.extents import Extent
 from bridge.compile import CallLibrary, Instruction, Launch, RunLoop
 from bridge.dispatch import CallStep, Entry
 from bridge.lowering import LoweredCall, html_table, megabytes
-from bridge.show.program_report import ROOT, ProgramReport
+from bridge.show.program_picture import ROOT, ProgramReport
 from partition import Plan, bytes_text
 
 __all__ = ["WIDTH", "EntryReport", "Report", "choices_of", "cut", "more", "table"]

@@ -1,10 +1,28 @@
 """A module as Python sees it: its tensors and attributes; snapshot, restore, compare."""
 
-from bridge.state.derived import derived_attribute, derived_attributes, renew_derived
-from bridge.state.generators import generators_put_back, moved_generators
-from bridge.state.module import Snapshot, hooks_of, own_attributes, written_class
-from bridge.state.tensors import ModuleTensor, module_tensors, once_per_owner, tensor_problem
-from bridge.state.values import constant_key, dict_of, kept, kind_of_container, same, same_inside
+from bridge.state.module import (
+    ModuleTensor,
+    Snapshot,
+    derived_attribute,
+    derived_attributes,
+    hooks_of,
+    module_tensors,
+    once_per_owner,
+    own_attributes,
+    renew_derived,
+    tensor_problem,
+    written_class,
+)
+from bridge.state.values import (
+    constant_key,
+    dict_of,
+    generators_put_back,
+    kept,
+    kind_of_container,
+    moved_generators,
+    same,
+    same_inside,
+)
 from bridge.state.write_counts import dict_behind, dict_versions, write_counter
 
 __all__ = [

@@ -2,20 +2,70 @@
 
 Tracing runs the user's ``forward``. Whatever Python state that run changes (``self.calls += 1``) a compiled
 call would not change again, so such a module is refused; and the change made by the tracing is undone.
+
+Derived attributes: what old ``weight_norm``, ``spectral_norm`` and ``prune`` set on a module in every call.
+
+Each registers a forward pre-hook that computes the plain attribute (``weight``) of parameters and buffers
+(``weight_g``, ``weight_v``). The compiled code computes it from those, so its value before a call is no input and not
+guarded; after a call it is computed once more, as the hook does, for whoever reads it or differentiates through it.
+
+Module tensors: a module → its parameters, buffers and tensor attributes, each once: inputs of the compiled code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
+from bridge.base.devices import TYPES
+from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
-from bridge.state.derived import derived_attributes
 from bridge.state.values import CONTAINERS, same_inside, snapshot
 
-__all__ = ["Snapshot", "hooks_of", "own_attributes", "written_class"]
+__all__ = ["ModuleTensor", "Snapshot", "derived_attribute", "derived_attributes", "hooks_of", "module_tensors"]
+__all__ += ["once_per_owner", "own_attributes", "renew_derived", "tensor_attribute", "tensor_problem", "written_class"]
+
+_PRUNES = ("__call__", "apply_mask")
+
+
+def derived_attribute(hook: Any) -> str | None:
+    """The attribute that this forward pre-hook of torch's sets; ``None`` for any other hook."""
+    kind = type(hook)
+    if kind in (WeightNorm, SpectralNorm):
+        return hook.name
+    if isinstance(hook, BasePruningMethod) and all(getattr(kind, m) is getattr(BasePruningMethod, m) for m in _PRUNES):
+        return hook._tensor_name
+    return None
+
+
+def derived_attributes(module: nn.Module) -> dict[str, Any]:
+    """Name of each derived attribute of ``module`` → the hook that sets it, in the order in which they run."""
+    hooks = module.__dict__.get("_forward_pre_hooks")
+    return {name: hook for hook in hooks.values() if (name := derived_attribute(hook))} if hooks else {}
+
+
+def renew_derived(module: nn.Module, hook: Any) -> None:
+    """Sets what ``hook`` left on ``module`` in the call that is over: same value, same autograd graph.
+
+    ``spectral_norm`` has moved its buffers in that call; they are not moved again. Like the hook, this computes with
+    copies of them, because the next call moves them before somebody may differentiate.
+    """
+    if not isinstance(hook, SpectralNorm):
+        hook(module, ())
+        return
+    weight, u, v = (getattr(module, f"{hook.name}_{part}") for part in ("orig", "u", "v"))
+    if module.training:
+        u, v = u.clone(), v.clone()
+    sigma = torch.dot(u, torch.mv(hook.reshape_weight_to_matrix(weight), v))
+    setattr(module, hook.name, weight / sigma)
+
 
 # What nn.Module keeps in __dict__ for itself; parameters, buffers, submodules and flags are guarded separately.
 # torch.compile(module) notes on the module that it did.
@@ -128,3 +178,97 @@ class Snapshot:
             else:
                 value.clear()
                 value.update(contents)
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """A tensor that the module owns and the compiled code takes as an input.
+
+    Attributes:
+        kind: ``"parameter"``, ``"buffer"``, ``"attribute"`` (a tensor that is just an attribute) or ``"free"`` (one
+            that lies elsewhere: in a list, a global).
+        names: its dotted names, the first one in the module's own order; further ones when tied. Of a free tensor, what
+            reads it.
+        held: of a free tensor, a reference to it.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    held: Callable[[], torch.Tensor | None] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def module_tensors(module: nn.Module, attributes: Sequence[str] = ()) -> tuple[list[ModuleTensor], list[torch.Tensor]]:
+    """The tensors that the module owns, in its own order, tied ones once; then tensors that are plain attributes.
+
+    Args:
+        attributes: dotted names of the plain attributes that forward reads; names of no tensor are passed over.
+
+    Raises:
+        UnsupportedModule: a tensor is not a plain dense one, or named by no module that holds it.
+    """
+    named: dict[int, tuple[str, torch.Tensor, list[str]]] = {}
+    kinds = (
+        ("parameter", module.named_parameters(remove_duplicate=False)),
+        ("buffer", module.named_buffers(remove_duplicate=False)),
+    )
+    for kind, items in kinds:
+        for name, tensor in items:
+            named.setdefault(id(tensor), (kind, tensor, []))[2].append(name)
+    for name in attributes:
+        if (tensor := tensor_attribute(module, name)) is not None:
+            named.setdefault(id(tensor), ("attribute", tensor, []))[2].append(name)
+    tensors = []
+    paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
+    for kind, tensor, names in named.values():
+        problem = tensor_problem(tensor)
+        if kind != "attribute" and any(name.rpartition(".")[0] not in paths for name in names):
+            problem = "a module names it in its own way (TensorDictParams), and no module of the tree holds it by that"
+        if problem:
+            raise UnsupportedModule(type(module).__name__, [Unsupported(names[0], names[0], problem)])
+        layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        tensors.append(ModuleTensor(kind, tuple(names), *layout, tensor.requires_grad))
+    return tensors, [tensor for _, tensor, _ in named.values()]
+
+
+def tensor_attribute(module: nn.Module, path: str) -> torch.Tensor | None:
+    """The tensor attribute at a dotted path, or ``None`` for a literal that export lifted out of the code."""
+    value: object = module
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def tensor_problem(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be an input of compiled code, or ``None``."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return "a tensor subclass"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"layout {tensor.layout}"
+    if tensor.dtype == torch.complex32:
+        return "complex numbers of half precision are not supported"
+    if tensor.device.type not in TYPES:
+        return f"a tensor on device {tensor.device}: compiled code runs on {' and '.join(TYPES)}"
+    if tensor.is_inference():
+        return "a tensor made under torch.inference_mode(), which autograd cannot follow: make a clone outside of it"
+    return None
+
+
+def once_per_owner(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """Of the names of a tensor, one for each submodule that holds it (a shared submodule has several paths)."""
+    if len(names) == 1:
+        return list(names)
+    owners = {}
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        owners.setdefault((id(module.get_submodule(path)), leaf), name)
+    return list(owners.values())

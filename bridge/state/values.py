@@ -1,17 +1,25 @@
 """The same value: plain Python values compared, made into hashable keys, and copied to be compared later.
 
 Exact in what an operator could tell apart: 1, 1.0 and True differ, so do 0.0 and -0.0, and nan is nan.
+
+Python's and numpy's global random generators: whether a run moved them, and their states put back.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["CONTAINERS", "PLAIN", "constant_key", "dict_of", "kept", "kind_of_container"]
-__all__ += ["same", "same_inside", "snapshot"]
+from bridge.base.threads import is_alone
+
+__all__ = ["CONTAINERS", "PLAIN", "constant_key", "dict_of", "generators_put_back", "kept", "kind_of_container"]
+__all__ += ["moved_generators", "same", "same_inside", "snapshot"]
 
 _CONSTANTS = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 PLAIN = (*_CONSTANTS, float, complex, bytes, tuple, frozenset)
@@ -91,3 +99,44 @@ def constant_key(value: Any) -> tuple | None:
 def snapshot(value: Any) -> Any:
     """A shallow copy of a container, to tell later whether it was changed in place; else the value."""
     return value.copy() if type(value) in CONTAINERS else value
+
+
+@contextmanager
+def moved_generators() -> Iterator[list[str]]:
+    """Collects the names of Python's and numpy's global generators that what runs inside draws from or seeds.
+
+    Where there are other threads, one of them may have done it. Of Python's, the caller hears what this thread does.
+    """
+    moved: list[str] = []
+    python, numpy = random.getstate(), _comparable(_numpy_state())
+    yield moved
+    if random.getstate() != python and is_alone():
+        moved.append("random")
+    if _comparable(_numpy_state()) != numpy:
+        moved.append("numpy.random")
+
+
+@contextmanager
+def generators_put_back() -> Iterator[None]:
+    """Undoes what runs inside do to Python's and numpy's global generators, which other threads must not draw from."""
+    alone, python, numpy = is_alone(), random.getstate(), _numpy_state()
+    try:
+        yield
+    finally:
+        if alone and is_alone():  # else this would make the numbers come again that another one has drawn
+            random.setstate(python)
+            if numpy is not None:
+                _numpy_random().set_state(numpy)
+
+
+def _numpy_random() -> Any:
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
+def _numpy_state() -> tuple[Any, ...] | None:
+    numpy = _numpy_random()
+    return numpy.get_state() if numpy else None
+
+
+def _comparable(state: tuple[Any, ...] | None) -> Any:
+    return state and (state[0], state[1].tobytes(), *state[2:])

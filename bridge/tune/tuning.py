@@ -17,14 +17,13 @@ import torch
 from torch import nn
 
 from bridge.artifact import current_store, key_of
-from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
+from bridge.base.threads import interrupts_deferred
 from bridge.capture import after_pre_hooks, normalize_sample
 from bridge.compile import Backend, Choices, backend_for
 from bridge.dispatch import Entry, Tuned, backend_of_call, keep_tuned, require_capturable, tuned_of, tuning_key
 from bridge.lowering import DEFAULT_PARTITION
-from bridge.tune.log import TuningLog
-from bridge.tune.search import FASTER, Knob, Pairs, Race, Search, Trial, is_faster, knobs_of, ratio_of
+from bridge.tune.search import FASTER, Knob, Pairs, Race, Search, Trial, TuningLog, is_faster, knobs_of, ratio_of
 from bridge.tune.track import CallTrack
 from partition.cut import resolve as resolve_strategy
 
@@ -113,7 +112,6 @@ class TuningResult:
     def __str__(self) -> str:
         head = f"{self.module_name}: {self.trials} candidates in {self.seconds:.0f} s; {self.why}"
         return "\n".join([head, *(f"  {each}" for each in self.words)])
-
 
 
 CONFIRM = "confirm"

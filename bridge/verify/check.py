@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from autodiff.ir import Function, TensorType, bindings
-from bridge.base.default_device import default_device_of_forward
-from bridge.base.devices import working_for
+from bridge.base.devices import default_device_of_forward, working_for
 from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import pytree
 from bridge.lowering import LoweredCall, html_table
 from bridge.reference import InterpretedRun, interpret, interpret_graph
-from bridge.verify.compare import deviation, largest, tolerance
 from bridge.verify.culprit import (
     Culprit,
     compiled_on,
@@ -26,7 +24,17 @@ from bridge.verify.culprit import (
     first_wrong_kernel,
     first_wrong_node,
 )
-from bridge.verify.inputs import Reference, autocast_of, backward_inputs, copied, eager_reference, sample_of
+from bridge.verify.inputs import (
+    Reference,
+    autocast_of,
+    backward_inputs,
+    copied,
+    deviation,
+    eager_reference,
+    largest,
+    sample_of,
+    tolerance,
+)
 
 __all__ = ["Check", "StageCheck", "Trace", "check", "trace"]
 

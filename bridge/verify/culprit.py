@@ -34,7 +34,7 @@ from bridge.base.devices import HOST
 from bridge.compile import CompileOptions, Program, backend_for, compile_function
 from bridge.lowering import LoweredCall, Origin, binding_line, short_op
 from bridge.reference import InterpretedRun, interpret
-from bridge.verify.compare import deviation, largest
+from bridge.verify.inputs import deviation, largest
 
 __all__ = ["Culprit", "first_difference", "first_wrong_gradient", "first_wrong_kernel", "first_wrong_node"]
 
@@ -48,7 +48,7 @@ class Culprit:
         op: the operator that computes it, or whose gradient rule is wrong.
         line: the binding.
         origin: where that stands in the user's code.
-        deviation: of this value, see :func:`bridge.verify.compare.deviation`.
+        deviation: of this value, see :func:`bridge.verify.inputs.deviation`.
         what: a sentence.
     """
 

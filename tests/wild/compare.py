@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.base.objects import packed
+from bridge.base.pytrees import packed
 from bridge.base.torch_internals import pytree
 from tests.wild.families import Call, Family
 

@@ -7,9 +7,9 @@ from bridge.base.torch_internals import aten
 __all__ = ["COMPUTED_DRAWS", "CUDA_ATTENTION", "PRESERVED", "UPSAMPLES", "WHOLE"]
 
 
-#: Computed by torch's own kernel, with torch's own derivative: see :mod:`bridge.aten.whole`. They are deterministic,
-#: functional (no views, no writes), their shapes do not depend on numbers, and a formula of ours would only be another
-#: rounding of the same thing.
+#: Computed by torch's own kernel, with torch's own derivative: see :mod:`bridge.aten.any_operator`. They are
+#: deterministic, functional (no views, no writes), their shapes do not depend on numbers, and a formula of ours would
+#: only be another rounding of the same thing.
 WHOLE = (
     # shifts (by any count), common divisors, positions in sorted numbers
     aten.__lshift__.Scalar,

@@ -12,7 +12,7 @@ Jumping ahead in the Mersenne Twister: a block and a polynomial over GF(2) → a
 The words of the twister are a linear recurrence of degree 19937 with characteristic polynomial P. If ``x^n mod P`` is
 the sum of ``x^i`` over a set of ``i``, then word ``n + k`` is the exclusive or of the words ``i + k`` over that set,
 for every ``k`` (Haramoto, Matsumoto, Nishimura, Panneton and L'Ecuyer, "Efficient Jump Ahead for F2-Linear Random
-Number Generators", INFORMS Journal on Computing 20, 2008). :mod:`bridge.rng.stream` makes the sets.
+Number Generators", INFORMS Journal on Computing 20, 2008). :mod:`bridge.rng.cpu` makes the sets.
 
 Word 0 is not part of it: the recurrence reads its highest bit only, and a seed leaves any others there. So words are
 counted from 1.

@@ -21,8 +21,8 @@ import torch
 from tvm.target import Target
 
 from autodiff.extents import Dim, maximum, minimum
-from bridge.base.interrupts import held
 from bridge.base.log import channel
+from bridge.base.threads import held
 from bridge.compile.cpu.gemm import strip_rows
 from bridge.compile.cpu.gemm_tile import RegisterTile, register_tile
 from bridge.compile.cpu.measure import attainable_rate, in_a_plain_thread, kept_times, seconds_of

@@ -35,9 +35,8 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.build import split_host_device_mods
 
-from bridge.base.locks import free_in_children
 from bridge.base.log import channel
-from bridge.base.threads import serves
+from bridge.base.threads import free_in_children, serves
 from bridge.compile.backend import Built
 from bridge.compile.codegen.tir import LOOPS_ATTR, lower_loops
 from bridge.compile.cuda.nvrtc import compiled, disassembled, made_for

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import torch
 
-from bridge.base.locks import free_in_children
 from bridge.base.lru import LeastRecentlyUsed
+from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.copies import bring
 from bridge.compile.runtime.executor import Actions, Executor, bind_all

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge.base.locks import free_in_children
 from bridge.base.lru import LeastRecentlyUsed
+from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import empty_strided, memory_of_pool, reinterpreted
 from bridge.compile.graphs.recordings import Form, nbytes
 

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from bridge.base.collector import collection_paused
-from bridge.base.locks import free_in_children
+from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.copies import bring_anew

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from bridge.base.picks import picker
+from bridge.base.pytrees import picker
 
 __all__ = ["MAX_ADDRESSES", "MAX_LARGE_ADDRESSES", "Key", "Ports"]
 

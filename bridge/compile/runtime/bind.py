@@ -10,7 +10,7 @@ from operator import add
 import torch
 
 from bridge.base.devices import HOST
-from bridge.base.picks import picker
+from bridge.base.pytrees import picker
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
 from bridge.compile.runtime.loop import loop_action
 from bridge.compile.runtime.loop_frame import Drive, Instruction, LoopFrames, RunLoop, is_framed

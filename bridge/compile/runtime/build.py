@@ -36,7 +36,7 @@ from tvm.runtime import Module
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal, structural_hash
 
-from bridge.base.interrupts import raise_deferred
+from bridge.base.threads import raise_deferred
 from bridge.compile.backend import Built
 from bridge.compile.codegen.tir import LOOPS_ATTR, SHARED_ATTR
 from bridge.compile.runtime.elf import CannotLinkError, shared_library

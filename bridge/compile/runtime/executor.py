@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.autograd import profiler
 
-from bridge.base.picks import picker
+from bridge.base.pytrees import picker
 from bridge.base.torch_internals import empty_strided
 from bridge.compile.backend import Built
 from bridge.compile.loop_ir.views import dense_strides

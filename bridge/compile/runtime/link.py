@@ -12,7 +12,7 @@ from tvm.tirx import PrimFunc
 
 from autodiff.extents import Dim, ExtentScope, same, sample_of
 from autodiff.ir import itemsize
-from bridge.base.interrupts import raise_deferred
+from bridge.base.threads import raise_deferred
 from bridge.compile.backend import Backend, Built
 from bridge.compile.codegen.tir import Finish, Kernel
 from bridge.compile.loop_ir.graph import (

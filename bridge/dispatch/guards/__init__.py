@@ -5,7 +5,7 @@ the quick path and the thorough one are both made of it. The conditions lie in :
 :mod:`.tensors` and :mod:`.module`; :mod:`.guard` puts them in order.
 """
 
-from bridge.base.guard_failure import GuardFailure
+from bridge.base.errors import GuardFailure
 from bridge.dispatch.guards.frozen import uncounted_statistics
 from bridge.dispatch.guards.guard import EntryGuard
 from bridge.dispatch.guards.interpreter import active_modes, interpreter_state

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autodiff.extents import Dim
-from bridge.base.guard_failure import ARGUMENTS, STRUCTURE, GuardFailure
+from bridge.base.errors import ARGUMENTS, STRUCTURE, GuardFailure
 from bridge.base.pytrees import leaf_names, structure_difference
 from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_internals import pytree

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
-from bridge.base.guard_failure import GuardFailure
+from bridge.base.errors import GuardFailure
 
 __all__ = ["Condition", "differs"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.base.errors import MODULE, GuardFailure
 from bridge.base.torch_internals import OpOverload
 from bridge.capture import Captured
 

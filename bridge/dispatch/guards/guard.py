@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from autodiff.extents import Dim
-from bridge.base.default_device import function_modes
-from bridge.base.guard_failure import ARGUMENTS, MODULE, GuardFailure
+from bridge.base.devices import function_modes
+from bridge.base.errors import ARGUMENTS, MODULE, GuardFailure
 from bridge.base.torch_internals import STORAGE_NUMBER, storage_id
 from bridge.capture import Captured, NumberPlace, number_tensor
 from bridge.dispatch.guards.arguments import ArgumentGuard

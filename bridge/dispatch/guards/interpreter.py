@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from bridge.base.default_device import function_modes
-from bridge.base.devices import HOST
-from bridge.base.guard_failure import INTERPRETER, GuardFailure
+from bridge.base.devices import HOST, function_modes
+from bridge.base.errors import INTERPRETER, GuardFailure
 from bridge.base.modes import autocast_setting, autocast_settings, cuda_autocast_setting, distributions_validate
 from bridge.base.torch_cuda import SETTINGS
 from bridge.base.torch_internals import (

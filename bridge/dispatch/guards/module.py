@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.base.errors import MODULE, GuardFailure
 from bridge.capture import Counter, KeptPlace
 from bridge.dispatch.guards.check import CheckSource
 from bridge.dispatch.guards.condition import Condition

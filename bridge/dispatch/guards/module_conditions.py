@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.base.errors import MODULE, GuardFailure
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
 from bridge.dispatch.guards.condition import Condition, differs
 from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number

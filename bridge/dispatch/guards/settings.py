@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from bridge.base.guard_failure import INTERPRETER, GuardFailure
+from bridge.base.errors import INTERPRETER, GuardFailure
 from bridge.base.torch_cuda import SETTINGS, meaning_the_same, read_settings, settle_attention_order
 from bridge.dispatch.guards.check import CheckSource
 from bridge.dispatch.guards.condition import differs

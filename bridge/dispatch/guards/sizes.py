@@ -15,8 +15,7 @@ from types import MappingProxyType
 import torch
 
 from autodiff.extents import Dim, Extent, ExtentScope, SizeGuard, Symbol
-from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.guard_failure import ARGUMENTS, GuardFailure
+from bridge.base.errors import ARGUMENTS, GuardFailure, Unsupported, UnsupportedModule
 from bridge.base.tensor_properties import same_strides
 from bridge.capture import Captured
 

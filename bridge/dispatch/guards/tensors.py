@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bridge.base.guard_failure import GuardFailure
+from bridge.base.errors import GuardFailure
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.tensor_properties import PROPERTIES, Property, TensorChecks, is_nested, tensor_checks
 from bridge.dispatch.guards.check import CheckSource

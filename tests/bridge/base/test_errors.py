@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge.base.errors import UnsupportedModule, swallowed
-from bridge.base.picks import picker
+from bridge.base.pytrees import picker
 
 
 def _raised(call: Callable[[], object]) -> Exception:

@@ -12,7 +12,7 @@ from torch import nn
 
 import autodiff
 from bridge import add_tvm_dispatch, stats
-from bridge.base.interrupts import interrupts_deferred, raise_deferred
+from bridge.base.threads import interrupts_deferred, raise_deferred
 from bridge.capture import one_capture_at_a_time
 from bridge.dispatch import dispatcher, parts
 from bridge.lowering.reuse import clear_lowered

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from bridge.base import locks
+from bridge.base import threads
 
 
 @pytest.mark.cpu("CUDA does not outlive a fork")
 @pytest.mark.parametrize("turned", [False, True])
 def test_threads_may_nest_locks_in_any_order(monkeypatch, turned):
     outer, inner = threading.RLock(), threading.Lock()
-    monkeypatch.setattr(locks, "_LOCKS", [inner, outer] if turned else [outer, inner])
+    monkeypatch.setattr(threads, "_LOCKS", [inner, outer] if turned else [outer, inner])
     is_held, forks, states = threading.Event(), threading.Event(), []
 
     def nest() -> None:

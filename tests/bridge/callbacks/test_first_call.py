@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge import stats
 from bridge.callbacks import DispatchAtFirstCall, chosen_layers
-from bridge.callbacks.lightning_methods import LightningMethods
+from bridge.callbacks.first_call import LightningMethods
 
 
 class Block(nn.Module):

@@ -20,7 +20,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.base import tensor_properties
-from bridge.base.guard_failure import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
+from bridge.base.errors import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
 from bridge.base.modes import distributions_validate
 from bridge.capture import capture
 from bridge.dispatch.guards import EntryGuard

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, lower, stats
-from bridge.base.default_device import default_device_of_forward, function_modes
+from bridge.base.devices import default_device_of_forward, function_modes
 from bridge.base.torch_internals import len_function_stack
 from tests.device import DEVICE, generators, set_generators
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
-from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.base.errors import MODULE, GuardFailure
 from tests.bridge import settings
 from tests.bridge.settings import shifted
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.base.guard_failure import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
+from bridge.base.errors import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
 from bridge.dispatch.guards import EntryGuard, interpreter_state
 from tests.bridge.models import MLP, Tied
 from tests.device import AUTOCAST, DEVICE

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.base.objects import packed
+from bridge.base.pytrees import packed
 from bridge.base.torch_internals import pytree
 from tests.bridge.beside import beside, double
 
@@ -190,4 +190,3 @@ def test_a_users_value_in_the_place_is_nothing_to_the_entry():
         module(double(9, 3, 4))
         assert isinstance(module.loss, torch.Tensor) and module.loss.shape == ()
     assert stats(module).hits == 3
-

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge.base.guard_failure import GuardFailure
+from bridge.base.errors import GuardFailure
 from bridge.base.torch_cuda import SETTINGS
 from bridge.capture import capture
 from bridge.compile import CompileOptions, backend_for

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autodiff.extents import ExtentScope
-from bridge.base.guard_failure import ARGUMENTS, GuardFailure
+from bridge.base.errors import ARGUMENTS, GuardFailure
 from bridge.dispatch.guards.sizes import ArgumentSizes
 from bridge.dispatch.guards.tensors import MAX_SIZES, SizedTensorGuard
 

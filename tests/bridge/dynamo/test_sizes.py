@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from bridge.dynamo.backend import graphs
-from bridge.dynamo.sizes import sizes_of
+from bridge.dynamo.graph import sizes_of
 from tests.bridge.dynamo_helpers import CLOSE, made_since, outcome, total, x
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from autodiff.ir import bindings, library_name
 from bridge import lower
-from bridge.export.relax_only import NoRelaxForm, without_library_calls
+from bridge.export.native import NoRelaxForm, without_library_calls
 from bridge.reference import interpret
 from bridge.state import module_tensors
 from tests.bridge.compare import Function

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from bridge.base.guard_failure import GuardFailure
+from bridge.base.errors import GuardFailure
 from bridge.rng import Draws
 
 

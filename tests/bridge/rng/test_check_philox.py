@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bridge.compile import Gpu
-from bridge.rng import check_philox
+from bridge.rng import computed
 from tests import philox
 
 GPU = Gpu(processors=2, threads=256)
@@ -37,7 +37,7 @@ def eager(monkeypatch):
         while width > 1 and (count % width or address % (width * size)):
             width //= 2
         threads = philox.launched(count, wrong.get("threads", GPU.most_threads))
-        mask = philox.mask(count, rate, width, threads, check_philox._SEED, generator.offset)
+        mask = philox.mask(count, rate, width, threads, computed._SEED, generator.offset)
         generator.offset += wrong.get("advance", philox.advance(count, GPU.most_threads))
         return None, torch.from_numpy(mask)
 
@@ -47,33 +47,33 @@ def eager(monkeypatch):
 
     def mask_of_attention(shape, rate, device):
         count = math.prod(shape)
-        mask = philox.mask_in_a_row(count, rate, check_philox._SEED, generator.offset + wrong.get("begin", 0))
+        mask = philox.mask_in_a_row(count, rate, computed._SEED, generator.offset + wrong.get("begin", 0))
         generator.offset += wrong.get("beyond", 0) + -(-count // 4) * 4
         return torch.from_numpy(mask).view(shape)
 
     monkeypatch.setattr(torch, "native_dropout", native_dropout)
-    monkeypatch.setattr(check_philox, "mask_of_attention", mask_of_attention)
-    monkeypatch.setattr(check_philox, "default_generator", lambda device: generator)
-    monkeypatch.setattr(check_philox, "on_side_states", aside)
-    monkeypatch.setattr(check_philox, "_side", lambda device: None)
-    monkeypatch.setattr(check_philox, "gpu_of", lambda device: GPU)
+    monkeypatch.setattr(computed, "mask_of_attention", mask_of_attention)
+    monkeypatch.setattr(computed, "default_generator", lambda device: generator)
+    monkeypatch.setattr(computed, "on_side_states", aside)
+    monkeypatch.setattr(computed, "_side", lambda device: None)
+    monkeypatch.setattr(computed, "gpu_of", lambda device: GPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "this GPU")
-    monkeypatch.setattr(check_philox, "_BEGUN", {})
-    check_philox.checked_gpu.cache_clear()
+    monkeypatch.setattr(computed, "_BEGUN", {})
+    computed.checked_gpu.cache_clear()
     yield wrong
-    check_philox.checked_gpu.cache_clear()
+    computed.checked_gpu.cache_clear()
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_eagers_rule_is_recognized(eager, is_begun, monkeypatch):
     made = []
     monkeypatch.setattr(
-        check_philox, "_compilation", lambda device, make=check_philox._compilation: made.append(device) or make(device)
+        computed, "_compilation", lambda device, make=computed._compilation: made.append(device) or make(device)
     )
     for _ in range(2 * is_begun):
-        check_philox.begin_check(HOST)
-    assert check_philox.checked_gpu(HOST) == GPU and made == [HOST]
-    check_philox.begin_check(HOST)
+        computed.begin_check(HOST)
+    assert computed.checked_gpu(HOST) == GPU and made == [HOST]
+    computed.begin_check(HOST)
     assert made == [HOST]
 
 
@@ -85,5 +85,5 @@ def test_eagers_rule_is_recognized(eager, is_begun, monkeypatch):
 def test_another_rule_is_found_and_told_once(eager, wrong, caplog):
     eager.update(wrong)
     with caplog.at_level(logging.WARNING, "bridge.philox"):
-        assert check_philox.checked_gpu(HOST) is None and check_philox.checked_gpu(HOST) is None
+        assert computed.checked_gpu(HOST) is None and computed.checked_gpu(HOST) is None
     assert len(caplog.records) == 1 and "left to it" in caplog.text

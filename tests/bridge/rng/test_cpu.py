@@ -22,8 +22,7 @@ from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cpu.mt19937 import STATE_WORDS
 from bridge.rng import cpu as mt19937
 from bridge.rng import engine
-from bridge.rng.cpu import Mask
-from bridge.rng.stream import stream
+from bridge.rng.cpu import Mask, stream
 
 EDGES = [*range(1, 34), 155, 156, 157, *range(308, 318), *range(620, 630), 935, 936, 937, 4096]
 

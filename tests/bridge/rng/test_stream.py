@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bridge.compile import DEGREE, PER_BLOCK
+from bridge.rng import cpu
 from bridge.rng import cpu as mt19937
-from bridge.rng import stream
-from bridge.rng import stream as streams
+from bridge.rng import cpu as streams
 from tests.sampling import sampled
 
 BLOCK = 2 * PER_BLOCK
@@ -28,7 +28,7 @@ def words() -> np.ndarray:
 
 
 def test_the_characteristic_polynomial(words):
-    (terms,) = np.nonzero(stream._characteristic())
+    (terms,) = np.nonzero(cpu._characteristic())
     assert terms[-1] == DEGREE
     for k in (1, 2, 623, 5000):
         assert np.bitwise_xor.reduce(words[k + terms]) == 0
@@ -36,15 +36,15 @@ def test_the_characteristic_polynomial(words):
 
 @pytest.mark.parametrize("distance", [0, 1, 5, 623, DEGREE - 1, DEGREE, DEGREE + 1, 20000, 21217])
 def test_powers(words, distance):
-    terms, places = stream.terms([stream.power(distance)])
+    terms, places = cpu.terms([cpu.power(distance)])
     assert places == [0, len(terms)]
     for k in (1, 2, 600):
         assert np.bitwise_xor.reduce(words[k + terms]) == words[k + distance]
 
 
 def test_products():
-    a, b = (stream.power(distance) for distance in (10**6, 54321))
-    assert np.array_equal(stream.times(a, b), stream.power(10**6 + 54321))
+    a, b = (cpu.power(distance) for distance in (10**6, 54321))
+    assert np.array_equal(cpu.times(a, b), cpu.power(10**6 + 54321))
 
 
 def test_chunks_cover_the_stream():
@@ -116,7 +116,7 @@ def test_small_masks_stay_on_one_thread():
 
 def test_chunks_that_do_not_fit_together_are_found(kernels, small_chunks, monkeypatch, caplog):
     """A wrong polynomial: one thread draws, rightly."""
-    monkeypatch.setattr(stream, "power", lambda distance, power=stream.power: power(distance + 1))
+    monkeypatch.setattr(cpu, "power", lambda distance, power=cpu.power: power(distance + 1))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     streams._terms.cache_clear()
     run, generator = mt19937.MaskRun(kernels, [flat(5000)]), torch.Generator().manual_seed(1)

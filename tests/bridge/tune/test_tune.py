@@ -14,9 +14,8 @@ from bridge import add_tvm_dispatch, explain, stats, tune
 from bridge.compile import LIMITS, ORDER, PARTITION, PRODUCTS, ProductShape, backend_for
 from bridge.dispatch import before_compiling
 from bridge.tune.__main__ import main
-from bridge.tune.log import TuningLog
-from bridge.tune.search import Knob, knobs_of
-from bridge.tune.step import TimedStep
+from bridge.tune.search import Knob, TuningLog, knobs_of
+from bridge.tune.track import TimedStep
 from bridge.tune.tuning import Means, tune_call
 
 

@@ -21,8 +21,8 @@ from bridge import lower
 from bridge.aten.registry import CONVERSIONS
 from bridge.compile import clear_cache
 from bridge.compile.translate import TRANSLATIONS
-from bridge.verify.compare import deviation, tolerance
-from bridge.verify.replay import replay
+from bridge.verify.inputs import deviation, tolerance
+from bridge.verify.repro import replay
 from tests.bridge.models import NoGradBlock, bert_layer
 from tests.device import DEVICE
 
