@@ -22,8 +22,7 @@ from tvm.relax import op as R
 from autodiff.ir import build_function
 from bridge.compile import Program, clear_choices, compile_function, host_backend
 from bridge.compile.cpu.measure import attainable_rate
-from bridge.compile.cpu.product_ways import ProductTrial
-from bridge.compile.cpu.products import CpuProducts
+from bridge.compile.cpu.products import CpuProducts, ProductTrial
 from bridge.compile.schedule.products import LayoutClass, ProductShape, is_generated
 
 LINEARS = [(14, 768, 768), (14, 768, 3072), (128, 768, 768), (128, 3072, 768), (1024, 768, 3072), (1024, 3072, 768)]

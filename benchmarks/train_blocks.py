@@ -37,7 +37,7 @@ from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import clear_cache, clear_choices, host_backend
 from bridge.compile.cpu.measure import seconds_of
-from bridge.compile.cpu.product_ways import ProductTrial
+from bridge.compile.cpu.products import ProductTrial
 
 WARM_UP = 3
 

@@ -24,7 +24,7 @@ from bridge.compile.cuda.limits import LIMITS, ORDER
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.pipeline import Compilation
-from bridge.compile.runtime import step_kernels
+from bridge.compile.runtime import link
 from bridge.compile.schedule.plan_rows import Planned
 from tests.cuda_plans import CudaKernels, assert_near
 from tests.rooms import ROOT
@@ -63,7 +63,7 @@ class collected:
 
     def __enter__(self) -> dict:
         self.plans: dict = {}
-        finish, rows, columns = Compilation.finish, step_kernels.plan_rows, step_kernels.plan_columns
+        finish, rows, columns = Compilation.finish, link.plan_rows, link.plan_columns
 
         def finished(compilation: Compilation):
             options = compilation._options
@@ -79,8 +79,8 @@ class collected:
 
         self.patches = [
             mock.patch.object(Compilation, "finish", finished),
-            mock.patch.object(step_kernels, "plan_rows", lambda *arguments: kept(rows, *arguments)),
-            mock.patch.object(step_kernels, "plan_columns", lambda *arguments: kept(columns, *arguments)),
+            mock.patch.object(link, "plan_rows", lambda *arguments: kept(rows, *arguments)),
+            mock.patch.object(link, "plan_columns", lambda *arguments: kept(columns, *arguments)),
         ]
         for patch in self.patches:
             patch.start()

@@ -12,7 +12,7 @@ from bridge.compile.cuda.backend import CudaBackend
 from bridge.compile.cuda.kernels import generate, generate_apart
 from bridge.compile.cuda.limits import LIMITS, ORDER
 from bridge.compile.loop_ir.graph import Graph, Reduction, Value
-from bridge.compile.runtime.step_kernels import kernel_apart
+from bridge.compile.runtime.link import kernel_apart
 from bridge.compile.schedule.chain_plan import plan_columns
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.plan_rows import Planned, plan_rows

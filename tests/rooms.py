@@ -21,8 +21,8 @@ PACKAGES = ("bridge", "autodiff", "partition")
 MOST_LINES = 500
 _MOST_CODE_LINES, _MOST_FIELDS = 60, 14
 BOUNDS = {
-    "files": 428,
-    "lines": 83_590,
+    "files": 403,
+    "lines": 83_320,
     "class names of several files": 0,
     "functions of over 60 code lines": 6,
     "classes of over 14 fields": 20,

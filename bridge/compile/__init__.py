@@ -8,26 +8,24 @@ from bridge.compile.cpu.measure import kept_times, seconds_of
 from bridge.compile.cpu.mt19937 import DEGREE, DOUBLE, FLOAT, PER_BLOCK, STATE_WORDS, WORDS, bernoulli_function
 from bridge.compile.cpu.mt19937_lock import hold_function, swap_function
 from bridge.compile.cpu.products import clear_choices
-from bridge.compile.cuda.dropout_launch import Gpu, gpu_of
+from bridge.compile.cuda.products import Gpu, gpu_of
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
 from bridge.compile.graphs.executor import EntryGraphs
-from bridge.compile.kept_function import KeptFunction, digest_of
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function, products_and_calls
 from bridge.compile.runtime.build import settle
-from bridge.compile.runtime.constants import with_constants
-from bridge.compile.runtime.contents import Operation
 from bridge.compile.runtime.cut import Liveness, Segment, cut
-from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, Operation
+from bridge.compile.runtime.kernel_store import canonical_text, functions_of
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop
-from bridge.compile.runtime.plain import canonical_text, functions_of
-from bridge.compile.runtime.program import Program, same_code
+from bridge.compile.runtime.program import Program, same_code, with_constants
 from bridge.compile.runtime.storage import bytes_of, form_of, tensor_of
 from bridge.compile.runtime.storage import load as load_program
 from bridge.compile.runtime.storage import save as save_program
 from bridge.compile.schedule.chain_plan import CallShape
 from bridge.compile.schedule.choices import CALLS, LIMITS, NO_CHOICES, ORDER, PARTITION, PRODUCTS, Choices
 from bridge.compile.schedule.products import ProductShape
+from bridge.compile.signature import KeptFunction, digest_of
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask
 

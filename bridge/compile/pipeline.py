@@ -4,7 +4,7 @@
     name          GELU of half types by the normal distribution       bridge.compile.passes.patterns
     moments       variances of columns by sums of squares             bridge.compile.passes.patterns
     pad           large products whose rows begin anywhere, on a GPU  bridge.compile.passes.product_forms
-    chains        attention's three steps as one, where quicker       bridge.compile.chosen_chains
+    chains        attention's three steps as one, where quicker       bridge.compile.pipeline
     choose        where values lie, how products are computed         bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
     accumulate    sums of products in place, where that is allowed    bridge.compile.passes.product_forms
@@ -16,6 +16,11 @@
 
 :func:`compile_function` runs them all, :class:`Compilation` in two parts; equal functions share one program while it
 is in use.
+
+Chosen chains: the chains of a neutral graph → the products of those that a trial found quicker as one kernel.
+
+A trial is a program of the chain alone, in both forms, run by turns on memory of its own. It is made once per machine:
+its seconds are kept as those of products are.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from functools import partial
 from operator import itemgetter
 from weakref import WeakValueDictionary
 
+import torch
 from tvm_ffi import structural_equal, structural_hash
 
 from autodiff.extents import Extent, ExtentScope
@@ -38,18 +44,22 @@ from autodiff.ir import Function, bindings
 from autodiff.scan import Scan, carried_in_parts, turned_inside
 from bridge.artifact import current_store, of_this_package
 from bridge.base.log import channel
-from bridge.base.threads import raise_deferred
+from bridge.base.threads import held, raise_deferred
 from bridge.compile.backend import Backend
-from bridge.compile.chosen_chains import chosen_chains
 from bridge.compile.cuda.executor import POOLS
 from bridge.compile.cuda.nvrtc import clear_compiled
 from bridge.compile.cuda.recorder import STREAMS
-from bridge.compile.kept_function import KeptFunction, digest_of
-from bridge.compile.loop_ir.graph import Graph, LoopCall
+from bridge.compile.loop_ir.graph import Graph, LoopCall, MatMul, Value, eliminate_dead_code
 from bridge.compile.options import CompileOptions
+from bridge.compile.passes.chains import Chain, chains_in
 from bridge.compile.passes.cheap import add_few_rows, cast_where_read, count_where_read, recompute_row_values
-from bridge.compile.passes.choose_layouts import calls_in, choose_forms, choose_layouts
-from bridge.compile.passes.dead_code import eliminate_dead_code
+from bridge.compile.passes.choose_layouts import (
+    calls_in,
+    choose_forms,
+    choose_layouts,
+    make_walkable,
+    recompute_permutations,
+)
 from bridge.compile.passes.join_products import join_products
 from bridge.compile.passes.patterns import (
     add_moments_at_once,
@@ -59,21 +69,87 @@ from bridge.compile.passes.patterns import (
 )
 from bridge.compile.passes.product_forms import accumulate, pad_products, split_products, widen_gradients
 from bridge.compile.passes.sections import place_sections, read_parts_apart, recompute_sections, recompute_slices
-from bridge.compile.passes.walkable import make_walkable, recompute_permutations
 from bridge.compile.runtime.build import WeakCache, clear_kernels
 from bridge.compile.runtime.instructions import CallLibrary
+from bridge.compile.runtime.layout import ARENAS
 from bridge.compile.runtime.link import assemble
 from bridge.compile.runtime.loop_frame import inner_steps
-from bridge.compile.runtime.pool import ARENAS
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.storage import keep_program, kept_program
 from bridge.compile.schedule.chain_plan import CallShape
 from bridge.compile.schedule.products import ProductPolicy, ProductShape
-from bridge.compile.signature import size_signature
+from bridge.compile.signature import KeptFunction, digest_of, size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate
 
-__all__ = ["Compilation", "clear_cache", "compile_function", "optimize", "products_and_calls"]
+__all__ = ["STEPS", "Compilation", "chosen_chains", "clear_cache", "clear_chains", "compile_function", "optimize"]
+__all__ += ["products_and_calls"]
+
+_LOG = channel("compile")
+
+STEPS, CHAIN = "steps", "chain"
+
+_WORTH = 0.95
+"""What a chain may take at most, of the time of its steps, to be chosen."""
+
+Optimize = Callable[[Graph, Backend], Graph]
+"""What every graph goes through once its layouts are chosen."""
+
+_CHOSEN: dict[tuple, bool] = {}
+
+
+def clear_chains() -> None:
+    """Forgets every choice made in this process."""
+    with _LOCK:
+        _CHOSEN.clear()
+
+
+def chosen_chains(
+    graph: Graph, options: CompileOptions, policy: ProductPolicy, optimize: Optimize
+) -> frozenset[MatMul]:
+    """Products of a frozen call that chains are to compute.
+
+    Where gradients are asked for, the way of a product follows from its shape alone, and there are no chains.
+    """
+    if not policy.chains or not options.constants:
+        return frozenset()
+    chosen: set[MatMul] = set()
+    for chain in chains_in(graph):
+        if not chosen & {chain.first, chain.second} and _is_quicker(chain, graph.constants, options, policy, optimize):
+            chosen |= {chain.first, chain.second}
+    return frozenset(chosen)
+
+
+def _is_quicker(
+    chain: Chain, constants: Mapping[Value, object], options: CompileOptions, policy: ProductPolicy, optimize: Optimize
+) -> bool:
+    backend, text = options.backend, chain.text
+    key = backend.key, options.threads, text
+    with held(_LOCK):
+        if key not in _CHOSEN:
+            make = partial(_forms, chain, constants, backend, policy, optimize)
+            times = policy.seconds_of_chain(text, (STEPS, CHAIN), make)
+            _CHOSEN[key] = len(times) == 2 and times[CHAIN] <= _WORTH * times[STEPS]
+            seconds = ", ".join(f"{way} {1e3 * each:.3f}" for way, each in times.items())
+            name = f"{chain.first.out.shape} {chain.second.out.shape}"
+            _LOG.info("chain %s: %s (milliseconds: %s)", name, CHAIN if _CHOSEN[key] else STEPS, seconds)
+        return _CHOSEN[key]
+
+
+def _forms(
+    chain: Chain, constants: Mapping[Value, object], backend: Backend, policy: ProductPolicy, optimize: Optimize
+) -> dict[str, Callable[[], object]]:
+    """What runs each form; the steps alone where the other one is no chain after all."""
+    graph, products = chain.graph(dict(constants))
+    inputs = [torch.ones(param.shape, dtype=getattr(torch, param.dtype)) for param in graph.params]
+    programs = {}
+    for way, chained in ((STEPS, frozenset()), (CHAIN, products)):
+        placed = optimize(choose_layouts(graph, backend, policy, chained=chained), backend)
+        programs[way] = assemble(placed, f"trial_{way}", backend, {})
+    if len(programs[CHAIN].steps) >= len(programs[STEPS].steps):
+        del programs[CHAIN]
+    return {way: partial(program, inputs) for way, program in programs.items()}
+
 
 PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     generate_lookups,  # whose copies others look at

@@ -2,30 +2,23 @@
 
 Functions that differ in nothing but the symbols' identity are structurally equal. Two are one program if they speak of
 the same symbols of the same scope in the same places.
+
+Kept function: a Relax function by the digest of its canonical text, read when something asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tvm.ir import is_prim_expr
 
 from autodiff.extents import Extent, ExtentScope, from_tir
-from autodiff.ir import (
-    Call,
-    Expr,
-    Function,
-    ShapeExpr,
-    TensorType,
-    Tuple,
-    TupleType,
-    bindings,
-    extents_of,
-    results,
-)
+from autodiff.ir import Call, Expr, Function, ShapeExpr, TensorType, Tuple, TupleType, bindings, extents_of, results
+from bridge.artifact import key_of
+from bridge.compile.runtime.kernel_store import canonical_text
 
-__all__ = ["SizeSignature", "size_signature"]
+__all__ = ["KeptFunction", "SizeSignature", "digest_of", "size_signature"]
 
 
 @dataclass(frozen=True)
@@ -80,3 +73,22 @@ def _of_argument(arg: Expr) -> Iterator[Extent]:
         found = arg.value if isinstance(getattr(arg, "value", None), int | float) else from_tir(arg)
         if isinstance(found, Extent):
             yield found
+
+
+@dataclass(frozen=True)
+class KeptFunction:
+    """A function of the disk cache.
+
+    Attributes:
+        digest: of it, see :func:`digest_of`.
+        read: the function in flat form.
+    """
+
+    digest: str
+    read: Callable[[], Function]
+
+
+def digest_of(function: Function) -> str:
+    """Equal for functions of equal text, in every process. ``ValueError``: see
+    :func:`~bridge.compile.runtime.kernel_store.canonical_text`."""
+    return key_of(canonical_text([function]))

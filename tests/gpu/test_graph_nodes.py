@@ -9,8 +9,7 @@ import torch
 
 from bridge.compile.cuda import driver_graphs
 from bridge.compile.cuda.copies import bring, bring_anew
-from bridge.compile.cuda.driver import call
-from bridge.compile.cuda.driver_graphs import captured, new_stream
+from bridge.compile.cuda.driver_graphs import call, captured, new_stream
 from tests.device import DEVICE
 from tests.gpu.marks import ON_A_GPU
 

@@ -4,10 +4,15 @@ A rule gets its arguments in their *compute type* (half types are float32 inside
 the compute type of the result; the loops round to the stored type after every operator, as eager torch does. Where
 torch and TVM differ (nan in ``maximum``, half-way cases of ``round``), torch's meaning is taken. Products and sums are
 made as nodes, because TVM's operators fold ``x * 0.0`` to ``0.0``, which is wrong for nan, inf and negative numbers.
+
+Steps of a reduction in code: identity, combination, the lanes of a vector folded into one.
+
+In which order the steps are made is :mod:`bridge.compile.schedule.order`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tvm import tirx
@@ -17,7 +22,8 @@ from autodiff.ops import having
 from bridge.compile.codegen import fastmath, philox
 from bridge.compile.codegen.emit import Emitter, compute_type, different, element_type
 
-__all__ = ["EXPENSIVE", "MASKS", "RULES", "compute_type", "different", "maximum", "minimum"]
+__all__ = ["EXPENSIVE", "MASKS", "RULES", "combine", "compute_type", "different", "fold_lanes", "identity", "maximum"]
+__all__ += ["minimum"]
 
 Rule = Callable[..., Expr]
 
@@ -207,3 +213,39 @@ RULES: dict[str, Rule] = {
     "concat": lambda e, x: x,  # of the section's operand
     **{name: _mask(width) for name, width in MASKS.items()},
 }
+
+
+def identity(op: str, dtype: str) -> float:
+    """What a reduction of nothing gives. ``max`` and ``min`` start from the type's ends."""
+    if op in ("sum", "prod"):
+        return 0 if op == "sum" else 1
+    if "float" in dtype:
+        return -math.inf if op == "max" else math.inf
+    bound = tirx.min_value(dtype) if op == "max" else tirx.max_value(dtype)
+    return int(bound.value)
+
+
+def combine(e: Emitter, op: str, a: Expr, b: Expr) -> Expr:
+    """One step of a reduction: ``a`` is the accumulator."""
+    match op:
+        case "sum":
+            return tirx.Add(a, b)
+        case "prod":
+            return tirx.Mul(a, b)
+        case "max":
+            return maximum(e, a, b)
+        case "min":
+            return minimum(e, a, b)
+    raise NotImplementedError(f"no reduction is called {op!r}")
+
+
+def fold_lanes(e: Emitter, op: str, vector: Expr) -> Expr:
+    """One lane from a vector of the emitter's, by halves."""
+    lanes = e.lanes
+    while lanes > 1:
+        lanes //= 2
+        vector = e.bind(vector)
+        low = e.bind(tirx.Shuffle([vector], list(range(lanes))))
+        high = e.bind(tirx.Shuffle([vector], list(range(lanes, 2 * lanes))))
+        vector = combine(e, op, low, high)
+    return e.bind(vector, element_type(vector)[0])

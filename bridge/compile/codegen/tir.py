@@ -22,7 +22,6 @@ from bridge.compile.loop_ir.operations import Argument, Number, Term
 __all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "Finish", "Kernel", "LaunchArguments", "LoopScope", "const"]
 __all__ += ["converted", "flat_buffer", "loop", "loop_function", "lower_loops", "rounded", "sequence"]
 
-
 INDEX = "int64"
 """Element type of indices in functions that serve every shape."""
 

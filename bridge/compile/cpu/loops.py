@@ -19,12 +19,11 @@ from tvm.tirx import Bind, Buffer, BufferLoad, BufferStore, Expr, For, ForKind, 
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import Emitter, stack_buffer
-from bridge.compile.codegen.pointwise import compute_type
+from bridge.compile.codegen.pointwise import combine, compute_type, identity
 from bridge.compile.codegen.tir import LaunchArguments, const, flat_buffer, loop_function, sequence
 from bridge.compile.cpu.row import RowScope, VectorLoop, block_of, emit_row, left_over, vectors_and_tail
 from bridge.compile.cpu.threads import if_worth
 from bridge.compile.schedule.chain_plan import ColumnPlan, ColumnSection
-from bridge.compile.schedule.reduction import combine, identity
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
 __all__ = ["generate", "generate_columns", "scheduled", "transpose", "transposition"]

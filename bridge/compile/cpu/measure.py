@@ -42,7 +42,6 @@ from bridge.library import FORMS, FUNCTIONS, TensorAt, invoke
 
 __all__ = ["attainable_rate", "in_a_plain_thread", "kept_times", "seconds_of", "seconds_of_forms"]
 
-
 _LOG = channel("compile")
 
 _BUDGET = 4e-3

@@ -59,7 +59,7 @@ from tvm.tirx import (
 
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.tir import INDEX, const, loop, loop_function, sequence
-from bridge.compile.cpu.limits import LANES
+from bridge.compile.cpu.backend import LANES
 
 __all__ = [
     "BLOCK",

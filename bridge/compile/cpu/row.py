@@ -9,10 +9,9 @@ from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Shuffle, Stmt, Var
 
 from bridge.compile.codegen.emit import Emitter, stack_buffer
-from bridge.compile.codegen.pointwise import compute_type
+from bridge.compile.codegen.pointwise import combine, compute_type, fold_lanes, identity
 from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
 from bridge.compile.loop_ir.operations import Access, Number
-from bridge.compile.schedule.reduction import combine, fold_lanes, identity
 from bridge.compile.schedule.row_plan import (
     InputElement,
     KernelBuffers,

@@ -13,17 +13,23 @@ from tvm.tirx import PrimFunc
 
 from bridge.base.torch_cuda import SETTINGS, products_are_tf32
 from bridge.compile.backend import Backend, Built
-from bridge.compile.cuda.build import CudaLibraries, build_executable, clear_unused, hold, kernel_source, target_of
+from bridge.compile.cuda.build import (
+    CudaLibraries,
+    build_executable,
+    clear_unused,
+    hold,
+    kernel_source,
+    launch_shapes,
+    target_of,
+)
 from bridge.compile.cuda.elements import lookup, pool_gradient
 from bridge.compile.cuda.executor import CudaExecutor
-from bridge.compile.cuda.kernels import generate, generate_apart
-from bridge.compile.cuda.legalized import scheduled
+from bridge.compile.cuda.kernels import generate, generate_apart, scheduled
 from bridge.compile.cuda.limits import ALTERNATIVES, FLOAT64_ARCHITECTURES, LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version, warm_up
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
 from bridge.compile.cuda.scatter import scatter, sorts
-from bridge.compile.cuda.shapes import launch_shapes
 from bridge.compile.loop_ir.operations import LookupPlan, PoolPlan, ProductPlan, ScatterPlan
 from bridge.compile.runtime.build import build_kernels, in_background
 from bridge.compile.runtime.kernel_store import kept_kernels

@@ -21,6 +21,7 @@ from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, PrimFunc, Stmt, Var
 
 from bridge.compile.codegen.emit import compute_type, element_type
+from bridge.compile.codegen.pointwise import combine, identity
 from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
 from bridge.compile.cuda.emitter import (
     CudaEmitter,
@@ -33,7 +34,6 @@ from bridge.compile.cuda.emitter import (
 )
 from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_STRANDS, FEW_ROWS, FINISH_STRANDS, WARP
 from bridge.compile.schedule.chain_plan import ColumnPlan
-from bridge.compile.schedule.reduction import combine, identity
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
 __all__ = ["Halved", "Strands", "Team", "finish_columns", "generate_columns", "halve"]

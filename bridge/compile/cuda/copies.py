@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bridge.base.torch_cuda import current_stream
-from bridge.compile.cuda.driver_graphs import ExecutableGraph
-from bridge.compile.cuda.own_kernels import (
+from bridge.compile.cuda.driver_graphs import (
     MOST,
     MOST_NUMBERS,
     NUMBERS,
     THREADS,
     VECTOR,
     Copies,
+    ExecutableGraph,
     NumberCopies,
     own_kernels,
 )
@@ -105,7 +105,7 @@ def bring_anew(
     """Later launches of a graph bring numbers of other sources than it has captured; ``None``: it brings none.
 
     Args:
-        targets: up to :data:`~bridge.compile.cuda.own_kernels.MOST_NUMBERS`, as they were captured.
+        targets: up to :data:`~bridge.compile.cuda.driver_graphs.MOST_NUMBERS`, as they were captured.
     """
     node = graph.node_of(own_kernels(targets[0].device.index).bring)
     if node is None:

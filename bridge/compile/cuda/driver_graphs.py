@@ -8,29 +8,199 @@ CUDA graphs by the driver: launches on a stream → a graph that launches them a
 The driver is asked itself (``libcuda``, by ctypes): torch's own capture puts the device's default generator into
 another state for as long as it lasts, in which draws of other threads raise, and in which a capture that fails leaves
 it. Here a capture touches nothing but its stream, and a draw inside of it raises.
+
+CUDA's driver by ctypes: calls that raise what it answers, a thread's context, kernels of machine code.
+
+Kernels of our own that no program has: copies, numbers of the host, fills, each as a launch with one argument.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
-from bridge.compile.cuda.driver import (
-    DriverError,
-    LoadedKernel,
-    at_any_moment,
-    call,
-    error_name,
-    library,
-    require_context,
-)
-from bridge.compile.cuda.own_kernels import THREADS, VECTOR, Fill, own_kernels
+from bridge.compile.cuda.nvrtc import compiled
 
-__all__ = ["ExecutableGraph", "KernelNode", "captured", "fills_by_kernel", "new_stream", "node_of"]
+__all__ = ["MOST", "MOST_NUMBERS", "NUMBERS", "THREADS", "VECTOR", "Copies", "DriverError", "ExecutableGraph", "Fill"]
+__all__ += ["KernelNode", "LoadedKernel", "NumberCopies", "OwnKernels", "at_any_moment", "call", "captured"]
+__all__ += ["error_name", "fills_by_kernel", "kernels", "library", "new_stream", "node_of", "own_kernels"]
+__all__ += ["require_context"]
+
+_RELAXED = 2
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``: a thread in it may do what concerns no captured stream."""
+_INVALID_CONTEXT = 201
+
+
+class DriverError(RuntimeError):
+    """The driver refused a call."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """``libcuda``."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call(name: str, *arguments: object) -> None:
+    """Calls a function; ``DriverError`` with what it answers, if that is no success."""
+    status = getattr(library(), name)(*arguments)
+    if status:
+        raise DriverError(f"{name}: {error_name(status)}")
+
+
+def error_name(status: int) -> str:
+    """As in ``"CUDA_ERROR_INVALID_VALUE"``."""
+    name = ctypes.c_char_p()
+    library().cuGetErrorName(status, ctypes.byref(name))
+    return name.value.decode() if name.value else f"error {status}"
+
+
+def require_context() -> None:
+    """Makes the current device's context this thread's, as CUDA's runtime does when a thread first calls it."""
+    context, device = ctypes.c_void_p(), ctypes.c_int()
+    call("cuCtxGetCurrent", ctypes.byref(context))
+    if not context:
+        call("cuDeviceGet", ctypes.byref(device), torch.cuda.current_device())
+        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        call("cuCtxSetCurrent", context)
+
+
+@contextmanager
+def at_any_moment() -> Iterator[None]:
+    """For what takes or frees memory: where this or another thread captures a stream, the driver would refuse it, and
+    end that capture."""
+    mode = ctypes.c_int(_RELAXED)
+    library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+class LoadedKernel:
+    """A kernel that is loaded on a device, for as long as the process lives.
+
+    Attributes:
+        function: the driver's handle.
+    """
+
+    def __init__(self, function: ctypes.c_void_p):
+        self.function, self._launch = function, library().cuLaunchKernel
+
+    def __call__(self, blocks: tuple[int, int], threads: int, argument: ctypes.Structure, stream: int) -> None:
+        """Launches it with one argument, whose bytes are read before this returns.
+
+        Raises:
+            DriverError: the driver refuses.
+        """
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        given = (self.function, *blocks, 1, threads, 1, 1, 0, ctypes.c_void_p(stream), arguments, None)
+        status = self._launch(*given)
+        if status == _INVALID_CONTEXT:  # the thread has done nothing on the device yet
+            require_context()
+            status = self._launch(*given)
+        if status:
+            raise DriverError(f"cuLaunchKernel: {error_name(status)}")
+
+
+def kernels(code: bytes, names: Sequence[str]) -> list[LoadedKernel]:
+    """Loads a cubin's kernels on the current device."""
+    module, found = ctypes.c_void_p(), []
+    with at_any_moment():
+        require_context()
+        call("cuModuleLoadData", ctypes.byref(module), code)
+        for name in names:
+            function = ctypes.c_void_p()
+            call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+            found.append(LoadedKernel(function))
+    return found
+
+
+MOST = 8
+"""Targets of one launch that copies."""
+MOST_NUMBERS = 128
+"""Targets of one that has its sources in its argument, of which the driver takes 4096 bytes."""
+THREADS = 256
+VECTOR = 16
+"""Bytes that a thread copies or fills at once."""
+NUMBERS = 16
+"""Bytes of the host's for one target at most."""
+
+_SOURCE = f"""
+struct Copies {{ const char* from[{MOST}]; char* to[{MOST}]; long long bytes[{MOST}]; }};
+struct Numbers {{ char* to[{MOST_NUMBERS}]; char from[{MOST_NUMBERS}][{NUMBERS}]; int bytes[{MOST_NUMBERS}]; }};
+struct Fill {{ char* to; long long bytes; unsigned int word; }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) bridge_copy(Copies copies) {{
+  const char* from = copies.from[blockIdx.y];
+  char* to = copies.to[blockIdx.y];
+  long long vectors = copies.bytes[blockIdx.y] / {VECTOR}, rest = copies.bytes[blockIdx.y] % {VECTOR};
+  long long first = (long long)blockIdx.x * {THREADS} + threadIdx.x;
+  for (long long i = first; i < vectors; i += (long long)gridDim.x * {THREADS})
+    ((int4*)to)[i] = ((const int4*)from)[i];
+  if (first < rest) to[vectors * {VECTOR} + first] = from[vectors * {VECTOR} + first];
+}}
+
+extern "C" __global__ void bridge_bring(Numbers numbers) {{
+  if (threadIdx.x < numbers.bytes[blockIdx.x])
+    numbers.to[blockIdx.x][threadIdx.x] = numbers.from[blockIdx.x][threadIdx.x];
+}}
+
+extern "C" __global__ void __launch_bounds__({THREADS}) bridge_fill(Fill fill) {{
+  long long vectors = fill.bytes / {VECTOR}, rest = fill.bytes % {VECTOR};
+  long long first = (long long)blockIdx.x * {THREADS} + threadIdx.x;
+  int4 four = make_int4(fill.word, fill.word, fill.word, fill.word);
+  for (long long i = first; i < vectors; i += (long long)gridDim.x * {THREADS}) ((int4*)fill.to)[i] = four;
+  if (first < rest) fill.to[vectors * {VECTOR} + first] = (char)(fill.word >> 8 * (first % 4));
+}}
+"""
+
+
+class Copies(ctypes.Structure):
+    """Bytes from sources to targets, which begin where vectors do."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p * MOST),
+        ("target", ctypes.c_void_p * MOST),
+        ("nbytes", ctypes.c_longlong * MOST),
+    )
+
+
+class NumberCopies(ctypes.Structure):
+    """Bytes that are in the argument, to targets."""
+
+    _fields_ = (
+        ("target", ctypes.c_void_p * MOST_NUMBERS),
+        ("source", ctypes.c_char * NUMBERS * MOST_NUMBERS),
+        ("nbytes", ctypes.c_int * MOST_NUMBERS),
+    )
+
+
+class Fill(ctypes.Structure):
+    """Four bytes, again and again."""
+
+    _fields_ = (("target", ctypes.c_void_p), ("nbytes", ctypes.c_longlong), ("word", ctypes.c_uint))
+
+
+class OwnKernels(NamedTuple):
+    """By what they do."""
+
+    copy: LoadedKernel
+    bring: LoadedKernel
+    fill: LoadedKernel
+
+
+@functools.cache
+def own_kernels(index: int) -> OwnKernels:
+    """Of a device, which is current."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return OwnKernels(*kernels(compiled(_SOURCE, f"sm_{major}{minor}"), ("bridge_copy", "bridge_bring", "bridge_fill")))
 
 
 _KERNEL, _MEMSET = 0, 2

@@ -1,7 +1,13 @@
-"""Kernels: a plan → one PrimFunc or two, which read the launch's integers on the host and hold one or more launches."""
+"""Kernels: a plan → one PrimFunc or two, which read the launch's integers on the host and hold one or more launches.
+
+Schedules of functions that TVM legalized, for CUDA: their spatial loops bound to blocks and threads.
+"""
 
 from __future__ import annotations
 
+from tvm.ir import IRModule
+from tvm.s_tir import dlight
+from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from bridge.compile.codegen.tir import LaunchArguments, loop_function, sequence
@@ -13,7 +19,7 @@ from bridge.compile.schedule.chain_plan import ColumnPlan
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.together import TogetherPlan
 
-__all__ = ["generate", "generate_apart"]
+__all__ = ["generate", "generate_apart", "scheduled"]
 
 
 def generate(plan: RowPlan | ColumnPlan | TogetherPlan, plain: bool = False) -> PrimFunc:
@@ -63,3 +69,16 @@ def _generate_together(plan: TogetherPlan) -> PrimFunc:
     outputs = [buffer for _, buffers, _ in parts for buffer in buffers.outputs.values()]
     launches = elements(parts)
     return loop_function([*inputs, *outputs, *number.params], sequence([*number.stmts, *launches]))
+
+
+def scheduled(func: PrimFunc, target: Target) -> PrimFunc:
+    """Every block's spatial loops over threads, reductions serial in each: the order of a serial loop.
+
+    ``NotImplementedError`` for a function that is not made of schedulable blocks (sorts, scans, scatters).
+    """
+    with target:
+        module = dlight.ApplyDefaultSchedule(dlight.gpu.Fallback())(IRModule({"main": func}))
+    made = module["main"]
+    if not made.attrs.get("tirx.is_scheduled", False):
+        raise NotImplementedError("a function that TVM legalizes to a serial one, which is no kernel for a GPU")
+    return made

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 
 from bridge.base.tensor_properties import span_of
-from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.copies import bring, copy
-from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
-from bridge.compile.cuda.own_kernels import MOST_NUMBERS
+from bridge.compile.cuda.driver_graphs import MOST_NUMBERS
+from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor, Branches
 from bridge.compile.graphs.recordings import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.bind import Action, bind
+from bridge.compile.runtime.executor import Action, bind
 from bridge.compile.runtime.instructions import CallLibrary, MakeView
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop, inner_steps
 from bridge.library import INTO_GIVEN, PLACED_DRAWS, invoke_into

@@ -19,16 +19,15 @@ import torch
 from bridge.base.collector import collection_paused
 from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
-from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.copies import bring_anew
 from bridge.compile.cuda.driver_graphs import ExecutableGraph, captured, new_stream
-from bridge.compile.cuda.executor import CudaExecutor
+from bridge.compile.cuda.executor import Branches, CudaExecutor
 from bridge.compile.cuda.memory import PoolMemory, PrivatePool, SlotMemory, spare_bytes, takes_from
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
 from bridge.compile.graphs.recordings import Form, Replay, nbytes
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.layout import ALIGNMENT as ARENA_ALIGNMENT
-from bridge.compile.runtime.pool import PoolBlock
+from bridge.compile.runtime.layout import PoolBlock
 from bridge.compile.runtime.program import Program
 from bridge.library import DRAWS, REDRAWS, waits_for_the_device
 

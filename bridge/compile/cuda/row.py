@@ -25,8 +25,9 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThen
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import compute_type
-from bridge.compile.codegen.pointwise import EXPENSIVE
+from bridge.compile.codegen.pointwise import EXPENSIVE, combine, identity
 from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
+from bridge.compile.cuda.build import fitting_groups, turns_together
 from bridge.compile.cuda.columns import Team, finish_columns
 from bridge.compile.cuda.emitter import (
     CudaEmitter,
@@ -38,10 +39,8 @@ from bridge.compile.cuda.emitter import (
     vector_at,
 )
 from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS, VECTOR, WARP, row_groups, row_lanes, row_threads
-from bridge.compile.cuda.shapes import fitting_groups, turns_together
 from bridge.compile.cuda.step import RowBuffer, ThreadScope, column_steps, reads_ahead
 from bridge.compile.loop_ir.operations import Number
-from bridge.compile.schedule.reduction import combine, identity
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPass, RowPlan
 
 __all__ = ["SHORT_ROW", "RowForm", "TaskParts", "emit_row", "row_launch", "rows"]
@@ -238,7 +237,7 @@ class TaskParts:
         task: which part it is.
         length: elements of a row.
         together: turns whose parts shared memory has room for at once
-            (:func:`bridge.compile.cuda.shapes.turns_together`).
+            (:func:`bridge.compile.cuda.build.turns_together`).
     """
 
     def __init__(

@@ -25,12 +25,11 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThen
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.philox import IN_A_ROW, NUMBERS, is_kept, numbers_of, place
-from bridge.compile.codegen.pointwise import MASKS
+from bridge.compile.codegen.pointwise import MASKS, combine
 from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type, vector_at
 from bridge.compile.cuda.limits import ACCESS_BYTES
 from bridge.compile.loop_ir.operations import Access
-from bridge.compile.schedule.reduction import combine
 from bridge.compile.schedule.row_plan import (
     Compute,
     Index,

@@ -11,14 +11,22 @@ Six kinds of node, each with *dense* results:
 * :class:`Fallback` — one function: TVM's legalization of a Relax operator, or a kernel of the backend's own.
 
 Shape operations are no nodes: they are the :class:`~bridge.compile.loop_ir.views.View` of an :class:`Operand`. What
-translation makes has nodes for them too, see :mod:`bridge.compile.loop_ir.neutral`.
+translation makes has nodes for them too, see :mod:`bridge.compile.loop_ir.graph`.
+
+Neutral nodes: what translation leaves open, to be chosen by :mod:`bridge.compile.passes.choose_layouts`.
+
+A *neutral graph* says what is computed, not where it lies: every operand reads all of a value, perhaps under broadcast,
+and shape operations, matrix products and concatenations are nodes of their own, with dense results. Choosing layouts
+turns shape operations into views, products into library calls or generated code, and leaves none of these nodes.
+
+Dead code elimination: a graph → its nodes that the results need.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import tvm
 
@@ -26,29 +34,11 @@ from autodiff.extents import Dim, Extent, same
 from autodiff.ir import itemsize
 from autodiff.scan import Scan
 from bridge.compile.loop_ir.operations import ProductPlan
-from bridge.compile.loop_ir.views import View, dense, is_dense
+from bridge.compile.loop_ir.views import View, dense, is_dense, permute
 
-__all__ = [
-    "Concat",
-    "Fallback",
-    "Graph",
-    "LibraryCall",
-    "LoopCall",
-    "Node",
-    "OneOperand",
-    "OneOut",
-    "Operand",
-    "Pad",
-    "Pointwise",
-    "Positions",
-    "Product",
-    "Reduction",
-    "Scalar",
-    "Sections",
-    "Value",
-    "needed",
-    "whole",
-]
+__all__ = ["Concat", "Dense", "Fallback", "Graph", "Join", "LibraryCall", "LoopCall", "MatMul", "Neutral", "Node"]
+__all__ += ["OneOperand", "OneOut", "Operand", "Pad", "Pointwise", "Positions", "Product", "Reduction", "Result"]
+__all__ += ["Scalar", "Sections", "Shaped", "Value", "eliminate_dead_code", "is_turned", "needed", "whole"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,3 +282,73 @@ def needed(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
             found.append(node)
             values.update(operand.value for operand in node.operands if isinstance(operand, Operand))
     return found[::-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Shaped(OneOperand, OneOut):
+    """``out`` has the elements of ``function(view, *arguments)`` of the operand's view.
+
+    ``function`` is :func:`~bridge.compile.loop_ir.views.permute`, ``expand``, ``slice_view`` or ``reshape``, whose
+    ``None`` calls for a copy.
+    """
+
+    function: Callable[..., View | None]
+    arguments: tuple
+    operand: Operand
+    out: Value
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(OneOperand, OneOut):
+    """``out`` has the operand's elements, one after another in memory, for a kernel that reads no views."""
+
+    operand: Operand
+    out: Value
+
+
+@dataclass(frozen=True, eq=False)
+class Result(OneOperand, OneOut):
+    """``out`` is a result of the function: a value of its own, or a parameter itself."""
+
+    operand: Operand | Scalar
+    out: Value
+
+
+@dataclass(frozen=True, eq=False)
+class MatMul(OneOut):
+    """``out = a @ b`` by numpy's rules for vectors and batches; operands and result have one element type.
+
+    ``bias``: what is added to each row of a product of matrices, before it is rounded.
+    """
+
+    a: Operand
+    b: Operand
+    out: Value
+    bias: Operand | None = None
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.a, self.b) if self.bias is None else (self.a, self.b, self.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class Join(OneOut):
+    """``out`` is the concatenation of the operands along ``axis``."""
+
+    operands: tuple[Operand | Scalar, ...]
+    axis: int
+    out: Value
+
+
+Neutral = Shaped | Dense | Result | MatMul | Join
+
+
+def is_turned(node: Shaped) -> bool:
+    """Whether a node makes the transpose of a matrix that lies in memory by rows."""
+    is_reversed = node.arguments in (((1, 0),), (None,)) and len(node.out.shape) == 2
+    return node.function is permute and is_reversed and node.operand.is_whole
+
+
+def eliminate_dead_code(graph: Graph, _: object) -> Graph:
+    """The graph without nodes that no result needs: what is computed elsewhere since a pass recomputes it."""
+    return replace(graph, nodes=needed(graph.nodes, (output.value for output in graph.results)))

@@ -12,8 +12,20 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from autodiff.ir import itemsize
-from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
-from bridge.compile.loop_ir.neutral import MatMul, Neutral, Result, Shaped
+from bridge.compile.loop_ir.graph import (
+    Graph,
+    MatMul,
+    Neutral,
+    Node,
+    Operand,
+    Pointwise,
+    Reduction,
+    Result,
+    Scalar,
+    Shaped,
+    Value,
+    whole,
+)
 
 __all__ = ["Chain", "chains_in"]
 

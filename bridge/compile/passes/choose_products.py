@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Product, Value, whole
-from bridge.compile.loop_ir.neutral import MatMul, Neutral, Shaped
+from bridge.compile.loop_ir.graph import LibraryCall, MatMul, Neutral, Node, Operand, Product, Shaped, Value, whole
 from bridge.compile.loop_ir.operations import Geometry, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.sections import Placed

@@ -21,8 +21,20 @@ from typing import Any
 
 from autodiff.extents import Dim, Extent, same
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import Graph, LibraryCall, Node, Operand, Pointwise, Reduction, Value, whole
-from bridge.compile.loop_ir.neutral import Join, MatMul, Neutral, Shaped
+from bridge.compile.loop_ir.graph import (
+    Graph,
+    Join,
+    LibraryCall,
+    MatMul,
+    Neutral,
+    Node,
+    Operand,
+    Pointwise,
+    Reduction,
+    Shaped,
+    Value,
+    whole,
+)
 from bridge.compile.loop_ir.views import alike
 
 __all__ = ["join_products"]

@@ -34,18 +34,19 @@ from bridge.compile.loop_ir.graph import (
     Fallback,
     Graph,
     LibraryCall,
+    Neutral,
     Node,
     Operand,
     Pointwise,
     Reduction,
     Scalar,
+    Shaped,
     Value,
+    eliminate_dead_code,
     whole,
 )
-from bridge.compile.loop_ir.neutral import Neutral, Shaped
 from bridge.compile.loop_ir.operations import Argument, LookupPlan, PoolPlan, ScatterPlan
 from bridge.compile.loop_ir.views import alike, dense, merged, permute, reshape
-from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.sections import Placed
 from bridge.compile.schedule.limits import Rules
 from bridge.library import TensorAt

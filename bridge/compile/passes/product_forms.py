@@ -40,18 +40,22 @@ from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
     Graph,
     LibraryCall,
+    MatMul,
+    Neutral,
     Node,
     Operand,
     Pad,
     Pointwise,
     Product,
     Reduction,
+    Result,
+    Shaped,
     Value,
+    eliminate_dead_code,
+    is_turned,
     whole,
 )
-from bridge.compile.loop_ir.neutral import MatMul, Neutral, Result, Shaped, is_turned
 from bridge.compile.loop_ir.views import alike, is_dense
-from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.products import LayoutClass, ProductShape
 

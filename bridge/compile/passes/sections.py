@@ -32,8 +32,11 @@ from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
     Concat,
+    Dense,
     Graph,
+    Join,
     LoopCall,
+    Neutral,
     Node,
     Operand,
     Pointwise,
@@ -43,7 +46,6 @@ from bridge.compile.loop_ir.graph import (
     Value,
     whole,
 )
-from bridge.compile.loop_ir.neutral import Dense, Join, Neutral
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.cheap import Producers, box_of_arithmetic
 from bridge.compile.schedule.limits import Rules

@@ -4,17 +4,143 @@ An instruction works on *registers*, by slot: it reads the tensors in some slots
 ``inputs`` and ``outputs`` are the names of those tensors, for people.
 
 The integers of a program for any sizes may be symbolic; only instructions of numbers are bound and run.
+
+Step contents, for people: nodes → operations by name, what they read and write, what that costs.
+
+Nothing here takes part in running a program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autodiff.extents import Dim
-from bridge.compile.runtime.contents import StepContents
+from autodiff.extents import Dim, same, sample_of
+from autodiff.ir import itemsize
+from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Pointwise, Product, Reduction, Scalar, Value
+from bridge.compile.loop_ir.views import alike, is_dense, merged
 
-__all__ = ["CallLibrary", "Launch", "MakeView", "roots_of"]
+__all__ = ["CallLibrary", "Launch", "MakeView", "Operation", "StepContents", "contents", "roots_of"]
+
+_PRODUCTS = ("mm", "mm_lt", "mm_wide", "mm_biased", "bmm", "bmm_wide", "addmm", "baddbmm")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``result: dtype shape = op(operands)``.
+
+    Operands that are not results of the same step are named as the step's inputs; numbers are written out. A mark after
+    a name says how it is read: ``~`` broadcast, ``^`` permuted, ``/`` in part. ``binding`` is the variable of the Relax
+    function that the operation was made for.
+    """
+
+    op: str
+    operands: tuple[str, ...]
+    result: str
+    shape: tuple[Dim, ...]
+    dtype: str
+    binding: str
+
+    def __str__(self) -> str:
+        extents = ", ".join(map(str, self.shape))
+        return f"{self.result}: {self.dtype}[{extents}] = {self.op}({', '.join(self.operands)})"
+
+
+@dataclass(frozen=True)
+class StepContents:
+    """What a step is made of.
+
+    Attributes:
+        operations: in order.
+        reads: names of the tensors it reads (parameters of the program or results of other steps), without views.
+        flops: arithmetic operations for the sample; a transcendental function counts as one. 0 where it is not known
+            (library calls other than products).
+        bytes: read and written for the sample, each tensor once.
+        plan: how generated code computes a matrix product; empty for other steps.
+    """
+
+    operations: tuple[Operation, ...] = ()
+    reads: tuple[str, ...] = ()
+    flops: int = 0
+    bytes: int = 0
+    plan: str = ""
+
+    @property
+    def bindings(self) -> tuple[str, ...]:
+        """The Relax variables that the step computes, each once."""
+        return tuple(dict.fromkeys(operation.binding for operation in self.operations))
+
+
+def contents(nodes: Sequence[Node], stored: Sequence[Value], name_of: Callable[[Value], str]) -> StepContents:
+    """Describes the nodes of one step.
+
+    Args:
+        stored: the results that leave the step.
+        name_of: the name of a value that the step reads or stores.
+    """
+    leaving = set(stored)
+    names: dict[Value, str] = {}
+    used: Counter[str] = Counter()
+
+    def name(value: Value) -> str:
+        if value not in names:
+            inside = value in made and value not in leaving
+            names[value] = _inner(value.name, used) if inside else name_of(value)
+        return names[value]
+
+    made = {out for node in nodes for out in node.outs}
+    operations = []
+    read: dict[Value, int] = {}
+    for node in nodes:
+        operands = []
+        for operand in node.operands:
+            operands.append(_text(operand, name))
+            if isinstance(operand, Operand) and operand.value not in made:
+                touched = _touched(operand)
+                read[operand.value] = min(sample_of(operand.value.nbytes), read.get(operand.value, 0) + touched)
+        op = node.name if isinstance(node, LibraryCall) else "matmul" if isinstance(node, Product) else node.op
+        for out in node.outs:
+            operations.append(Operation(op, tuple(operands), name(out), out.shape, out.dtype, out.name))
+    moved = sum(read.values()) + sum(sample_of(value.nbytes) for value in leaving)
+    flops = sum(sample_of(_flops(node)) for node in nodes)
+    plan = ", ".join(str(node.plan) for node in nodes if isinstance(node, Product))
+    return StepContents(tuple(operations), tuple(name(value) for value in read), flops, moved, plan)
+
+
+def _inner(name: str, used: Counter[str]) -> str:
+    used[name] += 1
+    return f"{name}'{used[name]}"
+
+
+def _touched(operand: Operand) -> int:
+    """Bytes of a tensor that a view of it reads."""
+    elements = math.prod(sample_of(extent) for extent, stride in merged(operand.view) if sample_of(stride))
+    return min(sample_of(operand.value.nbytes), elements * itemsize(operand.dtype))
+
+
+def _text(operand: Operand | Scalar, name: Callable[[Value], str]) -> str:
+    if isinstance(operand, Scalar):
+        return f"{operand.number:.6g}" if isinstance(operand.number, float) else str(operand.number)
+    view, value = operand.view, operand.value
+    if any(same(stride, 0) for stride in view.strides) and not alike(view.shape, value.shape):
+        return f"{name(value)}~"
+    if sample_of(view.numel) < sample_of(value.numel):
+        return f"{name(value)}/"
+    return name(value) if is_dense(view) else f"{name(value)}^"
+
+
+def _flops(node: Node) -> Dim:
+    if isinstance(node, Pointwise):
+        return 0 if node.op in ("copy", "astype", "pad") else node.out.numel
+    if isinstance(node, Reduction):
+        return node.operand.view.numel
+    if isinstance(node, Product):
+        return 2 * node.out.numel * node.operands[0].shape[-1]
+    if isinstance(node, LibraryCall) and node.name in _PRODUCTS:
+        return 2 * node.outs[0].numel * node.operands[-1].shape[-2]
+    return 0
 
 
 @dataclass(frozen=True)

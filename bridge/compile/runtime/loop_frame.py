@@ -18,8 +18,7 @@ import tvm_ffi
 
 from autodiff.extents import Dim
 from bridge.base.devices import HOST
-from bridge.compile.runtime.contents import StepContents
-from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, StepContents
 from bridge.compile.runtime.layout import RegisterLayout
 
 __all__ = ["Addresses", "Drive", "Instruction", "LoopFrames", "RunLoop", "inner_steps", "is_framed"]

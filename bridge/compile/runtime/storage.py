@@ -28,7 +28,7 @@ from bridge.base.devices import HOST
 from bridge.base.log import channel
 from bridge.compile.backend import Backend
 from bridge.compile.runtime.build import LateMapping
-from bridge.compile.runtime.plain import canonical_text, from_plain, functions_of, to_plain
+from bridge.compile.runtime.kernel_store import canonical_text, from_plain, functions_of, to_plain
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.choices import Choices
 

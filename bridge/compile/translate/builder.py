@@ -11,12 +11,22 @@ from tvm.tirx import FloatImm, IntImm
 from autodiff.extents import Dim, Extent, from_tir, same
 from autodiff.ir import Constant, Expr, ShapeExpr, Tuple, Var, dtype, shape
 from bridge.base.devices import HOST
-from bridge.compile.codegen.pointwise import compute_type
+from bridge.compile.codegen.pointwise import compute_type, identity
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import Node, Operand, Pointwise, Positions, Reduction, Scalar, Value, whole
-from bridge.compile.loop_ir.neutral import Dense, Neutral, Shaped
+from bridge.compile.loop_ir.graph import (
+    Dense,
+    Neutral,
+    Node,
+    Operand,
+    Pointwise,
+    Positions,
+    Reduction,
+    Scalar,
+    Shaped,
+    Value,
+    whole,
+)
 from bridge.compile.schedule.limits import Rules
-from bridge.compile.schedule.reduction import identity
 
 __all__ = ["TRANSLATIONS", "Builder", "Translation", "number", "numbers", "register"]
 

@@ -30,8 +30,7 @@ from autodiff.ir import (
     results,
     shape,
 )
-from bridge.compile.loop_ir.graph import Graph, Operand, Scalar, Value, whole
-from bridge.compile.loop_ir.neutral import Result
+from bridge.compile.loop_ir.graph import Graph, Operand, Result, Scalar, Value, whole
 from bridge.compile.loop_ir.views import inverse
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.translate.builder import TRANSLATIONS, Builder
@@ -46,7 +45,7 @@ def translate(
     drawn: Mapping[int, DrawnMask] | None = None,
     orders: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Graph:
-    """The neutral loop graph (:mod:`bridge.compile.loop_ir.neutral`) of a function in flat form, by a backend's rules.
+    """The neutral loop graph (:mod:`bridge.compile.loop_ir.graph`) of a function in flat form, by a backend's rules.
 
     ``drawn``: parameters, by place, that are masks which kernels compute; the generator's state takes their place.
     ``orders``: of parameters, by place, in memory, see :class:`~bridge.compile.options.CompileOptions`.

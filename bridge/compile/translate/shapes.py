@@ -17,8 +17,7 @@ from autodiff.ir import Call, Constant, Tuple, TupleType, dtype, extents_of, num
 from autodiff.library import GENERATOR_STATE
 from autodiff.scan import scan_of
 from bridge.compile.codegen.philox import threshold
-from bridge.compile.loop_ir.graph import LoopCall, Operand, Scalar, Value, whole
-from bridge.compile.loop_ir.neutral import Join, MatMul
+from bridge.compile.loop_ir.graph import Join, LoopCall, MatMul, Operand, Scalar, Value, whole
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.choose_layouts import is_worth_joining
 from bridge.compile.translate.builder import Builder, numbers, register

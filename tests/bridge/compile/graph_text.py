@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from bridge.compile.loop_ir.graph import Concat, Graph, LibraryCall, Node, Operand, Product, Scalar, Sections, Value
-from bridge.compile.loop_ir.neutral import Neutral
+from bridge.compile.loop_ir.graph import (
+    Concat,
+    Graph,
+    LibraryCall,
+    Neutral,
+    Node,
+    Operand,
+    Product,
+    Scalar,
+    Sections,
+    Value,
+)
 from bridge.compile.loop_ir.views import dense
 
 __all__ = ["text"]

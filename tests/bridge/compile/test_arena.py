@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bridge.compile.loop_ir.graph import Value
-from bridge.compile.runtime.layout import ArenaPlan, Register, RegisterLayout, plan_arena
-from bridge.compile.runtime.pool import PoolBlock
+from bridge.compile.runtime.layout import ArenaPlan, PoolBlock, Register, RegisterLayout, plan_arena
 
 STEPS = 12
 ALIGNMENT = 64

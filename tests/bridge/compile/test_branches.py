@@ -18,12 +18,12 @@ from autodiff.library import GENERATOR_STATE
 from bridge import lower
 from bridge.base.devices import HOST
 from bridge.compile import CompileOptions, Launch, MakeView, backend_for, compile_function, cut
-from bridge.compile.cuda.branches import Branches, Crossings, memory_of
+from bridge.compile.cuda.executor import Branches, Crossings, memory_of
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, is_between
 from bridge.compile.runtime.beside import SecondStreamPlan, lasting, steps_beside
 from bridge.compile.runtime.cut import Liveness
 from bridge.compile.runtime.executor import bind_all
-from bridge.compile.runtime.pool import ArenaPool
+from bridge.compile.runtime.layout import ArenaPool
 from tests.bridge.compile.host_recorder import alias
 from tests.bridge.compile.random_functions import build, draw, sample
 from tests.bridge.compile.test_cuda_programs import CASES as MODULES

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, explain
-from bridge.compile import chosen_chains, clear_cache, clear_choices, host_backend
+from bridge.compile import clear_cache, clear_choices, host_backend, pipeline
 from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.passes import chains
@@ -54,7 +54,7 @@ def times(monkeypatch):
     """Sets the seconds of chains and of their steps, which small attentions are tried in, too."""
 
     def clear():
-        for each in (clear_cache, clear_choices, clear_lowered, chosen_chains.clear_chains):
+        for each in (clear_cache, clear_choices, clear_lowered, pipeline.clear_chains):
             each()
 
     def say(steps: float, chain: float) -> None:
@@ -268,7 +268,7 @@ def test_a_trial_decides(times, monkeypatch):
         return dict.fromkeys(ways, 1.0)
 
     monkeypatch.setattr(CpuProducts, "seconds_of_chain", measure)
-    monkeypatch.setattr(chosen_chains, "_WORTH", 1e9)
+    monkeypatch.setattr(pipeline, "_WORTH", 1e9)
     module, given = Attention(2, added), [*inputs(2, 31, 40, 2, 16), torch.randn(2, 1, 1, 40)]
     found = answer(module, *given)
     assert seen == [{"steps", "chain"}]

@@ -11,8 +11,7 @@ from tvm.relax import Tuple, op
 
 from bridge.compile import host_backend
 from bridge.compile.cuda.products import CudaProducts
-from bridge.compile.loop_ir.graph import LibraryCall, Product
-from bridge.compile.loop_ir.neutral import Neutral
+from bridge.compile.loop_ir.graph import LibraryCall, Neutral, Product
 from bridge.compile.loop_ir.operations import FIELDS, Packing, ProductPlan
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.schedule.products import GENERATED, IN_PANELS, ProductShape

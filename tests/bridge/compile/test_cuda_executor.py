@@ -15,8 +15,8 @@ from bridge.compile import DrawnMask, compile_function
 from bridge.compile.cuda import executor as module
 from bridge.compile.cuda.copies import bring
 from bridge.compile.cuda.executor import CudaExecutor, StreamPools
-from bridge.compile.runtime import pool as pools
-from bridge.compile.runtime.pool import PoolBlock
+from bridge.compile.runtime import layout as pools
+from bridge.compile.runtime.layout import PoolBlock
 from tests import philox
 from tests.bridge.compile.test_pieces import SHAPE, dropping
 from tests.bridge.compile_helpers import function, program

@@ -13,11 +13,10 @@ from bridge import add_tvm_dispatch, remove_tvm_dispatch
 from bridge.compile import clear_cache, clear_choices, host_backend
 from bridge.compile.cpu.gemm import strip_rows
 from bridge.compile.cpu.gemm_tile import NARROW, WIDE, register_tile
-from bridge.compile.cpu.product_ways import ProductTrial
-from bridge.compile.cpu.products import CpuProducts
+from bridge.compile.cpu.products import CpuProducts, ProductTrial
+from bridge.compile.runtime.layout import ARENAS
 from bridge.compile.runtime.loop import _LoopAction
 from bridge.compile.runtime.loop_frame import LoopFrames
-from bridge.compile.runtime.pool import ARENAS
 from bridge.compile.schedule.products import BY_ROWS, GENERATED, IN_PANELS, LayoutClass, ProductShape
 from bridge.lowering.reuse import clear_lowered
 from tests.sampling import sampled

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bridge.base.devices import HOST
-from bridge.compile.runtime.forms import InputForms
+from bridge.compile.runtime.executor import InputForms
 from bridge.compile.runtime.layout import Register
 
 SHAPE, ORDER = (2, 3, 4, 5), (0, 2, 3, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bridge.compile import Launch
-from bridge.compile.runtime import bind, loop
+from bridge.compile.runtime import executor, loop
 from tests.bridge.compare import check_module
 from tests.sampling import sampled
 
@@ -28,7 +28,7 @@ class Cell(nn.Module):
 @pytest.mark.parametrize("width", sampled([5, 8], [5]))
 def test_kernels_of_a_gpu_read_and_write_at_multiples_of_a_vector(width, monkeypatch):
     monkeypatch.setattr(loop, "HOST", torch.device("meta"))  # the host is a GPU to loops
-    launched, found = bind._launch, []
+    launched, found = executor._launch, []
 
     def watched(launch: Launch, *rest):
         run = launched(launch, *rest)
@@ -40,7 +40,7 @@ def test_kernels_of_a_gpu_read_and_write_at_multiples_of_a_vector(width, monkeyp
 
         return look
 
-    monkeypatch.setattr(bind, "_launch", watched)
+    monkeypatch.setattr(executor, "_launch", watched)
     check_module(
         lambda: Cell(width), lambda: torch.randn(7, 3, width, requires_grad=True), dtype=torch.float32, calls=1
     )

@@ -129,7 +129,7 @@ def test_a_frozen_module_is_packed_anew_when_its_weight_changes(way):
 )
 def test_it_is_measured_beside_the_libraries_products(monkeypatch, times, wanted):
     clear_choices()
-    monkeypatch.setattr("bridge.compile.cpu.product_ways.can_pack", lambda: True)
+    monkeypatch.setattr("bridge.compile.cpu.products.can_pack", lambda: True)
     asked = []
 
     def measure(product, ways):

@@ -11,11 +11,9 @@ from tvm.relax import Tuple, op
 
 from bridge.compile import clear_cache, compile_function, pipeline
 from bridge.compile.cpu.backend import host_backend
-from bridge.compile.loop_ir.graph import Graph
-from bridge.compile.passes.choose_layouts import choose_layouts
-from bridge.compile.passes.dead_code import eliminate_dead_code
+from bridge.compile.loop_ir.graph import Graph, eliminate_dead_code
+from bridge.compile.passes.choose_layouts import choose_layouts, make_walkable, recompute_permutations
 from bridge.compile.passes.sections import recompute_sections, recompute_slices
-from bridge.compile.passes.walkable import make_walkable, recompute_permutations
 from bridge.compile.translate import translate
 from tests.bridge.compile.graph_text import text
 from tests.bridge.compile.random_functions import build, draw, sample

@@ -19,7 +19,7 @@ from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.executor import GraphedExecutor
 from bridge.compile.runtime.executor import bind_all
 from bridge.compile.runtime.instructions import CallLibrary
-from bridge.compile.runtime.pool import ArenaPool
+from bridge.compile.runtime.layout import ArenaPool
 from tests.bridge.compile.host_recorder import HostMemory, HostRecorder, alias, memories
 from tests.bridge.compile_helpers import program
 

@@ -11,8 +11,8 @@ from tvm.relax import op as R
 
 from bridge.compile import Program
 from bridge.compile.runtime import executor
-from bridge.compile.runtime import pool as pools
-from bridge.compile.runtime.pool import ARENAS, ArenaPool
+from bridge.compile.runtime import layout as pools
+from bridge.compile.runtime.layout import ARENAS, ArenaPool
 from tests.bridge.compile_helpers import program
 from tests.threads import together
 

@@ -8,7 +8,7 @@ import torch
 from bridge.compile.cuda.memory import bytes_of, pieces_of, places_of, rooms_of
 from bridge.compile.graphs import control as control_module
 from bridge.compile.graphs.control import RecordedGraphs
-from bridge.compile.graphs.ports import MAX_ADDRESSES, MAX_LARGE_ADDRESSES, Ports
+from bridge.compile.graphs.recordings import MAX_ADDRESSES, MAX_LARGE_ADDRESSES, Ports
 from tests.bridge.compile.host_recorder import HostSlots
 
 

@@ -19,8 +19,7 @@ from bridge import add_tvm_dispatch, explain, stats
 from bridge.compile import backend_for, clear_cache, clear_choices, compile_function, host_backend
 from bridge.compile.cpu.gemm_tile import NARROW, WIDE
 from bridge.compile.cpu.measure import attainable_rate, seconds_of
-from bridge.compile.cpu.product_ways import ProductTrial, library_ways
-from bridge.compile.cpu.products import CpuProducts, measured, shape_class
+from bridge.compile.cpu.products import CpuProducts, ProductTrial, library_ways, measured, shape_class
 from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
 from tests.bridge.compile_helpers import function, program
 from tests.sampling import sampled
@@ -58,7 +57,7 @@ def products(measure=None, backend=None, deterministic: bool = False) -> CpuProd
 
 @pytest.mark.parametrize(("seconds", "wanted"), [(0.97, "packed"), (1.02, "packed"), (1.2, "mm")])
 def test_a_frozen_weight_is_laid_out_where_that_is_about_as_quick(monkeypatch, seconds, wanted):
-    monkeypatch.setattr("bridge.compile.cpu.product_ways.can_pack", lambda: True)
+    monkeypatch.setattr("bridge.compile.cpu.products.can_pack", lambda: True)
     policy = products(lambda product, ways: {"mm": 1.0} | ({"packed": seconds} if "packed" in ways else {}))
     assert policy.choose(LINEAR) == "mm"
     assert policy.choose(replace(LINEAR, b=LayoutClass("column", constant=True))) == wanted

@@ -11,10 +11,9 @@ from tvm.relax import op as R
 
 from bridge.compile.graphs import control as control_module
 from bridge.compile.graphs import executor as module
-from bridge.compile.graphs.control import RecordedGraphs, Shared
+from bridge.compile.graphs.control import RUNS, RecordedGraphs, Shared, Verdicts
 from bridge.compile.graphs.executor import GraphedExecutor
-from bridge.compile.graphs.ports import MAX_ADDRESSES
-from bridge.compile.graphs.worth import RUNS, Verdicts
+from bridge.compile.graphs.recordings import MAX_ADDRESSES
 from tests.bridge.compile.host_recorder import HostMemory, HostRecorder, memories
 from tests.bridge.compile_helpers import program
 

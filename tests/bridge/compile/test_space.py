@@ -9,8 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from bridge.compile.cpu.backend import host_backend
-from bridge.compile.cpu.limits import ORDER
+from bridge.compile.cpu.backend import ORDER, host_backend
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.views import View
 from bridge.compile.schedule.access import Space, make_space, share_loops

@@ -13,9 +13,9 @@ import torch
 from bridge import lower
 from bridge.base.devices import HOST
 from bridge.compile import MakeView
-from bridge.compile.cuda.branches import memory_of
+from bridge.compile.cuda.executor import memory_of
 from bridge.compile.runtime.executor import Executor, bind_all
-from bridge.compile.runtime.pool import ArenaPool
+from bridge.compile.runtime.layout import ArenaPool
 from tests.bridge.compile.random_functions import build, draw, sample
 from tests.bridge.compile.test_branches import backward, compiled, inputs_of, programs_of
 from tests.bridge.compile.test_cuda_programs import CASES as MODULES

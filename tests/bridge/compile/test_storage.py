@@ -14,7 +14,7 @@ import torch
 
 from bridge.compile import CallLibrary, Launch, MakeView, RunLoop
 from bridge.compile.runtime import storage
-from bridge.compile.runtime.plain import from_plain, to_plain
+from bridge.compile.runtime.kernel_store import from_plain, to_plain
 from bridge.compile.runtime.storage import load, save, texts
 from bridge.library import TensorAt
 from tests.bridge.compile.stored_program import bits, digest, programs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autodiff.extents import Dim, ExtentScope
-from bridge.compile.cpu.limits import ORDER
+from bridge.compile.cpu.backend import ORDER
 from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.schedule.chain_plan import ColumnPlan
 from bridge.compile.schedule.order import chunk_rows

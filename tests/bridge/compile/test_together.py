@@ -9,8 +9,7 @@ import pytest
 
 from autodiff.extents import ExtentScope
 from bridge.compile.cuda.limits import LIMITS
-from bridge.compile.loop_ir.graph import Concat, LibraryCall, Value, whole
-from bridge.compile.passes.dead_code import eliminate_dead_code
+from bridge.compile.loop_ir.graph import Concat, LibraryCall, Value, eliminate_dead_code, whole
 from bridge.compile.passes.sections import recompute_sections
 from bridge.compile.schedule import together as together_module
 from bridge.compile.schedule.fuse import fuse

@@ -17,7 +17,7 @@ from bridge.compile import Built, clear_cache
 from bridge.compile.pipeline import _PROGRAMS
 from bridge.compile.runtime import executor
 from bridge.compile.runtime.build import _KERNELS, WeakCache
-from bridge.compile.runtime.pool import ARENAS, ArenaPool
+from bridge.compile.runtime.layout import ARENAS, ArenaPool
 from tests.bridge.models import MLP, TwoOutputs
 
 pytestmark = pytest.mark.slow
