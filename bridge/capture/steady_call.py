@@ -21,7 +21,6 @@ from typing import Any
 from torch import nn
 
 from bridge.base.errors import (
-    CALL_BEFORE,
     CacheNotFilled,
     Unsupported,
     UnsupportedModule,
@@ -43,7 +42,7 @@ from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
 from bridge.capture.sample import DynamicDim
 from bridge.capture.two_runs import FakeRecord, RealRun, fake_run_of, real_run_of
 from bridge.capture.unrolled import loops_found, unrolled_rows
-from bridge.guards import Undo, contents_of, put_back, undo
+from bridge.guards import Undo, contents_of, needs_first_call, put_back, undo
 
 __all__ = ["SteadyCall", "steady_call"]
 
@@ -52,7 +51,6 @@ log = channel("dispatch")
 _EVERY_CALL = "Python state that forward changes at every call; a compiled call runs no Python"
 _BY_SIZES = "Python state that forward changes by the sizes that vary"
 _KEEP = "keep it in a buffer, or change it outside of forward"
-_FIRST_CALL = "Python state that forward sets at its first call, which does something else than later ones"
 
 
 @dataclass
@@ -115,10 +113,7 @@ def _steady(
     if found is None:
         raise _changing(first, again)
     if not _same_function(first, real):
-        name = type(module).__name__
-        kept = [each for what in changed for each in _entries(module, real.twin, what)]
-        problems = [Unsupported(each, f"{name}.forward", _FIRST_CALL, CALL_BEFORE) for each in kept]
-        raise CacheNotFilled(name, problems)
+        needs_first_call()
     _settle(module, first, [each for each in changed if each not in again])
     return found
 
@@ -296,16 +291,6 @@ def _settle(module: nn.Module, real: RealRun, changed: Sequence[str]) -> None:
                 own[path].__dict__[name] = made
         else:
             own[path].__dict__.pop(name, None)
-
-
-def _entries(module: nn.Module, twin: nn.Module, what: str) -> list[str]:
-    """What has changed, as the user calls it: of a registry (``self._buffers``), what forward has put into it."""
-    path, name = _place(what)
-    own, run = (dict(each.named_modules()).get(path) for each in (module, twin))
-    if name not in ("_buffers", "_parameters", "_modules") or own is None or run is None:
-        return [what]
-    new = [each for each in getattr(run, name) if each not in getattr(own, name)]
-    return [what.removesuffix(name) + each for each in new] or [what]
 
 
 def _place(what: str) -> tuple[str, str]:

@@ -367,7 +367,7 @@ def _finals(twin, named, registries, inputs, recorder, observation, rules) -> di
         if isinstance(after, torch.Tensor) and index is not None:
             found[index] = recorder.value_of(after)
     for registry, before in registries:
-        registry.update(before)
+        registry.update({name: each for name, each in before.items() if each is not None})  # others are settled
     return found
 
 

@@ -181,7 +181,7 @@ def _compile_entry(
             entry = Entry(guard, lowered, made_for, programs, graphs)
             entry.tuned = tuned
             raise_deferred()
-            guard.settling = before.take_back()
+            guard.settling, guard.is_later = before.take_back(), before.is_later
             for each in before.runs:
                 each.forget()
             if looped is None:

@@ -265,6 +265,9 @@ class Dispatcher:
                     self._leave_to_eager(type(module).__name__, failure, error)
                 return None
             except GuardFailure as still:
+                if entry.guard.is_later and failure.reason not in self._filled:
+                    self._filled.add(failure.reason)
+                    return None
                 self.entries.drop(entry)  # it was added, but does not serve the call that it was made for
                 self._leave_to_eager(type(module).__name__, still, "it would never be dispatched")
                 return None

@@ -7,7 +7,7 @@ from bridge.guards.kinds import contents_of, put_back
 from bridge.guards.machinery import in_its_place
 from bridge.guards.recording import Reads, profiled
 from bridge.guards.tensor_reads import TensorReads, told_otherwise
-from bridge.guards.undo import Settling, Undo, recorded_reads, undo
+from bridge.guards.undo import Settling, Undo, needs_first_call, recorded_reads, undo
 from bridge.guards.watched import ABSENT, ClosureCell, Contents, Name, Place, Slot, alike, slot_of
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "audited",
     "contents_of",
     "in_its_place",
+    "needs_first_call",
     "profiled",
     "put_back",
     "read_later",

@@ -14,7 +14,7 @@ from bridge.guards.recording import Reads
 from bridge.guards.watched import ABSENT, Contents, Name, Place
 from bridge.state import Snapshot
 
-__all__ = ["Settling", "Undo", "recorded_reads", "undo"]
+__all__ = ["Settling", "Undo", "needs_first_call", "recorded_reads", "undo"]
 
 _active = threading.local()
 
@@ -24,7 +24,10 @@ class Undo:
 
     Attributes:
         runs: what these runs read.
+        is_later: whether what they wrote is what another call before this one writes: then nothing writes it again.
     """
+
+    is_later = False
 
     def __init__(self, module: nn.Module | None):
         self._tree = None if module is None else Snapshot(module)
@@ -49,7 +52,7 @@ class Undo:
         found += [] if self._tree is None else _of_tree(self._tree)
         settling = Settling(found)
         settling.undo()
-        return settling if found else None
+        return settling if found and not self.is_later else None
 
 
 def _of_tree(before: Snapshot) -> Iterator[tuple[Any, Any, Any]]:
@@ -104,6 +107,12 @@ def undo(module: nn.Module | None = None) -> Iterator[Undo]:
         yield made
     finally:
         _active.undos = outer
+
+
+def needs_first_call() -> None:
+    """The call that is recorded is one after the first, which does something else."""
+    for each in getattr(_active, "undos", ()):
+        each.is_later = True
 
 
 def recorded_reads(reads: Reads) -> Reads:

@@ -65,9 +65,14 @@ def free_tensors(
             one.
     """
     place_of = {id(each): place for place, each in enumerate(now) if each is not None}
-    asked = {part for _, *key in reads.items for part in key if type(part) is int} | {*reads.others}
+    asked = {part for kind, *key in reads.items if kind not in _OF_PLAIN for part in key if type(part) is int}
+    asked |= {*reads.others}
+    named = {part for kind, *key in reads.items if kind in _OF_PLAIN for part in key if type(part) is int}
     free = {key for key, place in place_of.items() if tensors[place].held is not None and not reads.identities}
-    free = {key for key in free if not asked & {key, id(dict_of(now[place_of[key]]))}}
+    for key, each in [(key, now[place_of[key]]) for key in free]:
+        ids = {key, id(dict_of(each))}
+        if asked & ids or (named & ids and not _is_plain(each)):
+            free.discard(key)
     holders = [(partial(_attribute, weakref.ref(modules[i]), name), value, name) for i, name, value in attributes]
     keys: list[Any] = [(i, name) for i, name, _ in attributes]
     seen = {id(each) for _, value, _ in holders for each, _ in _inside(value)}
@@ -137,20 +142,28 @@ def _read(read: Callable[[], Any], path: tuple, fits: Callable[[Any], bool] | No
 
 
 class _Form(NamedTuple):
-    """A container: its class, its keys, and for each a form or value, ``_ANY`` for a tensor that may change."""
+    """A container: its class, its keys, and for each a form or value; ``_ANY`` or ``_PLAIN`` of a tensor that may
+    change, and may be any or has to be plain."""
 
     kind: type
     keys: list[Any]
     parts: list[Any]
 
 
-_ANY = object()
+_ANY, _PLAIN = object(), object()
+_OF_PLAIN = ("type", "name")
+"""What was asked of an object, its class and names in its dictionary, that is the same of all tensors without any."""
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor of torch's own class, without attributes of the user's."""
+    return type(value) is torch.Tensor and not dict_of(value)
 
 
 def _form(value: Any, free: Collection[int]) -> Any:
     """A value, or a form of it where tensors inside of it may change."""
     if id(value) in free:
-        return _ANY
+        return _PLAIN if _is_plain(value) else _ANY
     if not any(True for _ in _paths(value, free)):
         return value
     pairs = list(_parts(value))
@@ -158,6 +171,8 @@ def _form(value: Any, free: Collection[int]) -> Any:
 
 
 def _fits(now: Any, then: Any) -> bool:
+    if then is _PLAIN:
+        return _is_plain(now)
     if then is _ANY:
         return isinstance(now, torch.Tensor)
     if type(then) is not _Form:

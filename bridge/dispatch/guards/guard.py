@@ -54,6 +54,7 @@ class EntryGuard:
         has_default_device: whether calls are made under a default device, which is none of the compiled code's.
         addresses: of the inputs that fused dropouts read, in the sample, by place.
         settling: what the first call writes into attributes and other objects; :meth:`match` does it.
+        is_later: whether eager has to have made the first call, which does something else.
         aligned: bytes at multiples of which inputs have to begin, by place, for eager's dropout of them.
     """
 
@@ -116,6 +117,7 @@ class EntryGuard:
         self.addresses = {of: inputs[of].data_ptr() for of in sorted(read)}
         self.aligned: Mapping[int, int] = {}
         self.settling: Settling | None = None
+        self.is_later = False
 
     @cached_property
     def check(self) -> Check:
