@@ -1,27 +1,26 @@
 """Dispatch: entries, guards and the autograd Function behind a module's call."""
 
 from bridge.dispatch.api import add_tvm_dispatch, dispatch_at_first_call, remove_tvm_dispatch, stats
-from bridge.dispatch.bound import MAX_BOUND
 from bridge.dispatch.call_steps import STEPS, Backward, CallStep, MakeDraws, Save
-from bridge.dispatch.compile_entry import backend_of_call, require_capturable
-from bridge.dispatch.compile_entry import compile_entry as entry_of_call
-from bridge.dispatch.dispatcher import MAX_ENTRIES, Dispatcher
-from bridge.dispatch.entries import Entries
-from bridge.dispatch.entry import Entry
-from bridge.dispatch.frozen import FrozenPrograms
-from bridge.dispatch.guards import SAVED, EntryGuard, GuardFailure, interpreter_state, signature_of
-from bridge.dispatch.no_entry import NO_ENTRY
-from bridge.dispatch.part_stats import PartStats
-from bridge.dispatch.programs import BackwardRun
-from bridge.dispatch.stats import DispatchStats
-from bridge.dispatch.tuned import (
+from bridge.dispatch.compile_entry import (
     Tuned,
+    backend_of_call,
     before_compiling,
     keep_tuned,
+    require_capturable,
     tuned_of,
     tuning_key,
     with_choices,
 )
+from bridge.dispatch.compile_entry import compile_entry as entry_of_call
+from bridge.dispatch.dispatcher import MAX_ENTRIES, Dispatcher
+from bridge.dispatch.entries import NO_ENTRY, Entries
+from bridge.dispatch.entry import MAX_BOUND, Entry
+from bridge.dispatch.frozen import FrozenPrograms
+from bridge.dispatch.guards import SAVED, EntryGuard, GuardFailure, interpreter_state, signature_of
+from bridge.dispatch.parts import PartStats
+from bridge.dispatch.programs import BackwardRun
+from bridge.dispatch.stats import DispatchStats
 
 __all__ = [
     "MAX_BOUND",

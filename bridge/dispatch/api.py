@@ -21,8 +21,7 @@ from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import after_pre_hooks, dynamic_dims, normalize_sample
 from bridge.compile import MODES, backend_for
 from bridge.dispatch.options import DispatchOptions, dispatcher_of, install, uninstall
-from bridge.dispatch.part_stats import PartStats
-from bridge.dispatch.parts import add_parts, parts_of, remove_parts
+from bridge.dispatch.parts import PartStats, add_parts, parts_of, remove_parts
 from bridge.dispatch.stats import DispatchStats
 from bridge.lowering import DEFAULT_PARTITION
 from partition import Strategy

@@ -18,8 +18,8 @@ from bridge.base.pytrees import picker
 from bridge.base.torch_internals import copy_each, no_torch_function
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.beside import ChainedGradients
+from bridge.dispatch.eager_backward import VERSION, Held, held_apart
 from bridge.dispatch.guards import EntryGuard
-from bridge.dispatch.held import VERSION, Held, held_apart
 from bridge.dispatch.recompute import numbers_read
 from bridge.dispatch.results import assembly, relaid
 from bridge.rng import Draws, swap_state

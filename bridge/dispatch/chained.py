@@ -28,7 +28,7 @@ from bridge.base.torch_internals import (
 from bridge.capture import Output
 from bridge.dispatch.autograd import applied
 from bridge.dispatch.beside import ChainedGradients
-from bridge.dispatch.held import saved_of, tensors_of
+from bridge.dispatch.eager_backward import saved_of, tensors_of
 
 __all__ = ["LOOKED_AT", "chain_results", "chains_of", "take_hooks"]
 

@@ -28,35 +28,23 @@ from bridge.base.errors import (
 )
 from bridge.base.log import channel
 from bridge.base.threads import interrupts_deferred, raise_deferred
-from bridge.base.torch_internals import (
-    MODULE_CALL,
-    compiling_flag,
-    has_global_hooks,
-    is_exporting,
-    jit_is_tracing,
-)
-from bridge.capture import (
-    ALL_COUNTS,
-    CAPTURES,
-    DynamicDim,
-    LoopedCall,
-    is_traced_here,
-    same_numbers,
-    uninitialized,
-)
+from bridge.base.torch_internals import MODULE_CALL, compiling_flag, has_global_hooks, is_exporting, jit_is_tracing
+from bridge.capture import ALL_COUNTS, CAPTURES, DynamicDim, LoopedCall, is_traced_here, same_numbers, uninitialized
 from bridge.compile import Backend, RecordedGraphs
-from bridge.dispatch.advice import advice
-from bridge.dispatch.budget import CompileBudget
-from bridge.dispatch.compile_entry import backend_of_call, compile_entry, require_capturable
-from bridge.dispatch.entries import Entries
+from bridge.dispatch.compile_entry import (
+    backend_of_call,
+    compile_entry,
+    has_other_choices,
+    installed_tuner,
+    require_capturable,
+)
+from bridge.dispatch.entries import CompileBudget, Entries, no_entry
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.generalize import Generalization
 from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.hooks import call_with_hooks
-from bridge.dispatch.no_entry import no_entry
 from bridge.dispatch.outer_compiler import call_opaque, hide
-from bridge.dispatch.stats import DispatchStats
-from bridge.dispatch.tuned import has_other_choices, installed_tuner
+from bridge.dispatch.stats import DispatchStats, advice
 from bridge.dispatch.worth import TOO_SMALL, measure_worth
 
 __all__ = ["MAX_ENTRIES", "Dispatcher"]

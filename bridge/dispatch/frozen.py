@@ -19,9 +19,9 @@ from autodiff.ir import Function, results
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.tensor_properties import as_parts
 from bridge.compile import Backend, CompileOptions, EntryGraphs, Program, RecordedGraphs, with_constants
-from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes
 from bridge.dispatch.programs import Compiling
+from bridge.dispatch.recompute import ComputedMasks
 from bridge.dispatch.results import memory_orders
 from bridge.lowering import FrozenCall, LoweredCall, freeze_call
 

@@ -32,12 +32,11 @@ from bridge.compile import (
     cut,
 )
 from bridge.dispatch.backward_nodes import Gradient, gradients_of, most_nodes, nodes_of, places_of
-from bridge.dispatch.call_plan import input_names
-from bridge.dispatch.call_steps import Backward
-from bridge.dispatch.computed_masks import ComputedMasks
+from bridge.dispatch.call_steps import Backward, input_names
 from bridge.dispatch.eager_backward import EagerBackward
 from bridge.dispatch.guards import Sizes
-from bridge.dispatch.orders import backward_orders, forward_orders
+from bridge.dispatch.recompute import ComputedMasks
+from bridge.dispatch.results import backward_orders, forward_orders
 from bridge.dispatch.segmented import BoundSegment, SegmentedRun, make_token
 from bridge.lowering import LoweredCall, script
 
@@ -72,7 +71,7 @@ class Programs:
 
     Args:
         graphs: whether they are recorded as graphs, and what becomes of that; ``None``: they are not.
-        addresses: see :class:`bridge.dispatch.computed_masks.ComputedMasks`.
+        addresses: see :class:`bridge.dispatch.recompute.ComputedMasks`.
 
     Raises:
         UnsupportedModule: there is no kernel for an operator.

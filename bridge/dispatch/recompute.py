@@ -3,20 +3,42 @@ failure.
 
 The operations are torch's, outside of autocast, whose casts are among them, and of autograd. They are run in the order
 in which forward reads, up to the first number that is another: what eager reads after it, eager may never come to.
+
+Observed draws and results where sizes vary: their extents and sizes → what eager draws and returns for these.
+
+Computed masks: a lowered call and its backend → the dropout masks that its kernels compute, and where they enter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 
+from autodiff.extents import Extent, ExtentScope
 from bridge.base.devices import HOST
 from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
-from bridge.capture import LITERAL, SIZE_OPERATORS, OperatorCall, PreCallExpression, ValueIndex, shown, sized
+from bridge.capture import (
+    LITERAL,
+    SIZE_OPERATORS,
+    Draw,
+    OperatorCall,
+    Output,
+    PreCallExpression,
+    ValueIndex,
+    shown,
+    sized,
+)
+from bridge.compile import Backend, DrawnMask
+from bridge.dispatch.guards import Sizes
+from bridge.lowering import LoweredCall
+from bridge.rng import alignment_of, checked_gpu, computed_mask
 
-__all__ = ["numbers_read"]
+__all__ = ["ComputedMasks", "Observed", "alignments", "numbers_read", "observed_for"]
 
 Compute = Callable[[list[Any]], Any]
 Read = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -91,3 +113,100 @@ def _operator(operation: OperatorCall) -> Callable[..., Any]:
         return SIZE_OPERATORS[operation.name]
     namespace, name, overload = operation.name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What eager draws and what it returns."""
+
+    draws: tuple[Draw, ...]
+    outputs: tuple[Output, ...]
+
+
+def observed_for(observed: Observed, scope: ExtentScope) -> Callable[[Sizes], Observed]:
+    """What gives the same for certain sizes: every extent in shapes, strides, offsets and arguments is a number."""
+    places: dict[tuple, int] = {}
+    extents: list[Extent] = []
+    make = _maker(observed, places, extents) or (lambda _: observed)
+    values = scope.compiled(extents)
+    return lambda sizes: make(values(sizes))
+
+
+def _maker(value: Any, places: dict[tuple, int], extents: list[Extent]) -> Callable[[Sequence[int]], Any] | None:
+    """What gives a value with numbers where it holds extents, which are collected; ``None`` if it holds none."""
+    if isinstance(value, Extent):
+        place = places.setdefault(value.terms, len(extents))
+        if place == len(extents):
+            extents.append(value)
+        return itemgetter(place)
+    makers = [_maker(part, places, extents) for part in _parts(value)]
+    if not any(makers):
+        return None
+    if type(value) in (list, tuple):
+        kind = type(value)
+        known = list(zip(makers, value, strict=True))
+        return lambda numbers: kind([part if make is None else make(numbers) for make, part in known])
+    changed = [(field.name, make) for field, make in zip(fields(value), makers, strict=True) if make is not None]
+    return lambda numbers: replace(value, **{name: make(numbers) for name, make in changed})
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    if type(value) in (list, tuple):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
+    return ()
+
+
+class ComputedMasks:
+    """The masks of one lowered call that its programs compute; the generator's state is their input, and is saved.
+
+    Args:
+        addresses: where the inputs that dropouts read lay in the sample, by place; of another one the mask is stored.
+
+    Attributes:
+        draws: indices of the observed draws that they are.
+        forward: how eager draws each, by place among the forward's parameters.
+    """
+
+    def __init__(self, lowered: LoweredCall, backend: Backend, addresses: Mapping[int, int] | None = None):
+        captured, imported = lowered.captured, lowered.imported
+        used = (*imported.input_draws, *imported.dropout_draws)
+        inputs = lowered.num_primals - len(used)
+        gpu = partial(checked_gpu, backend.device)
+        self.forward: dict[int, DrawnMask] = {}
+        self.draws: list[int] = []
+        self._saved = [] if lowered.plan is None else list(lowered.plan.saved_primals)
+        for place, index in enumerate(used, inputs):
+            draw = captured.draws[index]
+            is_here = draw.device == backend.device and _lies_well(draw, addresses or {})
+            mask = computed_mask(draw, gpu) if is_here else None
+            if mask is not None:
+                self.draws.append(index)
+                self.forward[place] = mask
+
+    @property
+    def backward(self) -> dict[int, DrawnMask]:
+        """How eager draws each, by place among a backward's parameters."""
+        return {place: self.forward[primal] for place, primal in enumerate(self._saved) if primal in self.forward}
+
+
+def _lies_well(draw: Draw, addresses: Mapping[int, int]) -> bool:
+    """Whether a fused dropout's input, if it reads one's memory, lies as :func:`computed_mask` takes it to lie."""
+    of = None if draw.operand is None else draw.operand.of
+    return of is None or (of in addresses and addresses[of] % alignment_of(draw) == 0)
+
+
+def alignments(draws: Sequence[Draw], computed: Collection[int]) -> dict[int, int]:
+    """Bytes at multiples of which inputs have to begin for computed masks to be eager's, by place.
+
+    Args:
+        draws: what a call draws.
+        computed: indices of the masks that its programs compute.
+    """
+    found: dict[int, int] = {}
+    for draw in (draws[index] for index in computed):
+        of = None if draw.operand is None else draw.operand.of
+        if of is not None:
+            found[of] = max(found.get(of, 1), alignment_of(draw))
+    return {of: least for of, least in found.items() if least > 1}

@@ -1,19 +1,33 @@
-"""Results of a call: computed tensors and inputs → what eager returns, in its structure, aliases and strides."""
+"""Results of a call: computed tensors and inputs → what eager returns, in its structure, aliases and strides.
+
+Places of complex tensors among a call's inputs and results: programs know their parts alone.
+
+Orders in memory: tensors of a call that lie as channels_last → what a forward and a backward are compiled for.
+
+A program reads such a parameter where it lies; of any other layout than the sample's, it reads a dense copy. A gradient
+is made to lie as what it is of, as eager's does: autograd copies what lies otherwise.
+
+Inputs on the host beside a GPU's: integers (lengths, say) → copies on the device, which a program takes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from bridge.base.devices import HOST, may_be_on_host
 from bridge.base.pytrees import WithWholes, has_objects, unpacked
-from bridge.base.tensor_properties import view_in
+from bridge.base.tensor_properties import as_complex, as_parts, view_in
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured, Output
+from bridge.lowering import LoweredCall
 
-__all__ = ["assembly", "memory_orders", "relaid", "result_layouts"]
+__all__ = ["ComplexPlaces", "HostInputs", "assembly", "backward_orders", "complex_places", "forward_orders"]
+__all__ += ["host_inputs", "memory_orders", "relaid", "result_layouts"]
 
 
 def assembly(
@@ -135,3 +149,104 @@ def _other_order(observed: Output) -> tuple[int, ...] | None:
     if same or 0 in observed.shape:
         return None
     return (*(2 * step for step in stride), 1) if observed.dtype.is_complex else stride
+
+
+@dataclass(frozen=True)
+class ComplexPlaces:
+    """Where a call has complex tensors.
+
+    Attributes:
+        inputs: among module tensors and arguments.
+        outputs: among the results that are computed.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def opened(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Inputs as a program takes them; autograd follows."""
+        found = list(inputs)
+        for place in self.inputs:
+            found[place] = as_parts(found[place])
+        return found
+
+    def closed(self, computed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Results as eager has them."""
+        found = list(computed)
+        for place in self.outputs:
+            found[place] = as_complex(found[place])
+        return found
+
+
+def complex_places(lowered: LoweredCall) -> ComplexPlaces | None:
+    """Those of a lowered call; ``None`` where there are none."""
+    captured = lowered.captured
+    given = [*captured.module_tensors, *captured.arguments]
+    inputs = tuple(place for place, each in enumerate(given) if each.dtype.is_complex)
+    complex_leaves = [
+        leaf for leaf, output in enumerate(captured.outputs) if output.is_tensor and output.dtype.is_complex
+    ]
+    if not inputs and not complex_leaves:
+        return None
+    places = (lowered.imported.output_of[leaf] for leaf in complex_leaves)
+    return ComplexPlaces(inputs, tuple(place for place in places if place is not None))
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def forward_orders(lowered: LoweredCall) -> dict[str, Any]:
+    """Fields of :class:`bridge.compile.CompileOptions`."""
+    captured = lowered.captured
+    given = _orders(captured, range(len(captured.module_tensors) + len(captured.arguments)))
+    return {"orders": memory_orders(captured, lowered.imported.output_of), "given_orders": given}
+
+
+def backward_orders(lowered: LoweredCall, outputs: tuple[int, ...]) -> dict[str, Any]:
+    """Likewise, of the backward for grad_outs of these outputs."""
+    captured, gradients = lowered.captured, lowered.gradients_for(outputs)
+    made = _orders(captured, [index for index in lowered.wanted if index in gradients])
+    return {"orders": made, "given_orders": _orders(captured, lowered.plan.saved_primals)}
+
+
+def _orders(captured: Captured, primals: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Of a program's first parameters, or of a backward's results, which are gradients of these, where sizes are known.
+
+    Args:
+        primals: which of the call's they are: the module's tensors, the arguments, then others.
+    """
+    if captured.extents is not None:
+        return ()
+    tensors = [(each.shape, each.stride, each.dtype) for each in captured.module_tensors]
+    tensors += [(each.shape, each.stride(), each.dtype) for each in captured.arguments]
+    found = []
+    for place, index in enumerate(primals):
+        shape, stride, dtype = tensors[index] if index < len(tensors) else ((), (), torch.bool)
+        if len(shape) in _CHANNELS_LAST and dtype.is_floating_point:
+            form = torch.empty_strided(shape, stride, device="meta")
+            if form.is_contiguous(memory_format=_CHANNELS_LAST[len(shape)]) and not form.is_contiguous():
+                found.append((place, (0, *range(2, len(shape)), 1)))
+    return tuple(found)
+
+
+class HostInputs:
+    """The places among a call's inputs whose tensors may lie on the host."""
+
+    def __init__(self, places: Sequence[int], device: torch.device):
+        self._places, self._device = places, device
+
+    def moved(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The inputs as a program takes them; the same list where all are on the device."""
+        found = inputs
+        for place in self._places:
+            if inputs[place].device != self._device:
+                found = list(inputs) if found is inputs else found
+                found[place] = inputs[place].to(self._device)
+        return found
+
+
+def host_inputs(captured: Captured) -> HostInputs | None:
+    """Those of a captured call; ``None`` where there are none."""
+    first = len(captured.module_tensors)
+    places = [first + index for index, each in enumerate(captured.arguments) if may_be_on_host(each)]
+    return HostInputs(places, captured.device) if places and captured.device != HOST else None

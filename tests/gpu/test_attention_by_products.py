@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import CallLibrary
-from bridge.dispatch import computed_masks
+from bridge.dispatch import recompute
 from tests.device import DEVICE, generators
 from tests.gpu.marks import ON_A_GPU
 
@@ -73,7 +73,7 @@ def step(module, given, seed):
 @pytest.mark.parametrize("stored", [False, True], ids=["computed", "stored"])
 def test_a_step_is_eagers(sizes, kind, stored, monkeypatch):
     if stored:
-        monkeypatch.setattr(computed_masks, "computed_mask", lambda draw, gpu: None)
+        monkeypatch.setattr(recompute, "computed_mask", lambda draw, gpu: None)
     given = sample(*sizes, kind)
     eager = Attention(sizes[2], kind == "causal").to(DEVICE)
     ours = copy.deepcopy(eager)

@@ -6,11 +6,11 @@ the quick path and the thorough one are both made of it. The conditions lie in :
 """
 
 from bridge.base.errors import GuardFailure
-from bridge.dispatch.guards.frozen import uncounted_statistics
+from bridge.dispatch.guards.arguments import SAVED, signature_of
 from bridge.dispatch.guards.guard import EntryGuard
 from bridge.dispatch.guards.interpreter import active_modes, interpreter_state
 from bridge.dispatch.guards.sizes import ArgumentSizes, Sizes, argument_sizes
-from bridge.dispatch.guards.spelling import SAVED, signature_of
+from bridge.dispatch.guards.tensors import uncounted_statistics
 
 __all__ = [
     "SAVED",

@@ -1,10 +1,22 @@
-"""Conditions on the arguments of a call: structure and constants, then tensors; arguments → argument tensors."""
+"""Conditions on the arguments of a call: structure and constants, then tensors; arguments → argument tensors.
+
+Conditions on number inputs: any number of the kind fits, where a constant must be the very same.
+
+Spellings of a call: arguments by position, by name or by default → the sample's way of giving the same ones.
+
+``m(x, mask)``, ``m(x, mask=mask)`` and, where ``mask`` is the default, ``m(x)`` run forward with the same parameters.
+So a call is bound to forward's signature as Python binds it and given as the sample was. That is exact for a forward
+whose signature is its own: one with ``*args`` or ``**kwargs`` (a decorator's wrapper) may look at how it was called,
+and is matched as it is spelled.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -15,16 +27,99 @@ from bridge.base.errors import ARGUMENTS, STRUCTURE, GuardFailure
 from bridge.base.pytrees import leaf_names, structure_difference
 from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_internals import pytree
-from bridge.capture import Captured
-from bridge.dispatch.guards.check import CheckSource
-from bridge.dispatch.guards.condition import Condition
-from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number
+from bridge.capture import Captured, is_number
+from bridge.dispatch.guards.condition import CheckSource, Condition
 from bridge.dispatch.guards.sizes import argument_sizes
-from bridge.dispatch.guards.spelling import Spelling
 from bridge.dispatch.guards.tensors import SizedTensorGuard, TensorGuard
+from bridge.guards import alike
 from bridge.state import same
 
-__all__ = ["ArgumentGuard"]
+__all__ = ["SAVED", "AnyNumber", "ArgumentGuard", "Spelling", "changed_number", "same_or_any_number", "signature_of"]
+
+
+@dataclass(frozen=True)
+class AnyNumber:
+    """Stands among expected values where the compiled code takes the number as an input, or only counts it up.
+
+    Attributes:
+        kind: ``int`` or ``float``.
+        counts: whether it is a counter, which may have any size.
+    """
+
+    kind: type
+    counts: bool = False
+
+    def __repr__(self) -> str:
+        return f"any {self.kind.__name__}"
+
+
+def same_or_any_number(now: Any, then: Any) -> bool:
+    """Whether a value is the expected one, or a number where any is."""
+    if type(then) is not AnyNumber:
+        return alike(now, then)
+    return type(now) is int if then.counts else is_number(now, then.kind)
+
+
+def changed_number(now: Any, then: Any) -> bool:
+    """Whether a value differs from the expected one as two numbers of one kind do."""
+    return is_number(now, type(then)) and is_number(then, type(now))
+
+
+SAVED = "tvm_dispatch_signature"
+"""Attribute of a forward that stands for another one: the signature of that, which says how calls may be spelled."""
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class Spelling:
+    """How the sample of an entry was given.
+
+    Args:
+        forward: the module's forward, bound; that it stays the same is a condition on code.
+        num_positional, keywords: how many arguments the sample gave by position, and the names of the others.
+
+    Example:
+        >>> Spelling(nn.Linear(3, 2).forward, 1, []).respelled((), {"input": x})
+        ((x,), {})
+    """
+
+    def __init__(self, forward: Callable[..., Any], num_positional: int, keywords: list[str]):
+        self._signature = signature_of(forward)
+        if self._signature is None:
+            return
+        parameters = self._signature.parameters
+        self._positional = list(parameters)[:num_positional]
+        self._keywords = keywords
+        given = {*self._positional, *keywords}
+        self._defaults = {name: parameter.default for name, parameter in parameters.items()}
+        self._left_out = [name for name in parameters if name not in given]
+
+    def respelled(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """The same call, given as the sample was; ``None`` if that cannot be, or the call is none of forward's.
+
+        A parameter that the sample left out must have its default.
+        """
+        if self._signature is None:
+            return None
+        try:
+            bound = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return None
+        if any(name in bound and not same(bound[name], self._defaults[name]) for name in self._left_out):
+            return None
+        values = {**self._defaults, **bound}
+        return tuple([values[name] for name in self._positional]), {name: values[name] for name in self._keywords}
+
+
+def signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:
+    """Forward's signature; ``None`` where it says nothing on how a call may be spelled."""
+    function = getattr(forward, "__func__", forward)
+    if isinstance(saved := getattr(function, SAVED, None), inspect.Signature):
+        return saved
+    if not isinstance(function, FunctionType) or hasattr(function, "__signature__"):
+        return None
+    signature = inspect.signature(forward, follow_wrapped=False)
+    return None if any(each.kind in _VARIADIC for each in signature.parameters.values()) else signature
 
 
 class ArgumentGuard:

@@ -22,12 +22,10 @@ from bridge.base.errors import ARGUMENTS, MODULE, GuardFailure
 from bridge.base.torch_internals import STORAGE_NUMBER, storage_id
 from bridge.capture import Captured, NumberPlace, number_tensor
 from bridge.dispatch.guards.arguments import ArgumentGuard
-from bridge.dispatch.guards.check import Check, CheckSource
-from bridge.dispatch.guards.frozen import FrozenTensors
-from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read_modes
+from bridge.dispatch.guards.condition import Check, CheckSource
+from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, SettingsGuard, read_modes
 from bridge.dispatch.guards.module import ModuleGuard
-from bridge.dispatch.guards.settings import SettingsGuard
-from bridge.dispatch.guards.tensors import TensorGuard
+from bridge.dispatch.guards.tensors import FrozenTensors, TensorGuard
 from bridge.guards import Reads, Settling, TensorReads
 
 __all__ = ["EntryGuard"]
@@ -43,7 +41,7 @@ class EntryGuard:
         numbers: where the numbers are found that the compiled code takes as inputs, between module tensors and
             arguments: attributes, then arguments.
         frozen: where the compiled code has the module's tensors as constants, the places of those that eager writes
-            uncounted (:func:`bridge.dispatch.guards.frozen.uncounted_statistics`); ``None``: it has none.
+            uncounted (:func:`bridge.dispatch.guards.tensors.uncounted_statistics`); ``None``: it has none.
         reads: what the call read; ``None``: what the captured one did, which may be that of an equal module.
         exact_modes: whether the grad mode has to be the very one, whatever the code says.
 

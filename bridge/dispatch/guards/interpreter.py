@@ -1,4 +1,9 @@
-"""Conditions on the interpreter: torch's global modes that change what a module computes."""
+"""Conditions on the interpreter: torch's global modes that change what a module computes.
+
+Conditions on torch's settings for CUDA: how its kernels round, and which of them it takes; of entries on a GPU.
+
+Library calls follow the settings when they run, as eager does; what was chosen when the graph was traced does not.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ import torch
 from bridge.base.devices import HOST, function_modes
 from bridge.base.errors import INTERPRETER, GuardFailure
 from bridge.base.modes import autocast_setting, autocast_settings, cuda_autocast_setting, distributions_validate
-from bridge.base.torch_cuda import SETTINGS
+from bridge.base.torch_cuda import SETTINGS, meaning_the_same, read_settings, settle_attention_order
 from bridge.base.torch_internals import (
     deterministic_algorithms,
     forward_ad_level,
@@ -23,10 +28,10 @@ from bridge.base.torch_internals import (
     len_function_stack,
     parametrization_caches,
 )
-from bridge.dispatch.guards.check import CheckSource
-from bridge.dispatch.guards.condition import differs
+from bridge.dispatch.guards.condition import CheckSource, differs
 
-__all__ = ["INFERENCE", "MODES", "Mode", "ModeGuard", "active_modes", "interpreter_state", "read_modes"]
+__all__ = ["INFERENCE", "MODES", "Mode", "ModeGuard", "SettingsGuard", "active_modes", "interpreter_state"]
+__all__ += ["read_modes"]
 
 
 def _as_it_is(value: Any) -> Any:
@@ -160,4 +165,26 @@ class ModeGuard:
         for mode, value, accepted in zip(MODES, state, self._accepted, strict=True):
             if value not in accepted:
                 return differs(INTERPRETER, mode.name, mode.show(accepted[0]), mode.show(value))
+        return None
+
+
+class SettingsGuard:
+    """The conditions of one entry on the settings: they mean the same as those of now, on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        settle_attention_order(device)  # or an entry would miss from the first attention on, whoever calls it
+        self._accepted = [meaning_the_same(value) for value in read_settings()]
+        self._states = tuple(product(*self._accepted))
+
+    def write(self, source: CheckSource) -> None:
+        """Writes the conditions."""
+        reads = [f"    {source.name(read, name)}()," for name, read in SETTINGS.items()]
+        source.add("settings = (", *reads, ")")
+        source.refuse(f"settings not in {source.name(self._states, 'accepted settings')}")
+
+    def failure(self) -> GuardFailure | None:
+        """The first setting that is not as it was; ``None`` if all are."""
+        for name, value, accepted in zip(SETTINGS, read_settings(), self._accepted, strict=True):
+            if value not in accepted:
+                return differs(INTERPRETER, name, accepted[0], value)
         return None

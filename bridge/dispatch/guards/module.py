@@ -19,8 +19,8 @@ from torch import nn
 
 from bridge.base.errors import MODULE, GuardFailure
 from bridge.capture import Counter, KeptPlace
-from bridge.dispatch.guards.check import CheckSource
-from bridge.dispatch.guards.condition import Condition
+from bridge.dispatch.guards.arguments import AnyNumber
+from bridge.dispatch.guards.condition import CheckSource, Condition
 from bridge.dispatch.guards.free_tensors import free_tensors
 from bridge.dispatch.guards.module_conditions import (
     Looked,
@@ -31,7 +31,6 @@ from bridge.dispatch.guards.module_conditions import (
     tree_reader,
     was_read,
 )
-from bridge.dispatch.guards.numbers import AnyNumber
 from bridge.dispatch.guards.tensors import TensorGuard
 from bridge.guards import ReadGuard, Reads
 from bridge.state import (

@@ -13,8 +13,8 @@ from torch import nn
 
 from bridge.base.errors import MODULE, GuardFailure
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
+from bridge.dispatch.guards.arguments import AnyNumber, changed_number, same_or_any_number
 from bridge.dispatch.guards.condition import Condition, differs
-from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number
 from bridge.guards import alike
 from bridge.state import ModuleTensor, own_attributes, written_class
 

@@ -20,7 +20,7 @@ from bridge import add_tvm_dispatch, explain, stats
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import one_capture_at_a_time
 from bridge.compile import backend_for
-from bridge.dispatch import bound as bound_module
+from bridge.dispatch import entry as bound_module
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import EntryGuard
 from bridge.dispatch.programs import Programs

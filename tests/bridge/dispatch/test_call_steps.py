@@ -24,7 +24,7 @@ KINDS = [
 @pytest.fixture(autouse=True)
 def nothing_is_laid_out_by_programs(monkeypatch):
     """As on a GPU, and where sizes vary: else there is no such step."""
-    monkeypatch.setattr("bridge.dispatch.orders.memory_orders", lambda *_: ())
+    monkeypatch.setattr("bridge.dispatch.results.memory_orders", lambda *_: ())
 
 
 class Everything(nn.Module):

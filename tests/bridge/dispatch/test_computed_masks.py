@@ -15,7 +15,7 @@ from torch import nn
 from bridge import add_tvm_dispatch, stats
 from bridge.capture import Draw, DropoutOperand
 from bridge.compile import Gpu
-from bridge.dispatch import computed_masks
+from bridge.dispatch import recompute
 from bridge.rng import computed, draws
 from bridge.rng.computed import NATIVE_DROPOUT
 from tests import philox
@@ -45,7 +45,7 @@ def computing(monkeypatch):
             return None
         return computed.computed_mask(Draw(**{**vars(draw), "device": torch.device("cuda", 0)}), lambda: GPU)
 
-    monkeypatch.setattr(computed_masks, "computed_mask", on_gpu)
+    monkeypatch.setattr(recompute, "computed_mask", on_gpu)
     monkeypatch.setattr(draws, "GeneratorStates", MadeStates)
     monkeypatch.setattr("bridge.dispatch.dispatcher.measure_worth", lambda *_: None)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bridge import add_tvm_dispatch, stats
 from bridge.capture import NotArithmeticError, NumberPlace, with_number_inputs
 from bridge.compile import backend_for
-from bridge.dispatch import budget
+from bridge.dispatch import entries
 from bridge.dispatch.compile_entry import compile_entry
 from tests.bridge.compare import Call, assert_same, run
 from tests.device import DEVICE
@@ -171,7 +171,7 @@ def test_a_number_that_is_used_otherwise_is_no_input(use):
 
 def test_a_number_that_cannot_be_an_input_is_compiled_for_a_few_times_only(caplog, monkeypatch):
     """A dropout rate that a schedule changes at every step."""
-    monkeypatch.setattr(budget, "MAX_WASTED", 3)
+    monkeypatch.setattr(entries, "MAX_WASTED", 3)
     module = OtherUse(OTHER_USES["dropout"])
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, X, on_miss="compile")

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge import DispatchMiss, add_tvm_dispatch, stats
-from bridge.dispatch.budget import MAX_WASTED
 from bridge.dispatch.compile_entry import compile_entry
 from bridge.dispatch.dispatcher import MAX_ENTRIES, MISSES_BEFORE_WARNING
+from bridge.dispatch.entries import MAX_WASTED
 from bridge.dispatch.worth import TOO_SMALL
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.models import MLP
@@ -284,7 +284,7 @@ def test_what_never_comes_back_is_compiled_for_a_few_times_only(caplog):
 
 
 def test_sizes_that_come_back_but_are_too_many_are_bounded_too(monkeypatch):
-    monkeypatch.setattr("bridge.dispatch.budget.MAX_COMPILED", 4)
+    monkeypatch.setattr("bridge.dispatch.entries.MAX_COMPILED", 4)
     module = OneSize()
     add_tvm_dispatch(module, rows(1), on_miss="compile")
     for length in range(2, 9):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, examine, explain, load_compiled, save_compiled, stats
-from bridge.dispatch import budget
+from bridge.dispatch import entries
 from tests.bridge.compare import Call, assert_same, run
 from tests.device import ASSERTS, DEVICE
 from tests.sampling import sampled
@@ -119,7 +119,7 @@ def test_another_outcome_is_a_miss_with_a_reason_before_anything_is_computed():
 
 
 def test_a_number_that_is_another_at_every_call_is_left_to_eager_in_the_end(caplog, monkeypatch):
-    monkeypatch.setattr(budget, "MAX_WASTED", 2)
+    monkeypatch.setattr(entries, "MAX_WASTED", 2)
 
     def scaled(module, x, n):
         return x * n.item()

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from bridge import add_tvm_dispatch, examine, explain, stats
 from bridge.capture import DynamicDim
 from bridge.compile.runtime import program as program_module
-from bridge.dispatch import bound as bound_module
-from bridge.dispatch.varying import MAX_REFUSED, FixedDims
+from bridge.dispatch import entry as bound_module
+from bridge.dispatch.generalize import MAX_REFUSED, FixedDims
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.dispatch.varying import automatic, dispatched, normal
 from tests.sampling import sampled

@@ -113,7 +113,7 @@ class Fused(nn.Module):
 @pytest.fixture
 def on_the_host(monkeypatch):
     """The kernels exist where the test runs, forward; results are laid out behind the program, as on a GPU."""
-    monkeypatch.setattr("bridge.dispatch.orders.memory_orders", lambda *_: ())
+    monkeypatch.setattr("bridge.dispatch.results.memory_orders", lambda *_: ())
     library = torch.library.Library("aten", "IMPL")
 
     def put(name, more):

@@ -17,7 +17,7 @@ from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.capture import draw_recorder
 from bridge.capture.passes import attention as attention_pass
 from bridge.compile import IN_A_ROW, CallLibrary, DrawnMask
-from bridge.dispatch import computed_masks
+from bridge.dispatch import recompute
 from bridge.library import attention
 from bridge.rng import draws
 from tests import philox
@@ -75,7 +75,7 @@ def masks(products, monkeypatch, request):
         def rule(draw, gpu):
             return DrawnMask(draw.args[0], IN_A_ROW, 1) if draw.is_attention_mask else None
 
-        monkeypatch.setattr(computed_masks, "computed_mask", rule)
+        monkeypatch.setattr(recompute, "computed_mask", rule)
         monkeypatch.setattr(draws, "GeneratorStates", States)
     return request.param
 
