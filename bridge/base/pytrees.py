@@ -8,8 +8,8 @@ torch.export knows tuples, lists, dicts and what somebody registered. Objects of
 returns are put into :class:`ObjectNode`, the one node type that is registered here: no class of the user's is. A
 rebuilt object has its class and its attributes, in their order; no ``__init__`` runs. That is what eager returns if
 the object was made by the call, and if its attributes hold nothing but tensors, plain values and objects like it;
-anything else is left as it is, and refused as a result. Whether the call made it, two runs tell
-(:func:`bridge.capture.eager_run.as_in_eager`): it is another object in each.
+anything else is left as it is, and refused as a result. Whether the call made it, two runs tell: it is another object
+in each.
 """
 
 from __future__ import annotations
