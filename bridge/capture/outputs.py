@@ -22,10 +22,9 @@ from bridge.capture.preconditions import CACHES, NO_CACHE
 from bridge.capture.recorder import OperatorRecorder
 from bridge.capture.rows import Form, ValueRef
 
-__all__ = ["OTHER_FORM", "describe_outputs", "geometry_of", "judge_replaced"]
+__all__ = ["describe_outputs", "geometry_of", "judge_replaced"]
 __all__ += ["unknown_results", "values_of", "version_of", "whole_tensors", "with_wholes"]
 
-OTHER_FORM = "becomes"
 """How the reason begins why a buffer cannot be set that gets another shape or type, maybe at the first call alone."""
 _CONTENTS = "return tensors, or a tuple, a list, a dict or a dataclass of them"
 
@@ -268,9 +267,8 @@ def judge_replaced(
     others = {storage_id(each) for each in inputs if each is not before}
     if not isinstance(after, torch.Tensor) or (before.dtype, before.shape) != (after.dtype, after.shape):
         form = f"{after.dtype} of shape {tuple(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
-        reason = f"{OTHER_FORM} {form}, was {before.dtype} of shape {tuple(before.shape)}"
-        hint = "keep its form; where the first call alone gives it another one, call the module once before"
-        rules.complain(f"buffer '{name}'", reason, hint)
+        reason = f"becomes {form}, was {before.dtype} of shape {tuple(before.shape)}"
+        rules.complain(f"buffer '{name}'", reason, "keep its form")
     elif storage_id(before) in others:
         reason = "is set to another tensor, where the old one has a second name"
         rules.complain(f"buffer '{name}'", reason, "write into it (copy_)")

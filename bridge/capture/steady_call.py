@@ -21,7 +21,6 @@ from typing import Any
 from torch import nn
 
 from bridge.base.errors import (
-    CacheNotFilled,
     Unsupported,
     UnsupportedModule,
     from_user_code,
@@ -35,7 +34,6 @@ from bridge.capture.inplace_rules import OTHER_NAME
 from bridge.capture.kept_state import KeptState, kept_state
 from bridge.capture.loops.rolled import draws_of, folded_of, writes
 from bridge.capture.numbers import Counted, Counter
-from bridge.capture.outputs import OTHER_FORM
 from bridge.capture.own_functions import WritesArgumentsError
 from bridge.capture.packed import PackedUseError
 from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
@@ -50,6 +48,7 @@ log = channel("dispatch")
 
 _EVERY_CALL = "Python state that forward changes at every call; a compiled call runs no Python"
 _BY_SIZES = "Python state that forward changes by the sizes that vary"
+_REGISTRIES = ("_buffers", "_parameters", "_modules")
 _KEEP = "keep it in a buffer, or change it outside of forward"
 
 
@@ -112,7 +111,7 @@ def _steady(
         real.kept.put_back(first.observation.reads)
     if found is None:
         raise _changing(first, again)
-    if not _same_function(first, real):
+    if any(_place(each)[1] in _REGISTRIES for each in changed) or not _same_function(first, real):
         needs_first_call()
     _settle(module, first, [each for each in changed if each not in again])
     return found
@@ -157,8 +156,7 @@ def _find_loops(real: RealRun, dims: Sequence[DynamicDim]) -> None:
 
 def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> SteadyCall:
     if problems := real.observation.unsupported:
-        at_first = all(each.reason.startswith(OTHER_FORM) for each in problems)
-        raise (CacheNotFilled if at_first else UnsupportedModule)(type(real.twin).__name__, problems)
+        raise UnsupportedModule(type(real.twin).__name__, problems)
     try:
         fake = _on_fakes(real, args, kwargs, dims=dims)
     except UnsupportedModule as error:
@@ -284,7 +282,8 @@ def _settle(module: nn.Module, real: RealRun, changed: Sequence[str]) -> None:
         if twin is None or path not in own:
             continue
         if name in twin.__dict__:
-            made, held = real.prepared.twin.original(twin.__dict__[name]), own[path].__dict__.get(name)
+            of, made, held = real.prepared.twin.original, twin.__dict__[name], own[path].__dict__.get(name)
+            made = {key: of(each) for key, each in made.items()} if name in _REGISTRIES else of(made)
             if type(held) in (list, dict, set) and type(made) is type(held):
                 put_back(held, contents_of(held)(made))
             else:

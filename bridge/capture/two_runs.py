@@ -278,7 +278,7 @@ def real_run_of(
     if spec_now != in_spec or any(now is not then for now, then in zip(leaves_now, leaves, strict=True)):
         reason = "changes a list, a dict or an object that was passed to the module"
         rules.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
-    final = _finals(twin, named, registries, inputs, recorder, observation, rules)
+    final = _finals(twin, named, registries, inputs, recorder, observation, rules, not origin)
     result = packed(result)
     observation.objects = objects_of(result)
     result_leaves, observation.out_spec = pytree.tree_flatten(result)
@@ -350,13 +350,16 @@ def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
             observation.draws[place] = replace(draw, operand=operand)
 
 
-def _finals(twin, named, registries, inputs, recorder, observation, rules) -> dict[int, ValueRef]:
-    """Buffers that forward sets to another tensor: what becomes of each; the old one is put back."""
+def _finals(twin, named, registries, inputs, recorder, observation, rules, is_first) -> dict[int, ValueRef]:
+    """Buffers that forward sets to another tensor: what becomes of each; the old one is put back.
+
+    One that was none before, or that the first run gives another form, stays as it is for the next run.
+    """
     now = dict(twin.named_buffers(remove_duplicate=False))
     found: dict[int, ValueRef] = {}
     for name, before in named.items():
         after = now.get(name)
-        if after is before:
+        if after is before or _is_filled(before, after, is_first):
             continue
         observation.replaced.append(name)
         judge_replaced(name, before, after, inputs, rules)
@@ -367,8 +370,17 @@ def _finals(twin, named, registries, inputs, recorder, observation, rules) -> di
         if isinstance(after, torch.Tensor) and index is not None:
             found[index] = recorder.value_of(after)
     for registry, before in registries:
-        registry.update({name: each for name, each in before.items() if each is not None})  # others are settled
+        for name, each in before.items():
+            if not _is_filled(each, registry.get(name), is_first):
+                registry[name] = each
     return found
+
+
+def _is_filled(before: torch.Tensor | None, after: Any, is_first: bool) -> bool:
+    """Whether it is a first call that sets a buffer: it was none, or has another form from then on."""
+    if before is None or not (is_first and isinstance(after, torch.Tensor)):
+        return before is None
+    return (before.dtype, before.shape) != (after.dtype, after.shape)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

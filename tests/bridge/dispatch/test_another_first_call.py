@@ -176,11 +176,12 @@ class KeptBuffer(Kept):
         super().__init__()
         del self.kept
         self.register_buffer("kept", None, persistent=False)
+        self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
 
     def forward(self, x):
         if self.kept is None:
             self.kept = torch.ones(4, 4, dtype=x.dtype).tril()
-        return x * self.weight @ self.kept
+        return x * self.weight @ self.kept * self.scale
 
 
 @pytest.mark.parametrize("kind", [Kept, KeptBuffer])
