@@ -291,12 +291,8 @@ def created(importer, node, *args, **kwargs):
 
 
 @_complex(
-    aten.normal.float_float,
-    aten.normal_functional.default,
-    aten.rand.default,
-    aten.rand_like.default,
-    aten.randn.default,
-    aten.randn_like.default,
+    *(aten.normal.float_float, aten.normal_functional.default, aten.rand.default, aten.rand_like.default),
+    *(aten.randn.default, aten.randn_like.default),
 )
 def draw(importer, node, *args, **kwargs):
     return separated(importer, importer.draw(node))

@@ -243,14 +243,16 @@ class Functions(TorchFunctionMode):
             with no_torch_function():
                 if attribute is not None and rules.is_given(args[0]):
                     self._before.append((args[0], attribute, getattr(args[0], attribute)))
-                versions = [tensor._version for tensor in tensors]
+                states = [(tensor._version, tensor.requires_grad) for tensor in tensors]
             is_watched = use is not None or _runs_users_code(func, name, values)
             called = self._called
             result = quiet.call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
             with no_torch_function():  # what is asked of tensors here is no call of forward's
-                for tensor, version in zip(tensors, versions, strict=True):
+                for tensor, (version, follows) in zip(tensors, states, strict=True):
                     if tensor._version != version:
                         rules.mutated(name, tensor)
+                    if tensor.requires_grad != follows and tensor.is_leaf:
+                        rules.switched(tensor)
                 for leaf in _leaves(result):
                     if isinstance(leaf, torch.Tensor):
                         rules.returned(name, tensors, leaf)

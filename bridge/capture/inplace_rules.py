@@ -20,9 +20,10 @@ from bridge.base.torch_internals import applied_function, storage_id
 from bridge.capture.autograd_uses import CheckpointedReads
 from bridge.capture.own_functions import function_running
 
-__all__ = ["CHANGES_ARGUMENT", "InPlaceRules", "overlaps", "overlaps_itself", "share_elements"]
+__all__ = ["CHANGES_ARGUMENT", "SWITCHED", "InPlaceRules", "overlaps", "overlaps_itself", "share_elements"]
 
 CHANGES_ARGUMENT = "changes a tensor that was passed to the module and that autograd follows"
+SWITCHED = "sets whether gradients of a tensor of the module or the caller are wanted"
 
 
 OTHER_NAME = "changes memory in place that autograd sees under another name (detach, no_grad)"
@@ -112,6 +113,11 @@ class InPlaceRules:
         if not any(known.op == op for known in self.unsupported):
             reason = "makes a tensor inside forward that requires grad by itself"
             self.unsupported.append(Unsupported(op, "forward", reason, "make it a parameter or an argument"))
+
+    def switched(self, leaf: torch.Tensor) -> None:
+        """``requires_grad`` of a leaf is set: rows before it are of the other value."""
+        if any(each is leaf for each in self._inputs.get(storage_id(leaf), ())):
+            self.complain("requires_grad_", SWITCHED, "set it outside of forward, or work on x.detach()")
 
     def is_given(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is not forward's own."""

@@ -34,7 +34,7 @@ from bridge.capture.counted_dims import CountedDims, integers_as_symbols
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import CachedFunctions, generator_watch
-from bridge.capture.inplace_rules import InPlaceRules, overlaps
+from bridge.capture.inplace_rules import SWITCHED, InPlaceRules, overlaps
 from bridge.capture.kept_state import KeptState
 from bridge.capture.loops.row_form import Folded
 from bridge.capture.observation import Observation
@@ -215,6 +215,7 @@ def real_run_of(
     rules = InPlaceRules(leaves, [each for each in parameters if each.requires_grad], inputs)
     observation = Observation(unsupported=rules.unsupported)
     functions = OwnFunctions(type(module).__name__, writing)
+    now: list[tuple] = []
     geometry, versions = [geometry_of(each) for each in inputs], [version_of(each) for each in inputs]
     given = zip(_tensors((args, kwargs)), arguments, strict=True)
     inner = [leaf for each, leaf in given if each.requires_grad and not each.is_leaf]
@@ -224,9 +225,11 @@ def real_run_of(
     recorder = OperatorRecorder(inputs, paths_of(twin), observation.draws, protected)
     draws = DrawRecorder(observation.draws, rules.complain, inputs, True, recorder.note_cast)
     draws.underived = rules.underived
+    followed = [each for each in inputs if each.is_leaf and each.requires_grad]
     with ExitStack() as stack:
         stack.callback(protected.restore)
         stack.callback(prepared.finish)
+        stack.callback(lambda: now.extend(map(geometry_of, inputs)) or [each.requires_grad_() for each in followed])
         changed_modes = stack.enter_context(modes_put_back())
         stack.enter_context(draws)
         stack.enter_context(functions.traced())
@@ -260,12 +263,14 @@ def real_run_of(
     rules.shared_by_functions |= applied.shared
     moved = zip(inputs, versions, strict=True)
     observation.counted = frozenset(index for index, (tensor, then) in enumerate(moved) if version_of(tensor) != then)
-    grown = [spec for spec, each in zip(tensors, owned, strict=True) if spec.shape != tuple(each.shape)]
-    if grown and not rules.unsupported:  # statistics that the first batch gives a size
-        reason = "forward gives it another shape"
-        problems = [Unsupported(f"{spec.kind} '{spec.name}'", "forward", reason, CALL_BEFORE) for spec in grown]
-        raise CacheNotFilled(type(module).__name__, problems)
-    if geometry != [geometry_of(each) for each in inputs] and not rules.unsupported:
+    at_first = [  # statistics that the first batch gives a size; a buffer whose gradient forward asks for
+        Unsupported(f"{spec.kind} '{spec.name}'", "forward", f"forward {what}", CALL_BEFORE)
+        for spec, then, each in zip(tensors, geometry, now, strict=False)
+        if (what := _SHAPED if then[0] != each[0] else _FOLLOWED if then[:-1] == each[:-1] and then != each else "")
+    ]
+    if at_first and all(each.reason == SWITCHED for each in rules.unsupported):
+        raise CacheNotFilled(type(module).__name__, at_first)
+    if geometry != now and not rules.unsupported:
         reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
         rules.complain("detach_, requires_grad_, set_ or a view in place", reason, "work on a view or a clone of it")
     for changed in changed_modes:
@@ -348,6 +353,9 @@ def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
         if draw.operand is not None and draw.operand.of is not None:
             operand = replace(draw.operand, of=index_of.get(draw.operand.of))
             observation.draws[place] = replace(draw, operand=operand)
+
+
+_SHAPED, _FOLLOWED = "gives it another shape", "sets requires_grad of it"
 
 
 def _finals(twin, named, registries, inputs, recorder, observation, rules, is_first) -> dict[int, ValueRef]:

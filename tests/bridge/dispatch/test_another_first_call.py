@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge import add_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.sampling import sampled
 
 
@@ -202,3 +202,44 @@ def test_a_kept_tensor_that_has_got_a_method_of_its_own_is_a_miss():
     module.kept[0].add = lambda other: torch.full((4,), 7.0, dtype=torch.float64)
     torch.testing.assert_close(module(x), x * module.weight / 7 * module.kept[1].sqrt())
     assert stats(module).hits == 0
+
+
+class Switches(Kept):
+    """A codebook's ``requires_grad_()``, or a weight that one of two uses is not to train."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.how == "a buffer":
+            self.scale.requires_grad_()
+            return x * self.weight * self.scale
+        y = x * self.weight
+        self.weight.requires_grad = False
+        y = y.sin() * self.weight
+        if self.how == "to and fro":
+            self.weight.requires_grad = True
+        return y
+
+
+def test_a_buffer_that_the_first_call_follows():
+    module, eager = Switches("a buffer"), Switches("a buffer")
+    with pytest.raises(UnsupportedModule, match=r"buffer .scale.: forward sets requires_grad of it"):
+        add_tvm_dispatch(module, (torch.randn(6, 4, dtype=torch.float64),))
+    assert not module.scale.requires_grad
+    add_tvm_dispatch(module)
+    for ours, theirs in zip(trained(module), trained(eager), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(module.scale.grad, eager.scale.grad)
+    assert stats(module).hits == 3
+
+
+@pytest.mark.parametrize("how", ["off", "to and fro"])
+def test_a_parameter_that_is_followed_in_a_part_of_forward_is_refused(how):
+    """Adding leaves it as it was."""
+    module = Switches(how)
+    with pytest.raises(UnsupportedModule, match="requires_grad"):
+        add_tvm_dispatch(module, (torch.randn(6, 4, dtype=torch.float64),))
+    assert module.weight.requires_grad
