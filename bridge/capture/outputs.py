@@ -77,23 +77,7 @@ def describe_outputs(
             alias = _spanning_output(leaf, index, leaves)
         first_outputs.setdefault(id(leaf), index)
         base = (inputs if alias[0] == "input" else leaves)[alias[1]] if alias else leaf
-        if leaf.requires_grad and leaf.grad_fn is None and not same:
-            observation.unsupported.append(
-                Unsupported("requires_grad_", "the module's result", "returns a new leaf that requires grad")
-            )
-        elif leaf.requires_grad and not (same or torch.is_grad_enabled()):
-            reason = "returns what requires grad, called where gradients are off"
-            hint = "call it where gradients are on, or detach what it returns"
-            observation.unsupported.append(Unsupported("torch.enable_grad", "the module's result", reason, hint))
-        if leaf.dtype != base.dtype and not is_parts_view(leaf, base):
-            reason = "returns a view of another dtype of something that the caller can see"
-            observation.unsupported.append(Unsupported("view_dtype", "the module's result", reason))
-        if leaf.is_neg() != base.is_neg():
-            reason = "returns a view with other signs of something that the caller can see"
-            observation.unsupported.append(Unsupported("neg_view", "the module's result", reason))
-        if alias and not same and storage_id(leaf) in applied.shared:
-            reason = "returns a view that an autograd.Function has made; its gradient is another than a view's"
-            observation.unsupported.append(Unsupported("a view", "the module's result", reason, "clone it"))
+        observation.unsupported += _refused(leaf, base, bool(alias), same, applied)
         reaches, edges = _reachable(leaf, inputs, rules, applied)
         through = _others_at(edges, index, leaves)
         observation.outputs.append(
@@ -114,6 +98,24 @@ def describe_outputs(
             )
         )
     observation.unsupported += _looked_through(observation.outputs)
+
+
+def _refused(leaf: torch.Tensor, base: torch.Tensor, is_alias: bool, same: bool, applied: Applied) -> list[Unsupported]:
+    """What cannot be returned of a leaf, a view of ``base`` where that is another tensor."""
+    found: list[tuple[str, ...]] = []
+    if leaf.requires_grad and leaf.grad_fn is None and not same:
+        found.append(("requires_grad_", "returns a new leaf that requires grad"))
+    elif leaf.requires_grad and not (same or torch.is_grad_enabled()):
+        hint = "call it where gradients are on, or detach what it returns"
+        found.append(("torch.enable_grad", "returns what requires grad, called where gradients are off", hint))
+    if leaf.dtype != base.dtype and not is_parts_view(leaf, base):
+        found.append(("view_dtype", "returns a view of another dtype of something that the caller can see"))
+    if leaf.is_neg() != base.is_neg():
+        found.append(("neg_view", "returns a view with other signs of something that the caller can see"))
+    if is_alias and not same and storage_id(leaf) in applied.shared:
+        reason = "returns a view that an autograd.Function has made; its gradient is another than a view's"
+        found.append(("a view", reason, "clone it"))
+    return [Unsupported(name, "the module's result", *words) for name, *words in found]
 
 
 def whole_tensors(

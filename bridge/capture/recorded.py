@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.autograd_uses import written_and_read
 from bridge.capture.captured import Captured
 from bridge.capture.draw_recorder import match_draws
-from bridge.capture.functional import NotFunctional, drop_unused, functional_graph
+from bridge.capture.functional import FunctionalGraph, NotFunctional, drop_unused, functional_graph
 from bridge.capture.loops.lengths import LoopedCall, comparable, run_of_any_length
 from bridge.capture.loops.rolled import spelled_out
 from bridge.capture.observation import Observation
@@ -40,7 +40,7 @@ from bridge.capture.sample import DynamicDim
 from bridge.capture.select_at import spell_selections
 from bridge.capture.steady_call import SteadyCall
 from bridge.capture.symbolic_capture import recorded_with_extents
-from bridge.capture.training_graph import training_graph
+from bridge.capture.training_graph import TrainingGraph, training_graph
 from bridge.capture.two_runs import FakeRecord, RealRun
 from bridge.state import tensor_problem
 
@@ -70,42 +70,18 @@ def captured_of_any_length(
 
 def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: list[Unsupported]) -> Captured:
     name = type(module).__name__
-    forward = f"{name}.forward"
     observation, record = real.observation, real.record
-    observation.unsupported += problems
-    observation.unsupported += _free(real)
+    observation.unsupported += [*problems, *_free(real)]
     if observation.unsupported:
         raise UnsupportedModule(name, _explained(observation))
-    behind = len(real.order) - len(fake.arguments)
-    order = real.order[:behind], real.order[behind:]
-    record, fakes = real.record, fake.record.fakes
-    results = [*fake.results, *real.final.values(), *(each.numbers for each in record.reads)]
     rolls = real.loops is not None and fake.symbols is None
-    if rolls:
-        rolled = spelled_out(real.loops, record, fakes, fake.mode)
-        record, fakes, results = rolled.record, rolled.fakes, rolled.results
-    elif fake.symbols is None:
-        fakes = fakes_of(record, fake.mode, fakes)
-    names = dict(enumerate(_input_names(module, args, kwargs, real)))
     counts = None if fake.symbols is None else fake.symbols.counts
     counted = {} if counts is None else dict(enumerate(counts.fakes, len(record.forms)))
-    if fake.symbols is not None:  # rows with symbolic sizes, which are equal otherwise
-        forms = [*record.forms, *map(form_of, counted.values())]
-        record = replace(record, rows=fake.record.rows, same=fake.record.same, forms=forms)
-        fakes = {**fakes, **counted}
-        names |= {number: f"count_{place}" for place, number in enumerate(counted)}
-        order = order[0], [*order[1], *counted]
-    made = training_graph(record, fakes, fake.mode, names, order, results, torch.is_grad_enabled())
+    record, made = _traced(real, fake, rolls, counted, _input_names(module, args, kwargs, real))
     observation.unsupported += spell_selections(made.graph)
     observation.unsupported += _prepared(made.graph, record, real.functions, made.placeholders)
-    raise_deferred()
-    with autocast_to(None), quiet():  # its casts are in the graph by now
-        functional = functional_graph(made)
-    if isinstance(functional, NotFunctional):
-        log.debug("%s cannot be run on fake tensors", name, exc_info=functional.cause)
-        raise UnsupportedModule(name, observation.unsupported or [functional.problem], cause=functional.cause)
-    raise_deferred()
-    draw_of, unmatched = match_draws(functional.drawing, record.rows, observation.draws, forward)
+    functional = _functional(made, name, observation)
+    draw_of, unmatched = match_draws(functional.drawing, record.rows, observation.draws, f"{name}.forward")
     if not observation.unsupported:
         observation.unsupported += unmatched
     index_of = {number: index for index, number in enumerate([*real.order, *counted])}
@@ -152,6 +128,39 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     )
     clear_fake_memo(fake.mode)
     return captured
+
+
+def _functional(made: TrainingGraph, name: str, observation: Observation) -> FunctionalGraph:
+    """The functional form of a training graph."""
+    raise_deferred()
+    with autocast_to(None), quiet():  # its casts are in the graph by now
+        functional = functional_graph(made)
+    if isinstance(functional, NotFunctional):
+        log.debug("%s cannot be run on fake tensors", name, exc_info=functional.cause)
+        raise UnsupportedModule(name, observation.unsupported or [functional.problem], cause=functional.cause)
+    raise_deferred()
+    return functional
+
+
+def _traced(
+    real: RealRun, fake: FakeRecord, rolls: bool, counted: dict[int, torch.Tensor], names: Iterable[str]
+) -> tuple[Record, TrainingGraph]:
+    """The rows of both runs as one record, and its training graph."""
+    record, fakes = real.record, fake.record.fakes
+    behind, names = len(real.order) - len(fake.arguments), dict(enumerate(names))
+    order = real.order[:behind], [*real.order[behind:], *counted]
+    results = [*fake.results, *real.final.values(), *(each.numbers for each in record.reads)]
+    if rolls:
+        rolled = spelled_out(real.loops, record, fakes, fake.mode)
+        record, fakes, results = rolled.record, rolled.fakes, rolled.results
+    elif fake.symbols is None:
+        fakes = fakes_of(record, fake.mode, fakes)
+    else:  # rows with symbolic sizes, which are equal otherwise
+        forms = [*record.forms, *map(form_of, counted.values())]
+        record = replace(record, rows=fake.record.rows, same=fake.record.same, forms=forms)
+        fakes = {**fakes, **counted}
+        names |= {number: f"count_{place}" for place, number in enumerate(counted)}
+    return record, training_graph(record, fakes, fake.mode, names, order, results, torch.is_grad_enabled())
 
 
 def _prepared(

@@ -21,12 +21,7 @@ from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, Unsuppo
 from bridge.base.modes import modes_put_back
 from bridge.base.pytrees import objects_of, packed
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
-from bridge.base.torch_internals import (
-    FakeTensorMode,
-    python_kernels,
-    pytree,
-    storage_id,
-)
+from bridge.base.torch_internals import FakeTensorMode, python_kernels, pytree, storage_id
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
 from bridge.capture.autograd_uses import SavedMemory, SavedTensorsNeededError
@@ -411,6 +406,33 @@ class FakeRecord:
     copies: Twin | None = None
 
 
+def _fake_mode(real: RealRun, dims: Sequence[DynamicDim]) -> tuple[FakeTensorMode, Symbols | None]:
+    """The mode of a run on fake tensors, and where sizes vary, what takes care of their symbols."""
+    with fake_results_not_kept() if dims else nullcontext():
+        sizes = {"shape_env": size_environment()} if dims else {}
+        mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True, **sizes)
+    counts = None
+    if ALL_COUNTS in dims:
+        trains = [place for place, each in zip(real.order, real.tensors, strict=False) if each.requires_grad]
+        counts = CountedDims(mode, real.record, trains)
+    return mode, Symbols(real.record, mode, counts) if dims else None
+
+
+def _faking(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A tensor → its fake one in a mode, the same for the same tensor."""
+    fakes: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            kept.append(tensor)
+            made = mode.from_tensor(tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad))
+            fakes[id(tensor)] = with_attributes(made, tensor)
+        return fakes[id(tensor)]
+
+    return fake
+
+
 def fake_run_of(
     real: RealRun,
     args: tuple,
@@ -424,25 +446,8 @@ def fake_run_of(
         change: called with this run's own twin before it runs.
         dims: dimensions of the arguments that have symbols for sizes.
     """
-    with fake_results_not_kept() if dims else nullcontext():
-        sizes = {"shape_env": size_environment()} if dims else {}
-        mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True, **sizes)
-    symbols = counts = None
-    if ALL_COUNTS in dims:
-        trains = [place for place, each in zip(real.order, real.tensors, strict=False) if each.requires_grad]
-        counts = CountedDims(mode, real.record, trains)
-    if dims:
-        symbols = Symbols(real.record, mode, counts)
-    fakes: dict[int, torch.Tensor] = {}
-    kept: list[torch.Tensor] = []
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            kept.append(tensor)
-            made = mode.from_tensor(tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad))
-            fakes[id(tensor)] = with_attributes(made, tensor)
-        return fakes[id(tensor)]
-
+    mode, symbols = _fake_mode(real, dims)
+    fake = _faking(mode)
     try:
         owned = [fake(each) for each in real.inputs[: len(real.real_tensors)]]
         own_args, own_kwargs = own_leaves(args, kwargs, real.real_tensors)
@@ -471,9 +476,8 @@ def fake_run_of(
         modes = modes_put_back(), quiet(), _saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder
         for tensor, _ in real.record.free.values():  # the very tensor in both runs
             recorder.expect(tensor, fake(tensor))
-        integers = nullcontext()
-        if symbols is not None:
-            integers = integers_as_symbols(real.integers, functions_called.integer)
+        symbolic, asked = symbols is not None, functions_called.integer
+        integers = integers_as_symbols(real.integers, asked) if symbolic else nullcontext()
         with ExitStack() as stack:
             watching = functions_called.of_fakes(), functions_called.scripts(), functions_called.parameters()
             for each in (*watching, integers, functions_called, *modes):
@@ -481,8 +485,8 @@ def fake_run_of(
             result = prepared(*fake_args, **fake_kwargs)
         if places is not None:
             result = result, places.values()
-        if counts is not None:
-            counts.end()
+        if symbols is not None and symbols.counts is not None:
+            symbols.counts.end()
         made = packed(result)
         leaves, out_spec = pytree.tree_flatten(with_wholes(made, real.wholes, dims))
         results = values_of(leaves, recorder, real.wholes)

@@ -252,15 +252,7 @@ class World(Changes):
                 value = self.name(owner.__dict__, "__getattr__", Place("global", f"{owner.__name__}.__getattr__"))
             return interesting(value)
         if issubclass(kind, type):
-            if name in ("__mro__", "__bases__", "__base__"):
-                found = getattr(owner, name)
-                for each in found if is_a(found, tuple) else (found,):
-                    self.know(each, Place("class", each.__name__))
-                return [found]
-            if hasattr(type(class_entry(kind, name)), "__set__") and not is_a(class_entry(kind, name), property):
-                return self._slot(owner, name, place)
-            value, of_kind = self.class_name(owner, name), self.class_name(kind, name) if kind is not type else ABSENT
-            return function_or_object(of_kind if value is ABSENT else value)
+            return self._of_class(owner, kind, name, place)
         raw = self.class_name(kind, name) if is_changeable(kind) else class_entry(kind, name)
         if issubclass(kind, torch.Tensor) and (place_of := self.inputs.get(id(owner))) is not None:
             if not is_asked(name):
@@ -272,6 +264,22 @@ class World(Changes):
             return interesting(value)
         if issubclass(kind, nn.Module):
             return self._of_module(owner, name, raw)
+        return self._of_object(owner, kind, name, place, raw)
+
+    def _of_class(self, owner: type, kind: type, name: str, place: Place) -> list[Any]:
+        """An attribute of a class, of the metaclass ``kind``."""
+        if name in ("__mro__", "__bases__", "__base__"):
+            found = getattr(owner, name)
+            for each in found if is_a(found, tuple) else (found,):
+                self.know(each, Place("class", each.__name__))
+            return [found]
+        if hasattr(type(class_entry(kind, name)), "__set__") and not is_a(class_entry(kind, name), property):
+            return self._slot(owner, name, place)
+        value, of_kind = self.class_name(owner, name), self.class_name(kind, name) if kind is not type else ABSENT
+        return function_or_object(of_kind if value is ABSENT else value)
+
+    def _of_object(self, owner: Any, kind: type, name: str, place: Place, raw: Any) -> list[Any]:
+        """An attribute of any other object; ``raw``: what its class holds under the name."""
         if not (known := self.knows(owner)):
             self.strangers.note(owner, ("attribute", name))
         elif is_a(owner, torch.Tensor) and is_asked(name) and hasattr(torch.Tensor, name):
