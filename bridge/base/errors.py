@@ -15,10 +15,10 @@ from functools import cache
 
 import torch
 
-__all__ = ["ARGUMENTS", "CALL_BEFORE", "INTERPRETER", "MODULE", "RUN", "STRUCTURE", "TORCH_DIR", "CacheNotFilled"]
-__all__ += ["CompilationError", "DispatchMiss", "GuardFailure", "Unsupported", "UnsupportedModule", "from_user_code"]
-__all__ += ["is_out_of_memory", "is_pythons_file", "is_refused_by_eager", "is_user_file", "line_of", "refused_by_eager"]
-__all__ += ["swallowed", "user_line"]
+__all__ = ["ARGUMENTS", "BY_NUMBERS", "CALL_BEFORE", "INTERPRETER", "MODULE", "RUN", "STRUCTURE", "TORCH_DIR"]
+__all__ += ["CacheNotFilled", "CompilationError", "DispatchMiss", "GuardFailure", "Unsupported", "UnsupportedModule"]
+__all__ += ["from_user_code", "is_out_of_memory", "is_pythons_file", "is_refused_by_eager", "is_user_file", "line_of"]
+__all__ += ["refused_by_eager", "swallowed", "user_line"]
 
 TORCH_DIR = os.path.join(os.path.dirname(torch.__file__), "")
 """With what ends a folder's name: ``torch_geometric`` lies beside it."""
@@ -72,6 +72,14 @@ class UnsupportedModule(RuntimeError):
         self.cause = cause
         lines = "\n".join(f"  {op}" for op in self.ops)
         super().__init__(f"{module_name} cannot be {what}; it was left as it was.\n{lines}")
+
+    @property
+    def is_of_numbers(self) -> bool:
+        """Whether it is for numbers in tensors that decide, and may not be where counts are sizes that vary."""
+        return any(BY_NUMBERS in each.reason for each in self.ops)
+
+
+BY_NUMBERS = "depends on the numbers in a tensor"
 
 
 class CacheNotFilled(UnsupportedModule):

@@ -6,7 +6,7 @@ import os
 import re
 import traceback
 
-from bridge.base.errors import TORCH_DIR, Unsupported, line_of, user_line
+from bridge.base.errors import BY_NUMBERS, TORCH_DIR, Unsupported, line_of, user_line
 from bridge.capture.packed import PackedUseError
 from bridge.capture.readings import ReadsDifferError
 
@@ -56,7 +56,7 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
     if kind == "DynamicOutputShapeException":
         return shape_by_numbers(where)
     if kind in _BY_NUMBERS:
-        return Unsupported(_DATA_DEPENDENT, where, "what happens next depends on the numbers in a tensor", _BRANCH)
+        return Unsupported(_DATA_DEPENDENT, where, f"what happens next {BY_NUMBERS}", _BRANCH)
     if first_line.startswith("Cannot access data pointer of Tensor"):
         reason = "a tensor's address is asked for: to copy it in Python, or for a kernel that torch does not know of"
         hint = "make a kernel an operator (torch.library.custom_op, triton_op); copy outside of forward"
@@ -69,9 +69,7 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
     return Unsupported("a run on fake tensors", where, f"{kind}: {_without_advice(first_line)}")
 
 
-def shape_by_numbers(
-    where: str, reason: str = "the shape of what comes out depends on the numbers in a tensor"
-) -> Unsupported:
+def shape_by_numbers(where: str, reason: str = f"the shape of what comes out {BY_NUMBERS}") -> Unsupported:
     """A shape that is not known before the call computes it."""
     code = re.sub(r"^.*?:\d+: ", "", where)
     hint = next((hint for words, hint in _MAKES_SHAPES if re.search(words, code)), _SHAPE)

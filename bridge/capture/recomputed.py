@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from bridge.base.devices import HOST
-from bridge.base.errors import Unsupported
+from bridge.base.errors import BY_NUMBERS, Unsupported
 from bridge.base.torch_internals import OpOverload, aten, schema
 from bridge.base.torch_shapes import hint
 from bridge.capture.explain_error import shape_by_numbers
@@ -347,7 +347,7 @@ def uncounted(
 ) -> list[Unsupported]:
     """Sizes that a call cannot count before anything else is done: of these each call would have others."""
     reason = (
-        "the shape of what comes out depends on the numbers in a tensor, and sizes vary"
+        f"the shape of what comes out {BY_NUMBERS}, and sizes vary"
         if sizes_vary
         else "the shape of what comes out depends on numbers that forward computes of parameters or draws"
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bridge.base.devices import HOST
-from bridge.base.errors import Unsupported, UnsupportedModule, line_of
+from bridge.base.errors import BY_NUMBERS, Unsupported, UnsupportedModule, line_of
 from bridge.base.torch_internals import FakeTensorMode, aten, python_kernels
 from bridge.base.torch_recording import no_python_kernels
 from bridge.base.torch_shapes import check_places, expression, hint, is_decided, symbolic_fake
@@ -31,7 +31,7 @@ __all__ = ["POOLINGS", "Symbols", "symbolic_leaf"]
 
 _SLICE = aten.slice.Tensor
 _END = 2**63 - 1
-_SHAPE_OF_NUMBERS = "the shape of what comes out depends on the numbers in a tensor, and sizes vary"
+_SHAPE_OF_NUMBERS = f"the shape of what comes out {BY_NUMBERS}, and sizes vary"
 
 
 def symbolic_leaf(mode: FakeTensorMode, leaf: torch.Tensor, index: int, dims: Sequence[DynamicDim]) -> torch.Tensor:

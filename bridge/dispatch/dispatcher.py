@@ -315,8 +315,9 @@ class Dispatcher:
         try:
             return self._added(module, args, kwargs, dims)
         except UnsupportedModule as refused:
-            with suppress(UnsupportedModule):
-                return self._added(module, args, kwargs, (*dims, ALL_COUNTS))
+            if refused.is_of_numbers:
+                with suppress(UnsupportedModule):
+                    return self._added(module, args, kwargs, (*dims, ALL_COUNTS))
             raise refused from refused.__cause__
 
     def _added(

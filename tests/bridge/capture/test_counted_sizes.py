@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge.dispatch.dispatcher import Dispatcher
 from tests.bridge.compare import Call, Function, assert_same, check_module, run
 from tests.sampling import sampled
 
@@ -326,3 +327,25 @@ def test_counts_that_every_call_computes_anew_are_refused(function):
 def test_a_mask_that_does_not_fit_is_eagers_error():
     with pytest.raises(IndexError):
         add_tvm_dispatch(Function(lambda x, mask: x[mask[:3]]), arguments())
+
+
+class LogsOrCounts(nn.Module):
+    def __init__(self, logs: bool):
+        super().__init__()
+        self.logs, self.seen = logs, []
+
+    def forward(self, x):
+        if self.logs:
+            self.seen.append(x.shape[0] + len(self.seen))
+        return x * 2 if self.logs else x[x[:, 0] > 0] * 2
+
+
+def test_counts_are_sizes_that_vary_only_where_it_is_they_that_are_refused(monkeypatch):
+    added, tried = Dispatcher._added, []
+    monkeypatch.setattr(Dispatcher, "_added", lambda *args: tried.append(args) or added(*args))
+    x, varying = torch.randn(5, 3), ({0: torch.export.Dim.AUTO},)
+    with pytest.raises(UnsupportedModule, match="at every call"):
+        add_tvm_dispatch(LogsOrCounts(True), x, dynamic_shapes=varying)
+    assert len(tried) == 1
+    add_tvm_dispatch(LogsOrCounts(False), x, dynamic_shapes=varying)
+    assert len(tried) == 3
