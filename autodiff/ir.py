@@ -37,44 +37,11 @@ from tvm.tirx import Add, Cast, FloatImm, FloorDiv, FloorMod, IntImm, Max, Min, 
 
 from autodiff.extents import Dim, from_tir, is_symbol
 
-__all__ = [
-    "VARS",
-    "Call",
-    "Constant",
-    "DataflowBlock",
-    "DataflowVar",
-    "Expr",
-    "ExternFunc",
-    "Function",
-    "IRModule",
-    "Op",
-    "SeqExpr",
-    "ShapeExpr",
-    "StringImm",
-    "TensorType",
-    "Tuple",
-    "TupleGetItem",
-    "TupleType",
-    "Var",
-    "VarBinding",
-    "bindings",
-    "build_function",
-    "dtype",
-    "extents_of",
-    "is_float",
-    "itemsize",
-    "library_name",
-    "nbytes",
-    "numel",
-    "numpy_value",
-    "op_name",
-    "permutation",
-    "results",
-    "shape",
-    "substitute",
-    "used_vars",
-    "with_outputs",
-]
+__all__ = ["VARS", "Call", "Constant", "DataflowBlock", "DataflowVar", "Expr", "ExternFunc", "Function", "IRModule"]
+__all__ += ["Op", "SeqExpr", "ShapeExpr", "StringImm", "TensorType", "Tuple", "TupleGetItem", "TupleType", "Var"]
+__all__ += ["VarBinding", "bindings", "build_function", "dtype", "extents_of", "is_float", "itemsize", "library_name"]
+__all__ += ["nbytes", "numel", "numpy_value", "op_name", "permutation", "results", "shape", "substitute", "used_vars"]
+__all__ += ["with_outputs"]
 
 LIBRARY_PREFIX = "library."
 VARS = frozenset({Var, DataflowVar})  # the type of every variable: quicker to look up than to ask isinstance

@@ -21,16 +21,8 @@ from pathlib import Path
 
 from bridge.base.log import channel
 
-__all__ = [
-    "CacheSettings",
-    "NoFolderError",
-    "cache_settings",
-    "complain",
-    "forget_complaints",
-    "is_off",
-    "made_private",
-    "why_unsafe",
-]
+__all__ = ["CacheSettings", "NoFolderError", "cache_settings", "complain", "forget_complaints", "is_off"]
+__all__ += ["made_private", "why_unsafe"]
 
 
 _LOG = channel("cache")

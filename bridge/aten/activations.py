@@ -25,16 +25,8 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import aten
 
-__all__ = [
-    "clamp_at_bound",
-    "fmax_prefers_first",
-    "scaled",
-    "softshrink_rounds_its_bound",
-    "times",
-    "where",
-    "with_derivative",
-    "with_slope",
-]
+__all__ = ["clamp_at_bound", "fmax_prefers_first", "scaled", "softshrink_rounds_its_bound", "times", "where"]
+__all__ += ["with_derivative", "with_slope"]
 
 
 op = relax.op

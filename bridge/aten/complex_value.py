@@ -17,17 +17,8 @@ from autodiff.ir import Expr, shape
 from bridge.aten.registry import UnsupportedUse, dims
 from bridge.capture import TensorForm
 
-__all__ = [
-    "PARTS",
-    "Complex",
-    "as_complex",
-    "is_complex_form",
-    "joined",
-    "joined_form",
-    "part_form",
-    "part_type",
-    "separated",
-]
+__all__ = ["PARTS", "Complex", "as_complex", "is_complex_form", "joined", "joined_form", "part_form", "part_type"]
+__all__ += ["separated"]
 
 PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 """Complex types and those of their parts."""

@@ -30,15 +30,8 @@ from bridge.base.torch_cuda import read_settings, recurrent_layers_are_tf32, set
 from bridge.base.torch_internals import aten, unset_fake_temporarily
 from bridge.capture import UPSAMPLES, TensorForm
 
-__all__ = [
-    "CUDNN_TYPES",
-    "cudnn_is_quicker",
-    "cudnn_layers",
-    "is_channels_last",
-    "library_of_images",
-    "lies_behind",
-    "read_from_behind",
-]
+__all__ = ["CUDNN_TYPES", "cudnn_is_quicker", "cudnn_layers", "is_channels_last", "library_of_images", "lies_behind"]
+__all__ += ["read_from_behind"]
 
 
 op = relax.op

@@ -14,17 +14,8 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.threads import free_in_children
 
-__all__ = [
-    "MOVING",
-    "at_state",
-    "default_generator",
-    "generator_device",
-    "gpus_in_use",
-    "of_gpus",
-    "offset_of",
-    "on_side_states",
-    "own_at",
-]
+__all__ = ["MOVING", "at_state", "default_generator", "generator_device", "gpus_in_use", "of_gpus", "offset_of"]
+__all__ += ["on_side_states", "own_at"]
 
 MOVING = free_in_children(threading.RLock())
 """Held while a GPU's generator is read and moved, or is elsewhere for a moment: of two threads here, one is first."""

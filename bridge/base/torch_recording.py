@@ -14,21 +14,9 @@ import torch
 
 from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel, no_torch_function, schema
 
-__all__ = [
-    "BelowFunctionalMode",
-    "FunctionalTensorMode",
-    "PreDispatchMode",
-    "below_autograd",
-    "called_below",
-    "composite_kernel",
-    "functional_of",
-    "has_wrapper",
-    "in_functional",
-    "is_only_mapped",
-    "is_written",
-    "no_python_kernels",
-    "unrecorded",
-]
+__all__ = ["BelowFunctionalMode", "FunctionalTensorMode", "PreDispatchMode", "below_autograd", "called_below"]
+__all__ += ["composite_kernel", "functional_of", "has_wrapper", "in_functional", "is_only_mapped", "is_written"]
+__all__ += ["no_python_kernels", "unrecorded"]
 
 _Proxy: type = find("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode")
 _PRE_DISPATCH = find("torch._C.DispatchKey.PreDispatch")

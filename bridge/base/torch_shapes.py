@@ -20,22 +20,9 @@ from bridge.base.modes import replaced
 from bridge.base.quirks import applies, quirk
 from bridge.base.torch_internals import PROBES, MissingInternalError, find
 
-__all__ = [
-    "SYMBOLIC",
-    "Conclusion",
-    "check_places",
-    "conclusions",
-    "environment",
-    "expression",
-    "fake_results_not_kept",
-    "fixed",
-    "hint",
-    "is_decided",
-    "pooled_by_division",
-    "range_of",
-    "size_environment",
-    "symbolic_fake",
-]
+__all__ = ["SYMBOLIC", "Conclusion", "check_places", "conclusions", "environment", "expression"]
+__all__ += ["fake_results_not_kept", "fixed", "hint", "is_decided", "pooled_by_division", "range_of"]
+__all__ += ["size_environment", "symbolic_fake"]
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

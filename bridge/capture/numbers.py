@@ -25,15 +25,8 @@ from bridge.base.torch_autograd import checkpoint_frame
 from bridge.base.torch_internals import pytree
 from bridge.capture.twin import Twin
 
-__all__ = [
-    "Counted",
-    "Counter",
-    "NotArithmeticError",
-    "NumberPlace",
-    "is_number",
-    "number_tensor",
-    "with_number_inputs",
-]
+__all__ = ["Counted", "Counter", "NotArithmeticError", "NumberPlace", "is_number", "number_tensor"]
+__all__ += ["with_number_inputs"]
 
 _EXACT = (torch.float32, torch.float64)
 #: Integers are computed as float64: up to here each is one, and products of two such are.

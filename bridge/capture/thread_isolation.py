@@ -27,14 +27,8 @@ from bridge.base.torch_internals import (
 from bridge.base.torch_shapes import pooled_by_division
 from bridge.state import generators_put_back
 
-__all__ = [
-    "CAPTURES",
-    "is_capturing",
-    "is_traced_here",
-    "note_change_of_generator",
-    "one_capture_at_a_time",
-    "recording",
-]
+__all__ = ["CAPTURES", "is_capturing", "is_traced_here", "note_change_of_generator", "one_capture_at_a_time"]
+__all__ += ["recording"]
 
 
 @contextmanager

@@ -5,48 +5,24 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
 from types import CodeType
 from typing import Any
 
 from bridge.guards.flow import Source
 
-__all__ = [
-    "BUILDS",
-    "COMPARES",
-    "DEREFS",
-    "ENDS",
-    "FLAGGED",
-    "JOINS",
-    "JUMPS",
-    "MOST_DEEP",
-    "NEW",
-    "NEW_ATTR",
-    "NOTHING",
-    "NOWHERE",
-    "NO_PLACES",
-    "NULL",
-    "NULL_BEHIND",
-    "OLD_OPERATOR",
-    "SYMBOLS",
-    "UNKNOWN",
-    "argument_is_subscript",
-    "computed",
-    "deep",
-    "handlers",
-    "joined",
-    "without_locals",
-]
+__all__ = ["BUILDS", "COMPARES", "DEREFS", "ENDS", "FLAGGED", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING"]
+__all__ += ["NOWHERE", "NO_PLACES", "NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS", "UNKNOWN"]
+__all__ += ["argument_is_subscript", "computed", "handlers", "joined", "without_locals"]
 
 UNKNOWN: Source = ("unknown",)
 NOWHERE = frozenset((UNKNOWN,))
 NOTHING: frozenset = frozenset()
 NULL = frozenset((("null",),))
-MOST_SOURCES, MOST_DEEP = 12, 24
 
 NO_PLACES = ("null", "const", "unknown", "local")
 DEREFS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"}
 BUILDS = {"BUILD_TUPLE", "BUILD_LIST", "BUILD_SET"}
+IDLE = set("NOP RESUME CACHE EXTENDED_ARG KW_NAMES PRECALL COPY_FREE_VARS MAKE_CELL NOT_TAKEN".split())
 JOINS = {"LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE", "LIST_APPEND", "SET_ADD"}
 ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"}
 ENDS |= {"JUMP_BACKWARD_NO_INTERRUPT", "INTERPRETER_EXIT"}
@@ -71,16 +47,8 @@ NEW_ATTR = sys.version_info >= (3, 12)
 NULL_BEHIND = sys.version_info >= (3, 13)
 
 
-@lru_cache(maxsize=8192)
-def deep(source: Source) -> int:
-    return 1 + max((deep(each) for each in source if type(each) is tuple), default=0)
-
-
 def joined(*sets: frozenset) -> frozenset:
-    found = frozenset().union(*sets)
-    if len(found) <= MOST_SOURCES:
-        return found
-    return frozenset([*sorted(found, key=lambda source: (deep(source), repr(source)))[:MOST_SOURCES], UNKNOWN])
+    return frozenset().union(*sets)
 
 
 def without_locals(value: frozenset) -> frozenset:
@@ -89,11 +57,11 @@ def without_locals(value: frozenset) -> frozenset:
 
 def computed(symbol: str, left: frozenset, right: frozenset) -> frozenset:
     """The result of an operator on texts and numbers that may be known: a path, a key."""
-    plain = ("const", "global", "attr", "arg", "cell", "op", "local")
+    plain = ("const", "global", "attr", "arg", "cell", "op", "local", "var")
     pairs = [(a, b) for a in left if a[0] in plain for b in right if b[0] in plain]
     if symbol not in ("+", "%", "-", "*") or len(pairs) > 2:
         return NOTHING
-    return frozenset(("op", symbol, a, b) for a, b in pairs if deep(a) + deep(b) < MOST_DEEP)
+    return frozenset(("op", symbol, a, b) for a, b in pairs)
 
 
 def argument_is_subscript(each: Any) -> bool:

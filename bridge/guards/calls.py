@@ -31,9 +31,23 @@ from bridge.guards.kinds import (
     is_key,
 )
 from bridge.guards.machinery import is_library
-from bridge.guards.objects import FrameOf, Instance, dict_of, fields_of, interesting, is_alive, is_changeable
+from bridge.guards.objects import (
+    SHOWING,
+    FrameOf,
+    Instance,
+    binds,
+    class_entry,
+    classes_in,
+    dict_of,
+    fields_of,
+    hand_on_showing,
+    identity_of,
+    interesting,
+    is_alive,
+    is_changeable,
+)
 from bridge.guards.sources import Frame, Sources
-from bridge.guards.watched import MANY, Place, class_entry
+from bridge.guards.watched import MANY, Place
 
 __all__ = ["GETTERS", "CallAnalysis"]
 
@@ -86,26 +100,30 @@ class CallAnalysis(Sources):
             if is_a(owner, torch.Tensor):
                 given = [], {}
             elif call is not None:
-                args = [self._given(known, each) for each in call.args or ()]
-                given = args, {word: self._given(known, each) for word, each in call.kwargs}
+                given = self._given_to(known, call)
             else:
                 given = [], {}
         if bound and call is not None:  # a function of pybind11's, or a method of an object of its classes
-            sources = [each[1] for each in call.function if each[0] == "attr"]
+            sources = [each[1] for each in self._expanded(known, call.function) if each[0] == "attr"]
             for each in [each for one in sources for each in self._values(known, one)]:
                 if not is_a(each, ModuleType | type | Instance | FrameOf):
                     self._method(known, place, each, function, name, where, given)
+        if name in SHOWING or hand_on_showing([*given[0], *given[1].values()]):
+            self._shown([[owner], *given[0]], where)
         if plain:
             self._function(known, place, function, (module, name), call, where, given)
         else:
             self._method(known, place, owner, function, name, where, given)
 
-    def _given(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
-        """What an argument may be: objects, which are noted, and plain values."""
-        found = {id(value): value for value in self._constants(frame, sources)}
-        for source in sources:
-            found.update({id(value): value for value in self._values(frame, source)})
-        return list(found.values())
+    def _shown(self, args: Given, where: str) -> None:
+        for each in (each for arg in args for each in arg):
+            self.whole(each, where, compared=True)
+
+    def _given_to(self, frame: Frame, call: CallSite) -> tuple[Given, dict[str, list[Any]]]:
+        """What the arguments of a call may be; those of ``f(*args)`` as one."""
+        args = call.args or ((call.spread,) if call.spread else ())
+        words = {name: self._given(frame, each) for name, each in call.kwargs}
+        return [self._given(frame, each) for each in args], words
 
     def _function(
         self, known: Frame, place: int, function: Any, of: tuple, call: CallSite | None, where: str, given: Any
@@ -245,6 +263,7 @@ class CallAnalysis(Sources):
         """Functions of Python's own that read names, attributes, classes or iterators."""
         args, kwargs = given
         owners = [each for each in args[0] if type(each) not in PLAIN]
+        owners += [each.__func__ for each in owners if is_a(each, types.MethodType)]  # it has its function's attributes
         if name in _SPECIAL:
             self._operators.add(f"__{name}__")
         if name in ("getattr", "hasattr", "setattr", "delattr") and len(args) > 1:
@@ -267,7 +286,7 @@ class CallAnalysis(Sources):
             for each in interesting(args[2][0]) if len(args) > 2 and args[2] else ():
                 self._result(known.called, place, each, known)
             sources = call.args[0] if call is not None and call.args else ()
-            if not owners and not any(source[0] == "made" for source in sources):
+            if not owners and not any(source[0] == "made" for source in self._expanded(known, sources)):
                 self._loose.update(names)
         elif name in ("vars", "dir"):
             for owner in owners:
@@ -282,7 +301,7 @@ class CallAnalysis(Sources):
                 for value in [each for arg in args for owner in arg for each in self.inside(owner, 1)]:
                     self._getter(known, place, getter, [[value]])
         elif name in ("isinstance", "issubclass") and len(args) == 2:
-            kinds = [each for value in args[1] for each in _classes(value)]
+            kinds = [each for value in args[1] for each in classes_in(value)]
             for value in owners:
                 one = value.kind if is_a(value, Instance) else value if name == "issubclass" else type(value)
                 if name == "isinstance" and not (torch.Tensor in kinds and is_a(value, torch.Tensor)):
@@ -295,7 +314,7 @@ class CallAnalysis(Sources):
 
     def _related(self, frame: Frame, value: frozenset, sources: frozenset) -> None:
         """Notes what ``match`` and ``except`` ask of values; of an exception that is raised, the classes' bases."""
-        kinds = [each for found in self._constants(frame, sources) for each in _classes(found)]
+        kinds = [each for found in self._constants(frame, sources) for each in classes_in(found)]
         for kind in kinds:
             self.bases.setdefault(kind)
         for owner in (each for source in value for each in self._values(frame, source)):
@@ -330,28 +349,6 @@ class CallAnalysis(Sources):
             self.know(found, Place("", words))
             self._result(known.called, place, found, known)
 
-    def _identity(self, frame: Frame, source: Source) -> None:
-        """A value is compared by identity."""
-        values = self._given(frame, (source,))
-        self.identities |= {self.inputs[id(value)] for value in values if id(value) in self.inputs}
-        known = [self.original(value) for value in values if value is not None and type(value) is not bool]
-        self.identical.update((id(value), value) for value in known)
-        for value in values:
-            if is_a(value, torch.Tensor) and id(value) not in self.inputs and self.knows(value):
-                self.others[id(value)] = value
-
-    def _written(self, owner: Any, name: str) -> None:
-        """An attribute is about to be set."""
-        if is_a(owner, torch.Tensor) and self.knows(owner):
-            own = self.original(owner)
-            place = Place("attribute", name, f" of {self.place(own)}")
-            if own is not owner and not hasattr(torch.Tensor, name):  # ``data``, ``grad``: capture sees these itself
-                reason = "sets an attribute of a tensor of the module's; a compiled call does not"
-                self.refuse(str(place), "forward", reason, "keep it in an attribute of the module")
-            self.name(own.__dict__, name, place)
-        else:
-            self.attribute(owner, name)
-
     def _called(self, frame: Frame, place: int, value: Any, call: CallSite, source: Source) -> None:
         """Notes a call of which the profiler hears nothing: a slot in C (``ref()``, ``list(it)``, ``partial(n)``)."""
         kind = type(value)
@@ -359,8 +356,7 @@ class CallAnalysis(Sources):
             self.attribute(value, "__call__")
         if is_a(value, nn.Module):  # its forward is code that runs, or machinery
             return
-        given = [self._given(frame, each) for each in call.args or ()], {}
-        given[1].update((name, self._given(frame, each)) for name, each in call.kwargs)
+        given = self._given_to(frame, call)
         if is_a(value, weakref.ref):
             self._reference(frame, place, value)
         elif kind is functools.partial:
@@ -382,7 +378,7 @@ class CallAnalysis(Sources):
                     self._class(owner)
                 self._result(frame.results, place, one, frame)
         elif is_a(value, type):
-            self._made(frame, place, value, given[0])
+            self._made(frame, place, value, given[0], call.args is not None)
         elif kind is types.MethodWrapperType:
             self._method(frame, place, value.__self__, value, value.__name__, frame.where, given)
         elif kind is types.MethodType and type(value.__func__).__name__ in _IN_C:
@@ -397,14 +393,14 @@ class CallAnalysis(Sources):
         elif kind is functools._lru_cache_wrapper:
             self.function(value.__wrapped__, self.place(value))
             owners = self._values(frame, source[1]) if source[0] == "attr" else ()
-            bound = next(([each] for each in owners if _binds(each, source[2], value)), [])
+            bound = next(([each] for each in owners if binds(each, source[2], value)), [])
             args, words = [*([bound] if bound else []), *given[0]], given[1]
             if call.args is not None and all(len(each) == 1 for each in (*args, *words.values())):
                 named = {name: each[0] for name, each in words.items()}
                 for each in interesting(self.kept(value, tuple(each[0] for each in args), named).read()):
                     self._result(frame.results, place, each, frame)
 
-    def _made(self, frame: Frame, place: int, kind: type, args: Given) -> None:
+    def _made(self, frame: Frame, place: int, kind: type, args: Given, one_by_one: bool) -> None:
         """A class is called: what makes its objects, and what they may hold."""
         if is_changeable(kind):
             for name in ("__new__", "__init__"):
@@ -413,10 +409,12 @@ class CallAnalysis(Sources):
             self.class_name(type(kind), "__call__")
         if kind.__module__ == "builtins" and kind.__name__ in _SPECIAL:
             self._operators.add(f"__{kind.__name__}__")
+        if kind is str or hand_on_showing(args):
+            self._shown(args, frame.where)
         if kind in _TAKING or kind.__module__ in ("itertools", "_collections"):
             for each in (each for arg in args for each in arg):
                 self._moves(frame, each)
-        if kind in _MAKES and all(len(each) == 1 for each in args) and args:
+        if kind in _MAKES and one_by_one and all(len(each) == 1 for each in args) and args:
             try:
                 made = kind(*(each[0] for each in args))
             except TypeError:  # forward is about to meet it, or has another argument than the one that is known
@@ -475,24 +473,10 @@ class CallAnalysis(Sources):
         kept, known = self._kept(value), results.setdefault(place, [])
         if len(known) >= MANY:
             return
-        kind = kept.kind if type(kept) is Instance else None
-        there = any(each is kept or (type(each) is Instance and each.kind is kind) for each in known)
-        if not there:
+        if identity_of(kept) not in map(identity_of, known):
             known.append(kept)
             outer.fresh.add(place)
 
     def _kept(self, value: Any) -> Any:
         """A value, or its class alone, if it is a tensor of the call's own."""
         return Instance(type(value)) if is_a(value, torch.Tensor) and not self.knows(value) else value
-
-
-def _binds(owner: Any, name: str, function: Any) -> bool:
-    """Whether a function in C is given the object that it is found in: by the object's class."""
-    raw = class_entry(owner if is_a(owner, type) else type(owner), name)
-    return is_a(raw, classmethod) if is_a(owner, type) else raw is function
-
-
-def _classes(value: Any) -> list[type]:
-    if is_a(value, tuple):
-        return [each for part in value for each in _classes(part)]
-    return [value] if is_a(value, type) else []

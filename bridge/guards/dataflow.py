@@ -1,9 +1,9 @@
 """Data flow of a code object: bytecode → the values that it reads of what was there before, and how each is used.
 
 An abstract interpretation: instead of values, the stack and the locals hold sets of *sources*, and a source says how a
-value is found from outside of the function: ``("global", "cfg")``, ``("attr", source, "scale")``. Locals are one set
-for the whole function, whatever the order of its lines; a branch that does not run counts as well. Both err on one
-side: more is read than really was.
+value is found from outside of the function: ``("global", "cfg")``, ``("attr", source, "scale")``. A local that is
+assigned is a source of its own, ``("var", name)``: one set of what is assigned to it, whatever the order of the lines.
+A branch that does not run counts as well. Both err on one side: more is read than really was.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from bridge.guards.bytecode import (
     DEREFS,
     ENDS,
     FLAGGED,
+    IDLE,
     JOINS,
     JUMPS,
-    MOST_DEEP,
     NEW,
     NEW_ATTR,
     NO_PLACES,
@@ -36,7 +36,6 @@ from bridge.guards.bytecode import (
     UNKNOWN,
     argument_is_subscript,
     computed,
-    deep,
     handlers,
     joined,
     without_locals,
@@ -57,34 +56,36 @@ class _Interpreter:
         self.code = code
         self.instructions = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
         self.at = {each.offset: index for index, each in enumerate(self.instructions)}
-        arguments = code.co_argcount + code.co_kwonlyargcount
-        arguments += bool(code.co_flags & 4) + bool(code.co_flags & 8)
-        self.locals = {name: frozenset((("arg", name),)) for name in code.co_varnames[:arguments]}
+        count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
+        self.arguments = frozenset(code.co_varnames[:count])
+        self.assigned = {name for each in self.instructions for name in _stored(each)} - {*code.co_freevars}
         self.states: dict[int, tuple[frozenset, ...]] = {}
-        self.keywords: tuple[str, ...] = ()
+        named = [(each, index) for index, each in enumerate(self.instructions) if each.opname == "KW_NAMES"]
+        self.keywords = {self._call_behind(index): code.co_consts[each.arg] for each, index in named}
         self.flow = DataFlow()
+        for name in self.assigned:
+            self.flow.variables[name] = {("arg", name): None} if name in self.arguments else {}
         self.derived: dict[int, frozenset] = {}
-        self.changed = False
+
+    def _call_behind(self, index: int) -> int:
+        """The offset of the call that the names of keywords at an instruction are for."""
+        return next(each.offset for each in self.instructions[index:] if each.opname == "CALL")
 
     def run(self) -> DataFlow:
-        for _ in range(6):
-            self.flow, self.states, self.changed = DataFlow(), {}, False
-            waiting = [0]
-            self.states[0] = ()
-            for target, depth in handlers(self.code, self.instructions):
-                if target in self.at:
-                    self.states[self.at[target]] = (NOTHING,) * depth
-                    waiting.append(self.at[target])
-            rounds = 0
-            while waiting and rounds < 40 * len(self.instructions) + 100:
-                rounds += 1
-                index = waiting.pop()
-                for follower, stack in self._step(index, list(self.states[index])):
-                    if follower < len(self.instructions) and self._merge(follower, stack):
-                        waiting.append(follower)
-            if not self.changed:
-                break
+        waiting = [0]
+        self.states[0] = ()
+        for target, depth in handlers(self.code, self.instructions):
+            if target in self.at:
+                self.states[self.at[target]] = (NOTHING,) * depth
+                waiting.append(self.at[target])
+        while waiting:
+            index = waiting.pop()
+            for follower, stack in self._step(index, list(self.states[index])):
+                if follower < len(self.instructions) and self._merge(follower, stack):
+                    waiting.append(follower)
         self.flow.offsets = [each.offset for each in self.instructions]
+        keys = [source[2] for source in self.flow.reads if source[0] == "item"]
+        self.flow.by_results = any(key[0] in ("result", "called", "var") and self.flow.places(key) for key in keys)
         return self.flow
 
     def _merge(self, index: int, stack: list[frozenset]) -> bool:
@@ -100,15 +101,12 @@ class _Interpreter:
         return True
 
     def _store(self, name: str, value: frozenset) -> None:
-        known = self.locals.get(name, NOTHING)
-        if not value <= known:
-            made = joined(known, value)
-            if made != known:
-                self.locals[name] = made
-                self.changed = True
+        self.flow.variables[name].update(dict.fromkeys(value))
 
     def _local(self, name: str) -> frozenset:
-        return self.locals.get(name, NOTHING)
+        if name in self.assigned:
+            return frozenset((("var", name),))
+        return frozenset((("arg", name),)) if name in self.arguments else NOTHING
 
     def _of(self, kind: str, value: frozenset, *more: Any) -> frozenset:
         """The sources ``(kind, source, *more)`` of each, which are read."""
@@ -117,7 +115,7 @@ class _Interpreter:
             made = (kind, source, *more)
             if source[0] == "local":
                 continue
-            if source == UNKNOWN or source[0] == "null" or deep(made) > MOST_DEEP:
+            if source == UNKNOWN or source[0] == "null":
                 if kind == "attr" and source[0] != "null":
                     self.flow.loose.add(more[0])
                 found.add(UNKNOWN)
@@ -158,6 +156,8 @@ class _Interpreter:
                 other = before[:-1] if sys.version_info < (3, 12) else [*before, NOTHING]
             elif name in ("JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP"):
                 other = before
+            elif name == "SEND" and sys.version_info < (3, 12):  # it is through
+                other = [*before[:-2], frozenset((("result", each.offset),))]
             elif name in ("SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"):
                 other = [*before[: height - (name != "SETUP_FINALLY")], *[NOTHING] * 6]
             yield target, list(other)
@@ -166,12 +166,12 @@ class _Interpreter:
 
     def _do(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> None:
         flow, raw = self.flow, each.arg or 0
-        if name in ("NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "COPY_FREE_VARS", "MAKE_CELL", "NOT_TAKEN"):
+        if name in IDLE:
             return
         if name in ("POP_TOP", "POP_EXCEPT", "POP_ITER", "END_FOR") and (name != "POP_EXCEPT" or NEW):
             pop()
-        elif name == "KW_NAMES":
-            self.keywords = argument if isinstance(argument, tuple) else self.code.co_consts[raw]
+            if name == "END_FOR" and sys.version_info < (3, 13):  # the iterator, too
+                pop()
         elif name in ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"):
             plain = isinstance(argument, str | int | float | bytes | bool | type(None))
             constants = isinstance(argument, tuple) and all(
@@ -180,7 +180,9 @@ class _Interpreter:
             stack.append(frozenset((("const", argument),)) if plain or constants else NOTHING)
         elif name.startswith(("LOAD_FAST", "STORE_FAST")):
             names = argument if isinstance(argument, tuple) else (argument,)
-            if name == "STORE_FAST_LOAD_FAST":
+            if name == "LOAD_FAST_AND_CLEAR":  # put back behind a comprehension: it is what the variable is anyway
+                stack.append(NOTHING)
+            elif name == "STORE_FAST_LOAD_FAST":
                 self._store(names[0], pop())
                 stack.append(self._local(names[1]))
             elif name == "STORE_FAST_STORE_FAST":
@@ -193,9 +195,8 @@ class _Interpreter:
         elif name in DEREFS or name == "LOAD_FROM_DICT_OR_DEREF":
             if name == "LOAD_FROM_DICT_OR_DEREF":
                 pop()
-            own = self.locals.get(argument) if argument not in self.code.co_freevars else None
-            cell = self._read("cell", argument) if argument in self.code.co_freevars else NOTHING
-            stack.append(joined(cell, own or NOTHING))
+            free = argument in self.code.co_freevars
+            stack.append(self._read("cell", argument) if free else self._local(argument))
         elif name == "STORE_DEREF":
             if argument in self.code.co_freevars:
                 flow.writes["cell", argument] = None
@@ -224,7 +225,7 @@ class _Interpreter:
             owner = pop()
             found = joined(self._of("attr", owner, argument), frozenset((("result", each.offset),)))
             if argument == "__self__":  # of a bound method: what it was looked up in
-                found = joined(found, frozenset(source[1] for source in owner if source[0] == "attr"))
+                found = joined(found, frozenset(("receiver", source) for source in owner))
             if name == "LOAD_METHOD" or (NEW_ATTR and raw & 1):
                 stack += [NULL, found] if not NULL_BEHIND else [found, NULL]
             else:
@@ -267,7 +268,7 @@ class _Interpreter:
             right, left = pop(raw=True), pop(raw=True)
             made = computed(str(each.argrepr).rstrip("="), left, right)
             right, left = without_locals(right), without_locals(left)
-            self._whole(joined(left, right))
+            self._whole(joined(left, right), compared=str(each.argrepr).startswith("%"))
             self._operator(each, name)
             parts = [self._parts(value) for value in (left, right) if str(each.argrepr).startswith(("+", "|"))]
             self.derived[each.offset] = left | right
@@ -295,7 +296,8 @@ class _Interpreter:
                     if which[0] == "const" and source[0] not in ("null", "unknown"):
                         flow.reads["in", source, which] = None
                     else:
-                        self._whole(frozenset((source,)))
+                        self._whole(frozenset((source,)), compared=True)
+            self._whole(key, compared=True)
             stack.append(NOTHING)
         elif name.startswith("UNARY_") or name in ("TO_BOOL", "GET_LEN"):
             value = stack[-1] if name == "GET_LEN" and stack else pop()
@@ -378,11 +380,11 @@ class _Interpreter:
             elif sys.version_info >= (3, 11):
                 pop()
             self._whole(joined(args, keywords))
-            flow.calls[each.offset] = CallSite(function, None)
             spread = joined(self._each(args), self._each(keywords))
+            flow.calls[each.offset] = CallSite(function, None, (), spread)
             for source in spread:
                 flow.wholes.setdefault(("passed", source, each.offset), False)
-            stack.append(frozenset((("result", each.offset),)))
+            stack.append(frozenset((("result", each.offset), ("called", each.offset))))
         elif name in ("BEFORE_WITH", "SETUP_WITH", "BEFORE_ASYNC_WITH"):
             manager = pop()
             self._whole(manager)  # a lock, before it is held
@@ -403,7 +405,7 @@ class _Interpreter:
         elif name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "CONVERT_VALUE", "FORMAT_WITH_SPEC"):
             if (name == "FORMAT_VALUE" and raw & 4) or name == "FORMAT_WITH_SPEC":
                 pop()
-            self._whole(pop())
+            self._whole(pop(), compared=True)
             stack.append(NOTHING)
         elif name == "POP_JUMP_IF_NONE" or name == "POP_JUMP_IF_NOT_NONE" or name.endswith("_IF_NONE"):
             pop()
@@ -426,14 +428,10 @@ class _Interpreter:
                 found.add(UNKNOWN)
                 continue
             for which in key or (UNKNOWN,):
-                known = which[0] in ("const", "arg", "global", "attr", "cell", "item", "result", "called")
+                known = which[0] in ("const", "arg", "global", "attr", "cell", "item", "result", "called", "var")
                 made = ("item", source, which) if known else ("each", source)
-                if deep(made) > MOST_DEEP:
-                    found.add(UNKNOWN)
-                else:
-                    self.flow.by_results |= which[0] in ("result", "called")
-                    self.flow.reads[made] = None
-                    found.add(made)
+                self.flow.reads[made] = None
+                found.add(made)
         return joined(frozenset(found))
 
     def _each(self, value: frozenset) -> frozenset:
@@ -442,7 +440,7 @@ class _Interpreter:
     def _parts(self, value: frozenset) -> frozenset:
         """What the result of an operator may hold of an operand: the entries of a list that another is added to."""
         return frozenset(
-            ("held", ("each", source)) for source in value if source[0] in ("attr", "global", "cell", "item")
+            ("held", ("each", source)) for source in value if source[0] in ("attr", "global", "cell", "item", "var")
         )
 
     def _operator(self, each: Any, name: str) -> None:
@@ -464,7 +462,7 @@ class _Interpreter:
             names = pop()
             keywords = next((source[1] for source in names if source[0] == "const"), ())
         elif name == "CALL":
-            keywords, self.keywords = self.keywords, ()
+            keywords = self.keywords.get(each.offset, ())
         args = [pop(raw=True) for _ in range(count)][::-1]
         one = pop()
         other = NULL if name in ("CALL_FUNCTION", "CALL_FUNCTION_KW") else pop()
@@ -490,3 +488,11 @@ class _Interpreter:
         if effect == 0 and stack and each.opname.startswith(("ROT_", "MATCH_", "SET_FUNCTION_ATTRIBUTE")):
             return
         stack.extend([NOTHING] * max(0, effect))
+
+
+def _stored(each: Any) -> tuple[str, ...]:
+    """The variables that an instruction assigns."""
+    if not each.opname.startswith("STORE_FAST") and each.opname not in ("STORE_NAME", "STORE_DEREF"):
+        return ()
+    names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+    return names[:1] if each.opname == "STORE_FAST_LOAD_FAST" else names

@@ -5,19 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from typing import Any
 
 __all__ = ["CallSite", "DataFlow", "Source"]
-
-
-@lru_cache(maxsize=8192)
-def _places(source: tuple) -> frozenset[int]:
-    """The calls whose results a source, or what is written, comes from."""
-    if source and source[0] in ("result", "called"):
-        return frozenset(source[1:])
-    inner = (each for each in source if isinstance(each, tuple | frozenset))
-    return frozenset().union(*(_places(tuple(each) if isinstance(each, frozenset) else each) for each in inner))
-
 
 Source = tuple
 """``(kind, ...)``, see :func:`bridge.guards.recording.Reads.values_of` for each."""
@@ -30,15 +20,17 @@ class CallSite:
     Attributes:
         function: sources of what is called.
         args, kwargs: of each argument; ``None``: they are not known one by one (``f(*args)``).
+        spread: then, what they may be.
     """
 
     function: frozenset
     args: tuple[frozenset, ...] | None
     kwargs: tuple[tuple[str, frozenset], ...] = ()
+    spread: frozenset = frozenset()
 
     @property
     def arguments(self) -> frozenset:
-        return frozenset().union(*(self.args or ()), *(each for _, each in self.kwargs))
+        return self.spread.union(*(self.args or ()), *(each for _, each in self.kwargs))
 
 
 @dataclass
@@ -47,7 +39,8 @@ class DataFlow:
 
     Attributes:
         reads: sources that are looked up: names, attributes, items.
-        wholes: sources whose contents are looked at: iterated, compared (true), tested, handed to an operator.
+        variables: of locals that are assigned, by name: the sources of what is.
+        wholes: sources whose contents are looked at: iterated, compared or shown (true), tested, handed to an operator.
         calls: by the offset of the instruction.
         writes: what is written: ``("attr", source of the object, name)``, ``("item", source of the container, sources
             of the key)``, ``("global", name)``, ``("cell", name)``.
@@ -62,6 +55,7 @@ class DataFlow:
     """
 
     reads: dict[Source, None] = field(default_factory=dict)
+    variables: dict[str, dict[Source, None]] = field(default_factory=dict)
     wholes: dict[Source, bool] = field(default_factory=dict)
     calls: dict[int, CallSite] = field(default_factory=dict)
     writes: dict[tuple, None] = field(default_factory=dict)
@@ -73,18 +67,37 @@ class DataFlow:
     relations: dict[int, tuple[frozenset, frozenset]] = field(default_factory=dict)
     by_results: bool = False
     offsets: Sequence[int] = ()
-    _about: dict[int, DataFlow] = field(default_factory=dict)
+    _found: dict[Any, Any] = field(default_factory=dict)
+
+    def places(self, source: Any) -> frozenset[int]:
+        """The calls whose results a source, or what is written, comes from."""
+        if source not in self._found:
+            found, waiting, seen = set(), [source], {source}
+            while waiting:
+                each = waiting.pop()
+                if type(each) is tuple and each and each[0] in ("result", "called"):
+                    found.update(each[1:])
+                    continue
+                inner = self.variables.get(each[1], ()) if type(each) is tuple and each[:1] == ("var",) else each
+                new = [part for part in inner if type(part) in (tuple, frozenset) and part not in seen]
+                seen.update(new)
+                waiting += new
+            self._found[source] = frozenset(found)
+        return self._found[source]
 
     def about(self, place: int) -> DataFlow:
         """The part that depends on the result of the call there."""
-        if place not in self._about:
-            part = self._about[place] = DataFlow()
+        if place not in self._found:
+            part = self._found[place] = DataFlow()
             for name in ("reads", "wholes", "identities", "iterated", "writes"):
                 held = getattr(self, name)
-                setattr(part, name, {source: held[source] for source in held if place in _places(source)})
+                setattr(part, name, {source: held[source] for source in held if place in self.places(source)})
+            for name, held in self.variables.items():
+                if found := {source: None for source in held if place in self.places(source)}:
+                    part.variables[name] = found
             used = {at: (*call.function, *call.arguments) for at, call in self.calls.items()}
-            part.calls = {at: self.calls[at] for at in used if any(place in _places(source) for source in used[at])}
-        return self._about[place]
+            part.calls = {at: self.calls[at] for at in used if any(place in self.places(source) for source in used[at])}
+        return self._found[place]
 
     def at(self, last: int) -> int:
         """The offset of the instruction that a frame is at, which may point at a cache behind it."""

@@ -78,14 +78,14 @@ class Insides(World):
         self._insides.clear()
 
     def whole(self, value: Any, where: str = "forward", compared: bool = False) -> None:
-        """The contents of an object are looked at; ``compared``: with those of another one."""
+        """The contents of an object are looked at; ``compared``: with those of another one, or shown as text."""
         if not self.knows(value):
             self.strangers.note(value, ("whole", where))
         if not self.knows(value) or is_a(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
             return
         own = self.original(value)
         self._class(value)
-        if ("contents", id(own)) in self.items:
+        if ("contents", id(own)) in self.items and not compared:
             self._note(("contents", id(own)), None)
             return
         if is_a(value, defaultdict):
@@ -94,16 +94,18 @@ class Insides(World):
             self.whole(value.__self__, where)
         elif is_a(value, tuple):
             for each in self.inside(value, 1):
-                self.whole(each, where)
+                self.whole(each, where, compared)
         elif self.is_table(own):
             self._note(("contents", id(own)), Contents(own, self.place(value), None if own is value else value, True))
         elif contents_of(own) is not None:
             self._note(("contents", id(own)), Contents(own, self.place(value), None if own is value else value))
             for each in self.inside(value, 1):
-                if is_a(each, CONTAINERS):
-                    self.whole(each, where)
+                if is_a(each, CONTAINERS) or (compared and is_a(each, types.SimpleNamespace)):
+                    self.whole(each, where, compared)
         elif compared and is_a(value, types.SimpleNamespace):
             self.all(value)
+            for each in dict_of(value).values():
+                self.whole(each, where, compared)
         else:
             self.refuse_unwatched(value, str(self.place(value)), where)
 

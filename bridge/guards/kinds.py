@@ -19,27 +19,9 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "CHANGES_FILES",
-    "CLOCKS",
-    "CONTAINERS",
-    "PLAIN",
-    "RAISING_WARNINGS",
-    "answer_of",
-    "contents_of",
-    "effect_of",
-    "effect_of_function",
-    "effect_on_memory",
-    "implicit_of",
-    "is_a",
-    "is_asked",
-    "is_iterator",
-    "is_key",
-    "key_of",
-    "parts_of",
-    "put_back",
-    "unwatched",
-]
+__all__ = ["CHANGES_FILES", "CLOCKS", "CONTAINERS", "PLAIN", "RAISING_WARNINGS", "answer_of", "contents_of"]
+__all__ += ["effect_of", "effect_of_function", "effect_on_memory", "implicit_of", "is_a", "is_asked", "is_iterator"]
+__all__ += ["is_key", "key_of", "parts_of", "put_back", "unwatched"]
 
 PLAIN = frozenset(
     (
@@ -362,12 +344,16 @@ def parts_of(value: Any) -> list[Any]:
         found, waiting = [], [(value, 0)]
         while waiting:
             each, deep = waiting.pop()
-            if is_a(each, dict):
-                each = list(dict.values(each))
-            if deep < 4 and (is_iterator(each) or is_a(each, CONTAINERS)):
-                waiting += [(part, deep + 1) for part in gc.get_referents(each) if type(part) not in PLAIN]
+            inner = dict.items(each) if is_a(each, dict) else ()
+            if deep < 6 and (is_iterator(each) or is_a(each, CONTAINERS)):
+                inner = inner or gc.get_referents(each)
+            elif contents_of(each) is _array:  # the collector does not know what it holds
+                found += parts_of(each)
+            waiting += [(part, deep + 1) for part in inner if deep < 6 and type(part) not in PLAIN]
             found.append(each)
         return found[1:]
+    if type(value).__name__ == "flatiter":
+        return parts_of(value.base)
     reader = contents_of(value)
     if reader is _array:
         return value.ravel().tolist() if value.dtype.hasobject else []

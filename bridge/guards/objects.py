@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import types
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import Any
@@ -11,13 +14,20 @@ from weakref import ProxyTypes, ref
 from bridge.guards.kinds import PLAIN, is_a
 from bridge.state import dict_of
 
-__all__ = ["ABSENT", "FrameOf", "Instance", "dict_of", "fields_of", "function_or_object", "inner_function"]
-__all__ += ["interesting", "is_alive", "is_changeable", "is_library", "is_ours", "names_of"]
+__all__ = ["ABSENT", "SHOWING", "FrameOf", "Instance", "binds", "class_entry", "classes_in", "dict_of", "fields_of"]
+__all__ += ["function_or_object", "hand_on_showing", "identity_of", "inner_function", "interesting", "is_alive"]
+__all__ += ["is_changeable", "is_library", "is_ours", "names_of"]
 
 ABSENT = object()
 """In the place of what is not there."""
+_MADE_ANEW = (super, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _HEAP_TYPE = 1 << 9
 _NOTES = ("__abstractmethods__", "_abc_impl", "__doc__", "__weakref__", "__dict__", "__annotations__")
+_COMPARING = "index count remove join __eq__ __ne__ __contains__"
+SHOWING = frozenset(
+    f"{_COMPARING} repr str ascii format print format_map eq ne __repr__ __str__ __format__ __mod__".split()
+)
+"""Functions, methods and classes that compare their arguments, or show them as text."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,19 @@ def fields_of(value: Any) -> list[str]:
     return [name for name, held in names_of(kind) if not name.startswith("__") and not is_a(held, FunctionType)]
 
 
+def identity_of(value: Any) -> Any:
+    """What tells an object from others; the same for pairs, methods and proxies that are made anew of the same ones."""
+    if type(value) is Instance:
+        return value.kind
+    if is_a(value, tuple):
+        return type(value), *map(id, tuple.__iter__(value))
+    if is_a(value, types.MappingProxyType):
+        return tuple(map(id, gc.get_referents(value)))
+    if is_a(value, _MADE_ANEW):
+        return id(value.__self__), getattr(value, "__thisclass__", None) or value.__name__
+    return id(value)
+
+
 def interesting(value: Any) -> list[Any]:
     """An object as a list; none, if it is not there or never changes."""
     return [] if value is ABSENT or type(value) in PLAIN else [value]
@@ -93,3 +116,31 @@ def interesting(value: Any) -> list[Any]:
 def function_or_object(raw: Any) -> list[Any]:
     """What a class holds under a name, as a list: of a static or class method its function."""
     return interesting(raw.__func__ if is_a(raw, staticmethod | classmethod) else raw)
+
+
+def class_entry(kind: type, name: str) -> Any:
+    """What a class or its bases hold under a name, as it is stored."""
+    for base in kind.__mro__:
+        held = base.__dict__
+        if name in held:
+            return held[name]
+    return ABSENT
+
+
+def binds(owner: Any, name: str, function: Any) -> bool:
+    """Whether a function in C is given the object that it is found in: by the object's class."""
+    raw = class_entry(owner if is_a(owner, type) else type(owner), name)
+    return is_a(raw, classmethod) if is_a(owner, type) else raw is function
+
+
+def classes_in(value: Any) -> list[type]:
+    """The classes that ``isinstance`` is given: one, or tuples of them."""
+    if is_a(value, tuple):
+        return [each for part in value for each in classes_in(part)]
+    return [value] if is_a(value, type) else []
+
+
+def hand_on_showing(args: Iterable[list[Any]]) -> bool:
+    """Whether a function that shows or compares its arguments is one (``map(str, values)``)."""
+    kinds = (types.BuiltinFunctionType, type, types.WrapperDescriptorType, types.MethodDescriptorType)
+    return any(is_a(each, kinds) and each.__name__ in SHOWING for arg in args for each in arg)

@@ -326,15 +326,16 @@ class Reads(CallAnalysis):
         return tuple(told)
 
     def _look_at(self, frame: Frame, flow: DataFlow) -> None:
+        self._assigned(frame, flow)
         for source in flow.reads:
             self._values(frame, source)
         for source in flow.identities:
             self._identity(frame, source)
         for source, compared in flow.wholes.items():
             if source[0] == "passed":
-                if source[1][0] == "attr":  # ``append`` of a list, handed on
-                    for owner in self._values(frame, source[1][1]):
-                        if is_a(owner, CONTAINERS) and callable(getattr(type(owner), source[1][2], None)):
+                for method in [each for each in self._expanded(frame, [source[1]]) if each[0] == "attr"]:
+                    for owner in self._values(frame, method[1]):  # ``append`` of a list, handed on
+                        if is_a(owner, CONTAINERS) and callable(getattr(type(owner), method[2], None)):
                             self.whole(owner, frame.where)
                 if source[2] in frame.python:
                     continue
@@ -349,7 +350,7 @@ class Reads(CallAnalysis):
         for value, kinds in flow.relations.values():
             self._related(frame, value, kinds)
         for place, call in flow.calls.items():
-            for source in call.function if place not in frame.called else ():
+            for source in self._expanded(frame, call.function) if place not in frame.called else ():
                 for value in self._values(frame, source):
                     if place not in frame.python or type(value) in GETTERS:
                         self._called(frame, place, value, call, source)

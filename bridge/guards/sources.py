@@ -9,17 +9,46 @@ from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from bridge.guards.flow import DataFlow, Source
 from bridge.guards.insides import Insides
 from bridge.guards.kinds import PLAIN, answer_of, is_a
-from bridge.guards.objects import FrameOf, Instance, dict_of, interesting
-from bridge.guards.watched import ABSENT, Missing, Place, class_entry
+from bridge.guards.objects import ABSENT, FrameOf, Instance, class_entry, dict_of, identity_of, interesting
+from bridge.guards.watched import Missing, Place
 
 __all__ = ["Frame", "Sources"]
 
+_MOST_PASSES = 5000
+"""Over what is assigned in a function; a list of linked objects takes as many as it has objects."""
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "%": operator.mod}
+
+
+class Held(NamedTuple):
+    """What a variable may be, and what a container or a result may hold that it may be: by identity."""
+
+    values: dict[Any, Any]
+    inside: dict[Any, Any]
+
+    @classmethod
+    def none(cls) -> Held:
+        return cls({}, {})
+
+
+class Variables:
+    """Assigned variables.
+
+    Attributes:
+        held: of each, by name. ``shown``: the part of it that sources are followed from now.
+        busy: those whose plain values are looked for.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self.held = {name: Held.none() for name in names}
+        self.shown = self.held
+        self.busy: set[str] = set()
 
 
 class Frame:
@@ -31,27 +60,10 @@ class Frame:
         called: likewise what functions in C may have given it.
         python: offsets of calls of functions in Python.
         fresh: offsets of calls whose results were not followed yet.
+        variables: those that are assigned in it.
         over: whether it has returned.
         locals: its variables, while a function in C is about to be called.
     """
-
-    __slots__ = (
-        "args",
-        "builtins",
-        "called",
-        "cells",
-        "code",
-        "flow",
-        "frame",
-        "fresh",
-        "globals",
-        "locals",
-        "memo",
-        "over",
-        "plain",
-        "python",
-        "results",
-    )
 
     def __init__(self, frame: FrameType, flow: DataFlow, args: dict[str, Any], cells: dict[str, Any]):
         self.flow, self.args, self.cells, self.code = flow, args, cells, frame.f_code
@@ -63,6 +75,7 @@ class Frame:
         self.memo: dict[Source, list[Any]] = {}
         self.locals: dict[str, Any] = {}
         self.fresh: set[int] = set()
+        self.variables = Variables(flow.variables)
         self.over = False
 
     @property
@@ -108,6 +121,13 @@ class Sources(Insides):
             return found
         if kind == "op":
             return self._operated(frame, *source[1:])
+        if kind == "var":
+            if source[1] in frame.variables.busy:
+                return []
+            frame.variables.busy.add(source[1])
+            found = self._constants(frame, frame.flow.variables[source[1]])
+            frame.variables.busy.remove(source[1])
+            return found
         if kind == "result":
             return [*frame.plain.get(source[1], ()), *frame.results.get(source[1], ())]
         return self._values(frame, source)
@@ -145,6 +165,12 @@ class Sources(Insides):
             return self._import(frame, *source[1:])
         if kind in ("result", "called"):
             return (frame.results if kind == "result" else frame.called).get(of, [])
+        if kind == "var":
+            held = frame.variables.shown[of]
+            return [*held.values.values(), *(held.inside[key] for key in held.inside if key not in held.values)]
+        if kind == "receiver":
+            owners = [each[1] for each in self._expanded(frame, [of]) if each[0] == "attr"]
+            return [value for owner in owners for value in self._values(frame, owner)]
         if kind == "held" or (kind in ("each", "item", "in") and of[0] == "held"):
             return self._values(frame, of)
         if kind == "super":
@@ -153,28 +179,119 @@ class Sources(Insides):
             one = frame.cells.get("__class__")
             found = is_a(one, type) and (is_a(first, one) or (is_a(first, type) and issubclass(first, one)))
             return self.attribute(super(one, first), of) if found else []
-        if kind == "each":
-            owners = self._values(frame, of)
-            made = owners if of[0] in ("result", "called") else []
-            return [*made, *(value for owner in owners for value in self._each(frame, owner))]
-        if kind in ("item", "in"):
+        if kind in ("each", "item", "in"):
+            owners, made = self._values(frame, of), []
+            if of[0] == "var":
+                owners, made = ([*held.values()] for held in frame.variables.shown[of[1]])
+            elif self._may_hold(frame, of):
+                made = owners
+            if kind == "each":
+                return [*made, *(value for owner in owners for value in self._each(frame, owner))]
             keys = self._keys(frame, source[2])
-            owners = self._values(frame, of)
-            made = owners if of[0] in ("result", "called") else []
-            kind, offset = source[2][0], source[2][1]
-            unheard = (kind == "called" and offset in frame.python) or (kind == "result" and offset in frame.called)
-            if not keys and (not frame.over or unheard):
+            if not keys and (not frame.over or self._unheard(frame, source[2])):
                 return []  # the key is not there yet, or is found as what another function gives
             if not keys:
                 return [*made, *(value for owner in owners for value in self._each(frame, owner))]
             return [*made, *(value for owner in owners for key in keys for value in self.entry(owner, key))]
         return []
 
+    def _expanded(self, frame: Frame, sources: Iterable[Source]) -> list[Source]:
+        """Sources, and in the place of a variable what is assigned to it."""
+        found, waiting = dict.fromkeys(sources), list(sources)
+        while waiting:
+            source = waiting.pop()
+            if source[0] == "var":
+                new = [each for each in frame.flow.variables[source[1]] if each not in found]
+                found.update(dict.fromkeys(new))
+                waiting += new
+        return [source for source in found if source[0] != "var"]
+
+    def _may_hold(self, frame: Frame, source: Source) -> bool:
+        """Whether what is known of a source is what it may hold, however deep: of a call's result, or a part of it."""
+        while source[0] in ("item", "each", "in"):
+            source = source[1]
+        if source[0] == "var":
+            return bool(frame.variables.shown[source[1]].inside)
+        return source[0] in ("result", "called", "held")
+
+    def _assigned(self, frame: Frame, flow: DataFlow) -> None:
+        """Follows assignments until no variable has a new value: from what is new, and at last from everything."""
+        everything, passes = True, 0
+        while flow.variables:
+            if (passes := passes + 1) > _MOST_PASSES:
+                told = "leads from object to object, more of them than are followed"
+                self.refuse(f"a variable of {frame.code.co_name}()", frame.where, told, "do it outside of forward")
+                break
+            frame.memo.clear()
+            found = {name: self._new(frame, name, sources) for name, sources in flow.variables.items()}
+            grown = any(each.values or each.inside for each in found.values())
+            if not grown and everything:
+                break
+            for name, new in found.items():
+                frame.variables.held[name].values.update(new.values)
+                frame.variables.held[name].inside.update(new.inside)
+            everything = not grown
+            rest = dict.fromkeys(frame.variables.held, Held.none())
+            frame.variables.shown = frame.variables.held if everything else rest | found
+        frame.variables.shown = frame.variables.held
+        frame.memo.clear()
+
+    def _new(self, frame: Frame, name: str, sources: Iterable[Source]) -> Held:
+        """What is assigned to a variable and was not known yet."""
+        new, known = Held.none(), frame.variables.held[name]
+        for source in sources:
+            if source[0] == "var":
+                held = frame.variables.shown[source[1]]
+                values, inside = held.values, held.inside
+            else:
+                found = {identity_of(value): value for value in self._values(frame, source)}
+                values = {} if source[0] == "held" else found
+                inside = found if self._may_hold(frame, source) else {}
+            new.values.update((key, values[key]) for key in values if key not in known.values)
+            new.inside.update((key, inside[key]) for key in inside if key not in known.inside)
+        return new
+
+    def _given(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
+        """What an argument may be: objects, which are noted, and plain values."""
+        found = {id(value): value for value in self._constants(frame, sources)}
+        for source in sources:
+            found.update({id(value): value for value in self._values(frame, source)})
+        return list(found.values())
+
+    def _identity(self, frame: Frame, source: Source) -> None:
+        """A value is compared by identity."""
+        values = self._given(frame, (source,))
+        self.identities |= {self.inputs[id(value)] for value in values if id(value) in self.inputs}
+        known = [self.original(value) for value in values if value is not None and type(value) is not bool]
+        self.identical.update((id(value), value) for value in known)
+        for value in values:
+            if is_a(value, torch.Tensor) and id(value) not in self.inputs and self.knows(value):
+                self.others[id(value)] = value
+
+    def _written(self, owner: Any, name: str) -> None:
+        """An attribute is about to be set."""
+        if is_a(owner, torch.Tensor) and self.knows(owner):
+            own = self.original(owner)
+            place = Place("attribute", name, f" of {self.place(own)}")
+            if own is not owner and not hasattr(torch.Tensor, name):  # ``data``, ``grad``: capture sees these itself
+                reason = "sets an attribute of a tensor of the module's; a compiled call does not"
+                self.refuse(str(place), "forward", reason, "keep it in an attribute of the module")
+            self.name(own.__dict__, name, place)
+        else:
+            self.attribute(owner, name)
+
     def _keys(self, frame: Frame, source: Source) -> list[Any]:
         """The keys that a source may be; none where a function in C makes them."""
-        if source[0] == "called" or (source[0] == "result" and source[1] not in frame.python):
-            return []
-        return self._constants(frame, (source,))
+        sources = self._expanded(frame, [source])
+        return self._constants(frame, [each for each in sources if _is_heard(frame, each)])
+
+    def _unheard(self, frame: Frame, source: Source) -> bool:
+        """Whether a key is what one of the other kind gives: Python's and C's functions have a source each."""
+        kinds = self._expanded(frame, [source])
+        return any(
+            (each[0] == "called" and each[1] in frame.python) or (each[0] == "result" and each[1] in frame.called)
+            for each in kinds
+        )
 
     def _each(self, frame: Frame, owner: Any) -> list[Any]:
         self.whole(owner, frame.where)
@@ -190,6 +307,11 @@ class Sources(Insides):
         if value is ABSENT and answer_of(find_spec, (full,), {}) is None:
             self.items.setdefault(("missing", full), Missing(full, Place("module", full)))
         return interesting(value)
+
+
+def _is_heard(frame: Frame, source: Source) -> bool:
+    """Whether a key is known one by one: it is none that a function in C makes."""
+    return source[0] != "called" and (source[0] != "result" or source[1] in frame.python)
 
 
 def _peek(owner: Any, name: str) -> Any:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from bridge.guards.kinds import PLAIN, answer_of, contents_of, is_a, put_back
-from bridge.guards.objects import ABSENT, dict_of, is_changeable
+from bridge.guards.objects import ABSENT, class_entry, dict_of, is_changeable
 from bridge.state import kept, same
 
 __all__ = ["ABSENT", "MANY", "Answer", "CachedResult", "Class", "ClassName", "ClosureCell", "Code", "Contents"]
@@ -375,15 +375,6 @@ def write_table(value: Any, contents: list[Any]) -> None:
 def entry_of(space: Mapping[Any, Any], name: Any) -> Any:
     """An entry of a dictionary, or of a view of one, as it is stored."""
     return (dict.get if is_a(space, dict) else type(space).get)(space, name, ABSENT)
-
-
-def class_entry(kind: type, name: str) -> Any:
-    """What a class or its bases hold under a name, as it is stored."""
-    for base in kind.__mro__:
-        held = base.__dict__
-        if name in held:
-            return held[name]
-    return ABSENT
 
 
 def slot_of(value: Any, name: str) -> Any:

@@ -237,6 +237,8 @@ class World(Changes):
         kind, place = type(owner), self.place(owner)
         if kind is super:
             return self._of_super(owner, name)
+        if kind is types.MethodType and name not in ("__self__", "__func__", "__class__"):
+            return self.attribute(owner.__func__, name)
         if name == "__class__":
             self.know(kind, Place("class", kind.__name__))
             self._class(owner)

@@ -16,23 +16,8 @@ import torch
 from bridge.base.torch_internals import AbsentOperator, storage_id
 from bridge.capture import share_elements
 
-__all__ = [
-    "DRAWS",
-    "FUNCTIONS",
-    "INTO_GIVEN",
-    "NEVER_RAISE",
-    "OUT_KERNELS",
-    "PLACED_DRAWS",
-    "REDRAWS",
-    "TensorAt",
-    "TensorsAt",
-    "dense",
-    "into_given",
-    "invoke",
-    "invoke_into",
-    "library_function",
-    "out_kernel",
-]
+__all__ = ["DRAWS", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_KERNELS", "PLACED_DRAWS", "REDRAWS", "TensorAt"]
+__all__ += ["TensorsAt", "dense", "into_given", "invoke", "invoke_into", "library_function", "out_kernel"]
 
 Function = Callable[..., Any]
 

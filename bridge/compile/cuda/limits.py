@@ -19,24 +19,9 @@ from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 
-__all__ = [
-    "ACCESS_BYTES",
-    "ALTERNATIVES",
-    "BLOCK_THREADS",
-    "COLUMN_STRANDS",
-    "FEW_ROWS",
-    "FINISH_STRANDS",
-    "FLOAT64_ARCHITECTURES",
-    "LIMITS",
-    "ORDER",
-    "ROWS_THREADS",
-    "SHARED_BYTES",
-    "VECTOR",
-    "WARP",
-    "row_groups",
-    "row_lanes",
-    "row_threads",
-]
+__all__ = ["ACCESS_BYTES", "ALTERNATIVES", "BLOCK_THREADS", "COLUMN_STRANDS", "FEW_ROWS", "FINISH_STRANDS"]
+__all__ += ["FLOAT64_ARCHITECTURES", "LIMITS", "ORDER", "ROWS_THREADS", "SHARED_BYTES", "VECTOR", "WARP"]
+__all__ += ["row_groups", "row_lanes", "row_threads"]
 
 VECTOR = 4
 """Elements that a thread takes at once: 16 bytes of float32, the widest access."""

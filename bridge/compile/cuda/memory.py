@@ -31,18 +31,8 @@ from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import empty_strided, memory_of_pool, reinterpreted
 from bridge.compile.graphs.recordings import Form, nbytes
 
-__all__ = [
-    "ALIGNMENT",
-    "PoolMemory",
-    "PrivatePool",
-    "SlotMemory",
-    "bytes_of",
-    "pieces_of",
-    "places_of",
-    "rooms_of",
-    "spare_bytes",
-    "takes_from",
-]
+__all__ = ["ALIGNMENT", "PoolMemory", "PrivatePool", "SlotMemory", "bytes_of", "pieces_of", "places_of", "rooms_of"]
+__all__ += ["spare_bytes", "takes_from"]
 
 
 _LOCK = free_in_children(threading.RLock())

@@ -8,21 +8,8 @@ from dataclasses import dataclass
 from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir.views import View, alike
 
-__all__ = [
-    "FIELDS",
-    "Access",
-    "Argument",
-    "Geometry",
-    "LookupPlan",
-    "Number",
-    "PackPlan",
-    "Packing",
-    "PoolPlan",
-    "ProductPlan",
-    "ScatterPlan",
-    "Term",
-    "counting_dtype",
-]
+__all__ = ["FIELDS", "Access", "Argument", "Geometry", "LookupPlan", "Number", "PackPlan", "Packing", "PoolPlan"]
+__all__ += ["ProductPlan", "ScatterPlan", "Term", "counting_dtype"]
 
 
 @dataclass(frozen=True)

@@ -18,24 +18,8 @@ from dataclasses import dataclass
 
 from autodiff.extents import Dim, below, divides, same, sample_of
 
-__all__ = [
-    "View",
-    "alike",
-    "box",
-    "broadcast",
-    "compose",
-    "cut_out",
-    "dense",
-    "dense_strides",
-    "expand",
-    "inverse",
-    "is_dense",
-    "merged",
-    "permute",
-    "reshape",
-    "slice_view",
-    "without_broadcast",
-]
+__all__ = ["View", "alike", "box", "broadcast", "compose", "cut_out", "dense", "dense_strides", "expand", "inverse"]
+__all__ += ["is_dense", "merged", "permute", "reshape", "slice_view", "without_broadcast"]
 
 
 @dataclass(frozen=True)

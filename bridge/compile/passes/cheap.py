@@ -54,15 +54,8 @@ from bridge.compile.loop_ir.graph import (
 from bridge.compile.loop_ir.views import cut_out, dense, is_dense
 from bridge.compile.schedule.limits import Limits, Rules
 
-__all__ = [
-    "Producers",
-    "add_few_rows",
-    "box_of_arithmetic",
-    "cast_where_read",
-    "count_where_read",
-    "permuted_arithmetic",
-    "recompute_row_values",
-]
+__all__ = ["Producers", "add_few_rows", "box_of_arithmetic", "cast_where_read", "count_where_read"]
+__all__ += ["permuted_arithmetic", "recompute_row_values"]
 
 
 class Producers:

@@ -42,20 +42,8 @@ from bridge.compile.codegen.tir import LOOPS_ATTR, SHARED_ATTR
 from bridge.compile.runtime.elf import CannotLinkError, shared_library
 from bridge.compile.runtime.kernel_store import KernelTexts, Libraries, stored_or_built
 
-__all__ = [
-    "REFUSALS",
-    "Build",
-    "LateMapping",
-    "WeakCache",
-    "build_kernels",
-    "clear_kernels",
-    "in_background",
-    "library_bytes",
-    "loaded",
-    "others_may_build",
-    "settle",
-    "some_of",
-]
+__all__ = ["REFUSALS", "Build", "LateMapping", "WeakCache", "build_kernels", "clear_kernels", "in_background"]
+__all__ += ["library_bytes", "loaded", "others_may_build", "settle", "some_of"]
 
 
 Value = TypeVar("Value")

@@ -32,18 +32,8 @@ from bridge.compile.runtime.kernel_store import canonical_text, from_plain, func
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.choices import Choices
 
-__all__ = [
-    "bytes_of",
-    "form_of",
-    "keep_program",
-    "kept_program",
-    "load",
-    "parts_of",
-    "plain_text",
-    "save",
-    "tensor_of",
-    "texts",
-]
+__all__ = ["bytes_of", "form_of", "keep_program", "kept_program", "load", "parts_of", "plain_text", "save"]
+__all__ += ["tensor_of", "texts"]
 
 
 _FORMAT = "bridge program 4"

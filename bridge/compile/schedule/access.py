@@ -26,17 +26,8 @@ from bridge.compile.loop_ir.operations import Access, Argument, Number, Term
 from bridge.compile.loop_ir.views import View, merged
 from bridge.compile.schedule.limits import Rules
 
-__all__ = [
-    "Arguments",
-    "Space",
-    "access",
-    "column_strides",
-    "make_space",
-    "offset_of",
-    "share_loops",
-    "terms_of",
-    "window",
-]
+__all__ = ["Arguments", "Space", "access", "column_strides", "make_space", "offset_of", "share_loops", "terms_of"]
+__all__ += ["window"]
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,8 @@ from typing import Protocol
 from autodiff.extents import Dim
 from bridge.compile.loop_ir.operations import Packing
 
-__all__ = [
-    "BY_ROWS",
-    "CHAINED",
-    "GENERATED",
-    "IN_PANELS",
-    "PACKED",
-    "LayoutClass",
-    "ProductPolicy",
-    "ProductShape",
-    "is_generated",
-    "is_in_panels",
-    "product_of_plain",
-]
+__all__ = ["BY_ROWS", "CHAINED", "GENERATED", "IN_PANELS", "PACKED", "LayoutClass", "ProductPolicy", "ProductShape"]
+__all__ += ["is_generated", "is_in_panels", "product_of_plain"]
 
 GENERATED = "generated"
 """First word of the ways that are generated code; every other way is a kernel of :data:`bridge.library.OUT_KERNELS`."""

@@ -28,17 +28,8 @@ from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.codegen.tir import LaunchArguments, converted, rounded, sequence
 from bridge.compile.loop_ir.operations import Access, Argument, Number, Term
 
-__all__ = [
-    "Compute",
-    "Index",
-    "InputElement",
-    "KernelBuffers",
-    "Literal",
-    "NodeElement",
-    "Operand",
-    "PassStep",
-    "Passed",
-]
+__all__ = ["Compute", "Index", "InputElement", "KernelBuffers", "Literal", "NodeElement", "Operand", "PassStep"]
+__all__ += ["Passed"]
 __all__ += ["RowPass", "RowPlan", "RowValues", "Walk"]
 
 

@@ -131,6 +131,40 @@ static partial: P = functools.partial(lambda k: k, NS(k=2.))~class C: get = stat
   | [h.get().k for h in (H,)][0] | P.args[0].k = 3.
 iterator of one's own: class C: __iter__ = lambda s: iter([s.held])~H = C()
   ~H.held = types.ModuleType('t'); H.held.k = 2. | [*H][0].k | H.held.k = 3.
+attribute of a method's function: class C:~    def f(s): return 0~    f.k = [2.]~H = C()
+  | getattr(H.f, chr(107))[0] | C.f.k[0] = 3.
+method's attribute passed on: class C:~    def f(s): return 0~    f.k = NS(v=2.)~H = C()
+  | (lambda f: f.k.v)(H.f) | C.f.k.v = 3.
+pairs of a list of its own: H = collections.UserList([NS(k=[2.]), 1]) | list(zip(H, H))[0][1].k[0] | H[0].k[0] = 3.
+numbered entries: H = collections.UserList([NS(k=[2.])]) | dict(enumerate(H))[0].k[0] | H[0].k[0] = 3.
+sorted items: H = collections.UserDict(a=NS(k=[2.])) | sorted(H.items())[0][1].k[0] | H['a'].k[0] = 3.
+grouped: H = collections.UserList([NS(k=[2.])])
+  | [*list(itertools.groupby(H, type))[0][1], *map(list, zip(H))][0][0].k[0] | H[0].k[0] = 3.
+one of many in a list: A = [[0.] for _ in range(40)]; A[33][0] = 2.
+  | [A[0], A[1], A[2], A[3], A[4], A[5], A[6], A[7], A[8], A[9], A[10], A[11], A[12], A[13], A[14], A[33]][15][0]
+  | A[33][0] = 3.
+one of many branches: A = [[0.] for _ in range(40)]; A[33][0] = 2.; W = 14
+  ~def f():~    h = A[0]~    if W == 1: h = A[1]~    elif W == 2: h = A[2]~    elif W == 3: h = A[3]
+  ~    elif W == 4: h = A[4]~    elif W == 5: h = A[5]~    elif W == 6: h = A[6]~    elif W == 7: h = A[7]
+  ~    elif W == 8: h = A[8]~    elif W == 9: h = A[9]~    elif W == 10: h = A[10]~    elif W == 11: h = A[11]
+  ~    elif W == 12: h = A[12]~    elif W == 13: h = A[13]~    elif W == 14: h = A[33]~    return h[0]
+  | f() | A[33][0] = 3.
+list of linked objects: H = None~for i in range(60): H = NS(k=1., n=H)~T = H.n.n~for i in range(50): T = T.n
+  ~def f():~    h, t = H, 0.~    while h is not None:~        t, h = t + h.k, h.n~    return t
+  | f() | T.k = 50.
+two lists that are linked: A = NS(k=2., n=None); B = NS(k=1., n=A); A.n = None; C = NS(k=1., n=B)
+  ~def f():~    a = C~    while a.n is not None:~        b = a.n~        a = b~    return a.k
+  | f() | A.k = 3.
+far below: H = NS(a=[2.])~for i in range(39): H = NS(a=H)~T = H~for i in range(39): T = T.a
+  | H.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a[0] | T.a[0] = 3.
+method in a variable: H = {'k': [2.]}~def f():~    get = H.get~    return get('k')[0] | f() | H['k'][0] = 3.
+receiver in a variable: H = {'k': 2.}~def f():~    get = H.get~    return get.__self__['k'] | f() | H['k'] = 3.
+array of objects: H = np.array([NS(k=2.)], object) | [h.k for h in H][0] | H[0].k = 3.
+text of fields: H = NS(k=2.) | float(f'{H}'[12:-1]) | H.k = 3.
+repr() of fields: H = [NS(k=2.)] | float(repr(H)[13:-2]) | H[0].k = 3.
+mapped to text: H = [NS(k=2.)] | float([*map(str, H)][0][12:-1]) | H[0].k = 3.
+fields compared: H = NS(k=2.); L = [NS(k=3.)] | 2. + L.count(H) | H.k = 3.
+chained: H = [[NS(k=2.)]] | [*itertools.chain(*H)][0].k | H[0][0].k = 3.
 format_map: H = NS(d={'k': 2}) | float('{k}'.format_map(getattr(H, 'd'))) | H.d['k'] = 3
 """
 HITS = """
