@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from bridge.guards.flow import Source
+from bridge.guards.flow import DataFlow, Source
 
 __all__ = ["BUILDS", "COMPARES", "DEREFS", "ENDS", "FLAGGED", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING"]
 __all__ += ["NOWHERE", "NO_PLACES", "NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS", "UNKNOWN"]
-__all__ += ["argument_is_subscript", "computed", "handlers", "joined", "without_locals"]
+__all__ += ["Lookups", "argument_is_subscript", "computed", "handlers", "held_in", "joined", "result_of"]
+__all__ += ["without_locals"]
 
 UNKNOWN: Source = ("unknown",)
 NOWHERE = frozenset((UNKNOWN,))
@@ -74,3 +75,97 @@ def handlers(code: CodeType, instructions: list[Any]) -> Iterator[tuple[int, int
     entries = getattr(dis.Bytecode(code), "exception_entries", ()) if sys.version_info >= (3, 11) else ()
     for entry in entries:
         yield entry.target, entry.depth + bool(entry.lasti) + 1
+
+
+def result_of(instruction: Any) -> frozenset:
+    """What an instruction gives, by its offset."""
+    return frozenset((("result", instruction.offset),))
+
+
+def held_in(value: frozenset) -> frozenset:
+    """What a container holds that a value was put into."""
+    return frozenset(("held", source) for source in value if source[0] != "const")
+
+
+class Lookups:
+    """What a function looks up of values, noted in its flow.
+
+    Attributes:
+        flow: what was read so far.
+        derived: by the offset of an operator, the sources of its operands.
+    """
+
+    def __init__(self) -> None:
+        self.flow = DataFlow()
+        self.derived: dict[int, frozenset] = {}
+
+    def _of(self, kind: str, value: frozenset, *more: Any) -> frozenset:
+        """The sources ``(kind, source, *more)`` of each, which are read."""
+        found = set()
+        for source in value:
+            made = (kind, source, *more)
+            if source[0] == "local":
+                continue
+            if source == UNKNOWN or source[0] == "null":
+                if kind == "attr" and source[0] != "null":
+                    self.flow.loose.add(more[0])
+                found.add(UNKNOWN)
+            else:
+                self.flow.reads[made] = None
+                found.add(made)
+        return frozenset(found)
+
+    def _whole(self, value: frozenset, compared: bool = False) -> None:
+        for source in value:
+            if source[0] not in NO_PLACES:
+                self.flow.wholes[source] = compared or self.flow.wholes.get(source, False)
+
+    def _iterated(self, value: frozenset) -> None:
+        self._whole(value)
+        self.flow.iterated.update((source, None) for source in value if source[0] not in NO_PLACES)
+
+    def _read(self, *source: Any) -> frozenset:
+        self.flow.reads[source] = None
+        return frozenset((source,))
+
+    def _compared(self, value: frozenset) -> None:
+        """Notes results that decide something, and what they were computed of."""
+        for source in value - self.flow.compared:
+            if source[0] == "result":
+                self.flow.compared.add(source)
+                self._compared(self.derived.get(source[1], NOTHING))
+
+    def _item(self, owner: frozenset, key: frozenset, offset: int | None) -> frozenset:
+        found = set() if offset is None else {("result", offset)}
+        for source in owner:
+            if source[0] in ("null", "unknown"):
+                found.add(UNKNOWN)
+                continue
+            for which in key or (UNKNOWN,):
+                known = which[0] in ("const", "arg", "global", "attr", "cell", "item", "result", "called", "var")
+                made = ("item", source, which) if known else ("each", source)
+                self.flow.reads[made] = None
+                found.add(made)
+        return joined(frozenset(found))
+
+    def _each(self, value: frozenset) -> frozenset:
+        return self._of("each", frozenset(source for source in value if source[0] not in ("const", "made")))
+
+    def _parts(self, value: frozenset) -> frozenset:
+        """What the result of an operator may hold of an operand: the entries of a list that another is added to."""
+        return frozenset(
+            ("held", ("each", source)) for source in value if source[0] in ("attr", "global", "cell", "item", "var")
+        )
+
+    def _operator(self, each: Any, name: str) -> None:
+        if name == "BINARY_OP":
+            symbol = str(each.argrepr)
+            operator = SYMBOLS.get(symbol.rstrip("=") if symbol not in SYMBOLS else symbol)
+            inplace = symbol.endswith("=")
+        else:
+            word = name.partition("_")[2]
+            operator, inplace = OLD_OPERATOR.get(word, word.lower()), name.startswith("INPLACE")
+        if operator:
+            self.flow.operators |= {f"__{operator}__", f"__r{operator}__"} | (
+                {f"__i{operator}__"} if inplace else set()
+            )

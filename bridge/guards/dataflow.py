@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import CodeType
 from typing import Any
@@ -31,13 +31,14 @@ from bridge.guards.bytecode import (
     NOWHERE,
     NULL,
     NULL_BEHIND,
-    OLD_OPERATOR,
-    SYMBOLS,
     UNKNOWN,
+    Lookups,
     argument_is_subscript,
     computed,
     handlers,
+    held_in,
     joined,
+    result_of,
     without_locals,
 )
 from bridge.guards.flow import CallSite, DataFlow
@@ -51,8 +52,9 @@ def flow_of(code: CodeType) -> DataFlow:
     return _Interpreter(code).run()
 
 
-class _Interpreter:
+class _Interpreter(Lookups):
     def __init__(self, code: CodeType):
+        super().__init__()
         self.code = code
         self.instructions = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
         self.at = {each.offset: index for index, each in enumerate(self.instructions)}
@@ -62,10 +64,9 @@ class _Interpreter:
         self.states: dict[int, tuple[frozenset, ...]] = {}
         named = [(each, index) for index, each in enumerate(self.instructions) if each.opname == "KW_NAMES"]
         self.keywords = {self._call_behind(index): code.co_consts[each.arg] for each, index in named}
-        self.flow = DataFlow()
         for name in self.assigned:
             self.flow.variables[name] = {("arg", name): None} if name in self.arguments else {}
-        self.derived: dict[int, frozenset] = {}
+        self.rules: dict[str, Callable[..., bool]] = {}
 
     def _call_behind(self, index: int) -> int:
         """The offset of the call that the names of keywords at an instruction are for."""
@@ -108,35 +109,6 @@ class _Interpreter:
             return frozenset((("var", name),))
         return frozenset((("arg", name),)) if name in self.arguments else NOTHING
 
-    def _of(self, kind: str, value: frozenset, *more: Any) -> frozenset:
-        """The sources ``(kind, source, *more)`` of each, which are read."""
-        found = set()
-        for source in value:
-            made = (kind, source, *more)
-            if source[0] == "local":
-                continue
-            if source == UNKNOWN or source[0] == "null":
-                if kind == "attr" and source[0] != "null":
-                    self.flow.loose.add(more[0])
-                found.add(UNKNOWN)
-            else:
-                self.flow.reads[made] = None
-                found.add(made)
-        return frozenset(found)
-
-    def _whole(self, value: frozenset, compared: bool = False) -> None:
-        for source in value:
-            if source[0] not in NO_PLACES:
-                self.flow.wholes[source] = compared or self.flow.wholes.get(source, False)
-
-    def _iterated(self, value: frozenset) -> None:
-        self._whole(value)
-        self.flow.iterated.update((source, None) for source in value if source[0] not in NO_PLACES)
-
-    def _read(self, *source: Any) -> frozenset:
-        self.flow.reads[source] = None
-        return frozenset((source,))
-
     def _step(self, index: int, stack: list[frozenset]) -> Iterator[tuple[int, list[frozenset]]]:
         each = self.instructions[index]
         name, argument = each.opname, each.argval
@@ -157,7 +129,7 @@ class _Interpreter:
             elif name in ("JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP"):
                 other = before
             elif name == "SEND" and sys.version_info < (3, 12):  # it is through
-                other = [*before[:-2], frozenset((("result", each.offset),))]
+                other = [*before[:-2], result_of(each)]
             elif name in ("SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"):
                 other = [*before[: height - (name != "SETUP_FINALLY")], *[NOTHING] * 6]
             yield target, list(other)
@@ -165,10 +137,22 @@ class _Interpreter:
             yield index + 1, stack
 
     def _do(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> None:
-        flow, raw = self.flow, each.arg or 0
-        if name in IDLE:
+        """What an instruction does: the first rule that knows it tells, and is asked first from then on."""
+        known = self.rules.get(name)
+        if known is not None:
+            known(each, name, argument, stack, pop)
             return
-        if name in ("POP_TOP", "POP_EXCEPT", "POP_ITER", "END_FOR") and (name != "POP_EXCEPT" or NEW):
+        rules = self._constant, self._variable, self._place, self._operation, self._match, self._container
+        for rule in (*rules, self._called, self._other):
+            if rule(each, name, argument, stack, pop):
+                self.rules[name] = rule
+                return
+
+    def _constant(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
+        """Constants, and what takes from the stack alone."""
+        if name in IDLE:
+            pass
+        elif name in ("POP_TOP", "POP_EXCEPT", "POP_ITER", "END_FOR") and (name != "POP_EXCEPT" or NEW):
             pop()
             if name == "END_FOR" and sys.version_info < (3, 13):  # the iterator, too
                 pop()
@@ -178,7 +162,14 @@ class _Interpreter:
                 isinstance(n, str | int | float | None.__class__) for n in argument
             )
             stack.append(frozenset((("const", argument),)) if plain or constants else NOTHING)
-        elif name.startswith(("LOAD_FAST", "STORE_FAST")):
+        else:
+            return False
+        return True
+
+    def _variable(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
+        """Locals, cells and globals."""
+        raw = each.arg or 0
+        if name.startswith(("LOAD_FAST", "STORE_FAST")):
             names = argument if isinstance(argument, tuple) else (argument,)
             if name == "LOAD_FAST_AND_CLEAR":  # put back behind a comprehension: it is what the variable is anyway
                 stack.append(NOTHING)
@@ -199,7 +190,7 @@ class _Interpreter:
             stack.append(self._read("cell", argument) if free else self._local(argument))
         elif name == "STORE_DEREF":
             if argument in self.code.co_freevars:
-                flow.writes["cell", argument] = None
+                self.flow.writes["cell", argument] = None
                 pop()
             else:
                 self._store(argument, pop())
@@ -216,14 +207,21 @@ class _Interpreter:
                 stack.append(NULL)
         elif name == "STORE_NAME":
             self._store(argument, pop())
-            flow.writes["global", argument] = None
+            self.flow.writes["global", argument] = None
         elif name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            flow.writes["global", argument] = None
+            self.flow.writes["global", argument] = None
             if name == "STORE_GLOBAL":
                 pop()
-        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+        else:
+            return False
+        return True
+
+    def _place(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
+        """Attributes, items and slices: looked up, and written."""
+        raw = each.arg or 0
+        if name in ("LOAD_ATTR", "LOAD_METHOD"):
             owner = pop()
-            found = joined(self._of("attr", owner, argument), frozenset((("result", each.offset),)))
+            found = joined(self._of("attr", owner, argument), result_of(each))
             if argument == "__self__":  # of a bound method: what it was looked up in
                 found = joined(found, frozenset(("receiver", source) for source in owner))
             if name == "LOAD_METHOD" or (NEW_ATTR and raw & 1):
@@ -232,7 +230,7 @@ class _Interpreter:
                 stack.append(found)
         elif name in ("LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "LOAD_ZERO_SUPER_ATTR", "LOAD_ZERO_SUPER_METHOD"):
             pop(), pop(), pop()
-            found = joined(self._read("super", argument), frozenset((("result", each.offset),)))
+            found = joined(self._read("super", argument), result_of(each))
             if name == "LOAD_SUPER_ATTR" and not raw & 1:
                 stack.append(found)
             else:
@@ -242,28 +240,34 @@ class _Interpreter:
             if name == "STORE_ATTR":
                 pop()
             for source in owner:
-                flow.writes["attr", source, argument] = None
-        elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and argument_is_subscript(each)):
-            key, owner = pop(), pop()
-            flow.operators.add("__getitem__")
-            stack.append(self._item(owner, key, each.offset))
+                self.flow.writes["attr", source, argument] = None
         elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
             key, owner = pop(), pop()
-            flow.operators.add("__setitem__")
+            self.flow.operators.add("__setitem__")
             if name == "STORE_SUBSCR":
                 pop()
             for source in owner:
-                flow.writes["item", source, key] = None
+                self.flow.writes["item", source, key] = None
         elif name == "BINARY_SLICE":
             pop(), pop()
             owner = pop()
             self._whole(owner)
-            stack.append(joined(self._each(owner), frozenset((("result", each.offset),))))
+            stack.append(joined(self._each(owner), result_of(each)))
         elif name == "STORE_SLICE":
             pop(), pop()
             for source in pop():
-                flow.writes["item", source, NOWHERE] = None
+                self.flow.writes["item", source, NOWHERE] = None
             pop()
+        else:
+            return False
+        return True
+
+    def _operation(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
+        """Operators, comparisons and truth."""
+        if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and argument_is_subscript(each)):
+            key, owner = pop(), pop()
+            self.flow.operators.add("__getitem__")
+            stack.append(self._item(owner, key, each.offset))
         elif name == "BINARY_OP" or name.startswith(("BINARY_", "INPLACE_")):
             right, left = pop(raw=True), pop(raw=True)
             made = computed(str(each.argrepr).rstrip("="), left, right)
@@ -272,7 +276,7 @@ class _Interpreter:
             self._operator(each, name)
             parts = [self._parts(value) for value in (left, right) if str(each.argrepr).startswith(("+", "|"))]
             self.derived[each.offset] = left | right
-            stack.append(joined(*parts, made, frozenset((("result", each.offset),))))
+            stack.append(joined(*parts, made, result_of(each)))
         elif name == "COMPARE_OP":
             right, left = pop(), pop()
             self._whole(joined(left, right), compared=True)
@@ -281,20 +285,20 @@ class _Interpreter:
                 (symbol for symbol in sorted(COMPARES, key=len, reverse=True) if symbol in str(each.argrepr)), None
             )
             if symbol:
-                flow.operators.add(f"__{COMPARES[symbol]}__")
+                self.flow.operators.add(f"__{COMPARES[symbol]}__")
             stack.append(NOTHING)
         elif name == "IS_OP":
             right, left = pop(), pop()
             if not any(source[0] == "const" for source in (*left, *right)):  # ``is None`` asks for no object
-                flow.identities.update((source, None) for source in (*left, *right))
+                self.flow.identities.update((source, None) for source in (*left, *right))
             stack.append(NOTHING)
         elif name == "CONTAINS_OP":
             container, key = pop(), pop()
-            flow.iterated.update((source, None) for source in container if source[0] not in NO_PLACES)
+            self.flow.iterated.update((source, None) for source in container if source[0] not in NO_PLACES)
             for source in container:
                 for which in key:
                     if which[0] == "const" and source[0] not in ("null", "unknown"):
-                        flow.reads["in", source, which] = None
+                        self.flow.reads["in", source, which] = None
                     else:
                         self._whole(frozenset((source,)), compared=True)
             self._whole(key, compared=True)
@@ -303,16 +307,24 @@ class _Interpreter:
             value = stack[-1] if name == "GET_LEN" and stack else pop()
             self._whole(value)
             if name.startswith("UNARY_") and name != "UNARY_NOT":
-                flow.operators.add({"UNARY_NEGATIVE": "__neg__", "UNARY_POSITIVE": "__pos__"}.get(name, "__invert__"))
+                special = {"UNARY_NEGATIVE": "__neg__", "UNARY_POSITIVE": "__pos__"}
+                self.flow.operators.add(special.get(name, "__invert__"))
             stack.append(value if name == "TO_BOOL" else NOTHING)
-        elif name == "RAISE_VARARGS":
+        else:
+            return False
+        return True
+
+    def _match(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
+        """Exceptions, patterns, iteration and unpacking."""
+        raw = each.arg or 0
+        if name == "RAISE_VARARGS":
             raised = [pop() for _ in range(raw)]
-            flow.relations[each.offset] = NOTHING, joined(*raised)
+            self.flow.relations[each.offset] = NOTHING, joined(*raised)
         elif name in ("CHECK_EXC_MATCH", "MATCH_CLASS"):
             names = pop() if name == "MATCH_CLASS" else NOTHING
             kinds = pop()
             value = pop() if name == "MATCH_CLASS" else stack[-1] if stack else NOWHERE
-            flow.relations[each.offset] = value, kinds
+            self.flow.relations[each.offset] = value, kinds
             parts = [part for source in names if source[0] == "const" for part in source[1] or ()]
             found = [self._of("attr", value, part) for part in parts]
             found += [self._each(value)] if raw and name == "MATCH_CLASS" else []
@@ -320,50 +332,53 @@ class _Interpreter:
         elif name in ("GET_ITER", "GET_YIELD_FROM_ITER"):
             value = pop()
             self._iterated(value)
-            stack.append(joined(value, frozenset((("result", each.offset),))))
+            stack.append(joined(value, result_of(each)))
         elif name == "FOR_ITER":
-            stack.append(joined(self._each(stack[-1] if stack else NOWHERE), frozenset((("result", each.offset),))))
+            stack.append(joined(self._each(stack[-1] if stack else NOWHERE), result_of(each)))
         elif name in ("UNPACK_SEQUENCE", "UNPACK_EX"):
             value = pop()
             self._iterated(value)
             parts = raw if name == "UNPACK_SEQUENCE" else (raw & 255) + (raw >> 8) + 1
             known = [self._item(value, frozenset((("const", place),)), None) for place in range(parts)]
             several = name == "UNPACK_EX"
-            given = frozenset((("result", each.offset),))
+            given = result_of(each)
             stack += [joined(self._each(value) if several else part, given) for part in reversed(known)]
-        elif name in BUILDS:
+        else:
+            return False
+        return True
+
+    def _container(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
+        """Containers: built, joined and appended to."""
+        raw = each.arg or 0
+        if name in BUILDS:
             parts = [pop() for _ in range(raw)]
-            stack.append(
-                joined(
-                    frozenset((("made",),)),
-                    *(frozenset(("held", p) for p in part if p[0] != "const") for part in parts),
-                )
-                if parts
-                else NOTHING
-            )
+            stack.append(joined(frozenset((("made",),)), *map(held_in, parts)) if parts else NOTHING)
         elif name in ("BUILD_MAP", "BUILD_CONST_KEY_MAP"):
             parts = [pop() for _ in range(2 * raw if name == "BUILD_MAP" else raw + 1)]
-            stack.append(
-                joined(*(frozenset(("held", p) for p in part if p[0] != "const") for part in parts))
-                if parts
-                else NOTHING
-            )
+            stack.append(joined(*map(held_in, parts)) if parts else NOTHING)
         elif name in JOINS:
             value = pop()
             extends = name not in ("LIST_APPEND", "SET_ADD")
             if extends:
                 self._iterated(value)
-                value = joined(value, frozenset((("result", each.offset),)))  # a generator gives it here
-            held = value if extends else frozenset(("held", p) for p in value if p[0] != "const")
+                value = joined(value, result_of(each))  # a generator gives it here
+            held = value if extends else held_in(value)
             if len(stack) >= raw > 0:
                 stack[-raw] = joined(stack[-raw], held)
         elif name == "MAP_ADD":
             value, _ = pop(), pop()
             if len(stack) >= raw > 0:
-                stack[-raw] = joined(stack[-raw], frozenset(("held", p) for p in value if p[0] != "const"))
+                stack[-raw] = joined(stack[-raw], held_in(value))
         elif name == "LIST_TO_TUPLE":
             pass
-        elif name == "COPY":
+        else:
+            return False
+        return True
+
+    def _called(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
+        """The stack's order, calls, contexts, imports, formatting and conditional jumps."""
+        raw = each.arg or 0
+        if name == "COPY":
             stack.append(stack[-raw] if len(stack) >= raw else NOWHERE)
         elif name == "SWAP":
             if len(stack) >= raw:
@@ -381,23 +396,23 @@ class _Interpreter:
                 pop()
             self._whole(joined(args, keywords))
             spread = joined(self._each(args), self._each(keywords))
-            flow.calls[each.offset] = CallSite(function, None, (), spread)
+            self.flow.calls[each.offset] = CallSite(function, None, (), spread)
             for source in spread:
-                flow.wholes.setdefault(("passed", source, each.offset), False)
+                self.flow.wholes.setdefault(("passed", source, each.offset), False)
             stack.append(frozenset((("result", each.offset), ("called", each.offset))))
         elif name in ("BEFORE_WITH", "SETUP_WITH", "BEFORE_ASYNC_WITH"):
             manager = pop()
             self._whole(manager)  # a lock, before it is held
             self._of("attr", manager, "__enter__")
             self._of("attr", manager, "__exit__")
-            stack += [NOTHING, joined(frozenset((("result", each.offset),)), manager)]
+            stack += [NOTHING, joined(result_of(each), manager)]
         elif name == "IMPORT_NAME":
             names, level = pop(), pop()
             levels = [source[1] for source in level if source[0] == "const"]
             stack.append(self._read("import", argument, levels[0] if levels else 0, ("const", None) not in names))
         elif name == "IMPORT_FROM":
             found = self._of("attr", stack[-1] if stack else NOWHERE, argument)
-            stack.append(joined(found, frozenset((("result", each.offset),))))
+            stack.append(joined(found, result_of(each)))
         elif name in ("BUILD_STRING", "BUILD_SLICE"):
             for _ in range(raw):
                 self._whole(pop())
@@ -412,49 +427,8 @@ class _Interpreter:
         elif name.startswith(("POP_JUMP", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP")):
             self._whole(pop())
         else:
-            self._other(each, stack, pop)
-
-    def _compared(self, value: frozenset) -> None:
-        """Notes results that decide something, and what they were computed of."""
-        for source in value - self.flow.compared:
-            if source[0] == "result":
-                self.flow.compared.add(source)
-                self._compared(self.derived.get(source[1], NOTHING))
-
-    def _item(self, owner: frozenset, key: frozenset, offset: int | None) -> frozenset:
-        found = set() if offset is None else {("result", offset)}
-        for source in owner:
-            if source[0] in ("null", "unknown"):
-                found.add(UNKNOWN)
-                continue
-            for which in key or (UNKNOWN,):
-                known = which[0] in ("const", "arg", "global", "attr", "cell", "item", "result", "called", "var")
-                made = ("item", source, which) if known else ("each", source)
-                self.flow.reads[made] = None
-                found.add(made)
-        return joined(frozenset(found))
-
-    def _each(self, value: frozenset) -> frozenset:
-        return self._of("each", frozenset(source for source in value if source[0] not in ("const", "made")))
-
-    def _parts(self, value: frozenset) -> frozenset:
-        """What the result of an operator may hold of an operand: the entries of a list that another is added to."""
-        return frozenset(
-            ("held", ("each", source)) for source in value if source[0] in ("attr", "global", "cell", "item", "var")
-        )
-
-    def _operator(self, each: Any, name: str) -> None:
-        if name == "BINARY_OP":
-            symbol = str(each.argrepr)
-            operator = SYMBOLS.get(symbol.rstrip("=") if symbol not in SYMBOLS else symbol)
-            inplace = symbol.endswith("=")
-        else:
-            word = name.partition("_")[2]
-            operator, inplace = OLD_OPERATOR.get(word, word.lower()), name.startswith("INPLACE")
-        if operator:
-            self.flow.operators |= {f"__{operator}__", f"__r{operator}__"} | (
-                {f"__i{operator}__"} if inplace else set()
-            )
+            return False
+        return True
 
     def _call(self, each: Any, name: str, count: int, stack: list[frozenset], pop: Any) -> None:
         keywords: tuple[str, ...] = ()
@@ -477,7 +451,7 @@ class _Interpreter:
                     self.flow.wholes.setdefault(("passed", source, each.offset), False)
         stack.append(frozenset((("result", each.offset), ("called", each.offset))))
 
-    def _other(self, each: Any, stack: list[frozenset], pop: Any) -> None:
+    def _other(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
         """An instruction without a rule: what it takes is looked at, what it gives comes from nowhere known."""
         try:
             effect = dis.stack_effect(each.opcode, each.arg, jump=False)
@@ -486,8 +460,9 @@ class _Interpreter:
         for _ in range(max(0, -effect)):
             self._whole(pop())
         if effect == 0 and stack and each.opname.startswith(("ROT_", "MATCH_", "SET_FUNCTION_ATTRIBUTE")):
-            return
+            return True
         stack.extend([NOTHING] * max(0, effect))
+        return True
 
 
 def _stored(each: Any) -> tuple[str, ...]:
