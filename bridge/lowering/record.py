@@ -25,6 +25,7 @@ from bridge.base.devices import device_named, name_of, working_for
 from bridge.base.torch_fakes import fake_mode
 from bridge.base.torch_internals import OpOverload
 from bridge.capture import (
+    OWN,
     Captured,
     Draw,
     Observation,
@@ -168,8 +169,9 @@ def _meta(node: fx.Node) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if isinstance(stack := node.meta.get("stack_trace"), str):
         found["stack_trace"] = stack
-    if isinstance(where := (node.meta.get("custom") or {}).get("where"), str):
-        found["custom"] = {"where": where}
+    custom = node.meta.get("custom") or {}
+    if told := {key: custom[key] for key in ("where", OWN) if isinstance(custom.get(key), str)}:
+        found["custom"] = told
     if modules := node.meta.get("nn_module_stack"):
         found["nn_module_stack"] = {str(key): [str(part) for part in each] for key, each in modules.items()}
     if "val" in node.meta:

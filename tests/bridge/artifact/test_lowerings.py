@@ -355,3 +355,37 @@ def translations():
 def test_a_program_of_two_lowerings_is_found_by_both(used_cache):
     """The second one shares it in the first process, and has it from the disk in a later one."""
     assert [in_children(1, translations)[0] for _ in range(2)] == [3, 0]
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+class Binary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(StraightThrough.apply(self.linear(x)) * x)
+
+
+def penalized():
+    torch.manual_seed(0)
+    module, x = Binary(), torch.randn(3, 4, requires_grad=True)
+    with captures() as captured:
+        bridge.add_tvm_dispatch(module, x)
+    (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    return {"captured": len(captured), "bits": digest(each.grad for each in (x, module.linear.weight))}
+
+
+def test_second_derivatives_of_own_functions_are_found_too(used_cache):
+    results = [*in_children(1, penalized), *in_children(1, penalized)]
+    assert [each["captured"] for each in results] == [1, 0] and results[0]["bits"] == results[1]["bits"]
