@@ -41,6 +41,7 @@ from bridge.capture.packed import PackedSequences
 from bridge.capture.readings import COUNTS, FORMS, SharedArrays, line_of_reading, names_of_reader, numbers_of, tensor_of
 from bridge.capture.recorder import OperatorRecorder
 from bridge.capture.replay import FunctionReplay
+from bridge.capture.rows import values_in
 from bridge.capture.select_at import selected, shared_views
 from bridge.capture.whole_functions import HANDLERS
 
@@ -353,6 +354,18 @@ def _is_same_data(x: torch.Tensor, value: torch.Tensor) -> bool:
     return looks[0] == looks[1]
 
 
+class NewNumbers(torch.autograd.Function):
+    """What ``x.data = value`` makes of ``x``: other numbers, with the gradient of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
 def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
     """``x.data = value``: nothing where it leaves ``x`` what it is; other numbers, of a leaf that forward makes.
 
@@ -363,10 +376,19 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
         return None
     number, value = recorder.number_of(x), value.detach()
     if number is None or number >= recorder.record.inputs:
-        if not x.is_leaf:
-            run.complain("Tensor.data =", _OTHER_MEMORY, "work on a clone")
+        if not x.is_leaf:  # autograd follows it on; what has read it before has saved it, and has other numbers now
+            forms, rows = recorder.record.forms, recorder.record.rows
+            reading = [row.results for row in rows if number in values_in((row.args, row.kwargs))]
+            is_read = any(forms[each].requires_grad for each in values_in(reading))
+            if is_read or (x.shape, x.dtype) != (value.shape, value.dtype):
+                run.complain("Tensor.data =", _OTHER_MEMORY, "work on a clone")
+            else:
+                with torch.enable_grad():
+                    given, value = value, NewNumbers.apply(x, value)
+                for each in (given, value) if rules is not None else ():
+                    rules.given_to_input("Tensor.data =", each)
         with recorder.pause(), no_torch_function():
-            x.data = value
+            x.data = value.detach()
         recorder.stand_for(x, value)
         return None
     if (x.dtype, x.shape, x.stride()) != (value.dtype, value.shape, value.stride()):

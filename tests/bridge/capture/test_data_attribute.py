@@ -41,7 +41,25 @@ def is_a_leaf(m, x, y):
     return y * y.data if y.data.is_leaf and not y.data.requires_grad else y
 
 
+def binarized(m, x, y):
+    y = nn.functional.hardtanh(y)
+    y.data = y.data.sign()
+    with torch.no_grad():
+        z = m.linear(y)
+        z.data = z + 1
+    return m.linear(y) * y + z
+
+
+def set_twice(m, x, y):
+    y = y.exp()
+    y.data = y.data + 1
+    y.data = y.data * 3
+    return y[:2].sum() * y
+
+
 READ = [
+    binarized,
+    set_twice,
     moving_average,
     own_copy,
     straight_through,
@@ -75,6 +93,8 @@ WRITTEN = {
     "an argument's": (lambda m, x, y: (x.data.add_(1), y)[1], "changes a tensor that was passed"),
     "what autograd reads": (lambda m, x, y: (y.data.add_(1), y * y)[1], "autograd sees under another name"),
     "set": (lambda m, x, y: (setattr(y, "data", x), y)[1], "Tensor.data ="),
+    "set, read before": (lambda m, x, y: (y.square(), setattr(y, "data", y.data * 2))[0] * y, "Tensor.data ="),
+    "set, then written": (lambda m, x, y: (setattr(y, "data", y.data * 2), y.mul_(2))[1], "mul_"),
     "a parameter's set": (lambda m, x, y: (setattr(m.scale, "data", x[0]), y * m.scale)[1], "Tensor.data ="),
     "a gradient set": (lambda m, x, y: (setattr(m.scale, "grad", None), y * m.scale)[1], "Tensor.grad ="),
 }
