@@ -14,25 +14,6 @@ from bridge.tune import TuningResult, tune
 
 __version__: str = "0.1.0"
 
-__all__ = [
-    "CompilationError",
-    "Coverage",
-    "DispatchMiss",
-    "DispatchStats",
-    "Lowered",
-    "Report",
-    "TuningResult",
-    "Unsupported",
-    "UnsupportedModule",
-    "__version__",
-    "add_tvm_dispatch",
-    "examine",
-    "explain",
-    "load_compiled",
-    "lower",
-    "remove_tvm_dispatch",
-    "save_compiled",
-    "stats",
-    "tune",
-    "visualize",
-]
+__all__ = ["CompilationError", "Coverage", "DispatchMiss", "DispatchStats", "Lowered", "Report", "TuningResult"]
+__all__ += ["Unsupported", "UnsupportedModule", "__version__", "add_tvm_dispatch", "examine", "explain"]
+__all__ += ["load_compiled", "lower", "remove_tvm_dispatch", "save_compiled", "stats", "tune", "visualize"]

@@ -12,27 +12,6 @@ from partition.min_cut import BUDGETS, MinCut, Point, curve
 from partition.plan import Plan, Saved, bytes_text
 from partition.scans import differentiable_scans
 
-__all__ = [
-    "BUDGETS",
-    "STRATEGIES",
-    "Choice",
-    "Cost",
-    "JointGraph",
-    "MinCut",
-    "Node",
-    "Partitioned",
-    "Plan",
-    "Point",
-    "RecomputeAll",
-    "SaveAll",
-    "Saved",
-    "Strategy",
-    "build_graph",
-    "bytes_text",
-    "coloring",
-    "curve",
-    "differentiable_scans",
-    "fewest_bytes",
-    "partition",
-    "rebuild_backward",
-]
+__all__ = ["BUDGETS", "STRATEGIES", "Choice", "Cost", "JointGraph", "MinCut", "Node", "Partitioned", "Plan", "Point"]
+__all__ += ["RecomputeAll", "SaveAll", "Saved", "Strategy", "build_graph", "bytes_text", "coloring", "curve"]
+__all__ += ["differentiable_scans", "fewest_bytes", "partition", "rebuild_backward"]

@@ -10,7 +10,6 @@ import ctypes
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -54,7 +53,7 @@ class _Plans(CpuBackend):
         return CudaProducts()
 
 
-_PLANS = _Plans(target=host_backend().target, order=ORDER, limits=replace(LIMITS, together=1))
+_PLANS = _Plans(target=host_backend().target, order=ORDER, limits=LIMITS.having(together=1))
 _HOST = CpuBackend(target=host_backend().target, order=ORDER, limits=LIMITS)
 
 

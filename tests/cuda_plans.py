@@ -25,7 +25,7 @@ __all__ = ["BACKEND", "FOR_LITTLE", "CudaKernels", "array", "assert_near", "plan
 FOR_LITTLE = CudaBackend(arch="sm_90")
 
 #: Takes every tensor for a large one, so that small tests see the vectors and rows of those.
-BACKEND = CudaBackend(replace(ORDER, small_rows=0), replace(LIMITS, single_elements=0), arch="sm_90")
+BACKEND = CudaBackend(replace(ORDER, small_rows=0), LIMITS.having(single_elements=0), arch="sm_90")
 
 #: Of the largest number of a result, what two orders of summation may differ by.
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.float16: 2e-2, torch.bfloat16: 5e-2}

@@ -22,10 +22,10 @@ MOST_LINES = 500
 _MOST_CODE_LINES, _MOST_FIELDS = 60, 14
 BOUNDS = {
     "files": 383,
-    "lines": 83_050,
+    "lines": 82_860,
     "class names of several files": 0,
     "functions of over 60 code lines": 1,
-    "classes of over 14 fields": 20,
+    "classes of over 14 fields": 19,
 }
 """Sizes of the product as a whole: lower a bound when the tree has shrunk; take something out rather than raise one."""
 
@@ -212,7 +212,7 @@ def _offered(package: str, files: dict[str, Path]) -> set[str]:
     return {
         entry
         for node in ast.parse(files[package].read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        if isinstance(node, ast.Assign | ast.AugAssign) and ast.unparse(node).startswith("__all__ ")
         for entry in ast.literal_eval(node.value)
     }
 

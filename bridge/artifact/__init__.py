@@ -15,18 +15,5 @@ from bridge.artifact.store import (
     write_artifact,
 )
 
-__all__ = [
-    "Artifact",
-    "CacheSettings",
-    "DamagedError",
-    "Store",
-    "cache_settings",
-    "current_store",
-    "key_of",
-    "made_once",
-    "of_this_package",
-    "prune",
-    "read_artifact",
-    "versions",
-    "write_artifact",
-]
+__all__ = ["Artifact", "CacheSettings", "DamagedError", "Store", "cache_settings", "current_store", "key_of"]
+__all__ += ["made_once", "of_this_package", "prune", "read_artifact", "versions", "write_artifact"]

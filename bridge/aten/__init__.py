@@ -19,24 +19,6 @@ from bridge.aten.importer import Imported, import_graph
 from bridge.aten.recurrent import LayerShape, layers_chosen_by
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 
-__all__ = [
-    "CONVERSIONS",
-    "Imported",
-    "LayerShape",
-    "UnsupportedUse",
-    "activations",
-    "any_operator",
-    "attention",
-    "conv",
-    "described_draw",
-    "import_graph",
-    "indexing",
-    "layers_chosen_by",
-    "nn",
-    "own_functions",
-    "pointwise",
-    "recurrent",
-    "reductions",
-    "shape",
-    "special",
-]
+__all__ = ["CONVERSIONS", "Imported", "LayerShape", "UnsupportedUse", "activations", "any_operator", "attention"]
+__all__ += ["conv", "described_draw", "import_graph", "indexing", "layers_chosen_by", "nn", "own_functions"]
+__all__ += ["pointwise", "recurrent", "reductions", "shape", "special"]

@@ -75,7 +75,7 @@ class Backend(ABC):
             raise ValueError(f"wanted a backend without choices, got one of {self.choices}")
         if not choices or choices == self.choices:
             return self
-        limits, order = replace(self.limits, **dict(choices.limits)), replace(self.order, **dict(choices.order))
+        limits, order = self.limits.having(**dict(choices.limits)), replace(self.order, **dict(choices.order))
         return replace(self, limits=limits, order=order, choices=choices)
 
     @property
@@ -83,8 +83,8 @@ class Backend(ABC):
         """This backend for the steps of loops: the same bits, of kernels that are started in threads earlier, and one
         after another."""
         limits = self.limits
-        work = min(limits.parallel_work, limits.parallel_steps)
-        return replace(self, limits=replace(limits, parallel_work=work, streams=1))
+        work = min(limits.threads.parallel_work, limits.threads.parallel_steps)
+        return replace(self, limits=limits.having(parallel_work=work, streams=1))
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:

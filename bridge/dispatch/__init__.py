@@ -22,38 +22,8 @@ from bridge.dispatch.parts import PartStats
 from bridge.dispatch.programs import BackwardRun
 from bridge.dispatch.stats import DispatchStats
 
-__all__ = [
-    "MAX_BOUND",
-    "MAX_ENTRIES",
-    "NO_ENTRY",
-    "SAVED",
-    "STEPS",
-    "Backward",
-    "BackwardRun",
-    "CallStep",
-    "DispatchStats",
-    "Dispatcher",
-    "Entries",
-    "Entry",
-    "EntryGuard",
-    "FrozenPrograms",
-    "GuardFailure",
-    "MakeDraws",
-    "PartStats",
-    "Save",
-    "Tuned",
-    "add_tvm_dispatch",
-    "backend_of_call",
-    "before_compiling",
-    "dispatch_at_first_call",
-    "entry_of_call",
-    "interpreter_state",
-    "keep_tuned",
-    "remove_tvm_dispatch",
-    "require_capturable",
-    "signature_of",
-    "stats",
-    "tuned_of",
-    "tuning_key",
-    "with_choices",
-]
+__all__ = ["MAX_BOUND", "MAX_ENTRIES", "NO_ENTRY", "SAVED", "STEPS", "Backward", "BackwardRun", "CallStep"]
+__all__ += ["DispatchStats", "Dispatcher", "Entries", "Entry", "EntryGuard", "FrozenPrograms", "GuardFailure"]
+__all__ += ["MakeDraws", "PartStats", "Save", "Tuned", "add_tvm_dispatch", "backend_of_call", "before_compiling"]
+__all__ += ["dispatch_at_first_call", "entry_of_call", "interpreter_state", "keep_tuned", "remove_tvm_dispatch"]
+__all__ += ["require_capturable", "signature_of", "stats", "tuned_of", "tuning_key", "with_choices"]

@@ -25,20 +25,5 @@ from bridge.library.registry import (
     invoke_into,
 )
 
-__all__ = [
-    "ALIGNMENT",
-    "DRAWS",
-    "FORMS",
-    "FUNCTIONS",
-    "INTO_GIVEN",
-    "NEVER_RAISE",
-    "OUT_KERNELS",
-    "PLACED_DRAWS",
-    "REDRAWS",
-    "TensorAt",
-    "TensorsAt",
-    "dense",
-    "invoke",
-    "invoke_into",
-    "waits_for_the_device",
-]
+__all__ = ["ALIGNMENT", "DRAWS", "FORMS", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_KERNELS", "PLACED_DRAWS"]
+__all__ += ["REDRAWS", "TensorAt", "TensorsAt", "dense", "invoke", "invoke_into", "waits_for_the_device"]

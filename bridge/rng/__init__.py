@@ -4,13 +4,5 @@ from bridge.rng.computed import alignment_of, begin_check, checked_gpu, computed
 from bridge.rng.draws import Draws, undo_draws
 from bridge.rng.engine import swap_state
 
-__all__ = [
-    "Draws",
-    "alignment_of",
-    "begin_check",
-    "checked_gpu",
-    "computed_mask",
-    "mask_at",
-    "swap_state",
-    "undo_draws",
-]
+__all__ = ["Draws", "alignment_of", "begin_check", "checked_gpu", "computed_mask", "mask_at", "swap_state"]
+__all__ += ["undo_draws"]

@@ -57,7 +57,7 @@ ORDER = ReductionOrder(
     block_rows=64,  # a block costs as much as a row and a half
 )
 
-LIMITS = Limits(
+LIMITS = Limits.of(
     nodes=80,
     buffers=48,
     terms=16,
@@ -242,7 +242,7 @@ class CpuBackend(Backend):
         return generate(plan)
 
     def legalized(self, function: PrimFunc) -> PrimFunc:
-        return scheduled(function, self.limits.parallel_legalized)
+        return scheduled(function, self.limits.threads.parallel_legalized)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         return build_kernels(functions, self._code_key, CpuLibraries(self.target))

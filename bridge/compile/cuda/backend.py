@@ -114,7 +114,7 @@ class CudaBackend(Backend):
         raise NotImplementedError(f"products on CUDA are torch's, not generated: {plan}")
 
     def apart(self, plan: RowPlan | ColumnPlan | TogetherPlan) -> tuple[PrimFunc, PrimFunc] | None:
-        return generate_apart(plan) if isinstance(plan, RowPlan) and self.limits.streams > 1 else None
+        return generate_apart(plan) if isinstance(plan, RowPlan) and self.limits.kernel.streams > 1 else None
 
     def legalized(self, function: PrimFunc) -> PrimFunc:
         return scheduled(function, target_of(self.arch))

@@ -74,7 +74,7 @@ ORDER = ReductionOrder(
     small_rows=2**17,
 )
 
-LIMITS = Limits(
+LIMITS = Limits.of(
     nodes=80,
     buffers=48,
     terms=16,

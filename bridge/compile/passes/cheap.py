@@ -62,7 +62,7 @@ class Producers:
     """Of each value seen so far, the point-wise node that computes it; of a concatenation, or padding, none."""
 
     def __init__(self, limits: Limits) -> None:
-        self._free_reads = limits.free_reads
+        self._free_reads = limits.recompute.free_reads
         self._nodes: dict[Value, Pointwise] = {}
         self._amounts: dict[Value, int] = {}  # of elements that casts of broadcast tensors cast
         self._of_kernels: set[Value] = set()
@@ -149,7 +149,9 @@ def cast_where_read(graph: Graph, rules: Rules) -> Graph:
 
 def count_where_read(graph: Graph, rules: Rules) -> Graph:
     """The graph in which point-wise nodes count what they would read of constants that are smaller by the limit."""
-    counts = {value for value, constant in graph.constants.items() if rules.limits.small_casts and _counts(constant)}
+    counts = {
+        value for value, constant in graph.constants.items() if rules.limits.recompute.small_casts and _counts(constant)
+    }
 
     def places(value: Value) -> Operand | None:
         return whole(Value(value.name, value.shape, "int64", "index")) if value in counts else None
@@ -175,7 +177,7 @@ def _cast_at_readers(
         source_of: a value → the dense operand that a cast makes it from, ``None`` for any other value.
         note: is told each point-wise node, in order.
     """
-    factor = rules.limits.small_casts
+    factor = rules.limits.recompute.small_casts
     if not factor:
         return graph
     nodes: list[Node] = []
@@ -200,7 +202,7 @@ def _cast_at_readers(
 
 def recompute_row_values(graph: Graph, rules: Rules) -> Graph:
     """The graph in which kernels of several sizes that read small values each compute them from what is in memory."""
-    if not rules.limits.section_elements:
+    if not rules.limits.concats.section_elements:
         return graph
     copies = _Copies(graph, rules)
     for node in graph.nodes:
@@ -211,7 +213,7 @@ def recompute_row_values(graph: Graph, rules: Rules) -> Graph:
 class _Copies:
     def __init__(self, graph: Graph, rules: Rules) -> None:
         self.nodes: list[Node] = []
-        self._free_reads = rules.limits.free_reads
+        self._free_reads = rules.limits.recompute.free_reads
         self._producers = Producers(rules.limits)
         self._made: dict[tuple[Value, int], Value] = {}
         self._sizes: dict[Value, set[int]] = defaultdict(set)
@@ -274,7 +276,10 @@ def _is_of_few(node: Reduction, rules: Rules) -> bool:
     """Whether it is worth it: where less is added up, a launch has few threads, and a row is theirs together."""
     if node.op != "sum" or same(node.inner, 1) or isinstance(node.reduced, Extent):
         return False
-    if not 1 < node.reduced <= rules.limits.added_rows or sample_of(node.out.numel) <= rules.limits.single_elements:
+    if (
+        not 1 < node.reduced <= rules.limits.rows.added_rows
+        or sample_of(node.out.numel) <= rules.limits.rows.single_elements
+    ):
         return False
     return same(rules.order.column_chunks(node.reduced, node.inner), 1)
 

@@ -107,8 +107,8 @@ def is_worth_joining(operands: Sequence[Operand | Scalar], axis: int, rules: Rul
     if rows * inner == 0:
         return False
     limits = rules.limits
-    is_joined = 2 <= sum(lengths) // step <= limits.joined_sections
-    return is_joined and inner >= rules.order.lanes and rows >= limits.joined_rows
+    is_joined = 2 <= sum(lengths) // step <= limits.concats.joined_sections
+    return is_joined and inner >= rules.order.lanes and rows >= limits.concats.joined_rows
 
 
 def _in_a_kernel(node: Join, rules: Rules) -> Concat | None:

@@ -59,11 +59,11 @@ def recompute_sections(graph: Graph, rules: Rules) -> Graph:
     for node in graph.nodes:
         if isinstance(node, Concat):
             sections = _Small(node, producers)
-            is_small = sample_of(node.out.numel) <= rules.limits.section_elements
-            computed = sections.all_computed(rules.limits.nodes // 2) if is_small else None
+            is_small = sample_of(node.out.numel) <= rules.limits.concats.section_elements
+            computed = sections.all_computed(rules.limits.kernel.nodes // 2) if is_small else None
             if computed is None:
                 sections = _Sections(node, producers)
-                depth = rules.limits.section_operators
+                depth = rules.limits.concats.section_operators
                 computed = tuple(sections.computed(operand, depth) for operand in node.operands)
             nodes += sections.nodes
             node = replace(node, operands=computed)
@@ -154,7 +154,7 @@ def place_sections(graph: Graph, rules: Rules) -> Graph:
         for operand in node.operands
         if isinstance(node, Pointwise | Reduction) and isinstance(operand, Operand)
     }
-    most, nodes = rules.limits.placed_sections, []
+    most, nodes = rules.limits.concats.placed_sections, []
     for node in graph.nodes:
         if isinstance(node, Concat) and len(node.operands) <= most and node.out not in by_kernels:
             node = _placed(node, made) or node
@@ -272,7 +272,7 @@ class _Slices:
 
 def read_parts_apart(graph: Graph, rules: Rules) -> Graph:
     """A neutral graph with such loops, where nobody else reads the concatenation; the same one if there are none."""
-    most = rules.limits.parts_apart
+    most = rules.limits.concats.parts_apart
     if not most or not any(isinstance(node, LoopCall) for node in graph.nodes):
         return graph
     readers = Counter(

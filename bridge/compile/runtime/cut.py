@@ -211,7 +211,7 @@ class _Part:
         for view in self._static_views:
             touched.setdefault(flow.root(view.writes[0]), (0, 0))
         beside = None
-        if whole.backend.limits.streams > 1:
+        if whole.backend.limits.kernel.streams > 1:
             beside = steps_beside(self._steps, self._static_views)
             touched = lasting(touched, self._steps, beside, flow.root)
         elsewhere = {*self._takes, *self._given, *self._allocated}

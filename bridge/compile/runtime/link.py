@@ -435,7 +435,7 @@ class _Linker:
         """The program of everything linked so far; ``built`` are its kernels' machine code."""
         constants = tuple((self.slot(value), constant) for value, constant in self.constants.items())
         laid_out = [value for value, _ in self.slots if value.source == "constant" and value not in self.constants]
-        beside = self._leave_alone() if backend.limits.streams > 1 else None
+        beside = self._leave_alone() if backend.limits.kernel.streams > 1 else None
         arena = plan_arena(self.lifetimes)
         placed, below = list(self.lifetimes), ()
         if scope is not None:

@@ -133,7 +133,11 @@ class Program:
         """What a recorded run launches on a second stream: the same for all sizes."""
         if self.known_beside is not None:
             return self.known_beside
-        return steps_beside(self.steps, self.layout.views) if self.backend.limits.streams > 1 else SecondStreamPlan()
+        return (
+            steps_beside(self.steps, self.layout.views)
+            if self.backend.limits.kernel.streams > 1
+            else SecondStreamPlan()
+        )
 
     @cached_property
     def _conditions(self) -> dict[int, Callable[[Mapping[str, int]], SizeGuard | None]]:

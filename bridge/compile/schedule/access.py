@@ -95,14 +95,16 @@ def make_space(
             cuts.add(below)
             below *= extent
     ordered = sorted(cuts, key=_order)
-    if not all(divides(low, high) for low, high in pairwise(ordered)) or len(ordered) > limits.loops:
+    if not all(divides(low, high) for low, high in pairwise(ordered)) or len(ordered) > limits.kernel.loops:
         return None
     if columns is None:
         if len(ordered) == 2:
-            return Space((elements // limits.flat_row,), (limits.flat_row,), elements % limits.flat_row, flat=True)
+            return Space(
+                (elements // limits.rows.flat_row,), (limits.rows.flat_row,), elements % limits.rows.flat_row, flat=True
+            )
         amount = sample_of(elements)
-        columns = next(cut for cut in ordered if sample_of(cut) >= min(limits.short_row, amount))
-        if same(columns, elements) and amount > limits.flat_row and len(ordered) > 2:
+        columns = next(cut for cut in ordered if sample_of(cut) >= min(limits.rows.short_row, amount))
+        if same(columns, elements) and amount > limits.rows.flat_row and len(ordered) > 2:
             columns = ordered[-2]
     extents = [high // low for low, high in pairwise(ordered)]
     inside = ordered.index(columns)

@@ -267,7 +267,7 @@ def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
         terms_of(space.rows[loops], strides[loops], (1, inner), (name, key), arguments)
         for name, loops in (("batches", slice(first)), ("rows", slice(first, None)))
     )
-    lanes, vectors = rules.order.lanes, rules.limits.column_vectors
+    lanes, vectors = rules.order.lanes, rules.limits.rows.column_vectors
     wide = lanes * vectors
     sections = (
         ((lanes, vectors), 0, inner // wide),
@@ -292,7 +292,7 @@ def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
             for form, begin, count in sections
             if not same(count, 0)
         ),
-        not same(inner * outer, 1) and arguments.reaches(view.numel, rules.limits.parallel_columns, "parallel"),
+        not same(inner * outer, 1) and arguments.reaches(view.numel, rules.limits.threads.parallel_columns, "parallel"),
         "int64" if max(sample_of(value.numel), sample_of(node.out.numel)) >= 2**31 else "int32",
         len(arguments.numbers),
         rules.order.block_rows,

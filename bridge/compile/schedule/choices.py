@@ -26,7 +26,7 @@ Value = int | tuple[int, ...]
 Name = str | ProductShape | CallShape
 
 _NAMES = {
-    LIMITS: frozenset(field.name for field in fields(Limits)),
+    LIMITS: frozenset(Limits.names()),
     ORDER: frozenset(field.name for field in fields(ReductionOrder)),
 }
 
@@ -112,9 +112,9 @@ class Choices:
 
     def words(self, limits: Limits, order: ReductionOrder) -> Iterator[str]:
         """A line for each choice; ``limits``, ``order``: the default ones."""
-        for part, default in ((LIMITS, limits), (ORDER, order)):
+        for part, default in ((LIMITS, limits.numbers), (ORDER, vars(order))):
             for name, value in getattr(self, part):
-                yield f"{part}.{name} {getattr(default, name)} -> {value}"
+                yield f"{part}.{name} {default[name]} -> {value}"
         for product, way in self.products:
             yield f"product {product}: {way}"
         for call, form in self.calls:

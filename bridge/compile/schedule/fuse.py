@@ -95,7 +95,7 @@ def _single(index: int, node: Node, rules: Rules) -> Group:
         case Reduction():
             group = Group(index, [node], node.operand.view.numel, node.inner, node.outer)
             one_chunk = same(rules.order.column_chunks(node.reduced, node.inner), 1)
-            few = sample_of(group.elements) <= rules.limits.serial_elements // 2
+            few = sample_of(group.elements) <= rules.limits.threads.serial_elements // 2
             group.fusable = not one_chunk or (same(node.outer, 1) and few)
         case LibraryCall() | Fallback() | Product():
             group = Group(index, [node], 0, fusable=False)
@@ -152,7 +152,7 @@ class _Fuser:
         sharing = {
             other
             for _, operand in group.reads()
-            if sample_of(operand.value.numel) >= self.rules.limits.shared_elements
+            if sample_of(operand.value.numel) >= self.rules.limits.kernel.shared_elements
             for other in self.readers[operand.value]
             if other is not group and other.fusable and other not in group.sources
         }
@@ -161,16 +161,16 @@ class _Fuser:
     def _merge(self, first: Group, second: Group) -> Group | None:
         """The union of two groups where ``second`` may read ``first``, or ``None`` if they cannot share a kernel."""
         limits = self.rules.limits
-        if len(first.nodes) + len(second.nodes) > limits.nodes:
+        if len(first.nodes) + len(second.nodes) > limits.kernel.nodes:
             return None
         union = _union(first, second, self.position, self.rules)
         if union is None or self._cycle(first, second):
             return None
-        if len({operand.value for _, operand in union.reads()}) + len(union.made) > limits.buffers:
+        if len({operand.value for _, operand in union.reads()}) + len(union.made) > limits.kernel.buffers:
             free = {operand.value for _, operand in union.reads()}
-            if len(free) > limits.buffers // 2:
+            if len(free) > limits.kernel.buffers // 2:
                 return None
-        if all(node.op == "add" for node in union.nodes) and len(union.reads()) > limits.terms:
+        if all(node.op == "add" for node in union.nodes) and len(union.reads()) > limits.kernel.terms:
             return None
         if space_of(union, self.rules) is None:
             return None
@@ -286,7 +286,7 @@ def _common_space(first: Group, second: Group, rules: Rules) -> tuple[Dim, Dim |
     if large.columns is None and first not in second.sources and second not in first.sources:
         return None
     # One long row would leave nothing to run in parallel.
-    if sample_of(small.elements) < 8 and sample_of(large.elements) > rules.limits.serial_elements:
+    if sample_of(small.elements) < 8 and sample_of(large.elements) > rules.limits.threads.serial_elements:
         return None
     return large.elements, columns
 
@@ -320,7 +320,7 @@ def space_of(group: Group, rules: Rules) -> Space | None:
     reductions = [node for node in group.nodes if isinstance(node, Reduction)]
     reduces = any(same(node.inner, 1) for node in reductions)
     of_columns = not all(same(node.inner, 1) for node in reductions)
-    if _unrolled(group) > (rules.limits.summed_sections if of_columns else rules.limits.sections):
+    if _unrolled(group) > (rules.limits.kernel.summed_sections if of_columns else rules.limits.kernel.sections):
         return None
     return make_space(group.elements, group.columns, accesses, rules, reduces=reduces)
 

@@ -196,8 +196,8 @@ class _Planner:
         group = self.group
         levels, limits = levels_of(group.nodes), self.limits
         is_known = not isinstance(self.space.column_count, Extent)
-        cheap = limits.cheap_in_known_rows if is_known else limits.cheap_operations
-        recomputed = RecomputePolicy(cheap, max(cheap, limits.cheap_shared), self.space.column_count)
+        cheap = limits.recompute.cheap_in_known_rows if is_known else limits.recompute.cheap_operations
+        recomputed = RecomputePolicy(cheap, max(cheap, limits.recompute.cheap_shared), self.space.column_count)
         passes = tuple(
             RowPass(self._at(node.out for node in done.reductions), self._at(done.stores), self._at(done.cached))
             for done in plan_passes(group, self.outputs, levels, recomputed)
@@ -234,14 +234,15 @@ class _Planner:
         lanes, limits, elements = self.order.lanes, self.limits, self.group.elements
         if self.reduces:
             return lanes
-        if not isinstance(elements, Extent) and elements <= limits.single_elements:
+        if not isinstance(elements, Extent) and elements <= limits.rows.single_elements:
             return 1
         values, elements = (*self.inputs, *self.outputs), sample_of(elements)
         widest = max(
-            (itemsize(each.dtype) for each in values if sample_of(each.numel) * limits.free_reads > elements), default=4
+            (itemsize(each.dtype) for each in values if sample_of(each.numel) * limits.recompute.free_reads > elements),
+            default=4,
         )
         accesses = 2 if any(getattr(node, "op", None) in MASKS for node in self.group.nodes) else 1
-        return max(lanes, min(2 * lanes, accesses * limits.access_bytes // widest))
+        return max(lanes, min(2 * lanes, accesses * limits.rows.access_bytes // widest))
 
     def _at(self, values: Iterable[Value]) -> tuple[int, ...]:
         return tuple(map(self.index.__getitem__, values))
@@ -277,7 +278,9 @@ class _Planner:
         reduced = [node for node in self.group.nodes if isinstance(node, Reduction) and not same(node.inner, 1)]
         batch = self.group.batch if reduced else 1
         rows, columns = self.space.row_count // batch, self.space.column_count
-        chunks = self.order.column_chunks(rows, columns) if reduced else maximum(1, minimum(self.limits.tasks, rows))
+        chunks = (
+            self.order.column_chunks(rows, columns) if reduced else maximum(1, minimum(self.limits.rows.tasks, rows))
+        )
         parallel = not same(chunks * batch, 1) and self._worthwhile()
         if parallel is False and not reduced:
             return Walk(self._add(rows, "rows"))
@@ -296,7 +299,7 @@ class _Planner:
             batches=1 if same(batch, 1) else self._add(batch, "batches"),
             parallel=parallel,
             parallel_finish=parallel
-            and self.arguments.reaches(finished, self.limits.parallel_finish, "parallel finish"),
+            and self.arguments.reaches(finished, self.limits.threads.parallel_finish, "parallel finish"),
         )
 
     def _flat_walk(self) -> Walk:
@@ -307,7 +310,7 @@ class _Planner:
         nothing = same(tail, 0)
         where = None if nothing else (self._add(elements - tail, "tail"), self._add(tail, "tail's elements"))
         count = self._add(vectors, "vectors")
-        chunks = maximum(1, minimum(self.limits.tasks, rows))
+        chunks = maximum(1, minimum(self.limits.rows.tasks, rows))
         parallel = not same(chunks, 1) and self._worthwhile()
         if parallel is False:
             return Walk(self._add(rows, "rows"), vectors=count, tail=where)
@@ -370,5 +373,5 @@ class _Planner:
         for node in self.group.nodes:
             size = node.operand.view.numel if isinstance(node, Reduction) else node.out.numel
             heavy = isinstance(node, Pointwise) and node.op in EXPENSIVE
-            total += size * (self.limits.transcendental_work if heavy else 1)
-        return self.arguments.reaches(total, self.limits.parallel_work, "parallel")
+            total += size * (self.limits.threads.transcendental_work if heavy else 1)
+        return self.arguments.reaches(total, self.limits.threads.parallel_work, "parallel")

@@ -24,10 +24,10 @@ __all__ = ["read_again"]
 def read_again(groups: Sequence[Group], results: Iterable[Value], rules: Rules) -> None:
     """Changes groups, in an order of execution, so that fewer values cross from one to another.
 
-    A large value is computed where it is read if that takes at most ``limits.read_again`` cheap operators and no more
+    A large value is computed where it is read if that takes at most ``read_again`` cheap operators and no more
     bytes than writing and reading it, from what is in memory for others' sake, or is small; and if all its readers can.
     """
-    if rules.limits.read_again:
+    if rules.limits.recompute.read_again:
         _Pass(groups, results, rules).run()
 
 
@@ -80,7 +80,7 @@ class _Pass:
             wanted.update(operand.value for _, operand in group.reads())
 
     def _is_large(self, value: Value) -> bool:
-        return sample_of(value.numel) > self.rules.limits.single_elements
+        return sample_of(value.numel) > self.rules.limits.rows.single_elements
 
     def _compute_where_read(self, value: Value) -> bool:
         """Has a value computed by its readers, if that is worth it; tells whether it is."""
@@ -124,7 +124,7 @@ class _Pass:
                 elif not _is_aligned(operand) or not visit(operand.value):
                     return False
             nodes[wanted] = node
-            return len(nodes) <= self.rules.limits.read_again
+            return len(nodes) <= self.rules.limits.recompute.read_again
 
         return (list(nodes.values()), sources) if visit(value) else None
 
@@ -132,7 +132,7 @@ class _Pass:
         """Whether a value is there for somebody else, or is small beside the wanted one and there for another group."""
         if value.source != "node" or value in self.kept:
             return True
-        is_small = self.rules.limits.free_reads * sample_of(value.numel) <= sample_of(wanted.numel)
+        is_small = self.rules.limits.recompute.free_reads * sample_of(value.numel) <= sample_of(wanted.numel)
         return is_small and bool(self.readers[value])
 
     def _with_copies(self, group: Group, nodes: Sequence[Pointwise]) -> tuple[Group, dict[Value, Value]] | None:
@@ -173,7 +173,7 @@ class _Pass:
 
     def _is_possible(self, group: Group) -> bool:
         limits, free = self.rules.limits, {operand.value for _, operand in group.reads()}
-        if len(group.nodes) > limits.nodes or len(free) > limits.buffers // 2:
+        if len(group.nodes) > limits.kernel.nodes or len(free) > limits.kernel.buffers // 2:
             return False
         return space_of(group, self.rules) is not None
 

@@ -29,8 +29,7 @@ from bridge.compile.codegen.tir import LaunchArguments, converted, rounded, sequ
 from bridge.compile.loop_ir.operations import Access, Argument, Number, Term
 
 __all__ = ["Compute", "Index", "InputElement", "KernelBuffers", "Literal", "NodeElement", "Operand", "PassStep"]
-__all__ += ["Passed"]
-__all__ += ["RowPass", "RowPlan", "RowValues", "Walk"]
+__all__ += ["Passed", "RowPass", "RowPlan", "RowValues", "Walk"]
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,12 @@ class TogetherPlan:
 
 def together(groups: Sequence[Group], rules: Rules) -> list[list[Group]]:
     """Groups in an order of execution → the same in an order of execution, with those that are launched together."""
-    most = rules.limits.together
+    most = rules.limits.kernel.together
     if most == 1:
         return [[group] for group in groups]
-    awaited = {source for group in groups for source in group.sources} if rules.limits.streams > 1 else set(groups)
+    awaited = (
+        {source for group in groups for source in group.sources} if rules.limits.kernel.streams > 1 else set(groups)
+    )
     early = [group for step in _steps(groups, most, awaited, early=True) for group in step]
     return _steps(_others_first(early), most, awaited)
 

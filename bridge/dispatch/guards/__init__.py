@@ -12,15 +12,5 @@ from bridge.dispatch.guards.interpreter import active_modes, interpreter_state
 from bridge.dispatch.guards.sizes import ArgumentSizes, Sizes, argument_sizes
 from bridge.dispatch.guards.tensors import uncounted_statistics
 
-__all__ = [
-    "SAVED",
-    "ArgumentSizes",
-    "EntryGuard",
-    "GuardFailure",
-    "Sizes",
-    "active_modes",
-    "argument_sizes",
-    "interpreter_state",
-    "signature_of",
-    "uncounted_statistics",
-]
+__all__ = ["SAVED", "ArgumentSizes", "EntryGuard", "GuardFailure", "Sizes", "active_modes", "argument_sizes"]
+__all__ += ["interpreter_state", "signature_of", "uncounted_statistics"]

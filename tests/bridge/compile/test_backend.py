@@ -26,7 +26,7 @@ OTHER_ORDER = replace(
     HOST, order=replace(HOST.order, lanes=8, interleaved=(2, 1), chunk_rows=4, chunk_elements=64, split=256)
 )
 OTHER_LIMITS = replace(
-    HOST, limits=replace(HOST.limits, nodes=2, flat_row=512, short_row=32, parallel_work=1, tasks=3, joined_sections=2)
+    HOST, limits=HOST.limits.having(nodes=2, flat_row=512, short_row=32, parallel_work=1, tasks=3, joined_sections=2)
 )
 
 

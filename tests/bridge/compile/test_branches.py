@@ -36,7 +36,7 @@ from tests.sampling import sampled
 
 def compiled(func: Function, streams: int = 2):
     backend = backend_for(None)
-    backend = replace(backend, limits=replace(backend.limits, streams=streams))
+    backend = replace(backend, limits=backend.limits.having(streams=streams))
     return compile_function(func, name="test", options=CompileOptions.current(backend))
 
 

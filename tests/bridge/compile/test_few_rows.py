@@ -19,7 +19,7 @@ from tests.sampling import sampled
 def compiled(made, rows: int) -> Program:
     """For this processor, which adds up to so many rows in the place of a reduction, of any size."""
     backend = host_backend()
-    limits = replace(backend.limits, added_rows=rows, single_elements=1)
+    limits = backend.limits.having(added_rows=rows, single_elements=1)
     order = replace(backend.order, whole_rows=64, whole_columns=1)
     options = replace(current_options(), backend=replace(backend, limits=limits, order=order))
     return compile_function(made, name=f"rows{rows}", options=options)

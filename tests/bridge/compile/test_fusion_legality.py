@@ -86,7 +86,7 @@ def test_groups_are_legal(seed):
 def test_fusion_changes_no_bit(seed, dtype):
     graph, tensors = random_graph(200 + seed, 18, dtype)
     fused = assemble(graph, "fused", host_backend(), {})
-    unfused = replace(host_backend(), limits=replace(host_backend().limits, nodes=1))
+    unfused = replace(host_backend(), limits=host_backend().limits.having(nodes=1))
     single = fuse(graph, unfused)
     assert_legal(graph, single)
     assert all(len(group.nodes) == 1 for group in single)

@@ -27,7 +27,7 @@ SHAPES = [(16, 256), (9, 16), (8, 20), (24, 100), (64, 17)]  # with tails, and r
 def compiled(made, most: int, **limits: int) -> Program:
     """For this processor, where concatenations of up to so many sections are placed."""
     backend = host_backend()
-    backend = replace(backend, limits=replace(backend.limits, placed_sections=most, **limits))
+    backend = replace(backend, limits=backend.limits.having(placed_sections=most, **limits))
     return compile_function(made, name=f"placed{most}", options=replace(current_options(), backend=backend))
 
 

@@ -19,7 +19,7 @@ from tests.sampling import sampled
 def compiled(made, operators: int) -> Program:
     """For this processor, where kernels compute values of so many operators again, of any size."""
     backend = host_backend()
-    backend = replace(backend, limits=replace(backend.limits, read_again=operators))
+    backend = replace(backend, limits=backend.limits.having(read_again=operators))
     return compile_function(made, name=f"again{operators}", options=replace(current_options(), backend=backend))
 
 

@@ -170,7 +170,7 @@ def drawn(seed: int):
 
 @pytest.mark.parametrize("most", [1, 2, 8])
 def test_what_a_step_reads_is_made_before(most):
-    backend, joined = replace(BACKEND, limits=replace(LIMITS, together=most)), 0
+    backend, joined = replace(BACKEND, limits=LIMITS.having(together=most)), 0
     for seed in range(60):
         groups = fuse(drawn(seed), backend)
         steps = together(groups, backend)
