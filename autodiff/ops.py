@@ -32,10 +32,7 @@ guesses: the partition saves the results of such operators.
 
 from __future__ import annotations
 
-__all__ = ["COSTS", "POINTWISE", "having", "traits"]
-
-#: The cost classes, of which every operator in the table has one.
-COSTS = frozenset("random view slice creation cheap transcendental row reduction product".split())
+__all__ = ["POINTWISE", "having", "traits"]
 
 #: Words on the left, operators (without ``relax.``, or with ``library.``) on the right; an operator stands in one line.
 _TABLE = (

@@ -16,7 +16,6 @@ from autodiff.ir import (
     build_function,
     library_name,
     op_name,
-    results,
     substitute,
 )
 from autodiff.ops import having, traits
@@ -73,11 +72,6 @@ class Frozen:
     constants: Function
     call: Function
     weights: tuple[int, ...]
-
-    @property
-    def num_live(self) -> int:
-        """Parameters of ``call`` that each call gives."""
-        return len(self.call.params) - len(results(self.constants))
 
 
 def split_static(func: Function, frozen: int) -> Frozen:

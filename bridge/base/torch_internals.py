@@ -277,7 +277,6 @@ def _function_classes() -> Iterable[type]:
 
 # torch.export and torch.fx
 
-symbolic_trace: ModuleType = find("torch.fx._symbolic_trace")
 core_decompositions: Callable[[], dict] = find("torch._decomp._core_aten_decompositions_post_autograd")
 """() → the decompositions to core ATen: overload → formula."""
 decomposition_of: Callable[[Any], Callable[..., Any]] = find("torch._export.utils._get_decomp_for_cia")

@@ -96,8 +96,6 @@ def unnoticed(entry: Entry, module: nn.Module) -> Iterator[None]:
         before.restore()
 
 
-Make = Callable[[Choices], Entry]
-
 _BUILDERS = 2
 """One that runs Python, one that waits for a compiler, which takes one library at a time."""
 

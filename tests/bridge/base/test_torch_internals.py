@@ -34,12 +34,7 @@ def private_names(source: str) -> Iterator[str]:
                 yield name
 
 
-PREFIXES = (
-    "torch.",
-    "nn.Module.",
-    "pytree.",
-    "symbolic_trace.",
-)  # the last two are modules of torch under names of ours
+PREFIXES = ("torch.", "nn.Module.", "pytree.")  # the last one is a module of torch under a name of ours
 FILES = [path for path in sorted(ROOM.rglob("*.py")) if path.name != "torch_internals.py"]
 
 
