@@ -22,8 +22,7 @@ from benchmarks.memory_blocks import BLOCKS, TRANSFORMERS, make
 from benchmarks.results import Results, machine, versions
 from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, lower
-from bridge.show.memory.compare import SavedBytes, saved_bytes
-from bridge.show.memory.measure import kept_bytes, saved_for_backward
+from bridge.show.memory import SavedBytes, kept_bytes, saved_bytes, saved_for_backward
 from partition import MinCut, build_graph, fewest_bytes
 from partition.cost import flops, product, save_cost
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.memory_blocks import BLOCKS, make
 from bridge import lower
-from bridge.show.memory.measure import eager_saved_bytes, kept_bytes
+from bridge.show.memory import eager_saved_bytes, kept_bytes
 from partition import Point, build_graph, curve
 from partition.cost import flops
 

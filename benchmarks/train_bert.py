@@ -34,7 +34,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from benchmarks.text import build_tokenizer, corpus, masked_batches
 from bridge import add_tvm_dispatch, stats
-from bridge.show.memory.measure import saved_for_backward
+from bridge.show.memory import saved_for_backward
 
 Batch = dict[str, Tensor]
 

@@ -21,8 +21,8 @@ PACKAGES = ("bridge", "autodiff", "partition")
 MOST_LINES = 500
 _MOST_CODE_LINES, _MOST_FIELDS = 60, 14
 BOUNDS = {
-    "files": 383,
-    "lines": 82_840,
+    "files": 378,
+    "lines": 82_820,
     "class names of several files": 0,
     "functions of over 60 code lines": 1,
     "classes of over 14 fields": 19,

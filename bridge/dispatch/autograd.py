@@ -25,10 +25,10 @@ import torch
 
 from bridge.base.torch_autograd import keeps_graph
 from bridge.base.torch_internals import has_storage, len_function_stack, no_torch_function, saved_tensors_hooks
+from bridge.dispatch.backward_nodes import make_token
 from bridge.dispatch.call_run import Action, CallValues, outside_autocast
 from bridge.dispatch.eager_backward import saved_of, tensors_of
 from bridge.dispatch.programs import BoundPrograms, Programs
-from bridge.dispatch.segmented import make_token
 
 __all__ = ["BATCHED", "FOLLOWED", "applied", "apply", "eager_gradients"]
 
@@ -46,7 +46,7 @@ _FREED = (
 
 
 class GivenRun:
-    """Gradients at hand that later autograd nodes hand out, as :class:`bridge.dispatch.segmented.SegmentedRun`."""
+    """Gradients at hand that later autograd nodes hand out, as :class:`bridge.dispatch.backward_nodes.SegmentedRun`."""
 
     def __init__(self, gradients: Sequence[torch.Tensor | None], nodes: Sequence[Sequence[int]]):
         self._gradients, self._nodes = gradients, nodes

@@ -18,10 +18,10 @@ import torch
 
 from bridge.base.torch_internals import len_function_stack, no_torch_function
 from bridge.dispatch.autograd import applied, apply
+from bridge.dispatch.backward_nodes import make_token, run_of_token
 from bridge.dispatch.beside import ChainedGradients
 from bridge.dispatch.call_run import Action, CallValues, outside_autocast
 from bridge.dispatch.programs import BoundPrograms, Programs
-from bridge.dispatch.segmented import make_token, run_of_token
 
 __all__ = ["apply_in_nodes"]
 

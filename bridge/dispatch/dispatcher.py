@@ -2,6 +2,12 @@
 
 It sits where ``nn.Module.compile()`` puts its own: in the instance attribute ``_compiled_call_impl``,
 which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so copies and pickles are plain modules.
+
+Hooks of a dispatched module: torch runs them around the compiled forward.
+
+torch runs a module's hooks in ``nn.Module._call_impl``, around ``self.forward``. To put another forward there without
+touching the module, which other threads may be calling, ``_call_impl`` is given a shell in the module's place: all the
+module's state, that forward, and the module's hooks, each of which is called with the module itself.
 """
 
 from __future__ import annotations
@@ -9,7 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -28,7 +34,14 @@ from bridge.base.errors import (
 )
 from bridge.base.log import channel
 from bridge.base.threads import interrupts_deferred, raise_deferred
-from bridge.base.torch_internals import MODULE_CALL, compiling_flag, has_global_hooks, is_exporting, jit_is_tracing
+from bridge.base.torch_internals import (
+    MODULE_CALL,
+    MODULE_HOOKS,
+    compiling_flag,
+    has_global_hooks,
+    is_exporting,
+    jit_is_tracing,
+)
 from bridge.capture import ALL_COUNTS, CAPTURES, DynamicDim, LoopedCall, is_traced_here, same_numbers, uninitialized
 from bridge.compile import Backend, RecordedGraphs
 from bridge.dispatch.compile_entry import (
@@ -42,12 +55,44 @@ from bridge.dispatch.entries import CompileBudget, Entries, no_entry
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.generalize import Generalization
 from bridge.dispatch.guards import GuardFailure, active_modes
-from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide
 from bridge.dispatch.stats import DispatchStats, advice
 from bridge.dispatch.worth import TOO_SMALL, measure_worth
 
-__all__ = ["MAX_ENTRIES", "Dispatcher"]
+__all__ = ["MAX_ENTRIES", "Dispatcher", "call_with_hooks"]
+
+
+class _HooksOf(Mapping):
+    """Hooks that take ``module`` for whatever module they are called with; those that it has at the moment."""
+
+    def __init__(self, module: nn.Module, hooks: Mapping[int, Callable[..., Any]]):
+        self._module = module
+        self._hooks = hooks
+
+    def __getitem__(self, key: int) -> Callable[..., Any]:
+        module, hook = self._module, self._hooks[key]
+        return lambda _, *rest: hook(module, *rest)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._hooks))
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+
+class _Shell(nn.Module):
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
+        attributes = self.__dict__
+        attributes.update(module.__dict__)
+        for kind in MODULE_HOOKS:
+            attributes[kind] = _HooksOf(module, attributes[kind])
+        attributes["forward"] = forward
+
+
+def call_with_hooks(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What ``module(*args, **kwargs)`` would give if its forward were ``forward``, hooks on all modules included."""
+    return _Shell(module, forward)._call_impl(*args, **kwargs)
+
 
 log, guards_log = channel("dispatch"), channel("guards")
 

@@ -31,13 +31,21 @@ from bridge.compile import (
     Segment,
     cut,
 )
-from bridge.dispatch.backward_nodes import Gradient, gradients_of, most_nodes, nodes_of, places_of
+from bridge.dispatch.backward_nodes import (
+    BoundSegment,
+    Gradient,
+    SegmentedRun,
+    gradients_of,
+    make_token,
+    most_nodes,
+    nodes_of,
+    places_of,
+)
 from bridge.dispatch.call_steps import Backward, input_names
 from bridge.dispatch.eager_backward import EagerBackward
 from bridge.dispatch.guards import Sizes
 from bridge.dispatch.recompute import ComputedMasks
 from bridge.dispatch.results import backward_orders, forward_orders
-from bridge.dispatch.segmented import BoundSegment, SegmentedRun, make_token
 from bridge.lowering import LoweredCall, script
 
 __all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs"]

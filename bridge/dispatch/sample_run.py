@@ -25,7 +25,7 @@ from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, innermost_transform, pytree
 from bridge.capture import IsolatedRNG, Twin, copier, device_of_call, is_capturing
-from bridge.dispatch.hooks import call_with_hooks
+from bridge.dispatch.dispatcher import call_with_hooks
 from bridge.guards import Reads, recorded_reads, undo
 from bridge.state import generators_put_back
 

@@ -11,7 +11,7 @@ from autodiff.ir import Function, bindings
 from bridge.compile import CallLibrary, Instruction, Launch, Program, RunLoop
 from bridge.dispatch import Entry, PartStats, stats
 from bridge.lowering import LoweredCall, Origin
-from bridge.show.memory.measure import kept_bytes
+from bridge.show.memory import kept_bytes
 from bridge.show.program_picture import ProgramReport, StepRow
 from bridge.show.report import EntryReport, Report, choices_of
 

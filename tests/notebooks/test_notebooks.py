@@ -23,7 +23,7 @@ PRELUDE = """
 from bridge.compile.cpu import products
 from bridge.compile.schedule.products import GENERATED
 from bridge.dispatch import worth
-from bridge.show.memory.torch_min_cut import PREPARATIONS
+from bridge.show.memory import PREPARATIONS
 
 def measured(policy, product, ways, generated=GENERATED):
     return {generated if generated in ways else ways[0]: 1.0}

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.show.memory.measure import saved_for_backward
+from bridge.show.memory import saved_for_backward
 
 KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.rng.draws import Draws
-from bridge.show.memory.measure import saved_for_backward
+from bridge.show.memory import saved_for_backward
 from partition import MinCut
 from tests.bridge.compare import Call, assert_same, clone_tree, run
 from tests.bridge.models import bert_layer

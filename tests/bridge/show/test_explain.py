@@ -6,7 +6,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 from bridge import add_tvm_dispatch, explain, stats
-from bridge.show.memory.measure import saved_for_backward
+from bridge.show.memory import saved_for_backward
 
 
 def bert():

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from benchmarks import memory_curve
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.compile import compile_function
-from bridge.show.memory.compare import SavedBytes, saved_bytes
-from bridge.show.memory.measure import eager_saved_bytes, kept_bytes, plan_with
+from bridge.show.memory import SavedBytes, eager_saved_bytes, kept_bytes, plan_with, saved_bytes
 from partition import MinCut
 from partition import cut as split_file
 from partition.cut import backward_order, peak_bytes
@@ -81,7 +80,7 @@ def test_keyword_arguments():
 
 
 def test_torch_min_cut_may_not_apply():
-    from bridge.show.memory.torch_min_cut import torch_min_cut_or_reason
+    from bridge.show.memory import torch_min_cut_or_reason
 
     class Untraceable(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
