@@ -43,6 +43,8 @@ _BASES, _HELD, _CALL = attrgetter("__mro__"), attrgetter("cell_contents"), metho
 class _Names:
     """Names in one namespace, or in a class and its bases, and what they were."""
 
+    is_counted = True
+
     def __init__(self, items: Sequence[Name | ClassName]):
         self.items, first = items, items[0]
         self._names = [item.name for item in items]
@@ -59,14 +61,16 @@ class _Names:
 
 
 class _Held:
-    """What a dictionary holds, whose writes are counted."""
+    """What a dictionary holds, whose writes are counted; not those to what lies in it and only means the same."""
 
     def __init__(self, item: Contents):
-        self.items, self.values = [item], [item.read()]
+        self.items, self.values, self.is_counted = [item], [item.read()], True
 
     def unchanged(self) -> bool:
         (item,), (then,) = self.items, self.values
-        return not item.differs(then)
+        now = item.read()
+        self.is_counted = len(now) == len(then) and all(map(is_, chain(*now), chain(*then)))
+        return self.is_counted or item.same(now, then)
 
 
 class ReadGuard:
@@ -181,6 +185,9 @@ class ReadGuard:
             if versions is None or then is None or versions[place] != then[place]:
                 if not all([names.unchanged() for names in self._by_dict[id(each)]]):
                     return False
+        for place, each in enumerate(self._dicts) if versions is not None else ():
+            if not all(names.is_counted for names in self._by_dict[id(each)]):
+                versions[place] = -1
         self._versions, self._empty = versions, [each for each in self._dicts if not each]
         return True
 

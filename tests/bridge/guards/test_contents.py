@@ -143,3 +143,23 @@ def test_a_class_whose_len_and_items_raise_is_seen_as_it_is_stored(kind):
         module.held[0] = 3.0
         torch.testing.assert_close(module(x), wanted * 1.5)
         assert "attribute 'held'" in str(dict(stats(module).misses))
+
+
+KEPT = {}
+
+
+class OfValues(nn.Module):
+    def forward(self, x):
+        return x * float(next(each for _, each in KEPT.items())[0])
+
+
+@pytest.mark.parametrize("kind", [list, bytearray, deque, np.array])
+def test_an_equal_object_in_its_place_is_looked_into_from_then_on(kind):
+    """The dictionary is not written to when the object changes."""
+    KEPT["v"] = kind([2])
+    module, x = OfValues(), torch.ones(3)
+    add_tvm_dispatch(module, x)
+    KEPT["v"] = kind([2])
+    assert [module(x)[0].item(), module(x)[0].item(), stats(module).hits] == [2, 2, 2]
+    KEPT["v"][0] = 3
+    assert module(x)[0].item() == 3
