@@ -217,8 +217,8 @@ class _ColumnKernel:
         total, beside = stack_buffer(lanes * section.copies, dtype, "total")
         start, body, finish = Emitter(lanes), Emitter(lanes), Emitter(lanes)
         clear, add = Emitter(lanes), Emitter(lanes)
-        first = start.name_index(number.index(number(plan.offset), batch, plan.by_batch), "first")
-        base = body.name_index(number.index(first, row, plan.by_row), "base")
+        first = start.name_index(number.index(number(plan.element.offset), batch, plan.element.by_batch), "first")
+        base = body.name_index(number.index(first, row, plan.element.by_row), "base")
         for copy in range(section.copies):
             slot = [start.index(number(copy * lanes), 1)]
             column = number(section.begin) + (block * number(section.copies) + number(copy)) * number(lanes)
@@ -253,7 +253,7 @@ class _ColumnKernel:
         """Elements of a row from a column on; lane by lane where the loops inside a row are several."""
         plan, number = self.plan, self.number
         if len(plan.columns) == 1:
-            (step,) = plan.steps
+            (step,) = plan.element.steps
             along = step if isinstance(step, int) else number(step)
             return BufferLoad(self.source, [e.index(base + column * number(step), along)])
         lanes = [BufferLoad(self.source, [base + self._column(column + number(k))]) for k in range(e.lanes)]
@@ -263,7 +263,7 @@ class _ColumnKernel:
         """Index of the element of that number within a row of several loops."""
         plan, number = self.plan, self.number
         index, below = number(0), number(1)
-        for extent, stride in reversed(list(zip(plan.columns, plan.steps, strict=True))):
+        for extent, stride in reversed(list(zip(plan.columns, plan.element.steps, strict=True))):
             if stride:
                 at = tirx.truncmod(tirx.truncdiv(position, below), number(extent))
                 index = index + at * number(stride)

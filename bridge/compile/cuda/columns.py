@@ -225,11 +225,11 @@ class _ColumnKernel:
             column = e.name_index(begin + tirx.min(thread, left - number(1)), "column")
             batch, position = tirx.truncdiv(column, number(plan.length)), tirx.truncmod(column, number(plan.length))
             position = e.name_index(position, "position")
-            first = number.index(number(plan.offset), batch, plan.by_batch) + self._column(position)
+            first = number.index(number(plan.element.offset), batch, plan.element.by_batch) + self._column(position)
             first = e.name_index(first, "first")
 
             def row(e: CudaEmitter, index: Expr) -> Expr:
-                stored = e.bind(BufferLoad(self.source, [number.index(first, index, plan.by_row)]))
+                stored = e.bind(BufferLoad(self.source, [number.index(first, index, plan.element.by_row)]))
                 return e.cast(e.loaded(stored, plan.source), compute_type(plan.target))
 
             form = Strands(strands, group, thread, number, shared)
@@ -247,8 +247,8 @@ class _ColumnKernel:
         for axis in reversed(range(len(plan.columns))):
             at = tirx.truncmod(position, number(plan.columns[axis])) if axis else position
             position = tirx.truncdiv(position, number(plan.columns[axis]))
-            if plan.steps[axis]:
-                index = index + at * number(plan.steps[axis])
+            if plan.element.steps[axis]:
+                index = index + at * number(plan.element.steps[axis])
         return index
 
 

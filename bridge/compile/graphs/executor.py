@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,8 +72,6 @@ class GraphedExecutor:
         self._program, self._execute, self._recorder, self._control = program, execute, recorder, control
         self._memory_of, self._shared = memory_of, Shared() if shared is None else shared
         self._forms = InputForms(program.name, program.layout.params, program.backend.device)
-        self._inputs: list[Form] = [(*each.given_form, each.torch_dtype) for each in program.layout.params]
-        self._on_host = tuple(place for place, each in enumerate(program.layout.params) if each.lies_on_host)
         self._streams: LeastRecentlyUsed[Hashable, StreamRecordings] = LeastRecentlyUsed(STREAMS)
         self._results: ReplayResults | None = None
         self._is_warm = False
@@ -83,6 +82,15 @@ class GraphedExecutor:
         control.enroll(self)
         if self._refused is not None:
             control.refuse(program.name, self._refused)
+
+    @cached_property
+    def _inputs(self) -> list[Form]:
+        return [(*each.given_form, each.torch_dtype) for each in self._program.layout.params]
+
+    @cached_property
+    def _on_host(self) -> tuple[int, ...]:
+        """Places of the inputs that lie on the host."""
+        return tuple(place for place, each in enumerate(self._program.layout.params) if each.lies_on_host)
 
     def __len__(self) -> int:
         return sum(map(len, self._streams.values()))

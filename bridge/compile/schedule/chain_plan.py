@@ -216,14 +216,28 @@ class ColumnSection:
 
 
 @dataclass(frozen=True)
+class ColumnAccess:
+    """Index of an element of a column reduction's source.
+
+    Attributes:
+        by_batch, by_row: terms of the batch, and of the row within it.
+        steps: stride of each loop inside a row.
+    """
+
+    offset: Number
+    by_batch: tuple[Term, ...]
+    by_row: tuple[Term, ...]
+    steps: tuple[Number, ...]
+
+
+@dataclass(frozen=True)
 class ColumnPlan:
     """How one column reduction is walked.
 
     Attributes:
         op: sum, prod, max, min.
         source, target: element types.
-        offset, by_batch, by_row, steps: index of the source's element: offset, terms of the batch, terms of the row
-            within it, stride for each loop inside a row.
+        element: where the source's elements lie.
         batches, rows: extents; ``block_rows``: see :class:`~bridge.compile.schedule.order.ReductionOrder`.
         columns: loop extents inside a row.
         length: elements of a row.
@@ -236,10 +250,7 @@ class ColumnPlan:
     op: str
     source: str
     target: str
-    offset: Number
-    by_batch: tuple[Term, ...]
-    by_row: tuple[Term, ...]
-    steps: tuple[Number, ...]
+    element: ColumnAccess
     batches: Number
     rows: Number
     columns: tuple[Number, ...]
@@ -279,10 +290,9 @@ def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
         node.op,
         value.dtype,
         node.out.dtype,
-        offset_of(node.operand, key, arguments),
-        by_batch,
-        by_row,
-        column_strides(space, steps, key, arguments),
+        ColumnAccess(
+            offset_of(node.operand, key, arguments), by_batch, by_row, column_strides(space, steps, key, arguments)
+        ),
         1 if same(outer, 1) else arguments.add(outer, "batches"),
         arguments.add(reduced, "rows"),
         tuple(arguments.known(extent, ("column extent", axis)) for axis, extent in enumerate(space.columns)),

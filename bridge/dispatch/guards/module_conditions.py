@@ -141,8 +141,12 @@ class TreeConditions:
         ]
         self.before_tensors = [*structure, *held, self._absent(tree), self._nested(tensors)]
         self.after_tensors = [self._tied(tensors), *self._sizes(tree)]
-        self.in_order = [self.types, *self.before_tensors, *self.after_tensors]
-        self.watched = [each for each in self.in_order if each is not self.types]
+        self.watched = [*self.before_tensors, *self.after_tensors]
+
+    @property
+    def in_order(self) -> list[Condition]:
+        """All conditions, in the order of the reasons."""
+        return [self.types, *self.watched]
 
     def find_tensors(self, tree: Tree) -> list[Any]:
         """What lies where the compiled code's tensors lay."""
