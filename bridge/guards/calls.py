@@ -391,7 +391,12 @@ class CallAnalysis(Sources):
             if all(is_a(each, ModuleType | type) for each in owners):
                 self._unbound(frame, place, value, given[0])
         elif kind is functools._lru_cache_wrapper:
-            self.function(value.__wrapped__, self.place(value))
+            wrapped = value.__wrapped__
+            self.function(wrapped, self.place(value))
+            if is_a(wrapped, types.BuiltinFunctionType):
+                self._invoke(frame, place, wrapped, call, frame.where, given)
+            elif not is_a(wrapped, FunctionType):
+                self._called(frame, place, wrapped, call, source)
             owners = self._values(frame, source[1]) if source[0] == "attr" else ()
             bound = next(([each] for each in owners if binds(each, source[2], value)), [])
             args, words = [*([bound] if bound else []), *given[0]], given[1]

@@ -59,9 +59,13 @@ class Insides(World):
         if self.is_table(owner):
             return []
         known, place, found = self.knows(owner), self.place(owner), []
-        key = (id(owner), deep, len(owner)) if known and type(owner) in CONTAINERS and len(owner) > MANY else None
+        key = None
+        if known and type(owner) in CONTAINERS:
+            key = (id(owner), deep, len(owner)) if len(owner) > MANY else None
+        elif contents_of(owner) is not None and not is_iterator(owner):  # its reader may make them anew
+            key = id(owner), deep, 0
         if key in self._insides:
-            return self._insides[key]
+            return self._insides[key][1]
         for value in parts_of(owner):
             if known:
                 self.know(value, place)
@@ -69,7 +73,7 @@ class Insides(World):
             if deep > 1:
                 found += self.inside(value, deep - 1)
         if key is not None:
-            self._insides[key] = found
+            self._insides[key] = owner, found
         return found
 
     def may_be_written(self) -> None:

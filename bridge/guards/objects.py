@@ -21,7 +21,7 @@ __all__ += ["is_changeable", "is_library", "is_ours", "names_of"]
 ABSENT = object()
 """In the place of what is not there."""
 _MADE_ANEW = (super, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
-_HEAP_TYPE = 1 << 9
+_IMMUTABLE_TYPE = 1 << 8
 _NOTES = ("__abstractmethods__", "_abc_impl", "__doc__", "__weakref__", "__dict__", "__annotations__")
 _COMPARING = "index count remove join __eq__ __ne__ __contains__"
 SHOWING = frozenset(
@@ -51,7 +51,7 @@ class FrameOf:
 
 def is_changeable(kind: type) -> bool:
     """Whether Python code may set attributes of a class."""
-    return bool(kind.__flags__ & _HEAP_TYPE)
+    return not kind.__flags__ & _IMMUTABLE_TYPE
 
 
 def is_library(kind: type) -> bool:

@@ -105,7 +105,7 @@ class World(Changes):
         self.hidden: set[int] = set()
         self._followed: set[tuple] = set()
         self._tables: dict[tuple[int, int], bool] = {}
-        self._insides: dict[tuple[int, int, int], list[Any]] = {}
+        self._insides: dict[tuple[int, int, int], tuple[Any, list[Any]]] = {}
         self.strangers = Strangers()
         for path, module in modules:
             self._held[id(module)] = dict(module.__dict__)
