@@ -106,6 +106,25 @@ MAX_UNSUPPORTED = 64
 MISSES_BEFORE_WARNING = 3
 
 
+class _Noted:
+    """Things that a dispatcher says or tries once, and the latest misses in a row."""
+
+    def __init__(self) -> None:
+        self._once: set[Any] = set()
+        self._cause, self._count = "", 0
+
+    def first(self, what: Any) -> bool:
+        """Whether this is asked for the first time."""
+        is_first = what not in self._once
+        self._once.add(what)
+        return is_first
+
+    def misses(self, cause: str) -> int:
+        """A call missed for this cause → how many calls in a row did."""
+        self._cause, self._count = cause, self._count + 1 if cause == self._cause else 1
+        return self._count
+
+
 class Dispatcher:
     """Stands in for a module's call: finds the entry that fits, or runs eager and says why.
 
@@ -131,11 +150,9 @@ class Dispatcher:
         self.graphs = RecordedGraphs()
         self.stats = DispatchStats(self.entries, self.graphs, lambda: self.on_miss == "compile" or self.learns)
         self.budget = CompileBudget()
-        self._filled: set[str] = set()  # conditions under which forward has filled a cache
         self._generalization = Generalization(self.entries, self._added, self._options)
-        self._missed = ("", 0)  # the cause of the latest misses, and how many they were
+        self._noted = _Noted()
         self._adding = threading.RLock()
-        self._warned: set[Any] = set()
 
     @hide
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -222,10 +239,8 @@ class Dispatcher:
 
     def _note_no_hit(self, name: str, found: GuardFailure) -> None:
         """Says so once if no call has ever been a hit, and all of the latest were misses for the same cause."""
-        field, count = self._missed
-        self._missed = field, count = found.field, count + 1 if field == found.field else 1
-        if count == MISSES_BEFORE_WARNING and self.entries.all and field not in self._warned:
-            self._warned.add(field)
+        field, count = found.field, self._noted.misses(found.field)
+        if count == MISSES_BEFORE_WARNING and self.entries.all and self._noted.first(field):
             words = "%s: no call has been served by TVM yet, the last %d ran eager. What differs: %s. What helps: %s."
             log.warning(words, name, count, found.reason, advice(field, found.reason))
 
@@ -239,8 +254,7 @@ class Dispatcher:
             return False
         if self.budget.allows(failure.field, self.entries.all):
             return True
-        if (failure.field, "budget") not in self._warned:
-            self._warned.add((failure.field, "budget"))
+        if self._noted.first((failure.field, "budget")):
             log.warning(
                 "%s runs eager from now on where a call differs from all that were compiled in this: %s. It has been "
                 "compiled for several of them, and they did not come back. What helps: %s.",
@@ -291,15 +305,14 @@ class Dispatcher:
             except UnsupportedModule as error:
                 if self.on_miss == "error":
                     raise
-                if isinstance(error, CacheNotFilled) and failure.reason not in self._filled:
-                    self._filled.add(failure.reason)  # this call fills it, in eager; if the next one does so again ...
+                if isinstance(error, CacheNotFilled) and self._noted.first((failure.reason, "filled")):
+                    # this call fills it, in eager; if the next one does so again ...
                     self.budget.note_wasted(failure.field)
                 else:
                     self._leave_to_eager(type(module).__name__, failure, error)
                 return None
             except GuardFailure as still:
-                if entry.guard.is_later and failure.reason not in self._filled:
-                    self._filled.add(failure.reason)
+                if entry.guard.is_later and self._noted.first((failure.reason, "filled")):
                     return None
                 self.entries.drop(entry)  # it was added, but does not serve the call that it was made for
                 self._leave_to_eager(type(module).__name__, still, "it would never be dispatched")
@@ -335,8 +348,7 @@ class Dispatcher:
         oldest = min(entries[:-1], key=lambda entry: entry.last_used)
         self.entries.drop(oldest)
         self.budget.note_left(oldest)
-        if (failure.field, "entries") not in self._warned:
-            self._warned.add((failure.field, "entries"))
+        if self._noted.first((failure.field, "entries")):
             log.warning(
                 "%s has %d entries, the most there are; the least recently used one leaves for each new one. What "
                 "keeps differing: %s. Pad or bucket the calls, or leave the rare ones to eager with on_miss='eager'.",
@@ -396,11 +408,9 @@ class Dispatcher:
         if not (entry.has_loops and any(known.has_loops for known in self.entries.all)):  # another length is no smaller
             with entry.guard.trial():
                 entry.worth = measure_worth(entry, module, args, kwargs)
-        if entry.worth is not None and entry.worth.is_slower and TOO_SMALL not in self._warned:
-            self._warned.add(TOO_SMALL)
+        if entry.worth is not None and entry.worth.is_slower and self._noted.first(TOO_SMALL):
             log.warning("%s: %s. %s", type(module).__name__, entry.worth, TOO_SMALL)
-        for said in entry.guard.reads.says.keys() - self._warned:
-            self._warned.add(said)
+        for said in filter(self._noted.first, entry.guard.reads.says):
             log.warning("%s.forward %s: a compiled call does not", type(module).__name__, said)
         raise_deferred()  # before the module is changed, not after it
         with self._adding:
