@@ -392,7 +392,7 @@ class CallAnalysis(Sources):
                 self._unbound(frame, place, value, given[0])
         elif kind is functools._lru_cache_wrapper:
             wrapped = value.__wrapped__
-            self.function(wrapped, self.place(value))
+            self.know(wrapped, self.place(value))
             if is_a(wrapped, types.BuiltinFunctionType):
                 self._invoke(frame, place, wrapped, call, frame.where, given)
             elif not is_a(wrapped, FunctionType):

@@ -62,7 +62,7 @@ class Insides(World):
         key = None
         if known and type(owner) in CONTAINERS:
             key = (id(owner), deep, len(owner)) if len(owner) > MANY else None
-        elif contents_of(owner) is not None and not is_iterator(owner):  # its reader may make them anew
+        elif known and contents_of(owner) is not None and not is_iterator(owner):  # its reader may make them anew
             key = id(owner), deep, 0
         if key in self._insides:
             return self._insides[key][1]

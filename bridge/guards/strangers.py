@@ -1,6 +1,7 @@
 """Strangers: objects that forward read, to which no known place leads → those of them that were there before the run.
 
-The garbage collector tells: while the run lasts, what was there before is frozen, and is none of what it lists.
+The garbage collector tells: while the run lasts, what was there before is frozen, and is none of what it lists. Where
+the user has frozen objects, it lists those that are there before the run instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Strangers"]
 _OWN_REFERENCES = 2
 """To an object that is looked at here: a variable, and an argument."""
 _PYTHONS = 5000
-"""More objects are frozen only where the user has frozen some; they stay so, and what was made since counts as new."""
+"""More objects are frozen only where the user has frozen some; they stay so, and those that there are are listed."""
 _lock = threading.Lock()
 _frozen: list[bool] = []
 """An item for each run that lasts: whether the first of them has frozen."""
@@ -38,6 +39,7 @@ class Strangers:
         self._held: dict[int, Any] = {}
         self._reads: dict[int, dict[Read, None]] = {}
         self._tells = False
+        self._before: set[int] = set()
 
     @contextmanager
     def lifetimes(self) -> Iterator[None]:
@@ -47,11 +49,13 @@ class Strangers:
             if freezes and not _frozen:
                 gc.freeze()
             _frozen.append(freezes)
+        self._before = set() if freezes else set(map(id, gc.get_objects()))
         self._tells = True
         try:
             yield
         finally:
             self._tells = False
+            self._before.clear()
             self._held.clear()
             self._reads.clear()
             with _lock:
@@ -80,7 +84,7 @@ class Strangers:
         """The objects that were there before, with what was read of each."""
         if not self._held:
             return []
-        made, found = set(map(id, gc.get_objects())), []
+        made, found = set(map(id, gc.get_objects())) - self._before, []
         for of in list(self._held):
             value = self._held.pop(of)
             value = value() if is_a(value, weakref.ref) else value
