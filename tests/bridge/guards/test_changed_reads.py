@@ -166,8 +166,8 @@ mapped to text: H = [NS(k=2.)] | float([*map(str, H)][0][12:-1]) | H[0].k = 3.
 fields compared: H = NS(k=2.); L = [NS(k=3.)] | 2. + L.count(H) | H.k = 3.
 chained: H = [[NS(k=2.)]] | [*itertools.chain(*H)][0].k | H[0][0].k = 3.
 walk with a queue: H = NS(v=1., c=[NS(v=2., c=[NS(v=3., c=[])])])
-  ~def f():~    q, t = collections.deque([H]), 0.~    while q:~        h = q.popleft()~        t += h.v~        q.extend(h.c)
-  ~    return t
+  ~def f():~    q, t = collections.deque([H]), 0.
+  ~    while q:~        h = q.popleft()~        t += h.v~        q.extend(h.c)~    return t
   | f() | H.c[0].c[0].v = 7.
 cache over C: L = [{'k': 2.}]; H = functools.lru_cache(functools.partial(operator.getitem, L))
   | H(0)['k'] | L[0] = {'k': 3.}; H.cache_clear()
