@@ -143,7 +143,7 @@ def own_leaves(args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor
     taken = {storage_id(tensor) for tensor in owned if has_storage(tensor)}
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        leaf = tensor.detach()
+        leaf = tensor.data  # with a count of writes of its own
         if has_storage(leaf):
             leaf = _copy(leaf) if leaf.numel() and storage_id(leaf) in taken else leaf
             taken.add(storage_id(leaf))
