@@ -8,6 +8,7 @@ compiled call runs no Python. So the call is run again from the state that the f
     it sets places anew                 results, which a compiled call puts there (kept_state.py)
     it changes something else           a refusal by name
     it does something else              the first call is eager's: a refusal that says so
+    it reads other numbers of buffers   the first call is eager's, too: a flag that is a buffer
 
 A user's module is touched at the end, if at all.
 """
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from bridge.base.errors import (
@@ -92,7 +94,7 @@ def _steady(
     changed = real.changed()
     _find_loops(real, dims)
     if not changed:
-        return _compared(real, args, kwargs, dims)
+        return _compared(_started(real, args, kwargs, dims), args, kwargs, dims)
     if _integers(real, changed) == changed and (found := _counted(real, args, kwargs, changed, dims)) is not None:
         before.restore()
         return found
@@ -131,6 +133,26 @@ def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], **how: Any
         if "saves" not in how:  # it may be that nothing was saved that it fails for
             return _in_eager(module, args, kwargs, **how, saves=True)
         raise refused_by_eager(from_user_code(error)) from error.__cause__
+
+
+def _started(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> RealRun:
+    """The run, or the one after it, where numbers that Python reads of buffers are others from then on: a flag."""
+    asked = {number for each in real.record.reads for number in values_in(each.numbers)}
+    for row in reversed(real.record.rows):
+        if not asked.isdisjoint(values_in(row.results)):
+            asked.update(values_in((row.args, row.kwargs)))
+    flags = {id(real.inputs[number]) for number in asked if number < len(real.real_tensors)}
+    if all(id(made) not in flags or torch.equal(made, before) for made, before in real.buffers):
+        return real
+    later = _in_eager(real.twin, args, kwargs, origin=real.observation.reads.originals)
+    for each in (real, later):
+        each.reset()
+    first, after = ([each.reading for each in run.record.reads] for run in (real, later))
+    if later.changed() or first == after:
+        return real
+    needs_first_call()
+    _find_loops(later, dims)
+    return later
 
 
 def _named(error: UnsupportedModule, module: nn.Module) -> UnsupportedModule:

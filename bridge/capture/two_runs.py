@@ -354,7 +354,7 @@ _SHAPED, _FOLLOWED = "gives it another shape", "sets requires_grad of it"
 
 
 def _finals(twin, named, registries, inputs, recorder, observation, rules, is_first) -> dict[int, ValueRef]:
-    """Buffers that forward sets to another tensor: what becomes of each; the old one is put back.
+    """Buffers that forward sets to another tensor: what becomes of each; the old one is put back, with its numbers.
 
     One that was none before, or that the first run gives another form, stays as it is for the next run.
     """
@@ -372,6 +372,8 @@ def _finals(twin, named, registries, inputs, recorder, observation, rules, is_fi
         index = next((index for index, each in enumerate(inputs) if each is before), None)
         if isinstance(after, torch.Tensor) and index is not None:
             found[index] = recorder.value_of(after)
+            if before.shape == after.shape:
+                before.data.copy_(after.detach().clone())
     for registry, before in registries:
         for name, each in before.items():
             if not _is_filled(each, registry.get(name), is_first):

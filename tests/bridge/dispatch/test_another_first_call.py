@@ -84,6 +84,37 @@ class TheSame(_Once):
         return self.later(x)
 
 
+class Flagged(_Once):
+    """Whether it has begun is a buffer, which goes into the checkpoint: an ActNorm's, a codebook's."""
+
+    def __init__(self):
+        super().__init__()
+        del self.started
+        self.register_buffer("started", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.started:
+            self.first(x)
+            self.started.fill_(True)
+        return self.later(x)
+
+
+class FlaggedBuffer(Flagged, StartsABuffer):
+    """Its mean begins with the first batch's."""
+
+
+class ReplacedFlag(FlaggedBuffer):
+    def forward(self, x):
+        if not self.started:
+            self.first(x)
+            self.started = torch.tensor(True)
+        return self.later(x)
+
+
+class FlaggedParameter(Flagged, StartsAParameter):
+    """Its weight does."""
+
+
 OTHERS = [StartsABuffer, StartsAParameter, AnotherFormula, AnotherNumber, DrawsOnce, DropsLater]
 
 
@@ -128,6 +159,18 @@ def test_of_a_sample_later_calls_are_compiled(kind):
     for ours, theirs in zip(trained(module), trained(eager), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     assert stats(module).hits == 3 and "attribute 'started'" in next(iter(stats(module).misses))
+
+
+@pytest.mark.parametrize("sample", [True, False])
+@pytest.mark.parametrize("kind", [FlaggedBuffer, ReplacedFlag, FlaggedParameter])
+def test_a_flag_may_be_a_buffer(kind, sample):
+    module = kind()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, *([(torch.randn(6, 4, dtype=torch.float64),)] if sample else []))
+    assert not module.started
+    for ours, theirs in zip(trained(module), trained(eager), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 3
 
 
 @pytest.mark.parametrize("kind", sampled(OTHERS, [StartsABuffer, DrawsOnce]))
