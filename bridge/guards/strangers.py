@@ -39,7 +39,7 @@ class Strangers:
         self._held: dict[int, Any] = {}
         self._reads: dict[int, dict[Read, None]] = {}
         self._tells = False
-        self._before: set[int] = set()
+        self._before: list[Any] = []
 
     @contextmanager
     def lifetimes(self) -> Iterator[None]:
@@ -49,7 +49,7 @@ class Strangers:
             if freezes and not _frozen:
                 gc.freeze()
             _frozen.append(freezes)
-        self._before = set() if freezes else set(map(id, gc.get_objects()))
+        self._before = [] if freezes else gc.get_objects()  # alive, so that no new one takes the place of one
         self._tells = True
         try:
             yield
@@ -84,7 +84,7 @@ class Strangers:
         """The objects that were there before, with what was read of each."""
         if not self._held:
             return []
-        made, found = set(map(id, gc.get_objects())) - self._before, []
+        made, found = set(map(id, gc.get_objects())) - set(map(id, self._before)), []
         for of in list(self._held):
             value = self._held.pop(of)
             value = value() if is_a(value, weakref.ref) else value

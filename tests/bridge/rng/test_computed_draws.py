@@ -47,9 +47,9 @@ DRAWS = {
     "poisson": lambda x: torch.poisson(x.exp()) * x,
     "gamma": lambda x: torch._standard_gamma(x.exp()) * x,
     "generator=None": lambda x: (
-        torch.randn(5, 32, generator=None) * x
-        + torch.rand((5, 32), generator=None, dtype=x.dtype)
-        + torch.randint(1, 9, (5, 32), generator=None)
+        torch.randn(5, 32, generator=None, device=x.device) * x
+        + torch.rand((5, 32), generator=None, dtype=x.dtype, device=x.device)
+        + torch.randint(1, 9, (5, 32), generator=None, device=x.device)
         + torch.randperm(32, generator=None, device=x.device)
     ),
     "rrelu": lambda x: F.rrelu(F.rrelu(x.t(), 0.1, 0.4, training=True) - 0.2, training=True, inplace=True),
