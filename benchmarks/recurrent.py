@@ -89,7 +89,7 @@ def _no_loops() -> Iterator[None]:
     """While a module is dispatched: nobody looks for loops, and no call is taken over that was lowered with them."""
     clear_lowered()
     rolls = mock.patch("bridge.lowering.pipeline.rolled", lambda body, *_: None)
-    with rolls, mock.patch("bridge.capture.pipeline.looped_call", lambda *_: None):
+    with rolls, mock.patch("bridge.capture.steady_call._find_loops", lambda *_: None):
         yield
     clear_lowered()
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from bridge.base.errors import MODULE, GuardFailure, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import MODULE_HOOKS
+from bridge.guards.kinds import CONTAINERS
 from bridge.guards.recording import Reads
 from bridge.guards.watched import (
     ABSENT,
@@ -68,9 +69,15 @@ class _Held:
 
     def unchanged(self) -> bool:
         (item,), (then,) = self.items, self.values
-        now = item.read()
-        self.is_counted = len(now) == len(then) and all(map(is_, chain(*now), chain(*then)))
+        now, each = item.read(), iter if item.table else chain.from_iterable
+        self.is_counted = bool(now) and len(now) == len(then) and all(map(is_, each(now), each(then)))
         return self.is_counted or item.same(now, then)
+
+    @staticmethod
+    def may_hold(item: Any) -> bool:
+        """Whether all writes to it are counted: it is a dictionary that is noted without the containers in it."""
+        is_dict = isinstance(item, Contents) and type(item.value) is dict
+        return is_dict and not (item.table and any(isinstance(each, CONTAINERS) for each in item.read()))
 
 
 class ReadGuard:
@@ -103,7 +110,7 @@ class ReadGuard:
             if isinstance(item, Name | ClassName):
                 spaces.setdefault(id(item.space if isinstance(item, Name) else item.kind), []).append(item)
         self._names: list[_Names | _Held] = [_Names(each) for each in spaces.values()]
-        self._names += [_Held(item) for item in items if isinstance(item, Contents) and type(item.value) is dict]
+        self._names += [_Held(item) for item in items if _Held.may_hold(item)]
         self._dicts: list[dict] = []
         self._by_dict: dict[int, list[_Names | _Held]] = {}
         self._uncounted: list[_Names | _Held] = []

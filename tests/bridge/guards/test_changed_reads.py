@@ -171,9 +171,14 @@ walk with a queue: H = NS(v=1., c=[NS(v=2., c=[NS(v=3., c=[])])])
   | f() | H.c[0].c[0].v = 7.
 cache over C: L = [{'k': 2.}]; H = functools.lru_cache(functools.partial(operator.getitem, L))
   | H(0)['k'] | L[0] = {'k': 3.}; H.cache_clear()
+table in a table: H = {i: [float(i)] * 3 for i in range(90)} | 2. + sum(v[1] for v in H.values()) | H[70][1] = 3.
+key of a table: H = {f'k{i}': float(i) for i in range(90)} | sum(H.values()) | H['k70'] = 3.
 format_map: H = NS(d={'k': 2}) | float('{k}'.format_map(getattr(H, 'd'))) | H.d['k'] = 3
 """
 HITS = """
+copy of the environment: | float(len(dict(os.environ)) > 0) | pass
+other table: H = {f'k{i}': float(i) for i in range(90)}; J = dict(H) | sum(H.values()) | J['k1'] = 3.
+equal table: H = {f'k{i}': float(i) for i in range(90)} | sum(H.values()) | H['k1'] = float('1')
 other attribute: H = Cfg(k=2., other=1) | H.get() | H.other = 2
 other attribute, in a dictionary: H = Cfg(k=2., other=1) | H.__dict__['k'] | H.other = 2
 other attribute, tested and passed: H = NS(k=2., other=1) | (lambda c: c.k if c else 3.)(H) | H.other = 2
