@@ -78,6 +78,7 @@ class Insides(World):
 
     def may_be_written(self) -> None:
         """What was followed before may hold something else now."""
+        self.writes += 1
         self._followed.clear()
         self._insides.clear()
 

@@ -8,6 +8,7 @@ modules, classes and objects, entries of containers.
 
 from __future__ import annotations
 
+import dis
 import logging
 import os
 import sys
@@ -68,6 +69,7 @@ class Reads(CallAnalysis):
         self._operators: set[str] = set()
         self._loose: set[str] = set()
         self._frames: dict[FrameType, Frame] = {}
+        self._suspended: dict[FrameType, Frame] = {}
         self._ours: set[FrameType] = set()
         self._importing: FrameType | None = None
         self._temporary: set[Any] = set()
@@ -87,6 +89,7 @@ class Reads(CallAnalysis):
     def finish(self) -> None:
         """The run is over."""
         self._frames.clear()
+        self._suspended.clear()
         self._ours.clear()
         self._importing = None
         self.put_back_functions()
@@ -213,6 +216,10 @@ class Reads(CallAnalysis):
         elif self._is_ours(back, code):
             self._ours.add(frame)
             return
+        if (made := self._suspended.pop(frame, None)) is not None:  # a generator goes on
+            made.over, self._frames[frame] = False, made
+            self._look(made, everything=made.writes != self.writes)
+            return
         count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
         held = frame.f_locals
         args = {name: self._kept(held[name]) for name in code.co_varnames[:count] if name in held}
@@ -256,6 +263,8 @@ class Reads(CallAnalysis):
         if made is not None:
             made.over = True
             self._look(made, everything=made.flow.by_results)
+            if dis.opname[made.code.co_code[frame.f_lasti]] == "YIELD_VALUE":
+                self._suspended[frame] = made
         outer = self._frames.get(frame.f_back)
         if made is not None and made.code.co_name == "__init__":
             value = next(iter(made.args.values()), None)
@@ -293,14 +302,13 @@ class Reads(CallAnalysis):
         if (key := self._key(frame)) in self._followed:
             frame.fresh.clear()
             return
-        for _ in range(4):
+        while everything or frame.fresh:
             fresh, frame.fresh = frame.fresh, set()
-            if not fresh and not everything:
-                break
             frame.memo.clear()
             for part in [frame.flow] if everything else map(frame.flow.about, fresh):
                 self._look_at(frame, part)
             everything = False
+        frame.writes = self.writes
         if frame.flow.writes:
             self.may_be_written()
         elif key is not None:

@@ -61,7 +61,7 @@ class Frame:
         python: offsets of calls of functions in Python.
         fresh: offsets of calls whose results were not followed yet.
         variables: those that are assigned in it.
-        over: whether it has returned.
+        over: whether it has returned. ``writes``: how often something may have been written before it was looked at.
         locals: its variables, while a function in C is about to be called.
     """
 
@@ -76,7 +76,7 @@ class Frame:
         self.locals: dict[str, Any] = {}
         self.fresh: set[int] = set()
         self.variables = Variables(flow.variables)
-        self.over = False
+        self.over, self.writes = False, 0
 
     @property
     def where(self) -> str:

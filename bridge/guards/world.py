@@ -103,7 +103,7 @@ class World(Changes):
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
         self._held: dict[int, dict[str, Any]] = {}
         self.hidden: set[int] = set()
-        self._followed: set[tuple] = set()
+        self._followed, self.writes = set[tuple](), 0
         self._tables: dict[tuple[int, int], bool] = {}
         self._insides: dict[tuple[int, int, int], tuple[Any, list[Any]]] = {}
         self.strangers = Strangers()
