@@ -35,71 +35,13 @@ from bridge.capture.twin import Twin
 from bridge.capture.unrolled import loops_tell
 from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 
-__all__ = [
-    "ALL_COUNTS",
-    "CAPTURES",
-    "COMPUTED_DRAWS",
-    "CUSTOM_GRADIENT",
-    "LEAST",
-    "LITERAL",
-    "LOOP_MARKS",
-    "ONCE",
-    "OWN",
-    "PACKED_LAYERS",
-    "RECURRENT_LAYERS",
-    "SIZE_OPERATORS",
-    "SLOPE_DRAWS",
-    "STOP_GRADIENT",
-    "TANGENT",
-    "UNKNOWN",
-    "UPSAMPLES",
-    "WHOLE",
-    "WHOLE_FUNCTIONS",
-    "WITH_GRADIENT",
-    "Captured",
-    "Counter",
-    "Draw",
-    "DropoutOperand",
-    "DynamicDim",
-    "IsolatedRNG",
-    "KeptPlace",
-    "LoopedCall",
-    "NotArithmeticError",
-    "NumberPlace",
-    "Observation",
-    "OperatorCall",
-    "Output",
-    "Parameter",
-    "PreCallExpression",
-    "RecordedCall",
-    "ScalarGuard",
-    "StepMasks",
-    "TensorForm",
-    "Twin",
-    "ValueIndex",
-    "after_pre_hooks",
-    "attends_by_products",
-    "capture",
-    "check_call",
-    "copier",
-    "device_of_call",
-    "dynamic_dims",
-    "is_capturing",
-    "is_number",
-    "is_traced_here",
-    "looped_run",
-    "loops_tell",
-    "normalize_sample",
-    "number_tensor",
-    "one_capture_at_a_time",
-    "packed_layers",
-    "record_call",
-    "same_numbers",
-    "share_elements",
-    "shown",
-    "sized",
-    "uninitialized",
-    "where_is",
-    "with_generator",
-    "with_number_inputs",
-]
+__all__ = ["ALL_COUNTS", "CAPTURES", "COMPUTED_DRAWS", "CUSTOM_GRADIENT", "LEAST", "LITERAL", "LOOP_MARKS", "ONCE"]
+__all__ += ["OWN", "PACKED_LAYERS", "RECURRENT_LAYERS", "SIZE_OPERATORS", "SLOPE_DRAWS", "STOP_GRADIENT", "TANGENT"]
+__all__ += ["UNKNOWN", "UPSAMPLES", "WHOLE", "WHOLE_FUNCTIONS", "WITH_GRADIENT", "Captured", "Counter", "Draw"]
+__all__ += ["DropoutOperand", "DynamicDim", "IsolatedRNG", "KeptPlace", "LoopedCall", "NotArithmeticError"]
+__all__ += ["NumberPlace", "Observation", "OperatorCall", "Output", "Parameter", "PreCallExpression", "RecordedCall"]
+__all__ += ["ScalarGuard", "StepMasks", "TensorForm", "Twin", "ValueIndex", "after_pre_hooks", "attends_by_products"]
+__all__ += ["capture", "check_call", "copier", "device_of_call", "dynamic_dims", "is_capturing", "is_number"]
+__all__ += ["is_traced_here", "looped_run", "loops_tell", "normalize_sample", "number_tensor"]
+__all__ += ["one_capture_at_a_time", "packed_layers", "record_call", "same_numbers", "share_elements", "shown"]
+__all__ += ["sized", "uninitialized", "where_is", "with_generator", "with_number_inputs"]

@@ -10,28 +10,6 @@ from bridge.guards.tensor_reads import TensorReads, told_otherwise
 from bridge.guards.undo import Settling, Undo, needs_first_call, recorded_reads, undo
 from bridge.guards.watched import ABSENT, ClosureCell, Contents, Name, Place, Slot, alike, slot_of
 
-__all__ = [
-    "ABSENT",
-    "ClosureCell",
-    "Contents",
-    "Name",
-    "Place",
-    "ReadGuard",
-    "Reads",
-    "Settling",
-    "Slot",
-    "TensorReads",
-    "Undo",
-    "alike",
-    "audited",
-    "contents_of",
-    "in_its_place",
-    "needs_first_call",
-    "profiled",
-    "put_back",
-    "read_later",
-    "recorded_reads",
-    "slot_of",
-    "told_otherwise",
-    "undo",
-]
+__all__ = ["ABSENT", "ClosureCell", "Contents", "Name", "Place", "ReadGuard", "Reads", "Settling", "Slot"]
+__all__ += ["TensorReads", "Undo", "alike", "audited", "contents_of", "in_its_place", "needs_first_call", "profiled"]
+__all__ += ["put_back", "read_later", "recorded_reads", "slot_of", "told_otherwise", "undo"]
