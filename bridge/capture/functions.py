@@ -51,6 +51,7 @@ _SETTERS = {torch.Tensor.data.__set__: "data", torch.Tensor.grad.__set__: "grad"
 """What assigning to an attribute of a tensor calls, and the attribute."""
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 _OTHER_MEMORY = "gives a tensor other memory or another gradient inside forward"
+_OLD_NAME = "what had the old memory of a tensor is read after it: it has the new numbers in a compiled call"
 _RUN_BACKWARD = ("backward", "grad")
 """Functions that run backwards of the user's own."""
 
@@ -72,12 +73,14 @@ class Functions(TorchFunctionMode):
         rules: as given.
         bases: the memory of tensors that were indexed with numbers in tensors.
         arrays: what was given to Python as arrays.
+        old_names: of tensors that were given other data, what lay in the memory before, and the row from which on.
         integers: the global names of code that made an integer of a tensor or asked for its length, by their ids.
     """
 
     def __init__(self, recorder: OperatorRecorder, rules: InPlaceRules | None = None):
         super().__init__()
         self.recorder, self.rules = recorder, rules
+        self.old_names: list[tuple[int, set[int]]] = []
         self._uses: list[tuple] = []
         self._before: list[tuple[torch.Tensor, str, Any]] = []
         self.bases: set[int] = set()
@@ -152,8 +155,15 @@ class Functions(TorchFunctionMode):
     def finish(self, result: Any) -> None:
         """To be called with what forward returned. :class:`bridge.capture.packed.PackedUseError` where it cannot be."""
         self._packed.refuse(result)
-        if self.rules is not None:
-            self.rules.unsupported += self.arrays.written()
+        if self.rules is None:
+            return
+        self.rules.unsupported += self.arrays.written()
+        number_of, rows = self.recorder.number_of, self.recorder.record.rows
+        returned = {number_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        for first, names in self.old_names:
+            read = (values_in((row.args, row.kwargs)) for row in rows[first:])
+            if not all(map(names.isdisjoint, (returned, *read))):
+                self.complain("Tensor.data =", _OLD_NAME, "clone it")
 
     def complain(self, op: str, reason: str, hint: str) -> None:
         """Forward does what no graph holds; of the run on real numbers."""
@@ -340,9 +350,16 @@ def _narrowed(function: Callable[..., Any], run: Functions, x: torch.Tensor, dim
 def _detached(run: Functions, x: torch.Tensor) -> torch.Tensor:
     """``x.data``: the same numbers in the same memory, off the graph.
 
-    The two differ in the version counter alone: a write through ``.data`` is not seen by autograd.
+    The two differ in the version counter alone: a write through ``.data`` is not seen by autograd. A Function's is
+    counted, for that is how its writes are found.
     """
-    return x.detach()
+    made = x.detach()
+    if run.rules is None or function_running() is not None or x.is_inference():
+        return made
+    with run.recorder.pause(), no_torch_function():
+        uncounted = made.data
+    run.recorder.stand_for(uncounted, made)
+    return uncounted
 
 
 def _is_same_data(x: torch.Tensor, value: torch.Tensor) -> bool:
@@ -373,6 +390,8 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
     """
     recorder, rules = run.recorder, run.rules
     if _is_same_data(x, value):
+        if any(recorder.number_of(value) in names for _, names in run.old_names):
+            run.complain("Tensor.data =", _OLD_NAME, "clone it")
         return None
     number, value = recorder.number_of(x), value.detach()
     if number is None or number >= recorder.record.inputs:
@@ -397,8 +416,11 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
     if rules is not None:
         rules.mutated("Tensor.data =", x)
         rules.given_to_input("Tensor.data =", value)
+        memory = recorder.record.memory
+        names = {each for each, first in enumerate(memory) if each != number and first == memory[number]}
+        run.old_names.append((len(recorder.record.rows) + 2, names))
     with torch.no_grad():
-        x.copy_(value)
+        _detached(run, x).copy_(value)
     return None
 
 

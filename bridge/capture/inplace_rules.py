@@ -20,12 +20,14 @@ from bridge.base.torch_internals import applied_function, storage_id
 from bridge.capture.autograd_uses import CheckpointedReads
 from bridge.capture.own_functions import function_running
 
-__all__ = ["CHANGES_ARGUMENT", "SWITCHED", "InPlaceRules", "overlaps", "overlaps_itself", "share_elements"]
+__all__ = ["CHANGES_ARGUMENT", "PARAMETER_HINT", "SWITCHED", "InPlaceRules"]
+__all__ += ["overlaps", "overlaps_itself", "share_elements"]
 
 CHANGES_ARGUMENT = "changes a tensor that was passed to the module and that autograd follows"
 SWITCHED = "sets whether gradients of a tensor of the module or the caller are wanted"
 
 
+PARAMETER_HINT = "move the update out of forward"
 OTHER_NAME = "changes memory in place that autograd sees under another name (detach, no_grad)"
 """A reason, which is none where the call is captured without the write."""
 _NOT_REENTRANT = "use_reentrant=False: checkpoint(..., use_reentrant=False), or gradient_checkpointing_kwargs"
@@ -45,6 +47,7 @@ class InPlaceRules:
         checkpointed: what functions in checkpoints read.
         without_grad: tensors, by id, of which forward was told that they have no ``.grad``.
         shared_by_functions: the memory that such a Function's outputs share with its arguments.
+        written_parameters: the memory of parameters that are written where autograd does not follow the write.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class InPlaceRules:
         self.without_grad: dict[int, torch.Tensor] = {}
         self.custom_functions: dict[str, str] = {}
         self.shared_by_functions: set[int] = set()
+        self.written_parameters: set[int] = set()
         self._thread = threading.get_ident()
         self.checkpointed = CheckpointedReads(self._thread)
 
@@ -138,7 +142,9 @@ class InPlaceRules:
         elif any(map(overlaps_itself, self._inputs.get(storage, ()))):
             self.complain(name, "changes a tensor whose elements lie in one place (an expanded one)", "clone it first")
         elif storage in self._parameter_storages:
-            self.complain(name, "changes a parameter inside forward", "move the update out of forward")
+            if len(self._inputs[storage]) > 1 or function_running() is not None:
+                self.complain(name, "changes a parameter that shares its memory, or in a Function", PARAMETER_HINT)
+            self.written_parameters.add(storage)
         elif storage in self.shared_by_functions:
             self.complain(name, "changes memory in place that an autograd.Function has made a view of", "clone first")
         elif storage in self._detached:

@@ -279,6 +279,7 @@ def real_run_of(
         reason = "changes a list, a dict or an object that was passed to the module"
         rules.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
     final = _finals(twin, named, registries, inputs, recorder, observation, rules, not origin)
+    final |= {n: ValueRef(n) for n, each in enumerate(owned) if storage_id(each) in rules.written_parameters}
     result = packed(result)
     observation.objects = objects_of(result)
     result_leaves, observation.out_spec = pytree.tree_flatten(result)

@@ -15,8 +15,14 @@ from torch import fx
 from bridge.base.torch_internals import OpOverload, pytree, schema
 from bridge.capture.rows import memory_of
 
-__all__ = ["AUTOCAST", "MEMORY", "OF", "ROW", "STOPPED"]
+__all__ = ["AUTOCAST", "MEMORY", "OF", "ROW", "STOPPED", "STOP_GRADIENT"]
 __all__ += ["Aliases", "aliased", "is_detach", "is_view", "memory_at", "told", "written"]
+
+_library = torch.library.Library("tvm_dispatch", "DEF")
+_library.define("stop_gradient(Tensor x) -> Tensor")
+_library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
+_library.impl("stop_gradient", torch.empty_like, "Meta")
+STOP_GRADIENT = torch.ops.tvm_dispatch.stop_gradient.default
 
 
 def _schema_arguments(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
@@ -99,7 +105,7 @@ class Aliases:
         while size != len(self._followed) + len(self._followed_though_detached):
             size = len(self._followed) + len(self._followed_though_detached)
             for node in self.order:
-                if not any(self._passes_on(source) for source in node.all_input_nodes):
+                if node.target is STOP_GRADIENT or not any(self._passes_on(source) for source in node.all_input_nodes):
                     continue
                 targets = written(node)
                 if not targets and node not in self._detached:

@@ -20,30 +20,37 @@ from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import OpOverload, aten
+from bridge.capture.inplace_rules import PARAMETER_HINT
 from bridge.capture.own_functions import FUNCTION, OWN, TANGENT, WITH_GRADIENT, Use
-from bridge.capture.passes.alias_analysis import STOPPED, Aliases, aliased, is_detach, is_view, told, written
+from bridge.capture.passes.alias_analysis import (
+    MEMORY,
+    STOP_GRADIENT,
+    STOPPED,
+    Aliases,
+    aliased,
+    is_detach,
+    is_view,
+    told,
+    written,
+)
 from bridge.capture.passes.attention import choose_for_learned_masks
 from bridge.capture.passes.recurrent import keep_layers_whole
 from bridge.capture.passes.written_views import write_through_views
 
 __all__ = ["STOP_GRADIENT", "link_functions", "prepare", "where_is"]
 
-_library = torch.library.Library("tvm_dispatch", "DEF")
-_library.define("stop_gradient(Tensor x) -> Tensor")
-_library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
-_library.impl("stop_gradient", torch.empty_like, "Meta")
-STOP_GRADIENT = torch.ops.tvm_dispatch.stop_gradient.default
-
 
 def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
     """Rewrites a training graph in place as described above, whose nodes are told where autograd stops."""
+    problems = _parameters_written_first(graph, requires_grad)
     _detach_stopped(graph)
     keep_layers_whole(graph)
     choose_for_learned_masks(graph, requires_grad)
     _pass_through(graph)
     _word_assertions(graph)
     write_straight_through(graph, requires_grad, STOP_GRADIENT)
-    problems = _stop_gradients(graph, requires_grad)
+    hidden = _stop_gradients(graph, requires_grad)
+    problems += [] if problems else hidden
     problems += write_through_views(graph)
     problems += _wrong_in_torch(graph, requires_grad)
     for node in graph.nodes:
@@ -52,6 +59,51 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
             node.meta["custom"] = {"origin": node.name, **{key: value for key, value in told.items() if value}}
     graph.lint()
     return problems
+
+
+def _parameters_written_first(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    """A leaf that is written where autograd does not follow it (clipped, normalized): the write is one to a copy, and
+    all that comes after it reads that with the gradient of the leaf. Nothing that autograd follows may come before."""
+    leaves = [node for node in graph.nodes if node.op == "placeholder" and requires_grad(node)]
+    for node in graph.nodes:
+        for leaf in set(leaves).intersection(written(node)):  # which it returns
+            node.replace_all_uses_with(leaf)
+    aliases, problems = Aliases(graph.nodes, requires_grad, cut=lambda node: False), []
+    for leaf in leaves:
+        names = aliases.class_of(leaf)
+        writes = [node for node in graph.nodes if not set(names).isdisjoint(written(node))]
+        if not writes:
+            continue
+        unseen: set[fx.Node] = set()
+        for node in names:  # what no_grad or detach made, and views of that
+            if STOPPED in node.meta or is_detach(node) or aliased(node) in unseen:
+                unseen.add(node)
+        last = aliases.order[writes[-1]]
+        kept = [
+            user
+            for node in names
+            for user in node.users
+            if node not in unseen and aliases.order[user] <= last and not (STOPPED in user.meta or is_detach(user))
+        ]
+        if kept and torch.is_grad_enabled():
+            where = user_line(writes[-1].meta.get("stack_trace")) or "forward"
+            reason = "changes a parameter inside forward that autograd has followed into something before"
+            problems.append(Unsupported(str(writes[-1].target), where, reason, PARAMETER_HINT))
+            continue
+        later = {user for user in leaf.users if aliases.order[user] > last and user.op != "output"}
+        _write_first(graph, leaf, writes[-1], later)
+    return problems
+
+
+def _write_first(graph: fx.Graph, leaf: fx.Node, last: fx.Node, later: set[fx.Node]) -> None:
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        copied = graph.call_function(STOP_GRADIENT, (leaf,))
+    with graph.inserting_after(last):
+        made = graph.call_function(WITH_GRADIENT, (copied, leaf))
+    for node in (copied, made):
+        node.meta.update(val=leaf.meta["val"].detach(), **{MEMORY: leaf.meta[MEMORY]})
+    leaf.replace_all_uses_with(copied, delete_user_cb=lambda user: user not in (copied, made, *later))
+    leaf.replace_all_uses_with(made, delete_user_cb=lambda user: user in later)
 
 
 def _detach_stopped(graph: fx.Graph) -> None:
