@@ -318,4 +318,5 @@ class ModuleGuard:
 def _explain_type(what: str, now: Any) -> GuardFailure:
     if type(now) is torch.Tensor:
         return GuardFailure(MODULE, f"{what} is a plain tensor, not a Parameter (torch.func.functional_call?)")
-    return GuardFailure(MODULE, f"{what} is None" if now is None else f"{what} is a {type(now).__name__}")
+    found = "None" if now is None else f"a {type(now).__name__}"
+    return GuardFailure(MODULE, f"{what}: compiled for a tensor, called with {found}")

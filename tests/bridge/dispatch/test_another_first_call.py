@@ -235,6 +235,7 @@ def test_tensors_that_the_first_call_keeps(kind):
     for ours, theirs in zip(trained(module), trained(eager), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     assert stats(module).hits == 3
+    assert any("compiled for a tensor, called with None" in each for each in stats(module).misses)
     assert [name for name, _ in module.named_buffers()] == [name for name, _ in eager.named_buffers()]
 
 
