@@ -84,7 +84,7 @@ def given_away(m, h):
 
 
 REFUSED = {
-    "data of a result": (lambda m, h: (setattr(h, "data", 2 * h.detach()), h)[1], "Tensor.data =: gives a"),
+    "data of a result": (lambda m, h: (h.exp(), setattr(h, "data", 2 * h.detach()), h)[::2], "Tensor.data =: gives a"),
     "another form": (lambda m, h: (setattr(m.mean, "data", h.detach()), h)[1], "Tensor.data =: gives a tensor other"),
     "written afterwards": (given_away, "an input of the call has been set to"),
     "trained": (lambda m, h: (setattr(m.linear.weight, "data", m.mean + h[0]), h)[1], "Tensor.data ="),
