@@ -47,7 +47,7 @@ from bridge.guards.objects import (
     is_changeable,
 )
 from bridge.guards.sources import Frame, Sources
-from bridge.guards.watched import MANY, Place
+from bridge.guards.watched import Place
 
 __all__ = ["GETTERS", "CallAnalysis"]
 
@@ -67,6 +67,8 @@ _INSIDE = frozenset("__reduce_ex__ __reduce__ __getstate__ __sizeof__ dumps gets
 """Functions in C that look into objects, however deep."""
 GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _MAKES = (*GETTERS, functools.partial, weakref.ref)
+_MOST_RESULTS = 512
+"""Of one place that calls: the objects that are followed."""
 Given = list[list[Any]]
 
 
@@ -77,7 +79,7 @@ class CallAnalysis(Sources):
         place = known.flow.at(frame.f_lasti)
         call = known.flow.calls.get(place)
         self._look(known)
-        known.called.setdefault(place, [])
+        known.called.setdefault(place, {})
         known.locals = frame.f_locals
         self._invoke(known, place, function, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
         known.locals = {}
@@ -241,7 +243,7 @@ class CallAnalysis(Sources):
         for each in [each for arg in args for each in arg] if foreign else ():
             self.deep(each)
         for each in self.inside(owner, 2):
-            if len(known.called.get(place, ())) >= MANY:
+            if len(known.called.get(place, ())) >= _MOST_RESULTS:
                 break
             self._result(known.called, place, each, known)
 
@@ -473,13 +475,11 @@ class CallAnalysis(Sources):
         if callable(function) and all(type(each) in PLAIN for each in given):
             self.ask(function, tuple(given), {}, f"{code.co_name}({', '.join(map(repr, given))})")
 
-    def _result(self, results: dict[int, list[Any]], place: int, value: Any, outer: Frame) -> None:
+    def _result(self, results: dict[int, dict[Any, Any]], place: int, value: Any, outer: Frame) -> None:
         value = FrameOf.of(value) if is_a(value, FrameType) else value
-        kept, known = self._kept(value), results.setdefault(place, [])
-        if len(known) >= MANY:
-            return
-        if identity_of(kept) not in map(identity_of, known):
-            known.append(kept)
+        kept, known = self._kept(value), results.setdefault(place, {})
+        if len(known) < _MOST_RESULTS and (key := identity_of(kept)) not in known:
+            known[key] = kept
             outer.fresh.add(place)
 
     def _kept(self, value: Any) -> Any:

@@ -320,7 +320,8 @@ class Reads(CallAnalysis):
         given = [*frame.args.values(), *frame.cells.values()]
         for results in (frame.results, frame.plain, frame.called):
             told += results
-            given += [each for values in results.values() for each in (*values, None)]
+            held = (values.values() if type(values) is dict else values for values in results.values())
+            given += [each for values in held for each in (*values, None)]
         for value in given:
             kind = type(value)
             if kind is Instance:

@@ -68,9 +68,9 @@ class Frame:
     def __init__(self, frame: FrameType, flow: DataFlow, args: dict[str, Any], cells: dict[str, Any]):
         self.flow, self.args, self.cells, self.code = flow, args, cells, frame.f_code
         self.globals, self.builtins, self.frame = frame.f_globals, frame.f_builtins, frame
-        self.results: dict[int, list[Any]] = {}
+        self.results: dict[int, dict[Any, Any]] = {}
         self.plain: dict[int, list[Any]] = {}
-        self.called: dict[int, list[Any]] = {}
+        self.called: dict[int, dict[Any, Any]] = {}
         self.python: set[int] = set()
         self.memo: dict[Source, list[Any]] = {}
         self.locals: dict[str, Any] = {}
@@ -129,7 +129,7 @@ class Sources(Insides):
             frame.variables.busy.remove(source[1])
             return found
         if kind == "result":
-            return [*frame.plain.get(source[1], ()), *frame.results.get(source[1], ())]
+            return [*frame.plain.get(source[1], ()), *frame.results.get(source[1], {}).values()]
         return self._values(frame, source)
 
     def _operated(self, frame: Frame, symbol: str, left: Source, right: Source) -> list[Any]:
@@ -164,7 +164,7 @@ class Sources(Insides):
         if kind == "import":
             return self._import(frame, *source[1:])
         if kind in ("result", "called"):
-            return (frame.results if kind == "result" else frame.called).get(of, [])
+            return [*(frame.results if kind == "result" else frame.called).get(of, {}).values()]
         if kind == "var":
             held = frame.variables.shown[of]
             return [*held.values.values(), *(held.inside[key] for key in held.inside if key not in held.values)]

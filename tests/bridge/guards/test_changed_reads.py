@@ -171,6 +171,11 @@ walk with a queue: H = NS(v=1., c=[NS(v=2., c=[NS(v=3., c=[])])])
   | f() | H.c[0].c[0].v = 7.
 cache over C: L = [{'k': 2.}]; H = functools.lru_cache(functools.partial(operator.getitem, L))
   | H(0)['k'] | L[0] = {'k': 3.}; H.cache_clear()
+one of many results: L = [NS(k=1.) for _ in range(200)]~def get(i): return L[i]
+  | sum(get(i).k for i in range(200)) | L[170].k = 3.
+one of many that C gives: L = [NS(k=1.) for _ in range(200)]
+  ~def f():~    q, t = collections.deque(L), 0.~    while q:~        h = q.popleft()~        t += h.k~    return t
+  | f() | L[170].k = 3.
 table in a table: H = {i: [float(i)] * 3 for i in range(90)} | 2. + sum(v[1] for v in H.values()) | H[70][1] = 3.
 key of a table: H = {f'k{i}': float(i) for i in range(90)} | sum(H.values()) | H['k70'] = 3.
 format_map: H = NS(d={'k': 2}) | float('{k}'.format_map(getattr(H, 'd'))) | H.d['k'] = 3
