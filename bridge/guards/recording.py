@@ -246,6 +246,8 @@ class Reads(CallAnalysis):
             if back in self._ours:
                 return True
             file = back.f_code.co_filename
+            if file == logging.__file__ and back.f_code.co_name == "handle":  # a handler keeps what it is told
+                return True
             if file.startswith(OWN):
                 return not is_in_its_place(back.f_code) and is_library(code.co_filename)
             flow = self.codes.get(back.f_code)

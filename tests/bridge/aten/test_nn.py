@@ -1,5 +1,6 @@
 """Embeddings, dropouts and other draws, losses, einsum, sorting, triangles; what is refused."""
 
+import copy
 import itertools
 
 import pytest
@@ -37,9 +38,19 @@ def test_embedding(shape, options):
     check_module(lambda: nn.Embedding(7, 3, **options), lambda: torch.randint(0, 7, shape), calls=1)
 
 
-def test_embedding_that_is_refused():
-    with pytest.raises(UnsupportedModule, match="embedding"):
-        add_tvm_dispatch(nn.Embedding(7, 3, max_norm=1.0).double(), torch.tensor([1, 2]))
+def test_embedding_with_a_largest_norm():
+    """Rows that are looked up are scaled down in the weight, before they are."""
+    eager = nn.Embedding(7, 3, max_norm=1.0).double()
+    ours = copy.deepcopy(eager)
+    add_tvm_dispatch(ours, torch.tensor([1, 2]))
+    for step in range(3):
+        found = []
+        for module in (ours, eager):
+            y = module(torch.tensor([step, step + 2]))
+            (gradient,) = torch.autograd.grad(y.square().sum(), module.weight)
+            found.append([y.detach(), gradient, module.weight.detach().clone()])
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    assert stats(ours).hits == 3
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,11 @@ HITS = """
 copy of the environment: | float(len(dict(os.environ)) > 0) | pass
 other table: H = {f'k{i}': float(i) for i in range(90)}; J = dict(H) | sum(H.values()) | J['k1'] = 3.
 equal table: H = {f'k{i}': float(i) for i in range(90)} | sum(H.values()) | H['k1'] = float('1')
+handler that keeps records: class Keeps(logging.Handler):
+  ~    def emit(s, r): s.held.append(r.getMessage())
+  ~LOG = logging.Logger('tests.keeps'); H = Keeps(); H.held = []; LOG.addHandler(H)
+  ~def f():~    LOG.warning('told %s', len(LOG.handlers))~    return 2.
+  | f() | H.held.append('more')
 other attribute: H = Cfg(k=2., other=1) | H.get() | H.other = 2
 other attribute, in a dictionary: H = Cfg(k=2., other=1) | H.__dict__['k'] | H.other = 2
 other attribute, tested and passed: H = NS(k=2., other=1) | (lambda c: c.k if c else 3.)(H) | H.other = 2
