@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge.guards.flow import DataFlow, Source
 
-__all__ = ["BUILDS", "COMPARES", "DEREFS", "ENDS", "FLAGGED", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING"]
+__all__ = ["BUILDS", "COMPARES", "DEREFS", "ENDS", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING"]
 __all__ += ["NOWHERE", "NO_PLACES", "NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS", "UNKNOWN"]
 __all__ += ["Lookups", "argument_is_subscript", "computed", "handlers", "held_in", "joined", "result_of"]
 __all__ += ["without_locals"]
@@ -43,7 +43,6 @@ SYMBOLS |= {"&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift"}
 COMPARES = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
 JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 NEW = sys.version_info >= (3, 11)
-FLAGGED = sys.version_info >= (3, 11)
 NEW_ATTR = sys.version_info >= (3, 12)
 NULL_BEHIND = sys.version_info >= (3, 13)
 

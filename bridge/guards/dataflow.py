@@ -20,7 +20,6 @@ from bridge.guards.bytecode import (
     COMPARES,
     DEREFS,
     ENDS,
-    FLAGGED,
     IDLE,
     JOINS,
     JUMPS,
@@ -197,7 +196,7 @@ class _Interpreter(Lookups):
         elif name in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"):
             if name == "LOAD_FROM_DICT_OR_GLOBALS":
                 pop()
-            null = name == "LOAD_GLOBAL" and FLAGGED and raw & 1
+            null = name == "LOAD_GLOBAL" and NEW and raw & 1
             if null and not NULL_BEHIND:
                 stack.append(NULL)
             stack.append(

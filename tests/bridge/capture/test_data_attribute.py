@@ -107,8 +107,8 @@ READ = [
 
 @pytest.mark.parametrize("then", sampled(READ, READ[:8] + READ[9:]))
 def test_reading_data(then):
-    module = Block(then)
-    eager, x = copy.deepcopy(module), torch.randn(5, 4)
+    module = Block(then).double()
+    eager, x = copy.deepcopy(module), torch.randn(5, 4, dtype=torch.float64)
     add_tvm_dispatch(module, x)
     for _ in range(3):
         mine, theirs = (each(x) for each in (module, eager))
@@ -199,3 +199,24 @@ def test_a_parameter_that_is_written_keeps_its_gradient(grad):
     torch.testing.assert_close(*[[each for each in some if each is not None] for some in found])
     assert stats(module).hits == 2
     assert lower(Block(halved), (x,)).check().ok
+
+
+def halves(m, x, y):
+    m.scale.data.mul_(0.5)
+    return y * m.scale
+
+
+@pytest.mark.parametrize("function", [clipped, halves])
+def test_a_backward_whose_parameter_a_later_call_has_changed_raises(function):
+    """Eager's reads the last numbers: what was saved is the first call's. Equal numbers are no change."""
+    module, x = Block(function), torch.randn(3, 4)
+    add_tvm_dispatch(module, x)
+    first, second = module(x), module(2 * x)
+    second.sum().backward()
+    if function is clipped:
+        first.sum().backward()
+    else:
+        with pytest.raises(RuntimeError, match=r"'?scale'?: a later call of forward wrote it by .data"):
+            first.sum().backward()
+    module(x).sum().backward()
+    assert stats(module).hits == 3
