@@ -79,7 +79,7 @@ class CallAnalysis(Sources):
         place = known.flow.at(frame.f_lasti)
         call = known.flow.calls.get(place)
         self._look(known)
-        known.called.setdefault(place, {})
+        known.heard.add(place)
         known.locals = frame.f_locals
         self._invoke(known, place, function, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
         known.locals = {}

@@ -318,7 +318,7 @@ class Reads(CallAnalysis):
 
     def _key(self, frame: Frame) -> tuple | None:
         """What decides about the objects that a function reaches; ``None`` where one of them may not stay."""
-        told: list[Any] = [frame.code, frame.over, *frame.python, None]
+        told: list[Any] = [frame.code, frame.over, *frame.python, None, *frame.heard, None]
         given = [*frame.args.values(), *frame.cells.values()]
         for results in (frame.results, frame.plain, frame.called):
             told += results
@@ -361,7 +361,7 @@ class Reads(CallAnalysis):
         for value, kinds in flow.relations.values():
             self._related(frame, value, kinds)
         for place, call in flow.calls.items():
-            for source in self._expanded(frame, call.function) if place not in frame.called else ():
+            for source in self._expanded(frame, call.function) if place not in frame.heard else ():
                 for value in self._values(frame, source):
                     if place not in frame.python or type(value) in GETTERS:
                         self._called(frame, place, value, call, source)

@@ -58,7 +58,7 @@ class Frame:
         args, cells: its arguments and the variables around it, when it begins.
         results, plain: what functions in Python gave it, by the offset of the call: objects, and plain values.
         called: likewise what functions in C may have given it.
-        python: offsets of calls of functions in Python.
+        python, heard: offsets of calls of functions in Python, and of those in C of which the profiler has heard.
         fresh: offsets of calls whose results were not followed yet.
         variables: those that are assigned in it.
         over: whether it has returned. ``writes``: how often something may have been written before it was looked at.
@@ -71,7 +71,7 @@ class Frame:
         self.results: dict[int, dict[Any, Any]] = {}
         self.plain: dict[int, list[Any]] = {}
         self.called: dict[int, dict[Any, Any]] = {}
-        self.python: set[int] = set()
+        self.python, self.heard = set[int](), set[int]()
         self.memo: dict[Source, list[Any]] = {}
         self.locals: dict[str, Any] = {}
         self.fresh: set[int] = set()
@@ -289,7 +289,7 @@ class Sources(Insides):
         """Whether a key is what one of the other kind gives: Python's and C's functions have a source each."""
         kinds = self._expanded(frame, [source])
         return any(
-            (each[0] == "called" and each[1] in frame.python) or (each[0] == "result" and each[1] in frame.called)
+            (each[0] == "called" and each[1] in frame.python) or (each[0] == "result" and each[1] in frame.heard)
             for each in kinds
         )
 
@@ -325,6 +325,6 @@ def _peek(owner: Any, name: str) -> Any:
     if is_a(raw, types.MemberDescriptorType):
         try:
             return raw.__get__(owner)
-        except AttributeError:
+        except (AttributeError, TypeError):  # an empty slot; a class, whose objects have it
             return ABSENT
     return ABSENT if raw is ABSENT or hasattr(type(raw), "__get__") else raw

@@ -176,6 +176,9 @@ one of many results: L = [NS(k=1.) for _ in range(200)]~def get(i): return L[i]
 one of many that C gives: L = [NS(k=1.) for _ in range(200)]
   ~def f():~    q, t = collections.deque(L), 0.~    while q:~        h = q.popleft()~        t += h.k~    return t
   | f() | L[170].k = 3.
+dictionary of what a comprehension gives: L = threading.local(); L.k = [2.]
+  ~H = collections.UserDict(v=collections.defaultdict(int, v=L), w=1)
+  | dict([b for a, b in H.items()][0])['v'].k[0] | L.k = [3.]
 table in a table: H = {i: [float(i)] * 3 for i in range(90)} | 2. + sum(v[1] for v in H.values()) | H[70][1] = 3.
 key of a table: H = {f'k{i}': float(i) for i in range(90)} | sum(H.values()) | H['k70'] = 3.
 format_map: H = NS(d={'k': 2}) | float('{k}'.format_map(getattr(H, 'd'))) | H.d['k'] = 3
