@@ -459,7 +459,7 @@ def test_a_transform_runs_eager_and_leaves_nothing_behind(function):
     assert torch.func.jvp(torch.sin, (torch.zeros(2),), (torch.ones(2),))[1].sum() == 2
 
 
-def test_the_reason_for_many_changed_parameters_is_short():
+def test_an_optimizers_step_changes_its_parameters():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 2)).sum().backward()
@@ -467,8 +467,8 @@ def test_the_reason_for_many_changed_parameters_is_short():
     known = graphs()
     torch.compile(optimizer.step, backend="tvm_dispatch")()
     torch.testing.assert_close([p.detach() for p in model.parameters()], expected)
-    reason = only_miss(made_since(known))
-    assert "parameter inside forward" in reason and len(reason) < 1000
+    (graph,) = made_since(known)
+    assert (graph.stats.hits, graph.stats.misses) == (1, {})
 
 
 # the backend
