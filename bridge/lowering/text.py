@@ -28,7 +28,7 @@ from autodiff.ir import (
 )
 from autodiff.scan import Scan, is_scan, scan_of
 
-__all__ = ["attributes", "binding_line", "count", "html_table", "megabytes", "script", "short_op"]
+__all__ = ["attributes", "binding_line", "count", "function_lines", "html_table", "megabytes", "script", "short_op"]
 __all__ += ["type_text", "value_text"]
 
 
@@ -152,6 +152,11 @@ def call_text(value: Expr) -> str:
 def binding_line(var: Var, value: Expr) -> str:
     """``name: type = op(arguments, attributes)``."""
     return f"{var.name}: {type_text(var.ty)} = {call_text(value)}"
+
+
+def function_lines(function: Function) -> list[str]:
+    """A line per binding of a function in flat form."""
+    return [binding_line(var, value) for var, value in bindings(function)]
 
 
 def count(number: int | float) -> str:
