@@ -145,7 +145,7 @@ class Lookups:
                 made = ("item", source, which) if known else ("each", source)
                 self.flow.reads[made] = None
                 found.add(made)
-        return joined(frozenset(found))
+        return frozenset(found)
 
     def _each(self, value: frozenset) -> frozenset:
         return self._of("each", frozenset(source for source in value if source[0] not in ("const", "made")))

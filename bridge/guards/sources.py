@@ -174,7 +174,6 @@ class Sources(Insides):
         if kind == "held" or (kind in ("each", "item", "in") and of[0] == "held"):
             return self._values(frame, of)
         if kind == "super":
-            frame.cells.get("__class__")
             first = next(iter(frame.args.values()), None)
             one = frame.cells.get("__class__")
             found = is_a(one, type) and (is_a(first, one) or (is_a(first, type) and issubclass(first, one)))
@@ -216,7 +215,7 @@ class Sources(Insides):
 
     def _assigned(self, frame: Frame, flow: DataFlow) -> None:
         """Follows assignments until no variable has a new value: from what is new, and at last from everything."""
-        everything, passes = True, 0
+        everything, passes, nothing = True, 0, dict.fromkeys(frame.variables.held, Held.none())
         while flow.variables:
             if (passes := passes + 1) > _MOST_PASSES:
                 told = "leads from object to object, more of them than are followed"
@@ -231,8 +230,7 @@ class Sources(Insides):
                 frame.variables.held[name].values.update(new.values)
                 frame.variables.held[name].inside.update(new.inside)
             everything = not grown
-            rest = dict.fromkeys(frame.variables.held, Held.none())
-            frame.variables.shown = frame.variables.held if everything else rest | found
+            frame.variables.shown = frame.variables.held if everything else nothing | found
         frame.variables.shown = frame.variables.held
         frame.memo.clear()
 
