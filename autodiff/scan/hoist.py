@@ -13,7 +13,7 @@ Matrix products, and the point-wise operators and layer norms around them: one l
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 from tvm.relax import op
@@ -34,11 +34,13 @@ from autodiff.ir import (
     shape,
 )
 from autodiff.ops import having
+from autodiff.scan.binding_rows import RESHAPES, operands, with_operands
 from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
-from autodiff.scan.prove import operands, with_operands
-from autodiff.scan.stacks import RESHAPES, Emit
 
 __all__ = ["batched", "batches", "hoist", "is_product"]
+
+Emit = Callable[[Expr, str], Var]
+"""Binds a value under a name."""
 
 Arguments = Mapping[int, Expr]
 """By their place in a call."""

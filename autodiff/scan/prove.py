@@ -1,60 +1,54 @@
-"""Proof that a run of bindings is a loop: bindings, where it starts, its period -> the role of every operand.
+"""Loops among rows: abstract rows -> loops whose steps are proven to be the same function of what they are given.
 
-The steps of a loop call the same operators with the same literals, and each operand of a binding is, in all steps,
+What rows are is the caller's (:class:`Rows`): bindings of a Relax function (:mod:`autodiff.scan.roll`), or recorded
+calls of torch's operators (``bridge.capture.loops.find``). Each is of a kind, and reads and makes values; rows of one
+kind are the same operator with the same constants on values of the same layouts. All steps of a loop have rows of the
+same kinds, in order, and each value that a row of a step reads is, in all steps,
 
-* *local*: what the same binding of the same step makes,
-* a *carry*: what the same binding of the step before makes, or of one further back; in the first steps values from
+* *local*: what the same row of the same step has made,
+* a *carry*: what the same row of the step before has made, or of one further back; in the first steps values from
   before the loop,
 * a *constant*: one value from before the loop, or
-* an *x*: in each step another value from before the loop, of one type.
+* a *part* of one: in each step as much further (or before) along one axis, or what an earlier loop made so many steps
+  later; whether the step takes it or it was taken before. Parts may overlap or leave gaps.
 
-Anything else is no loop: ``None``. A slice (an item of a tuple) whose place changes from step to step is an x, too, if
-it is one of a constant.
+Then the steps are one function of carries, parts and constants. Anything else is no loop.
 
-Periods: the bindings of a function -> runs of them that look alike every so many bindings.
-
-Two bindings look alike if they call the same operator with the same attributes and literals, on operands of the same
-types: where a slice begins, and which item of a tuple is taken, may differ. What looks alike is compared exactly by
-:mod:`autodiff.scan.prove`; a run is only where that is worth trying.
-
-Roles of operands in a loop: what all steps read at one place -> what that is in each step.
-
-Rows are numbered; each makes values. What rows are, bindings or recorded calls, is the caller's:
-:mod:`autodiff.scan.prove` and ``bridge.capture.loops.find`` ask for the roles of theirs, and add what each knows of
-values from before the loop.
+Periods: the kinds of rows -> runs of them that look alike every so many rows. A run is only where a proof is worth
+trying.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from tvm_ffi import StructuralKey
 
-from autodiff.body import Binding, Body
-from autodiff.ir import VARS, Call, Expr, Tuple, TupleGetItem, op_name
+__all__ = ["FURTHEST", "Carry", "Constant", "Local", "Part", "PeriodicRun", "ProvenLoop", "Rows", "StepParts"]
+__all__ += ["find_loops", "step_parts"]
 
-__all__ = ["FURTHEST", "BindingLoop", "Carry", "Constant", "Local", "PeriodicRun", "ProvenLoop", "Role", "X"]
-__all__ += ["made_inside", "operands", "periodic", "place_of", "prove", "runs", "shifts", "with_operands"]
+LEAST_STEPS = 4
+"""Shorter loops stay as they are."""
 
-_SLICE = "relax.strided_slice"
+FURTHEST = 4
+"""Steps that a loop may look back."""
+
+_SHIFTS = 64
+"""Rows by which a loop may begin later than its run, in each of the first two steps."""
+_MOST_TIMES = 8
+"""Layers of one size that a step may go through."""
+_MOST_ROUNDS = 20
 
 
 class PeriodicRun(NamedTuple):
-    """Bindings ``start`` to ``start + length`` of which each looks like the one ``period`` later, as far as there is
-    one in the run."""
+    """Rows ``start`` to ``start + length`` of which each looks like the one ``period`` later, as far as there is one in
+    the run."""
 
     start: int
     period: int
     length: int
-
-
-def runs(bindings: Sequence[Binding], least: int) -> Iterator[PeriodicRun]:
-    """Runs of at least ``least`` whole periods, see :func:`periodic`."""
-    return periodic([_key(each.value) for each in bindings], least)
 
 
 def periodic(keys: Sequence[Hashable], least: int) -> Iterator[PeriodicRun]:
@@ -77,7 +71,7 @@ def periodic(keys: Sequence[Hashable], least: int) -> Iterator[PeriodicRun]:
 
 
 def _periods(keys: np.ndarray, least: int) -> list[int]:
-    """The distances between neighbours that look alike, of one binding or of some in a row: a period is the distance of
+    """The distances between neighbours that look alike, of one row or of some in a line: a period is the distance of
     two of which there is one in each step."""
     found: set[int] = set()
     most = len(keys) // least
@@ -107,36 +101,6 @@ def _repeats(run: PeriodicRun, other: PeriodicRun) -> bool:
     return inside and run.period % other.period == 0
 
 
-def place_of(value: Expr) -> tuple[int, ...]:
-    """What may differ between values that look alike: where a slice begins and ends, or which item is taken."""
-    if type(value) is TupleGetItem:
-        return (value.index,)
-    if op_name(value) == _SLICE:
-        return tuple(int(number) for arg in value.args[2:4] for number in arg.fields)
-    return ()
-
-
-def _key(value: Expr) -> Hashable:
-    kind = type(value)
-    if kind is Call:
-        attrs = None if value.attrs is None else StructuralKey(value.attrs)
-        args = value.args[:]
-        if op_name(value) == _SLICE:
-            args = [*args[:2], *args[4:]]
-        return (op_name(value) or StructuralKey(value.op), attrs, StructuralKey(value.ty), *map(_key, args))
-    if kind in VARS:
-        return "var", StructuralKey(value.ty)
-    if kind is Tuple:
-        return ("tuple", *map(_key, value.fields[:]))
-    if kind is TupleGetItem:
-        return "item", StructuralKey(value.ty), _key(value.tuple_value)
-    return StructuralKey(value)
-
-
-FURTHEST = 4
-"""Steps that a loop may look back."""
-
-
 class Local(NamedTuple):
     """The ``leaf``-th result of row ``row`` of the same step."""
 
@@ -160,6 +124,42 @@ class Constant(NamedTuple):
     value: Any
 
 
+class Part(NamedTuple):
+    """``extent`` slices of a value from ``begin`` on, along ``dim``; ``form``, the caller's: how they then lie."""
+
+    of: Any
+    dim: int
+    begin: int
+    extent: int
+    form: Any
+
+
+class StepParts(NamedTuple):
+    """A part for each step: the first one, and how much further each next one begins along its axis (negative: how much
+    before). ``of`` a value, or of what an earlier loop's row makes in all of its steps: ``(loop, row, leaf)``."""
+
+    of: Any
+    dim: int
+    first: int
+    step: int
+    extent: int
+    form: Any
+
+    @property
+    def falls(self) -> bool:
+        """Whether later parts lie before earlier ones."""
+        return self.step < 0
+
+
+def step_parts(parts: Sequence[Part]) -> StepParts | None:
+    """Parts that are equally far from each other; ``None`` for others."""
+    first, second = parts[:2]
+    step = second.begin - first.begin
+    if not step or any(part != first._replace(begin=first.begin + step * index) for index, part in enumerate(parts)):
+        return None
+    return StepParts(first.of, first.dim, first.begin, step, first.extent, first.form)
+
+
 @dataclass
 class ProvenLoop:
     """A loop: ``steps`` times ``period`` rows from ``start`` on.
@@ -173,12 +173,16 @@ class ProvenLoop:
     period: int
     steps: int
     roles: list[list[Any] | None] = field(default_factory=list)
-    taken: dict[int, Any] = field(default_factory=dict)
+    taken: dict[int, StepParts] = field(default_factory=dict)
 
     @property
     def stop(self) -> int:
         """The row after the last one."""
         return self.start + self.period * self.steps
+
+    def group(self, index: int) -> range:
+        """A row of a step, in all steps."""
+        return range(self.start + index, self.stop, self.period)
 
     @property
     def carries(self) -> list[Carry]:
@@ -191,138 +195,228 @@ class ProvenLoop:
                 carry = carry.of
         return list(found)
 
+    @property
+    def parts(self) -> list[StepParts]:
+        """Each once."""
+        return list(dict.fromkeys([*self.taken.values(), *self.of_kind(StepParts)]))
+
     def of_kind(self, kind: type) -> list:
         """The roles of a kind, each once, in order of first use."""
         return list(dict.fromkeys(role for roles in self.roles for role in roles or () if isinstance(role, kind)))
 
 
-def made_inside(
-    read: Sequence[Any], made: Callable[[Any], tuple[int, int]], start: int, period: int
-) -> Local | Carry | None:
-    """The role of values, one for each step, of which the last is made in the loop; ``None`` if it has none.
+class Rows:
+    """Rows as a proof sees them: what a caller says of its own.
 
-    Args:
-        made: the row that makes a value, before ``start`` for one from before the loop, and which result it is.
+    Attributes:
+        kinds: of each row; equal for rows that do the same, but for where a part that they take begins.
     """
-    back = next((step for step, value in enumerate(read) if made(value)[0] >= start), FURTHEST + 1)
+
+    kinds: Sequence[Hashable]
+
+    def loop(self, start: int, period: int, steps: int) -> ProvenLoop:
+        """A loop without roles yet."""
+        return ProvenLoop(start, period, steps)
+
+    def columns(self, loop: ProvenLoop, index: int) -> Sequence[Sequence[Any]] | None:
+        """The values that a row of a step reads: of each operand those of all steps; ``None`` if no step may have such
+        rows."""
+        raise NotImplementedError
+
+    def made(self, value: Any) -> tuple[int, int]:
+        """The row that makes a value, negative for one that no row makes, and which of its results it is."""
+        raise NotImplementedError
+
+    def taken(self, row: int) -> Part | None:
+        """The part of a value that a row takes, if it does that."""
+        raise NotImplementedError
+
+    def part(self, value: Any) -> Part | None:
+        """The part of another one that a value is."""
+        raise NotImplementedError
+
+    def is_readable(self, parts: StepParts) -> bool:
+        """Whether such parts can be read step by step."""
+        return True
+
+    def gathered(self, values: Sequence[Any]) -> Any | None:
+        """A role of values from before the loop, one for each step, that have nothing to do with one another."""
+        return None
+
+    def is_own(self, loop: ProvenLoop, index: int, roles: Sequence[Any]) -> bool:
+        """Whether a row of a step, given these, does nothing to what others see."""
+        return True
+
+    def is_whole(self, loop: ProvenLoop) -> bool:
+        """Whether a loop of which all roles are known is one."""
+        return True
+
+
+def find_loops(rows: Rows) -> list[ProvenLoop]:
+    """Loops that do not overlap, in order; the longest are looked for first."""
+    candidates = list(periodic(rows.kinds, LEAST_STEPS)) if len(rows.kinds) else []
+    found: list[ProvenLoop] = []
+    for _ in range(_MOST_ROUNDS):
+        found, failed = _loops_of(rows, candidates)
+        if not failed:
+            break
+        candidates = [run for run in candidates if run not in failed]  # shorter ones may lie where these do
+    return found
+
+
+def _loops_of(rows: Rows, candidates: Sequence[PeriodicRun]) -> tuple[list[ProvenLoop], set[PeriodicRun]]:
+    """The loops of the longest runs, and the runs that have none."""
+    found: list[ProvenLoop] = []
+    failed: set[PeriodicRun] = set()
+    for run in _disjoint(candidates):
+        # in order, so that a loop may read what an earlier one makes
+        before = len(found)
+        rest: PeriodicRun | None = run
+        while rest is not None and (loop := _Finder(rows, found).best(rest)) is not None:
+            found.append(loop)
+            rest = _behind(rest, loop)
+        if len(found) == before:
+            failed.add(run)
+    return found, failed
+
+
+def _behind(run: PeriodicRun, loop: ProvenLoop) -> PeriodicRun | None:
+    """What is left of a run behind a loop, as the steps of another layer are."""
+    length = run.start + run.length - loop.stop
+    return PeriodicRun(loop.stop, run.period, length) if length >= LEAST_STEPS * run.period else None
+
+
+def _disjoint(candidates: Sequence[PeriodicRun]) -> Iterator[PeriodicRun]:
+    """The longest runs, of those that overlap one; in order."""
+    taken: list[PeriodicRun] = []
+    for run in sorted(candidates, key=lambda run: (-run.length, run.period)):
+        if all(run.start + run.length <= other.start or other.start + other.length <= run.start for other in taken):
+            taken.append(run)
+    yield from sorted(taken)
+
+
+class _Finder:
+    def __init__(self, rows: Rows, earlier: Sequence[ProvenLoop]):
+        self.rows, self.earlier = rows, earlier
+
+    def best(self, run: PeriodicRun) -> ProvenLoop | None:
+        """The loop that most rows of a run are in; of equal ones that of the shortest step.
+
+        Rows of several layers look alike, too, and read other weights: a step may be several periods.
+        """
+        best = None
+        for times in range(1, _MOST_TIMES + 1):
+            loop = self._of_period(run._replace(period=run.period * times))
+            if loop is not None and (best is None or loop.stop - loop.start > best.stop - best.start + loop.period):
+                best = loop
+            if best is not None and run.length - (best.stop - best.start) < 2 * run.period:
+                break
+        return best
+
+    def _of_period(self, run: PeriodicRun) -> ProvenLoop | None:
+        """The longest loop of a run, with the fewest carries, as its first steps say; it may begin in the first two
+        steps."""
+        possible = []
+        for shift in _shifts(run):
+            steps = (run.length - shift) // run.period
+            loop = self._proven(run.start + shift, run.period, LEAST_STEPS) if steps >= LEAST_STEPS else None
+            if loop is not None:
+                possible.append((-steps, len(loop.carries), shift))
+        longest = None
+        for steps, _, shift in sorted(possible):
+            if longest is not None and longest.steps >= -steps:
+                break
+            loop = self._longest(run.start + shift, run.period, -steps)
+            if longest is None or loop.steps > longest.steps:
+                longest = loop
+        return longest
+
+    def _longest(self, start: int, period: int, steps: int) -> ProvenLoop:
+        """The loop of the most steps; one of :data:`LEAST_STEPS` is proven."""
+        if (loop := self._proven(start, period, steps)) is not None:
+            return loop
+        proven, few, many = self._proven(start, period, LEAST_STEPS), LEAST_STEPS, steps
+        while many - few > 1:
+            middle = (few + many) // 2
+            loop = self._proven(start, period, middle)
+            if loop is not None:
+                proven, few = loop, middle
+            else:
+                many = middle
+        return proven
+
+    def _proven(self, start: int, period: int, steps: int) -> ProvenLoop | None:
+        """The loop of these rows; ``None`` if they are none, or one that carries nothing."""
+        rows = self.rows
+        loop = rows.loop(start, period, steps)
+        for index in range(period):
+            columns = rows.columns(loop, index)
+            if columns is None:
+                return None
+            roles = []
+            for column in columns:
+                if (role := self._role(column, loop)) is None:
+                    return None
+                roles.append(role)
+            parts = [rows.taken(row) for row in loop.group(index)]
+            if len(set(parts)) > 1:
+                found = self._readable(parts)
+                if found is not None and all(isinstance(role, Constant) for role in roles):
+                    loop.taken[index] = found
+                    loop.roles.append(None)
+                    continue
+                if len({part[1:] for part in parts}) > 1:
+                    return None
+            if not rows.is_own(loop, index, roles):
+                return None
+            loop.roles.append(roles)
+        return loop if loop.carries and rows.is_whole(loop) else None
+
+    def _role(self, values: Sequence[Any], loop: ProvenLoop) -> Any | None:
+        made = [self.rows.made(value) for value in values]
+        if made[-1][0] >= loop.start:
+            return _made_inside(values, made, loop)
+        if all(value == values[0] for value in values):
+            return Constant(values[0])
+        if any(row >= loop.start for row, _ in made):
+            return None
+        return self._parts_before(values, made) or self.rows.gathered(values)
+
+    def _parts_before(self, values: Sequence[Any], made: Sequence[tuple[int, int]]) -> StepParts | None:
+        """Parts that were taken before the loop, or that an earlier loop has made."""
+        parts = [self.rows.part(value) for value in values]
+        if None not in parts and (found := self._readable(parts)) is not None:
+            return found
+        for number, other in enumerate(self.earlier):
+            places = [(*divmod(row - other.start, other.period), leaf) for row, leaf in made]
+            if all(0 <= step < other.steps for step, *_ in places) and len({place[1:] for place in places}) == 1:
+                (begin, row, leaf), step = places[0], places[1][0] - places[0][0]
+                regular = all(at == begin + step * index for index, (at, *_) in enumerate(places))
+                if step and regular and row not in other.taken:
+                    return StepParts((number, row, leaf), 0, begin, step, 1, True)
+        return None
+
+    def _readable(self, parts: Sequence[Part]) -> StepParts | None:
+        found = step_parts(parts)
+        return found if found is not None and self.rows.is_readable(found) else None
+
+
+def _made_inside(values: Sequence[Any], made: Sequence[tuple[int, int]], loop: ProvenLoop) -> Local | Carry | None:
+    """The role of values, one for each step, of which the last is made in the loop; ``None`` if it has none."""
+    start, period = loop.start, loop.period
+    back = next((step for step, (row, _) in enumerate(made) if row >= start), FURTHEST + 1)
     if back > FURTHEST:
         return None
-    row, leaf = made(read[back])
-    if row >= start + period or any(made(value) != (row + at * period, leaf) for at, value in enumerate(read[back:])):
+    row, leaf = made[back]
+    if row >= start + period or any(each != (row + at * period, leaf) for at, each in enumerate(made[back:])):
         return None
     role: Carry | None = None
-    for value in reversed(read[:back]):
+    for value in reversed(values[:back]):
         role = Carry(row - start, leaf, value, role)
     return role or Local(row - start, leaf)
 
 
-def shifts(run: PeriodicRun, most: int) -> Iterator[int]:
+def _shifts(run: PeriodicRun) -> Iterator[int]:
     """By how many rows a loop may begin later than a run: anywhere in the first two steps, as far as there is room."""
-    spare = min(run.length % run.period + 1, most)
+    spare = min(run.length % run.period + 1, _SHIFTS)
     yield from (*range(spare), *range(run.period, run.period + spare))
-
-
-_SHIFTS = 32
-
-
-@dataclass(frozen=True)
-class X:
-    """A value for each step."""
-
-    values: tuple[Binding, ...]
-
-
-Role = Local | Carry | Constant | X
-
-
-class BindingLoop(ProvenLoop):
-    """A proven loop; each row is a binding, which has one result."""
-
-    @property
-    def xs(self) -> list[X]:
-        """Each once: those that are taken in the loop, then those from before it."""
-        return list(dict.fromkeys([*self.taken.values(), *self.of_kind(X)]))
-
-
-def prove(body: Body, run: PeriodicRun, least: int) -> BindingLoop | None:
-    """The loop of a run with the fewest carries: it may begin anywhere in the first two steps; ``None`` if there is
-    none of at least ``least`` steps."""
-    best: BindingLoop | None = None
-    for shift in shifts(run, _SHIFTS):
-        steps = (run.length - shift) // run.period
-        if steps < least or (best is not None and steps < best.steps):
-            continue
-        loop = _proven(body, run.start + shift, run.period, steps)
-        if loop is not None and loop.carries and (best is None or len(loop.carries) < len(best.carries)):
-            best = loop
-    return best
-
-
-def _proven(body: Body, start: int, period: int, steps: int) -> BindingLoop | None:
-    run = body.bindings[start : start + period * steps]
-    place = {binding: (index, 0) for index, binding in enumerate(run)}
-    loop = BindingLoop(start, period, steps)
-    for index in range(period):
-        group = run[index::period]
-        columns = list(zip(*(list(operands(each.value)) for each in group), strict=True))
-        roles = []
-        for column in columns:
-            bound = [body.binding(operand) for operand in column]
-            role = None if None in bound else _role(bound, place, period)
-            if role is None:
-                return None
-            roles.append(role)
-        if len({place_of(each.value) for each in group}) > 1:
-            if not all(isinstance(role, Constant) for role in roles):
-                return None
-            loop.taken[index] = X(tuple(group))
-            loop.roles.append(None)
-        else:
-            loop.roles.append(roles)
-    return loop
-
-
-_OUTSIDE = (-1, 0)
-
-
-def _role(read: Sequence[Binding], place: dict[Binding, tuple[int, int]], period: int) -> Role | None:
-    first, is_outside = read[0], place.keys().isdisjoint(read)
-    if is_outside and all(operand is first for operand in read):
-        return Constant(first)
-    if any(_type(operand) != _type(first) for operand in read):
-        return None
-    return X(tuple(read)) if is_outside else made_inside(read, lambda each: place.get(each, _OUTSIDE), 0, period)
-
-
-def _type(binding: Binding) -> StructuralKey:
-    return StructuralKey(binding.var.ty)
-
-
-def operands(value: Expr) -> Iterator[Expr]:
-    """The variables that a value reads, in order, as often as it does."""
-    kind = type(value)
-    if kind in VARS:
-        yield value
-    elif kind is Call:
-        for arg in value.args[:]:
-            yield from operands(arg)
-    elif kind is Tuple:
-        for each in value.fields[:]:
-            yield from operands(each)
-    elif kind is TupleGetItem:
-        yield from operands(value.tuple_value)
-
-
-def with_operands(value: Expr, given: Iterator[Expr]) -> Expr:
-    """The value with these in the place of the variables that it reads, in order."""
-    again = partial(with_operands, given=given)
-    kind = type(value)
-    if kind in VARS:
-        return next(given)
-    if kind is Call:
-        return Call(value.op, [again(arg) for arg in value.args[:]], value.attrs, value.ty_args, ret_ty=value.ty)
-    if kind is Tuple:
-        return Tuple([again(each) for each in value.fields[:]])
-    if kind is TupleGetItem:
-        return TupleGetItem(again(value.tuple_value), value.index)
-    return value

@@ -17,6 +17,7 @@ What depends on the first two and is read by the last two, of one ``loop``, is i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from tvm.relax import op
 
@@ -41,48 +42,38 @@ from autodiff.ir import (
     used_vars,
     with_outputs,
 )
+from autodiff.scan.binding_rows import BindingRows, Gathered, unviewed, with_operands
 from autodiff.scan.operator import Scan, body_text, scan_call
-from autodiff.scan.prove import BindingLoop, Carry, Constant, Local, Role, X, prove, runs, with_operands
-from autodiff.scan.stacks import are_masks, family, join, section, stack, unviewed
+from autodiff.scan.prove import Carry, Constant, Local, ProvenLoop, StepParts, find_loops
 
-__all__ = ["LEAST_STEPS", "from_marks", "roll_up"]
-
-LEAST_STEPS = 4
-"""Shorter loops stay unrolled."""
+__all__ = ["from_marks", "roll_up"]
 
 
 @on_functions
-def roll_up(body: Body, least: int = LEAST_STEPS) -> None:
-    """Rolls up the loops of at least ``least`` steps, the longest runs of bindings first.
+def roll_up(body: Body) -> None:
+    """Rolls loops up, one after the other: a later one reads what the scan of an earlier one makes.
 
     Safe: see the module's docstring. All types are to be static.
     """
-    while any(_rolled(body, loop) for run in runs(body.bindings, least) if (loop := prove(body, run, least))):
+    while any(_Roller(body, loop).roll() for loop in find_loops(BindingRows(body)) if _is_of_bindings(loop)):
         body.prune()
 
 
-def _rolled(body: Body, loop: BindingLoop) -> bool:
-    """Rolls one loop up; ``False`` where what its steps read is not to be had as one tensor."""
-    if any(map(_is_empty, body.bindings[loop.start : loop.start + loop.period])):
-        return False  # Relax takes an extent of 0 for another thing in a reshape
-    families = {x: family(x.values, body) for x in loop.xs}
-    if any(found is None and not are_masks(x.values) for x, found in families.items()):
-        return False
-    return _Roller(body, loop, families).roll()
+def _is_of_bindings(loop: ProvenLoop) -> bool:
+    """Whether a loop reads no parts of what another one makes, which is no scan yet."""
+    return not any(isinstance(parts.of, tuple) for parts in loop.parts)
 
 
 class _Roller:
     """One loop on its way to a scan."""
 
-    def __init__(self, body: Body, loop: BindingLoop, families: dict):
+    def __init__(self, body: Body, loop: ProvenLoop):
         self.body, self.loop = body, loop
-        self.run = body.bindings[loop.start : loop.start + loop.period * loop.steps]
-        self.families = families
-        found = [each for each in families.values() if each is not None]
-        self.reverse = bool(found) and all(each.falls for each in found)
+        self.run = body.bindings[loop.start : loop.stop]
+        self.reverse = bool(loop.parts) and all(each.falls for each in loop.parts)
         self.names = NameSupply(body.names())
         self.new: list[Binding] = []
-        self.stacks: dict[X, Var] = {}
+        self.stacks: dict[StepParts | Gathered, Var] = {}
 
     def emit(self, value: Expr, name: str) -> Var:
         """A binding before, or right after, the scan."""
@@ -105,21 +96,37 @@ class _Roller:
         self._replace(*made)
         return True
 
-    def of_outer(self, role: Constant | X) -> Expr:
-        """A constant, or an x with the steps in front, outside of the loop."""
-        return role.value.var if isinstance(role, Constant) else self._stacked(role)
+    def of_outer(self, role: Constant | StepParts | Gathered) -> Expr:
+        """A constant, or the parts of all steps with the steps in front, outside of the loop."""
+        if isinstance(role, Constant):
+            return role.value.var
+        if role not in self.stacks:
+            self.stacks[role] = self._stacked(role)
+        return self.stacks[role]
 
-    def _stacked(self, x: X) -> Var:
-        if x not in self.stacks:
-            found, parts = self.families[x], x.values
-            if found is None:
-                self.stacks[x] = stack(parts[::-1] if self.reverse else parts, self.emit)
-            else:
-                whole = section(found, len(parts), shape(parts[0].var), self.emit)
-                if found.falls and not self.reverse:
-                    whole = self.emit(op.flip(whole, 0), f"{found.base.name}_flipped")
-                self.stacks[x] = whole
-        return self.stacks[x]
+    def _stacked(self, role: StepParts | Gathered) -> Var:
+        if isinstance(role, Gathered):
+            values = role.values[::-1] if self.reverse else role.values
+            return self.emit(op.stack(Tuple([each.var for each in values]), 0), "masks")
+        whole = self._section(role)
+        return self.emit(op.flip(whole, 0), f"{role.of.name}_flipped") if role.falls and not self.reverse else whole
+
+    def _section(self, parts: StepParts) -> Var:
+        """The parts of all steps with the steps in front, in the order in which they lie in the binding."""
+        name, value, count, extent = parts.of.name, parts.of.var, self.loop.steps, parts.extent
+        extents, axis = shape(value), parts.dim
+        begin = min(parts.first, parts.first + parts.step * (count - 1))
+        end = begin + count * extent
+        if (begin, end) != (0, extents[axis]):
+            value = self.emit(op.strided_slice(value, [axis], [begin], [end], [1]), f"{name}_section")
+        if axis:
+            value = self._reshaped(value, (*extents[:axis], count, extent, *extents[axis + 1 :]), f"{name}_steps")
+            order = [axis, *(each for each in range(len(extents) + 1) if each != axis)]
+            value = self.emit(op.permute_dims(value, order), f"{name}_steps")
+        return self._reshaped(value, (count, *parts.form), f"{name}_steps")
+
+    def _reshaped(self, value: Var, extents: tuple[int, ...], name: str) -> Var:
+        return value if shape(value) == extents else self.emit(op.reshape(value, extents), name)
 
     def _is_inside(self, index: int) -> bool:
         """Whether the loop computes a binding of a step."""
@@ -149,7 +156,7 @@ class _Roller:
                 xs[whole] = Var(name, _part_type(whole))
             return xs[whole]
 
-        def inner(role: Role) -> Expr:
+        def inner(role: Any) -> Expr:
             if isinstance(role, Carry):
                 return carried[role]
             if isinstance(role, Local) and role.row in local:
@@ -249,12 +256,11 @@ class _Roller:
         part = shape(fields[0].var)
         axis = binding.value.attrs.axis
         axis = 0 if axis is None else int(axis) % len(part)
-        self.body.assign(binding, join(value, axis, part, self.emit))
-
-
-def _is_empty(binding: Binding) -> bool:
-    """Whether a value is a tensor without elements."""
-    return isinstance(binding.var.ty, TensorType) and 0 in shape(binding.var)
+        value = self._reshaped(value, (len(positions), *part), "joined")
+        if axis:
+            order = [*range(1, axis + 1), 0, *range(axis + 1, len(part) + 1)]
+            value = self.emit(op.permute_dims(value, order), "joined")
+        self.body.assign(binding, op.reshape(value, shape(binding.var)))
 
 
 def _part_type(whole: Expr) -> TensorType:

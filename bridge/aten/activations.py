@@ -92,7 +92,6 @@ def softshrink_rounds_its_bound() -> bool:
         return torch.nn.functional.softshrink(above, 0.1).item() == 0
 
 
-
 def _constants(importer, x, *values):
     return [importer.constant(value, dtype(x)) for value in values]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -236,11 +238,20 @@ def independent(scope, h, x, w):
     return [joined(scope, [cell(scope, h, part(scope, x, index), w) for index in range(STEPS)])]
 
 
-def far_back(scope, h, x, w):
+def far_back(scope, h, x, w, steps=7):
+    """A step reads what the fifth one before it made."""
     made = [h] * 5
-    for _ in range(STEPS + 4):
+    for _ in range(steps):
         made.append(cell(scope, made[-5], x, w))
     return [made[-1]]
+
+
+def test_steps_that_look_far_back_are_a_loop_two_by_two():
+    args = draw(2, 3), draw(2, 3, seed=1), draw(3, 3, seed=2)
+    func = function(partial(far_back, steps=10), *args)
+    rolled = roll_up(func)
+    assert [scan.length for scan in scans_of(rolled)] == [5]
+    assert_close(interpret(rolled, args).results, interpret(func, args).results, rtol=1e-13, atol=1e-13)
 
 
 def first_step_again(scope, h, x, w):

@@ -67,19 +67,31 @@ def attempt(o):
     except AttributeError: return o.v
 """
 
-_BY_NAME = """
+_BY_NAME = (
+    """
 {o}.v|getattr({o}, 'v')|getattr({o}, 'v', 9.)|operator.attrgetter('v')({o})|getattr({o}, chr(118))|attempt({o})
 ({o}.v if hasattr({o}, 'v') else 9.)
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
 _BY_DICT = [*_BY_NAME, "vars({o})['v']", "{o}.__dict__['v']", "{o}.__dict__.get('v')"]
-_BY_KEY = """
+_BY_KEY = (
+    """
 {o}['v']|{o}.get('v')|operator.itemgetter('v')({o})|[b for a, b in {o}.items() if a == 'v'][0]
 dict({o})['v']|{**{o}}['v']
-""".strip().replace("\n", "|").split("|")
-_BY_PLACE = """
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
+_BY_PLACE = (
+    """
 {o}[0]|{o}[-2]|[*{o}][0]|next(iter({o}))|operator.getitem({o}, 0)|[a for a in {o}][0]|list(map(identity, {o}))[0]
 next(a for _, a in enumerate({o}))|list(zip({o}, {o}))[0][1]|tuple({o})[0]
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
 _SET = ["{o}.v = {n}", "setattr({o}, 'v', {n})"]
 _SET_DICT = [*_SET, "{o}.__dict__.update(v={n})", "del {o}.v; {o}.v = {n}", "vars({o})['v'] = {n}"]
 _SET_KEY = ["{o}['v'] = {n}", "{o}.update(v={n})", "{o}.pop('v'); {o}['v'] = {n}"]

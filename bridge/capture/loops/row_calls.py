@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autodiff.scan.prove import Part
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.observation import Draw
 from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, key_of, mapped, values_in, written_operands
 
-__all__ = ["COMPARING", "CREATING", "HERE", "NUMBER", "CallKind", "NotRolledError", "Part", "Producer", "RowCall"]
-__all__ += ["RowCalls", "calls_of", "filled"]
+__all__ = ["COMPARING", "CREATING", "HERE", "NUMBER", "CallKind", "NotRolledError", "Producer", "RowCall", "RowCalls"]
+__all__ += ["calls_of", "filled"]
 
 
 class NotRolledError(Exception):
@@ -80,16 +81,6 @@ class Producer(NamedTuple):
     leaf: int
 
 
-class Part(NamedTuple):
-    """``extent`` slices of a value from ``begin`` on, along ``dim``; ``squeezed``: one of them, without the axis."""
-
-    of: int
-    dim: int
-    begin: int
-    extent: int
-    squeezed: bool
-
-
 @dataclass(frozen=True)
 class CallKind:
     """What equal calls do: ``op(*args, **kwargs)``, with :data:`HERE` in the place of each tensor.
@@ -123,7 +114,7 @@ class RowCall(NamedTuple):
         kind: the number of its kind.
         reads, makes: the values among its operands, as often as they are there, then those that share the memory that
             it writes; those that it makes, in order.
-        part: what it takes, if it takes one part of a tensor.
+        part: what it takes, if it takes one part of a tensor; its form: whether that is without the axis.
         into: what it writes, if it writes one part of a tensor: it reads the whole as it was and the part's new value,
             and makes the whole as it is then.
         number: its only number, which may differ between calls of one kind.

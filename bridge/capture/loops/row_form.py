@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autodiff.scan.prove import Carry, Constant, Local
+from autodiff.scan.prove import Carry, Constant, Local, StepParts
 from bridge.base.torch_internals import aten, is_dense
-from bridge.capture.loops.find import CallLoop, Role, StepParts, alive_rows
+from bridge.capture.loops.find import CallLoop, Role, alive_rows
 from bridge.capture.loops.row_calls import NotRolledError, Producer, RowCall, RowCalls
 from bridge.capture.observation import Draw, StepMasks
 from bridge.capture.rows import Row, ValueRef

@@ -74,6 +74,7 @@ def fails(words: str) -> Any:
 
 X = torch.randn(5, 4)
 
+
 #: What stands in the way → (what forward does with the module, x and linear(x), or a module), further arguments, and
 #: words that the refusal has.
 def written_parts(m, x, y):

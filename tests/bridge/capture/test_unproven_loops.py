@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autodiff.scan import prove
 from bridge import UnsupportedModule, lower, stats
-from bridge.capture.loops import find
 from tests.bridge.capture.looped_networks import marks_of
 from tests.bridge.compare import check_module
 from tests.sampling import sampled
@@ -23,7 +23,7 @@ STEPS = 4
 @pytest.fixture
 def few_steps(monkeypatch):
     """Of so few steps, equal ones are a loop."""
-    monkeypatch.setattr(find, "LEAST_STEPS", 3)
+    monkeypatch.setattr(prove, "LEAST_STEPS", 3)
 
 
 class Reads(nn.Module):

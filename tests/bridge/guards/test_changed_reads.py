@@ -228,8 +228,6 @@ nothing of decimals: | float(decimal.Decimal(2) / 1) | decimal.Decimal(1) / 3
 """
 
 
-
-
 def cases(text):
     """``name: what is there | what forward multiplies by | the change``, where ``~`` ends a line."""
     return dict(line.split(": ", 1) for line in text.strip().replace("\n  |", " |").replace("\n  ~", "~").split("\n"))
