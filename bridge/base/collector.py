@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-__all__ = ["collection_paused", "give_back_pages", "only_new_objects_collected"]
+__all__ = ["are_frozen", "collection_paused", "give_back_pages", "only_new_objects_collected"]
 
 #: Python 3.12 counts its immortal objects (375 tuples of builtin types) as frozen after every full collection.
 #: Whoever freezes objects freezes the interpreter's thousands too.
@@ -30,6 +30,11 @@ _OURS: list[bool] = []
 def _has_frozen() -> bool:
     """Whether somebody has frozen objects himself; takes as long as counting them."""
     return gc.get_freeze_count() > _IMMORTAL
+
+
+def are_frozen() -> bool:
+    """Whether :func:`only_new_objects_collected` has frozen the objects that there were before it."""
+    return bool(_OURS)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.collector import are_frozen
 from bridge.guards.kinds import CONTAINERS, PLAIN, is_a
 from bridge.guards.objects import FrameOf, Instance
 
@@ -45,7 +46,7 @@ class Strangers:
     def lifetimes(self) -> Iterator[None]:
         """While active, objects that are made can be told from those that were there before."""
         with _lock:
-            freezes = _frozen[-1] if _frozen else gc.get_freeze_count() < _PYTHONS
+            freezes = _frozen[-1] if _frozen else not are_frozen() and gc.get_freeze_count() < _PYTHONS
             if freezes and not _frozen:
                 gc.freeze()
             _frozen.append(freezes)
