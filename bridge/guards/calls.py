@@ -483,5 +483,8 @@ class CallAnalysis(Sources):
             outer.fresh.add(place)
 
     def _kept(self, value: Any) -> Any:
-        """A value, or its class alone, if it is a tensor of the call's own."""
+        """A value; of a tensor of the call's own its class alone, in tuples too: each step of a loop gives the same."""
+        if type(value) is tuple and not self.knows(value):
+            kept = tuple(map(self._kept, value))
+            return kept if any(one is not other for one, other in zip(kept, value, strict=True)) else value
         return Instance(type(value)) if is_a(value, torch.Tensor) and not self.knows(value) else value

@@ -100,7 +100,8 @@ def identity_of(value: Any) -> Any:
     if type(value) is Instance:
         return value.kind
     if is_a(value, tuple):
-        return type(value), *map(id, tuple.__iter__(value))
+        named = [identity_of(each) if type(each) in (tuple, Instance) else id(each) for each in tuple.__iter__(value)]
+        return type(value), *named
     if is_a(value, types.MappingProxyType):
         return tuple(map(id, gc.get_referents(value)))
     if is_a(value, _MADE_ANEW):

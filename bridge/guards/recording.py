@@ -324,7 +324,8 @@ class Reads(CallAnalysis):
             told += results
             held = (values.values() if type(values) is dict else values for values in results.values())
             given += [each for values in held for each in (*values, None)]
-        for value in given:
+        while given:
+            value = given.pop()
             kind = type(value)
             if kind is Instance:
                 told.append(value.kind)
@@ -332,6 +333,9 @@ class Reads(CallAnalysis):
                 told.append(id(value))
             elif kind in _HASHED:
                 told.append((kind, value))
+            elif kind is tuple:
+                told.append((tuple, len(value)))
+                given += value
             else:
                 return None
         return tuple(told)
