@@ -55,7 +55,7 @@ class Captured:
             the first dimension is a number that a call computes from its inputs (:mod:`bridge.capture.counted_dims`).
         device: of all tensors.
         loops: whether its graph has one step in the place of a recorded loop's (:mod:`bridge.capture.loops`).
-        recording: the folded form of what was recorded then (:mod:`bridge.capture.loops.row_form`), if it has one.
+        recording: what was recorded then, to be compared with another length (:mod:`bridge.capture.loops.lengths`).
         any_length: where such a loop is of any length: which lengths are proven, and how others are.
     """
 

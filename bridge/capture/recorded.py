@@ -27,7 +27,6 @@ from bridge.capture.captured import Captured
 from bridge.capture.draw_recorder import match_draws
 from bridge.capture.functional import FunctionalGraph, NotFunctional, drop_unused, functional_graph
 from bridge.capture.loops.lengths import LoopedCall, comparable, run_of_any_length
-from bridge.capture.loops.rolled import spelled_out
 from bridge.capture.observation import Observation
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.passes.autocast import spell_out_casts, without_casts
@@ -151,10 +150,10 @@ def _traced(
     order = real.order[:behind], [*real.order[behind:], *counted]
     results = [*fake.results, *real.final.values(), *(each.numbers for each in record.reads)]
     if rolls:
-        rolled = spelled_out(real.loops, record, fakes, fake.mode)
-        record, fakes, results = rolled.record, rolled.fakes, rolled.results
+        record, results = real.loops.record, real.loops.results
+        fakes = fakes_of(record, fake.mode, fakes, range(len(real.record.forms), len(record.forms)))
     elif fake.symbols is None:
-        fakes = fakes_of(record, fake.mode, fakes)
+        fakes = fakes_of(record, fake.mode, fakes, range(len(record.forms)))
     else:  # rows with symbolic sizes, which are equal otherwise
         forms = [*record.forms, *map(form_of, counted.values())]
         record = replace(record, rows=fake.record.rows, same=fake.record.same, forms=forms)

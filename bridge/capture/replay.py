@@ -8,6 +8,7 @@ form is made without a run, a tenth of the time: with eager's strides, and also 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -150,10 +151,12 @@ class _Layouts:
         return fake_of(made, form.device, state)
 
 
-def fakes_of(record: Record, mode: FakeTensorMode, fakes: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Fake tensors for all values of a record, of which some are there."""
+def fakes_of(
+    record: Record, mode: FakeTensorMode, fakes: dict[int, torch.Tensor], values: Iterable[int]
+) -> dict[int, torch.Tensor]:
+    """Fake tensors for values of a record, beside those that are there."""
     layouts = _Layouts(record, mode, fakes)
-    return {n: fakes[n] if n in fakes else layouts.tensor(n) for n in range(len(record.forms))}
+    return {**fakes, **{number: layouts.tensor(number) for number in values if number not in fakes}}
 
 
 def has_form(tensor: torch.Tensor) -> bool:

@@ -34,7 +34,7 @@ from bridge.capture.differences import differences, same_numbers
 from bridge.capture.explain_error import explain_error
 from bridge.capture.inplace_rules import OTHER_NAME
 from bridge.capture.kept_state import KeptState, kept_state
-from bridge.capture.loops.rolled import draws_of, folded_of, writes
+from bridge.capture.loops.rolled import rolled_up
 from bridge.capture.numbers import Counted, Counter
 from bridge.capture.own_functions import WritesArgumentsError
 from bridge.capture.packed import PackedUseError
@@ -163,15 +163,15 @@ def _named(error: UnsupportedModule, module: nn.Module) -> UnsupportedModule:
 def _find_loops(real: RealRun, dims: Sequence[DynamicDim]) -> None:
     """Notes the loops of a run; what it writes in steps is no write where a step could return it as well."""
     if not (real.functions.uses or dims):
-        real.loops = folded_of(real.record, real.made, real.observation.draws)
+        real.loops = rolled_up(real.record, real.made, real.observation.draws)
     if real.loops is None:
         parameters = [each for each in real.tensors if each.kind == "parameter"]
         problems = unrolled_rows(real.record, len(parameters), f"{type(real.twin).__name__}.forward")
         real.observation.unsupported.extend(problems)
     else:
         loops_found()
-        real.observation.draws[:] = draws_of(real.loops)
-        if not writes(real.loops):
+        real.observation.draws[:] = real.loops.draws
+        if not real.loops.writes:
             problems = real.observation.unsupported
             problems[:] = [each for each in problems if each.reason != OTHER_NAME]
 

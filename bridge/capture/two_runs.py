@@ -31,7 +31,7 @@ from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import CachedFunctions, generator_watch
 from bridge.capture.inplace_rules import SWITCHED, InPlaceRules, overlaps
 from bridge.capture.kept_state import KeptState
-from bridge.capture.loops.row_form import Folded
+from bridge.capture.loops.rolled import Rolled
 from bridge.capture.observation import Observation
 from bridge.capture.outputs import (
     describe_outputs,
@@ -72,7 +72,7 @@ class RealRun:
         inputs: the run's: the module's tensors, the arguments, the attributes.
         results: the leaves of its result, values for tensors.
         observation: what eager does.
-        loops: its folded form, if it has loops.
+        loops: its record with loops rolled up, if it has some.
         kept: places that it sets, whose values are results behind its own; ``left``: their structure and constants.
         wholes: values that are results only for others to be views of them, the last of the results.
         integers: the global names of code that made an integer of a tensor or asked for its length.
@@ -95,7 +95,7 @@ class RealRun:
     before: Any = None
     number_of: Callable[[torch.Tensor], int | None] = lambda tensor: None
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    loops: Folded | None = None
+    loops: Rolled | None = None
     kept: KeptState | None = None
     left: Any = None
     wholes: tuple[int, ...] = ()

@@ -11,17 +11,23 @@ may not follow yet what it follows in all later ones: the initial state requires
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
+
 from autodiff.scan import prove
 from autodiff.scan.prove import FURTHEST, Carry, Constant, Local, Part, ProvenLoop, Rows, StepParts, step_parts
+from bridge.base.torch_internals import is_dense
 from bridge.capture.loops.row_calls import NotRolledError, Producer, RowCalls
+from bridge.capture.observation import Draw, StepMasks
 
-__all__ = ["CallLoop", "Role", "Written", "alive_rows", "evenly_alive", "find_loops"]
+__all__ = ["FUSED", "CallLoop", "Role", "Written", "alive_rows", "draw_of_steps", "dropping", "evenly_alive"]
+__all__ += ["find_loops", "reached_from"]
 
 
 class Written(NamedTuple):
@@ -190,3 +196,92 @@ def _without_dead(loop: CallLoop, alive: Sequence[bool]) -> CallLoop:
     if any(alive) and not left.carries:
         raise NotRolledError("what the results need of a step does not depend on the step before")
     return left
+
+
+def reached_from(loop: CallLoop, calls: RowCalls) -> dict[Carry, list[Role]]:
+    """What autograd reaches from each carry after enough steps: constants, parts, carries' first values."""
+    direct: dict[Producer, dict[Role, None]] = {}
+    for index, roles in enumerate(loop.roles):
+        row, found = calls.rows[loop.stop - loop.period + index], {}
+        for role in (loop.taken[index],) if roles is None else roles:
+            found.update(direct[Producer(role.row, role.leaf)] if isinstance(role, Local) else {role: None})
+        for leaf, value in enumerate(row.makes):
+            direct[Producer(index, leaf)] = found if calls.forms[value].requires_grad else {}
+    reached = {carry: _closed(carry, direct) for carry in loop.carries}
+    return {carry: [role for role in roles if _is_followed(role, calls)] for carry, roles in reached.items()}
+
+
+def _is_followed(role: Role, calls: RowCalls) -> bool:
+    """Whether autograd follows what a role stands for outside of the loop; of another loop's results, it may."""
+    match role:
+        case StepParts():
+            return isinstance(role.of, tuple) or calls.forms[role.of].requires_grad
+        case Carry():
+            return calls.forms[role.first].requires_grad
+    return calls.forms[role.value].requires_grad
+
+
+def _closed(carry: Carry, direct: dict[Producer, dict[Role, None]]) -> list[Role]:
+    """What a carry is made of, in this step and those before."""
+    found: dict[Role, None] = {}
+    waiting: list[Role] = [carry]
+    while waiting:
+        role = waiting.pop()
+        if role in found:
+            continue
+        found[role] = None
+        if isinstance(role, Carry):
+            waiting += direct[Producer(role.row, role.leaf)] if role.of is None else [role.of]
+    return list(found)
+
+
+# Masks of dropout in loops: what eager draws, call by call → one draw of all steps for each loop.
+#
+# The first step's masks come first, as eager draws them: a row of the draw holds the masks of one step, one behind the
+# other. A step multiplies by them as eager's dropout does on the host. On a GPU eager's fused dropouts are told one by
+# one: where each tensor lies decides which element gets which number.
+
+
+_MASK = "aten.bernoulli_.float"
+FUSED = "aten.native_dropout.default"
+
+
+def dropping(loop: CallLoop, calls: RowCalls) -> list[int]:
+    """The rows of a step that draw a mask."""
+    return [index for index in range(loop.period) if loop.start + index in calls.drawn]
+
+
+def draw_of_steps(loop: CallLoop, calls: RowCalls) -> Draw | None:
+    """What all steps of a loop draw; ``None`` if that is nothing. ``NotRolledError`` if it is not one draw."""
+    drawn = [calls.drawn[loop.start + index] for index in dropping(loop, calls)]
+    if not drawn:
+        return None
+    first = drawn[0]
+    if first.op == FUSED:
+        return _fused_steps(loop, calls, drawn)
+    if any(each.op != _MASK or not is_dense(_like(each)) for each in drawn):
+        raise NotRolledError("a draw in a loop that is no mask")
+    if any((each.args, each.kwargs, each.dtype) != (first.args, first.kwargs, first.dtype) for each in drawn):
+        raise NotRolledError("dropout of several rates or types in a step")
+    counts = tuple(math.prod(each.shape) for each in drawn)
+    shape = loop.steps, sum(counts)
+    return replace(first, shape=shape, stride=(shape[1], 1), dtype=torch.bool, steps=StepMasks(counts, first.dtype))
+
+
+def _fused_steps(loop: CallLoop, calls: RowCalls, drawn: Sequence[Draw]) -> Draw:
+    """Likewise, of a GPU's dropouts; ``drawn``: those of the first step."""
+    first = drawn[0]
+    if len({(each.op, each.args, each.operand and each.operand.dtype, each.device) for each in drawn}) > 1:
+        raise NotRolledError("dropout of several rates or types in a step")
+    if first.operand.dtype not in (torch.float32, torch.float64):
+        raise NotRolledError("dropout of a half type in a step, which eager rounds once")
+    places = dropping(loop, calls)
+    rows = [start + place for start in range(loop.start, loop.stop, loop.period) for place in places]
+    counts = tuple(math.prod(each.shape) for each in drawn)
+    shape, masks = (loop.steps, sum(counts)), tuple(calls.drawn[row] for row in rows)
+    steps = StepMasks(counts, first.operand.dtype, masks)
+    return Draw(_MASK, shape, (shape[1], 1), torch.bool, (1 - first.args[0],), device=first.device, steps=steps)
+
+
+def _like(draw: Draw) -> torch.Tensor:
+    return torch.empty_strided(draw.shape, draw.stride, device="meta")

@@ -1,8 +1,8 @@
-"""Loops of any length: the folded forms of two recorded calls, which differ in one size → one form for all sizes.
+"""Loops of any length: two recorded calls, rolled up, which differ in one size → one form for all sizes.
 
 They are one forward of that size if they are equal but for integers, each of which is the same multiple of the size
 plus the same number in both (:func:`of_any_length`). A further record is proven to be that forward by
-:meth:`OfAnyLength.holds`: its folded form is this one at its size, so that it makes the same calls in the same order,
+:meth:`OfAnyLength.holds`: rolled up, it is this one at its size, so that it makes the same calls in the same order,
 as often as this one says.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,10 +20,11 @@ from bridge.base.log import channel
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import pytree
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
-from bridge.capture.loops.rolled import folded_of, spelled_out
-from bridge.capture.loops.row_form import FoldedCall, FoldedJoin, FoldedLoop
+from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
+from bridge.capture.loops.rolled import Rolled, rolled_up
 from bridge.capture.observation import Observation, Output
 from bridge.capture.prepared_twin import own_leaves
+from bridge.capture.rows import Record, ValueRef, mapped, values_in
 from bridge.capture.sample import DynamicDim
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.thread_isolation import recording
@@ -35,6 +36,22 @@ if TYPE_CHECKING:
     from bridge.capture.two_runs import RealRun
 
 __all__ = ["AnyLength", "LoopedCall", "OfAnyLength", "Varying", "comparable", "of_any_length"]
+
+
+class RolledForm(NamedTuple):
+    """A rolled record as data, the same for two records of one function of the inputs.
+
+    Attributes:
+        inputs: values below are inputs, the others what rows make.
+        rows: operator, operands, results, grad mode and autocast of each.
+        layouts: of the values that they make, in order.
+        results: what it returns, values for tensors.
+    """
+
+    inputs: int
+    rows: list[tuple]
+    layouts: list[tuple]
+    results: list[Any]
 
 
 @dataclass(frozen=True)
@@ -116,16 +133,14 @@ def comparable(real: RealRun) -> tuple | None:
     It cannot be with draws, numbers that differ from step to step, writes into parts of tensors and into inputs, and
     what is no input of the call.
     """
-    form, observation = real.loops, real.observation
-    if form is None or form.last or real.record.reads or real.final or real.functions.uses:
+    rolled, observation = real.loops, real.observation
+    if rolled is None or rolled.sets or rolled.draws or not rolled.same_steps:
         return None
-    for each in form.made:
-        if not isinstance(each, FoldedJoin) and each.draw is not None:
-            return None
-        if isinstance(each, FoldedLoop) and (each.numbers or each.written or each.drops):
-            return None
+    if real.record.reads or real.final or real.functions.uses:
+        return None
+    form = _form_of(rolled, len(real.record.forms))
     outputs = [_described(output) for output in observation.outputs]
-    if None in outputs or _is_in(("other",), form):
+    if form is None or None in outputs:
         return None
     return form, tuple(outputs), observation.out_spec, observation.reads_validation
 
@@ -137,11 +152,20 @@ def _described(output: Output) -> tuple | None:
     return None if value is None else (value, *rest)
 
 
-def _is_in(start: tuple, tree: Any) -> bool:
-    """Whether a tuple that begins so is in a form."""
-    if isinstance(tree, tuple) and tree[: len(start)] == start:
-        return True
-    return isinstance(tree, tuple | list) and any(_is_in(start, each) for each in tree)
+def _form_of(rolled: Rolled, first: int) -> RolledForm | None:
+    """A rolled record as data; ``None`` where it reads what is no input. ``first``: the first value that its rows
+    make."""
+    record, others = rolled.record, []
+
+    def renamed(value: ValueRef) -> ValueRef:
+        if record.inputs <= value.number < first:
+            others.append(value)
+        return value if value.number < first else ValueRef(value.number - first + record.inputs)
+
+    told = [(row.op, row.args, row.kwargs, row.results, row.grad, row.autocast) for row in record.rows]
+    layouts = [(form.shape, form.stride, form.dtype, form.device, form.requires_grad) for form in record.forms[first:]]
+    rows, results = mapped((told, rolled.results), ValueRef, renamed)
+    return None if others else RolledForm(record.inputs, rows, layouts, results)
 
 
 def of_any_length(one: Any, size: int, other: Any, other_size: int) -> OfAnyLength | None:
@@ -157,16 +181,21 @@ def of_any_length(one: Any, size: int, other: Any, other_size: int) -> OfAnyLeng
     found = None if size == other_size else _pair(one, other, varying)
     if found is None or found is _DIFFERENT:
         return None
-    loops = [each for each in found[0].made if isinstance(each, FoldedLoop)]
-    is_longer = any(isinstance(loop.steps, Varying) for loop in loops)
-    return OfAnyLength(found) if is_longer and not any(map(_has_steps_that_vary, loops)) else None
+    form = found[0]
+    is_longer = any(op is FIRST and _varies(args) for op, args, *_ in form.rows)
+    return OfAnyLength(found) if is_longer and not _has_steps_that_vary(form) else None
 
 
-def _has_steps_that_vary(loop: FoldedLoop) -> bool:
-    calls = [row for row in loop.rows if isinstance(row, FoldedCall)]
-    given = [(call.args, call.kwargs, call.part, call.number) for call in calls]
-    shapes = [form[0] for call in calls for form in call.forms]
-    return _varies((given, shapes, [part[4] for part in loop.parts]))
+def _has_steps_that_vary(form: RolledForm) -> bool:
+    """Whether shapes in a step do, or what its operators are given."""
+    inside = False
+    for op, args, kwargs, results, *_ in form.rows:
+        is_given = op in (FIRST, PART)
+        inside = is_given or (inside and op not in (LAST, STEPS))
+        shapes = [form.layouts[number - form.inputs][0] for number in values_in(results) if number >= form.inputs]
+        if inside and _varies((shapes, () if is_given else (args, kwargs))):
+            return True
+    return False
 
 
 def _varies(form: Any) -> bool:
@@ -181,6 +210,8 @@ def _varies(form: Any) -> bool:
 def _mapped(form: Any, change: Callable[[Varying], Any]) -> Any:
     if type(form) is Varying:
         return change(form)
+    if type(form) is ValueRef:
+        return form
     if isinstance(form, tuple | list):
         return _like(form, [_mapped(each, change) for each in form])
     if type(form) is dict:
@@ -207,6 +238,8 @@ def _pair(a: Any, b: Any, numbers: Callable[[int, int], Any]) -> Any:
         return _DIFFERENT
     if type(a) is int:
         return numbers(a, b)
+    if type(a) is ValueRef:
+        return a if a == b else _DIFFERENT
     if isinstance(a, tuple | list):
         if len(a) != len(b):
             return _DIFFERENT
@@ -245,7 +278,7 @@ def looped_run(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped
         if real.observation.unsupported or real.observation.objects or real.functions.uses or real.changed():
             before.restore()
             return None
-        real.loops = folded_of(real.record, real.made, real.observation.draws)
+        real.loops = rolled_up(real.record, real.made, real.observation.draws)
     return None if real.loops is None else LoopedCall(real)
 
 
@@ -265,12 +298,15 @@ def run_of_any_length(call: LoopedCall, args: tuple, kwargs: dict[str, Any], dim
         owned, others = real.inputs[:count], real.inputs[behind:]
         inputs = [*(_fake(mode, each) for each in owned), *arguments, *(_fake(mode, each) for each in others)]
         form, *_ = length.form.at(given[length.leaf].shape[length.dimension])
-        made = spelled_out(form, real.record, dict(enumerate(inputs)), mode)
-        made.record.fakes = made.fakes
-        symbols = Symbols(real.record, mode)
-        return FakeRecord(
-            made.record, mode, made.results, arguments, real.twin, real.observation.out_spec, given, symbols
-        )
+        record, fakes = Record(inputs=form.inputs), dict(enumerate(inputs))
+        for like, (op, args, kwargs, made, *_) in zip(real.loops.record.rows, form.rows, strict=True):
+            record.rows.append(like._replace(op=op, args=args, kwargs=kwargs, results=made))
+        with torch.no_grad(), mode:
+            for shape, stride, dtype, device, _ in form.layouts:
+                fakes[len(fakes)] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        record.fakes = fakes
+        symbols, out_spec = Symbols(real.record, mode), real.observation.out_spec
+        return FakeRecord(record, mode, form.results, arguments, real.twin, out_spec, given, symbols)
     finally:
         clear_fake_memo(mode)
 

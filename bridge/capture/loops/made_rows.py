@@ -1,0 +1,108 @@
+"""Rows that are made: operators on values of a record → a record with these rows and the layouts of their results.
+
+No operator runs but on tensors without numbers, which tell the layouts of what is none of the record's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bridge.base.torch_fakes import meta_tensor
+from bridge.base.torch_internals import aten, storage_id
+from bridge.capture.observation import Draw
+from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, form_of, mapped, values_in
+
+__all__ = ["MadeRows"]
+
+_META = torch.device("meta")
+
+
+class MadeRows:
+    """Rows of a record that is made; the layouts of their results are those of tensors without numbers."""
+
+    def __init__(self, of: Record):
+        known = {"inputs": of.inputs, "literals": dict(of.literals), "free": of.free, "reads": of.reads}
+        self.record = Record(forms=list(of.forms), memory=list(of.memory), **known)
+        self.draws: list[Draw] = []
+        self.like: Row | None = None  # where and in which modes the next rows are called
+        self._metas: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, int] = {}
+
+    def shape(self, value: ValueRef) -> Sequence[int]:
+        """Of a value."""
+        return self.record.forms[value.number].shape
+
+    def _meta(self, value: ValueRef) -> torch.Tensor:
+        number = value.number
+        if number not in self._metas:
+            self._metas[number] = made = meta_tensor(self.record.forms[number])
+            memory = self.record.memory[number]
+            self._memory.setdefault(storage_id(made), number if memory < 0 else memory)
+        return self._metas[number]
+
+    def _value(self, made: torch.Tensor, device: torch.device, requires_grad: bool = False) -> ValueRef:
+        number = len(self.record.forms)
+        self.record.forms.append(form_of(made)._replace(device=device, requires_grad=requires_grad))
+        self.record.memory.append(self._memory.setdefault(storage_id(made), number))
+        self._metas[number] = made
+        return ValueRef(number)
+
+    def literal(self, tensor: torch.Tensor) -> ValueRef:
+        """Numbers that are no input and made by no row."""
+        made = self._value(tensor.to(_META), tensor.device)
+        self.record.literals[made.number] = tensor
+        return made
+
+    def of_layout(self, layout: ValueLayout, base: ValueRef | None) -> ValueRef:
+        """A new value of this layout; ``base``: one whose memory it lies in."""
+        shape, stride, dtype, device, requires_grad = layout
+        if base is not None and self.record.forms[base.number].dtype == dtype:
+            made = self._meta(base).as_strided(shape, stride)
+        else:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+        return self._value(made, device, requires_grad)
+
+    def add(self, op: Any, args: tuple, kwargs: dict, results: Any, draw: Draw | None = None) -> None:
+        """A row."""
+        like, before = self.like, len(self.draws)
+        if draw is not None:
+            self.draws.append(draw)
+        draws = before, len(self.draws)
+        self.record.rows.append(Row(op, args, kwargs, results, like.grad, like.autocast, draws, like.where, like.path))
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """A row of an operator that is none of the record's."""
+        device = self.record.forms[next(values_in(args))].device
+        with torch.no_grad():
+            metas = mapped((args, kwargs), ValueRef, self._meta)
+            results = mapped(op(*metas[0], **metas[1]), torch.Tensor, lambda made: self._value(made, device))
+        self.add(op, args, kwargs, results)
+        return results
+
+    def part(self, whole: ValueRef, dim: int, begin: int, extent: int, squeezed: bool) -> ValueRef:
+        """A part of a value, as :class:`autodiff.scan.prove.Part`."""
+        if squeezed:
+            return self.call(aten.select.int, whole, dim, begin)
+        return self.narrowed(whole, dim, begin, extent)
+
+    def narrowed(self, whole: ValueRef, dim: int, begin: int, extent: int) -> ValueRef:
+        if extent == self.shape(whole)[dim]:
+            return whole
+        return self.call(aten.slice.Tensor, whole, dim, begin, begin + extent)
+
+    def in_order(self, whole: ValueRef, axes: list[int]) -> ValueRef:
+        return whole if axes == sorted(axes) else self.call(aten.permute.default, whole, axes)
+
+    def moved(self, steps: ValueRef, dim: int) -> ValueRef:
+        """A tensor whose first axis has become this one."""
+        rank = len(self.shape(steps))
+        return self.in_order(steps, [*range(1, dim + 1), 0, *range(dim + 1, rank)])
+
+    def flipped(self, whole: ValueRef) -> ValueRef:
+        return self.call(aten.flip.default, whole, [0])
+
+    def contiguous(self, value: ValueRef) -> ValueRef:
+        return self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
