@@ -248,8 +248,8 @@ class Rows:
         return True
 
     def is_whole(self, loop: ProvenLoop) -> bool:
-        """Whether a loop of which all roles are known is one."""
-        return True
+        """Whether a loop of which all roles are known is one: it carries something."""
+        return bool(loop.carries)
 
 
 def find_loops(rows: Rows) -> list[ProvenLoop]:
@@ -346,7 +346,7 @@ class _Finder:
         return proven
 
     def _proven(self, start: int, period: int, steps: int) -> ProvenLoop | None:
-        """The loop of these rows; ``None`` if they are none, or one that carries nothing."""
+        """The loop of these rows; ``None`` if they are none."""
         rows = self.rows
         loop = rows.loop(start, period, steps)
         for index in range(period):
@@ -370,7 +370,7 @@ class _Finder:
             if not rows.is_own(loop, index, roles):
                 return None
             loop.roles.append(roles)
-        return loop if loop.carries and rows.is_whole(loop) else None
+        return loop if rows.is_whole(loop) else None
 
     def _role(self, values: Sequence[Any], loop: ProvenLoop) -> Any | None:
         made = [self.rows.made(value) for value in values]

@@ -26,8 +26,7 @@ from bridge.base.torch_internals import is_dense
 from bridge.capture.loops.row_calls import NotRolledError, Producer, RowCalls
 from bridge.capture.observation import Draw, StepMasks
 
-__all__ = ["FUSED", "CallLoop", "Role", "Written", "alive_rows", "draw_of_steps", "dropping", "evenly_alive"]
-__all__ += ["find_loops", "reached_from"]
+__all__ = ["FUSED", "CallLoop", "Role", "Written", "draw_of_steps", "dropping", "find_loops", "reached_from"]
 
 
 class Written(NamedTuple):
@@ -51,12 +50,10 @@ class CallLoop(ProvenLoop):
     Attributes:
         written: what rows write; they have the role of the part's new value.
         numbers: of rows that have another number in some step, those of all steps.
-        dead: rows that are not called; they read nothing.
     """
 
     written: dict[int, Written] = field(default_factory=dict)
     numbers: dict[int, tuple[int | float, ...]] = field(default_factory=dict)
-    dead: frozenset[int] = frozenset()
 
 
 def find_loops(calls: RowCalls) -> list[CallLoop]:
@@ -113,6 +110,10 @@ class _CallRows(Rows):
         return True
 
     def is_whole(self, loop: CallLoop) -> bool:
+        """Whether it carries something, or draws alone, and autograd follows all steps alike."""
+        step = self.calls.rows[loop.start : loop.start + loop.period]
+        if not super().is_whole(loop) and any(row.reads or row.makes for row in step):
+            return False
         return all(self._is_followed_alike(loop, index) for index in range(loop.period))
 
     def _draws_alike(self, numbers: Sequence[int]) -> bool:
@@ -140,62 +141,6 @@ class _CallRows(Rows):
         if any(forms[value].requires_grad > now for each in group for value, now in zip(each.makes, last, strict=True)):
             return False
         return all([forms[value].requires_grad for value in each.makes] == last for each in group[FURTHEST:])
-
-
-# Live rows: recorded calls and their loops -> loops of whose rows each is needed in all steps, or in none.
-#
-# What nobody reads has no gradient in eager. In a loop it would have the gradient zero in the steps in which nobody
-# reads it, and zero times an infinite factor is not a number. So the last steps, in which fewer rows are needed (a
-# state that no step comes after), are no part of the loop, and rows that are needed in no step are not called.
-
-
-def evenly_alive(calls: RowCalls, loops: Sequence[CallLoop]) -> list[CallLoop]:
-    """The loops, some without their last steps.
-
-    ``NotRolledError`` if rows are needed in other steps than the first ones, or if steps that would be left out are
-    read by another loop.
-    """
-    alive = alive_rows(calls)
-    return [_even(loop, number, loops, alive) for number, loop in enumerate(loops)]
-
-
-def alive_rows(calls: RowCalls) -> list[bool]:
-    """Of each row, whether the results need it."""
-    needed = calls.needed
-    alive = [False] * len(calls.rows)
-    for number in range(len(calls.rows) - 1, -1, -1):
-        row = calls.rows[number]
-        if number in calls.effects or not needed.isdisjoint(row.makes):
-            alive[number] = True
-            needed.update(row.reads)
-    return alive
-
-
-def _even(loop: CallLoop, number: int, loops: Sequence[CallLoop], alive: Sequence[bool]) -> CallLoop:
-    period = loop.period
-    steps = [tuple(alive[begin : begin + period]) for begin in range(loop.start, loop.stop, period)]
-    count = next((count for count, each in enumerate(steps) if each != steps[0]), len(steps))
-    if count == len(steps):
-        return _without_dead(loop, steps[0])
-    read = any(isinstance(parts.of, tuple) and parts.of[0] == number for each in loops for parts in each.parts)
-    if count < prove.LEAST_STEPS or read:
-        raise NotRolledError(f"what the results need of a step differs after step {count} of {len(steps)}")
-    numbers = {row: numbers[:count] for row, numbers in loop.numbers.items()}
-    return _without_dead(replace(loop, steps=count, numbers=numbers), steps[0])
-
-
-def _without_dead(loop: CallLoop, alive: Sequence[bool]) -> CallLoop:
-    """The loop without the rows that the results need in no step, and without what these alone read."""
-    if all(alive):
-        return loop
-    of_alive = [{row: each for row, each in given.items() if alive[row]} for given in (loop.taken, loop.written)]
-    numbers = {row: each for row, each in loop.numbers.items() if alive[row]}
-    roles = [each if alive[row] else [] for row, each in enumerate(loop.roles)]
-    dead = frozenset(row for row, is_alive in enumerate(alive) if not is_alive)
-    left = replace(loop, roles=roles, taken=of_alive[0], written=of_alive[1], numbers=numbers, dead=dead)
-    if any(alive) and not left.carries:
-        raise NotRolledError("what the results need of a step does not depend on the step before")
-    return left
 
 
 def reached_from(loop: CallLoop, calls: RowCalls) -> dict[Carry, list[Role]]:

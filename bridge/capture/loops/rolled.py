@@ -23,10 +23,8 @@ from bridge.capture.loops.find import (
     FUSED,
     CallLoop,
     Written,
-    alive_rows,
     draw_of_steps,
     dropping,
-    evenly_alive,
     find_loops,
     reached_from,
 )
@@ -91,7 +89,7 @@ def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> 
         return None
     try:
         calls = calls_of(record, results, draws)
-        loops = evenly_alive(calls, find_loops(calls))
+        loops = find_loops(calls)
         left_out = sum(loop.period * (loop.steps - 1) for loop in loops)
         if 2 * left_out < len(calls.rows) or not loops:
             return None
@@ -122,11 +120,10 @@ class _Roller:
         self.calls, self.loops, self.rows, self.call = calls, loops, (rows := MadeRows(record)), rows.call
         self.rolled = Rolled(rows.record, sets=bool(calls.last))
         self._loop_of = {row: number for number, loop in enumerate(loops) for row in range(loop.start, loop.stop)}
-        called = [alive or row in calls.drawn for row, alive in enumerate(alive_rows(calls))]
-        self._called = [row for row, is_called in enumerate(called) if is_called and row not in self._loop_of]
+        self._others = [row for row in range(len(calls.rows)) if row not in self._loop_of]
         self._made = {value: ValueRef(leaf) for value, (row, leaf) in enumerate(calls.made) if row < 0}
         self._looped: list[_Looped] = []
-        outside = iter([*self._called, len(calls.rows)])
+        outside = iter([*self._others, len(calls.rows)])
         row = next(outside)
         for number, loop in enumerate([*loops, None]):
             while row < (len(calls.rows) if loop is None else loop.start):
@@ -154,8 +151,6 @@ class _Roller:
             part = self.call(aten.select.int, loop.whole[producer], 0, loop.position(step))
             return self.call(aten.clone.default, part)
         part = self.calls.part(value)
-        if part is None:
-            raise NotRolledError("a draw of what nothing else needs")
         return self.rows.part(self._value(part.of), *part[1:])
 
     def _place(self, value: int) -> tuple[int, int, Producer] | None:
@@ -185,7 +180,7 @@ class _Roller:
                 values += [role.value for role in loop.of_kind(Constant)]
                 values += [parts.of for parts in loop.parts if not isinstance(parts.of, tuple)]
                 values += [written.first for written in loop.written.values()]
-        values += [value for row in self._called for value in self.calls.rows[row].reads]
+        values += [value for row in self._others for value in self.calls.rows[row].reads]
         for place in map(self._place, (*values, *self.calls.needed)):
             if place is not None and place[0] == number and not self._is_last(place):
                 found.setdefault(place[2])
@@ -196,6 +191,8 @@ class _Roller:
     def _outside(self, row: int) -> None:
         """Adds a call that is in no loop; a part is taken where it is read."""
         call = self.calls.rows[row]
+        if not call.makes and row in self.calls.drawn:
+            raise NotRolledError("a draw of what nothing else needs")
         if call.makes and self.calls.part(call.makes[0]) is not None:
             return
         self.rows.like = call.row
@@ -308,8 +305,7 @@ class _Roller:
     def _loop(self, number: int, loop: CallLoop) -> _Looped:
         """Adds one step, with marks around it."""
         calls, period, steps = self.calls, loop.period, loop.steps
-        live = (index for index in range(period) if index not in loop.dead and loop.roles[index] is not None)
-        self.rows.like = calls.rows[loop.stop - period + next(live, 0)].row
+        self.rows.like = calls.rows[loop.stop - period].row
         self.rolled.same_steps &= not (loop.numbers or loop.written or dropping(loop, calls))
         known = _Looped(steps, bool(loop.parts) and all(map(self._falls, loop.parts)))
         whole = {parts: self._in_front(parts, steps, known.reverse) for parts in loop.parts}
@@ -329,13 +325,13 @@ class _Roller:
         number_of = dict(zip(numbers, parts[len(whole) :], strict=False))
         mask_of = self._mask_of(loop, parts[len(parts) - len(masks) :])
         for index, roles in enumerate(loop.roles):
-            if index in loop.dead:
-                continue
             if roles is None:
                 made[index, 0] = given[loop.taken[index]]
                 continue
-            read = [made[role] if isinstance(role, Local) else given[role] for role in roles]
             call, last = calls.rows[loop.start + index], calls.rows[loop.stop - period + index]
+            if not call.makes:  # it draws alone
+                continue
+            read = [made[role] if isinstance(role, Local) else given[role] for role in roles]
             if index in loop.written:
                 results = read
                 self.rolled.writes = True
@@ -377,7 +373,7 @@ class _Roller:
             aten.empty.memory_format, (list(draw.shape),), {"dtype": torch.bool, "device": draw.device}, whole
         )
         self.rows.add(aten.bernoulli_.float, (whole, *draw.args), {}, whole, draw)
-        if len(loop.dead) == loop.period:
+        if not loop.carries:
             return []
         return [self.rows.flipped(whole) if reverse else whole]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -200,12 +200,12 @@ def filled(arg: Any, given: Iterator[Any], number: Any = None) -> Any:
 
 
 def calls_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> RowCalls:
-    """The calls of a record whose run returned these leaves, values for tensors.
+    """The calls of a record whose run returned these leaves, values for tensors, without those that are not needed.
 
     Raises:
         NotRolledError: what a row does is not known from its operands.
     """
-    return _Reader(record, results, draws).calls
+    return _alive(_Reader(record, results, draws).calls)
 
 
 class _Reader:
@@ -217,16 +217,16 @@ class _Reader:
         self._sharing: dict[int, list[int]] = {}
         inputs = [*range(record.inputs), *record.free]
         self._of_inputs = {record.memory[number] for number in inputs}
-        rows, never = _read_rows(record, results, self._of_inputs), len(record.rows)
+        never = len(record.rows)
         self._last_read = dict.fromkeys([*inputs, *values_in(results)], never)
-        for index, row in reversed(rows):
+        for index, row in reversed(list(enumerate(record.rows))):
             for number in values_in((row.args, row.kwargs)):
                 self._last_read.setdefault(number, index)
         for number in range(record.inputs):
             self._new(number, Producer(-1, number))
         for number in (*record.literals, *record.free):
             self._new(number, Producer(-2, number))
-        for index, row in rows:
+        for index, row in enumerate(record.rows):
             self._row(index, row)
         calls, now = self.calls, self._now
         calls.results = [ValueRef(now[each.number]) if isinstance(each, ValueRef) else each for each in results]
@@ -346,25 +346,38 @@ class _Reader:
         return True
 
 
-def _read_rows(record: Record, results: Sequence[Any], inputs: set[int]) -> list[tuple[int, Row]]:
-    """The rows with their places, without those that make, view and write memory of which no other row reads.
+def _alive(calls: RowCalls) -> RowCalls:
+    """The calls that the results need, that draw or that have an effect.
 
-    Each step writes into it; the last one, which no other write follows, would be another kind of step.
+    What nobody reads has no gradient in eager. In a loop it would have the gradient zero in the steps in which nobody
+    reads it, and zero times an infinite factor is not a number. So a step of which fewer rows are needed, as the last
+    one whose state no other reads, is not as the others. Dropout of what is not needed draws alone.
     """
-    memory, rows = record.memory, record.rows
-    touched = [{memory[number] for number in (*values_in(row.results), *_written(row))} for row in rows]
-    unread = {memory[number] for row in rows for number in _written(row)} - inputs
-    unread.difference_update(memory[number] for number in values_in(results))
-    while True:
-        kept = [
-            (place, row)
-            for place, row in enumerate(rows)
-            if _has_effect(row) or row.draws[0] < row.draws[1] or not touched[place] <= unread
-        ]
-        read = {memory[number] for _, row in kept for number in values_in((row.args, row.kwargs))}
-        if unread.isdisjoint(read):
-            return kept
-        unread -= read
+    needed, alive = calls.needed, [False] * len(calls.rows)
+    for number in range(len(calls.rows) - 1, -1, -1):
+        row = calls.rows[number]
+        drops = calls.kinds[row.kind].op is aten.dropout.default
+        if number in calls.effects or (number in calls.drawn and not drops) or not needed.isdisjoint(row.makes):
+            alive[number] = True
+            needed.update(row.reads)
+    left = replace(calls, rows=[], drawn={}, effects=set(), made=list(calls.made), kinds=list(calls.kinds))
+    alone: dict[Draw, int] = {}
+    for number, row in enumerate(calls.rows):
+        draw, here = calls.drawn.get(number), len(left.rows)
+        if not alive[number] and draw is not None and not needed.issuperset(row.reads):
+            kind = alone.setdefault(draw, len(left.kinds))
+            left.kinds += [CallKind(row.row.op, (), {}, None)] * (kind == len(left.kinds))
+            row = RowCall(kind, (), (), None, None, None, row.row)
+        elif not alive[number] and draw is None:
+            continue
+        if draw is not None:
+            left.drawn[here] = draw
+        if number in calls.effects:
+            left.effects.add(here)
+        for leaf, value in enumerate(row.makes):
+            left.made[value] = Producer(here, leaf)
+        left.rows.append(row)
+    return left
 
 
 def _has_effect(row: Row) -> bool:
