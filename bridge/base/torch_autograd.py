@@ -13,8 +13,9 @@ import torch
 
 from bridge.base.torch_internals import find, saved_tensors_hooks
 
-__all__ = ["GENERATED", "FunctionNode", "applications_through", "apply_function", "checkpoint_frame"]
-__all__ += ["is_computed_again", "keeps_graph", "no_torch_dispatch", "node_class", "puts_generators_back"]
+__all__ = ["GENERATED", "FunctionNode", "applications_through", "applied", "apply_function"]
+__all__ += ["checkpoint_frame", "is_computed_again", "keeps_graph", "no_torch_dispatch", "node_class"]
+__all__ += ["puts_generators_back"]
 
 _IN_PYTHON = isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
 FUNCTION_BASE: type = find("torch.autograd.function._SingleLevelFunction") if _IN_PYTHON else torch.autograd.Function
@@ -85,3 +86,9 @@ def _captured(function: Any, name: str) -> Any:
     """The value of a variable of an enclosing scope that a function reads; ``None`` if it reads no such one."""
     names = function.__code__.co_freevars
     return function.__closure__[names.index(name)].cell_contents if name in names else None
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its look for functorch's wrappers, argument by argument: the guard has seen that there
+    are none."""
+    return super(torch.autograd.Function, function).apply

@@ -15,15 +15,35 @@ from bridge.dispatch.compile_entry import (
 from bridge.dispatch.compile_entry import compile_entry as entry_of_call
 from bridge.dispatch.dispatcher import MAX_ENTRIES, Dispatcher
 from bridge.dispatch.entries import NO_ENTRY, Entries
-from bridge.dispatch.entry import MAX_BOUND, Entry
-from bridge.dispatch.frozen import FrozenPrograms
+from bridge.dispatch.entry import MAX_BOUND, Entry, EntryOptions
+from bridge.dispatch.executable import Executable
 from bridge.dispatch.guards import SAVED, EntryGuard, GuardFailure, interpreter_state, signature_of
 from bridge.dispatch.parts import PartStats
-from bridge.dispatch.programs import BackwardRun
+from bridge.dispatch.programs import BackwardRun, FrozenPrograms, Programs, compile_programs
 from bridge.dispatch.stats import DispatchStats
 
 __all__ = ["MAX_BOUND", "MAX_ENTRIES", "NO_ENTRY", "SAVED", "STEPS", "Backward", "BackwardRun", "CallStep"]
-__all__ += ["DispatchStats", "Dispatcher", "Entries", "Entry", "EntryGuard", "FrozenPrograms", "GuardFailure"]
-__all__ += ["MakeDraws", "PartStats", "Save", "Tuned", "add_tvm_dispatch", "backend_of_call", "before_compiling"]
+__all__ += [
+    "DispatchStats",
+    "Dispatcher",
+    "Entries",
+    "Entry",
+    "EntryGuard",
+    "EntryOptions",
+    "Executable",
+    "FrozenPrograms",
+    "GuardFailure",
+]
+__all__ += [
+    "MakeDraws",
+    "PartStats",
+    "Programs",
+    "Save",
+    "Tuned",
+    "add_tvm_dispatch",
+    "backend_of_call",
+    "before_compiling",
+]
+__all__ += ["compile_programs"]
 __all__ += ["dispatch_at_first_call", "entry_of_call", "interpreter_state", "keep_tuned", "remove_tvm_dispatch"]
 __all__ += ["require_capturable", "signature_of", "stats", "tuned_of", "tuning_key", "with_choices"]

@@ -16,21 +16,21 @@ own graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from bridge.base.torch_autograd import keeps_graph
+from bridge.base.torch_autograd import applied, keeps_graph
 from bridge.base.torch_internals import has_storage, len_function_stack, no_torch_function, saved_tensors_hooks
 from bridge.dispatch.backward_nodes import make_token
 from bridge.dispatch.call_run import Action, CallValues, outside_autocast
 from bridge.dispatch.eager_backward import saved_of, tensors_of
-from bridge.dispatch.programs import BoundPrograms, Programs
+from bridge.dispatch.programs import Programs
 
-__all__ = ["BATCHED", "FOLLOWED", "applied", "apply", "eager_gradients"]
+__all__ = ["BATCHED", "FOLLOWED", "apply", "eager_gradients"]
 
 FOLLOWED = "backward with create_graph=True: computed by eager's operators"
 BATCHED = "backward of batched gradients (is_grads_batched=True): computed by eager's operators"
@@ -43,16 +43,6 @@ _FREED = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
     "freed), in a module dispatched to TVM. Specify retain_graph=True in the first backward."
 )
-
-
-class GivenRun:
-    """Gradients at hand that later autograd nodes hand out, as :class:`bridge.dispatch.backward_nodes.SegmentedRun`."""
-
-    def __init__(self, gradients: Sequence[torch.Tensor | None], nodes: Sequence[Sequence[int]]):
-        self._gradients, self._nodes = gradients, nodes
-
-    def __call__(self, node: int) -> list[torch.Tensor | None]:
-        return [self._gradients[place] for place in self._nodes[node]]
 
 
 def eager_gradients(ctx: Any, outputs: Sequence[int], grad_outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -82,8 +72,8 @@ def eager_gradients(ctx: Any, outputs: Sequence[int], grad_outs: Sequence[torch.
         programs.eager_backwards[reason] += 1
         if len(programs.nodes) == 1:
             return gradients
-        run = GivenRun(gradients, programs.nodes)
-        return [*run(0), make_token(programs.device, run)]
+        given = [[gradients[place] for place in node] for node in programs.nodes]
+        return [*given[0], make_token(programs.device, given.__getitem__)]
 
 
 class _Dispatched(torch.autograd.Function):
@@ -94,9 +84,7 @@ class _Dispatched(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, programs: Programs | BoundPrograms, actions: list[Action], call: CallValues, *wanted: torch.Tensor
-    ):
+    def forward(ctx, programs: Programs, actions: list[Action], call: CallValues, *wanted: torch.Tensor):
         for act in actions:
             act(call)
         values = call.values
@@ -151,12 +139,6 @@ def _with_beside(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[to
     if ctx.beside is not None and not ctx.beside.is_empty:
         gradients = ctx.beside.taken(gradients, ctx.programs.nodes[0])
     return (None, None, None, *gradients)
-
-
-def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` without its look for functorch's wrappers, argument by argument: the guard has seen that there
-    are none."""
-    return super(torch.autograd.Function, function).apply
 
 
 apply = applied(_Dispatched)

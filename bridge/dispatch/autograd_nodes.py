@@ -16,12 +16,13 @@ from contextlib import nullcontext
 
 import torch
 
+from bridge.base.torch_autograd import applied
 from bridge.base.torch_internals import len_function_stack, no_torch_function
-from bridge.dispatch.autograd import applied, apply
+from bridge.dispatch.autograd import apply
 from bridge.dispatch.backward_nodes import make_token, run_of_token
-from bridge.dispatch.beside import ChainedGradients
 from bridge.dispatch.call_run import Action, CallValues, outside_autocast
-from bridge.dispatch.programs import BoundPrograms, Programs
+from bridge.dispatch.chained import ChainedGradients
+from bridge.dispatch.programs import Programs
 
 __all__ = ["apply_in_nodes"]
 
@@ -30,9 +31,7 @@ class _Later(torch.autograd.Function):
     """A later node. Inputs: programs, gradients beside, its number, inputs that get one, the next one's token."""
 
     @staticmethod
-    def forward(
-        ctx, programs: Programs | BoundPrograms, beside: ChainedGradients | None, node: int, *wanted: torch.Tensor
-    ):
+    def forward(ctx, programs: Programs, beside: ChainedGradients | None, node: int, *wanted: torch.Tensor):
         ctx.programs, ctx.beside, ctx.node = programs, beside, node
         ctx.set_materialize_grads(False)
         with no_torch_function() if len_function_stack() else nullcontext():
@@ -54,7 +53,7 @@ class _Later(torch.autograd.Function):
 _later = applied(_Later)
 
 
-def apply_in_nodes(programs: Programs | BoundPrograms, actions: list[Action], call: CallValues, *wanted: torch.Tensor):
+def apply_in_nodes(programs: Programs, actions: list[Action], call: CallValues, *wanted: torch.Tensor):
     """As :func:`bridge.dispatch.autograd.apply`, with a node for each of ``programs.nodes``."""
     nodes = programs.nodes
     token: tuple[torch.Tensor, ...] = ()

@@ -141,6 +141,8 @@ def places_of(
 Execute = Callable[..., list[torch.Tensor]]
 BoundSegment = tuple[Segment, Execute | None]
 """A segment, and what runs its program."""
+Pass = Callable[[int], list[torch.Tensor | None]]
+"""The number of an autograd node → the gradients that it hands out."""
 
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation, while the backward"
@@ -214,14 +216,14 @@ def _counts(tensor: torch.Tensor) -> bool:
     return not tensor.is_inference()
 
 
-def make_token(device: torch.device, run: SegmentedRun | None = None) -> torch.Tensor:
+def make_token(device: torch.device, run: Pass | None = None) -> torch.Tensor:
     """A tensor without elements that one autograd node hands to the next, with the pass that goes on there."""
     token = torch.empty(0, dtype=torch.float32, device=device)  # autograd casts one of another type than the output's
     token.run = run
     return token
 
 
-def run_of_token(token: torch.Tensor) -> SegmentedRun:
+def run_of_token(token: torch.Tensor) -> Pass:
     """The pass that a token came with. ``RuntimeError`` if it is another tensor by now."""
     run = getattr(token, "run", None)
     if run is None:

@@ -17,18 +17,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
 from bridge.base.pytrees import picker
+from bridge.base.tensor_properties import as_complex, as_parts
 from bridge.base.torch_internals import copy_each, no_torch_function
+from bridge.capture import Captured
 from bridge.dispatch import call_steps as steps
-from bridge.dispatch.beside import ChainedGradients
+from bridge.dispatch.chained import Chain, ChainedGradients, chain_results, chains_of, take_hooks
 from bridge.dispatch.eager_backward import VERSION, Held, held_apart
+from bridge.dispatch.executable import Execute
 from bridge.dispatch.guards import EntryGuard
+from bridge.dispatch.programs import Programs
 from bridge.dispatch.recompute import numbers_read
-from bridge.dispatch.results import assembly, relaid
+from bridge.dispatch.results import assembly, complex_places, host_inputs, relaid
 from bridge.rng import Draws, swap_state
 
 __all__ = ["Action", "CallRun", "CallValues", "outside_autocast"]
-
-Execute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class CallValues:
@@ -70,6 +72,7 @@ class CallRun:
     """The steps of an entry, bound. Inputs are there when a call begins, counted ones too; the backward is autograd's.
 
     Attributes:
+        programs: of the sizes of the call.
         before: what happens before the forward program.
         forward: the forward program, and what belongs to it; within autograd's function where something requires grad.
         after: what is left when autograd has its results.
@@ -78,17 +81,25 @@ class CallRun:
     def __init__(
         self,
         given: Sequence[steps.CallStep],
-        execute: Execute,
-        device_type: str,
+        programs: Programs,
         guard: EntryGuard | None,
-        module_name: str,
+        captured: Captured,
     ):
+        self.programs, execute, device_type = programs, programs.forward.run, programs.device_type
         makers: dict[type, tuple[list[Action], Callable[[Any], Action]]] = {}
-        self.before: list[Action] = []
+        results = next(step for step in given if isinstance(step, steps.Results))
+        chains = chains_of(results.outputs, results.computed) if programs.differentiable else ()
+        opened, closed = complex_places(captured, results.outputs, results.computed)
+        moved = host_inputs(captured)
+        self.before: list[Action] = [partial(_as_parts, opened)] * bool(opened)
+        self.before += [partial(_on_device, moved, captured.device)] * bool(moved)
+        self.before += [_begin_chains] * bool(chains)
         self.forward: list[Action] = []
-        self.after: list[Action] = []
+        self.after: list[Action] = [partial(_chain, programs, chains)] * bool(chains)
+        self.after += [_take_hooks] * (len(programs.differentiable) > 1)
+        self.after += [partial(_as_complex, closed)] * bool(closed)
         makers[steps.ReadNumbers] = self.before, partial(_numbers, device=torch.device(device_type))
-        makers[steps.MakeDraws] = self.before, partial(_draws, module_name=module_name)
+        makers[steps.MakeDraws] = self.before, partial(_draws, module_name=captured.module_name)
         makers[steps.Forward] = self.forward, partial(_forward, execute=execute, device_type=device_type)
         makers[steps.Checks] = self.forward, _checks
         makers[steps.Relayout] = self.forward, _layout
@@ -108,6 +119,40 @@ def _out_of_sight(act: Action, call: CallValues) -> None:
     """Where torch has a default device: it is for the user's factories, not for ours."""
     with no_torch_function():
         act(call)
+
+
+def _as_parts(places: Sequence[int], call: CallValues) -> None:
+    """Complex inputs as a program takes them; autograd follows."""
+    call.primals = list(call.primals)
+    for place in places:
+        call.primals[place] = as_parts(call.primals[place])
+
+
+def _as_complex(places: Sequence[int], call: CallValues) -> None:
+    """Complex results as eager has them."""
+    call.computed = list(call.computed)
+    for place in places:
+        call.computed[place] = as_complex(call.computed[place])
+
+
+def _on_device(places: Sequence[int], device: torch.device, call: CallValues) -> None:
+    """Inputs on the host as a program takes them."""
+    call.primals = list(call.primals)
+    for place in places:
+        call.primals[place] = call.primals[place].to(device)
+
+
+def _begin_chains(call: CallValues) -> None:
+    call.beside = ChainedGradients()
+
+
+def _chain(programs: Programs, chains: Sequence[Chain], call: CallValues) -> None:
+    if torch.is_grad_enabled():
+        call.computed = chain_results(programs, chains, call.beside, call.computed)
+
+
+def _take_hooks(call: CallValues) -> None:
+    take_hooks(call.computed)
 
 
 def _numbers(step: steps.ReadNumbers, device: torch.device) -> Action:

@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
+from bridge.base.torch_autograd import applied
 from bridge.base.torch_internals import (
+    current_graph_task_id,
     engine_run_backward,
     len_function_stack,
     no_torch_function,
     will_engine_execute_node,
 )
 from bridge.capture import Output
-from bridge.dispatch.autograd import applied
-from bridge.dispatch.beside import ChainedGradients
 from bridge.dispatch.eager_backward import saved_of, tensors_of
 
-__all__ = ["LOOKED_AT", "chain_results", "chains_of", "take_hooks"]
+__all__ = ["LOOKED_AT", "ChainedGradients", "chain_results", "chains_of", "take_hooks"]
 
 LOOKED_AT = "backward through a result that has a hook or is asked for: computed by eager's operators"
 
@@ -53,6 +53,35 @@ def chains_of(outputs: Sequence[Output], positions: Sequence[int | None]) -> tup
         if place is not None and through:
             found.setdefault(place, set()).update(through)
     return tuple((place, tuple(sorted(through))) for place, through in sorted(found.items(), key=lambda x: len(x[1])))
+
+
+class ChainedGradients:
+    """Gradients of a call's inputs that later nodes of the call have computed, in one pass of autograd."""
+
+    def __init__(self) -> None:
+        self._pass = -1
+        self._gradients: dict[int, torch.Tensor] = {}
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if (now := current_graph_task_id()) != self._pass:
+            self._pass, self._gradients = now, {}
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                known = self._gradients.get(place)
+                self._gradients[place] = gradient if known is None else known + gradient
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._gradients or current_graph_task_id() != self._pass
+
+    def taken(self, gradients: Sequence[torch.Tensor | None], places: Sequence[int]) -> list[torch.Tensor | None]:
+        """The gradients of the wanted inputs at these places, with what is beside them; that is gone then."""
+        found = list(gradients)
+        for index, place in enumerate(places if not self.is_empty else ()):
+            more = self._gradients.pop(place, None)
+            if more is not None:
+                found[index] = more if found[index] is None else found[index] + more
+        return found
 
 
 class _Hooks(OrderedDict):

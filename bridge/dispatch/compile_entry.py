@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +27,6 @@ from bridge.base.log import channel
 from bridge.base.threads import raise_deferred
 from bridge.base.torch_internals import pytree
 from bridge.capture import (
-    DynamicDim,
     LoopedCall,
     NumberPlace,
     check_call,
@@ -36,11 +35,11 @@ from bridge.capture import (
     loops_tell,
     one_capture_at_a_time,
 )
-from bridge.compile import Backend, Choices, CompileOptions, KeptFunction, RecordedGraphs, backend_for, digest_of
-from bridge.dispatch.entry import Entry
-from bridge.dispatch.frozen import FrozenPrograms
+from bridge.compile import Backend, Choices, CompileOptions, KeptFunction, backend_for, digest_of
+from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.guards import EntryGuard, active_modes, uncounted_statistics
 from bridge.dispatch.number_inputs import as_called, lower_with_numbers
+from bridge.dispatch.programs import compile_programs, freeze_programs
 from bridge.guards import undo
 from bridge.lowering import LoweredCall, lower_once
 from bridge.rng import begin_check
@@ -128,9 +127,10 @@ def has_other_choices(entry: Entry) -> bool:
     """Whether other choices are kept for an entry's call than those that it was compiled with."""
     if entry.bound is not None or not isinstance(entry.lowered, LoweredCall) or not current_store().has(_KIND):
         return False
-    if entry.tuned is not None:
-        return tuned_of(entry.tuned.key) != entry.tuned
-    return kept_tuned(entry.lowered, entry.backend, entry.is_frozen) is not None
+    tuned = entry.options.tuned
+    if tuned is not None:
+        return tuned_of(tuned.key) != tuned
+    return kept_tuned(entry.lowered, entry.options.backend, entry.is_frozen) is not None
 
 
 def strategy_of(choices: Choices, default: Any) -> Any:
@@ -144,12 +144,12 @@ def with_choices(entry: Entry, choices: Choices) -> Entry:
 
     Not for choices of a partition, which is an earlier stage's.
     """
-    backend = entry.backend.choosing(choices)
-    frozen = entry.guard.frozen
-    programs = None if frozen is None else FrozenPrograms(entry.lowered, backend, frozen.tensors)
-    found = Entry(entry.guard, entry.lowered, backend, programs)
-    found.partition, found.backend = entry.partition, entry.backend
-    return found
+    backend, frozen = entry.options.backend.choosing(choices), entry.guard.frozen
+    if frozen is None:
+        programs = compile_programs(entry.lowered, backend, addresses=entry.guard.addresses)
+    else:
+        programs = freeze_programs(entry.lowered, backend, frozen.tensors)
+    return Entry(entry.guard, entry.lowered, programs, EntryOptions(entry.options.partition, entry.options.backend))
 
 
 class Tuner(Protocol):
@@ -211,13 +211,9 @@ def compile_entry(
     module: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
+    options: EntryOptions,
     *,
-    partition: Any,
-    backend: Backend,
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None = None,
-    dims: Sequence[DynamicDim] = (),
-    freeze: bool = False,
-    graphs: RecordedGraphs | None = None,
     choices: Choices | None = None,
     looped: LoopedCall | None = None,
 ) -> Entry | None:
@@ -226,23 +222,17 @@ def compile_entry(
     Args:
         numbers: an entry that the call differs from by these numbers, with the values that it was compiled for: the
             new entry takes them as inputs. ``None`` is returned if that is not exact.
-        dims: dimensions of arguments whose sizes vary.
-        freeze: whether the module's tensors become constants, if no gradients are wanted.
-        graphs: control of the programs' recorded graphs; ``None``: there are none.
         choices: to compile it with; ``None``: those that were tuned for the call, default ones where none were.
-        looped: the call with loops of any length, which ``dims`` tell.
+        looped: the call with loops of any length, which ``options`` tell.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
     """
+    backend = options.backend
     backend.prepare([*module.parameters()])  # first: entering imports Dynamo, which takes as long as a build
     with _compiling(args, kwargs) as (args, kwargs, gradients), loops_tell(partial(_prepare_loops, module, backend)):
-        frozen = freeze and not gradients
-        entry = _compile_entry(module, args, kwargs, partition, backend, numbers, dims, frozen, graphs, choices, looped)
-    if entry is None:
-        return None
-    entry.partition, entry.backend, entry.dims = partition, backend, frozenset(dims)
-    return entry
+        options = replace(options, freeze=options.freeze and not gradients)
+        return _compile_entry(module, args, kwargs, options, numbers, choices, looped)
 
 
 def recorded_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LoopedCall | None:
@@ -284,17 +274,14 @@ def _compile_entry(
     module: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
-    partition: Any,
-    backend: Backend,
+    options: EntryOptions,
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None,
-    dims: Sequence[DynamicDim],
-    freeze: bool,
-    graphs: RecordedGraphs | None,
     choices: Choices | None,
     looped: LoopedCall | None,
 ) -> Entry | None:
     started = time.perf_counter()
-    how, tuned = {"grad": torch.is_grad_enabled(), "partition": partition}, None
+    backend, dims = options.backend, options.dims
+    how, tuned = {"grad": torch.is_grad_enabled(), "partition": options.partition}, None
     if backend.device.type == "cuda" and any(map(_drops, module.modules())):
         begin_check(backend.device)
     with undo(module) as before:
@@ -302,10 +289,11 @@ def _compile_entry(
             if numbers is None:
                 places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims, looped=looped)
                 if choices is None and not dims:
-                    tuned = kept_tuned(lowered, backend, freeze)
+                    tuned = kept_tuned(lowered, backend, options.freeze)
                     choices = None if tuned is None else tuned.choices
                 if choices is not None and choices.partition is not None:
-                    lowered = lower_once(module, args, kwargs, **{**how, "partition": strategy_of(choices, partition)})
+                    strategy = strategy_of(choices, options.partition)
+                    lowered = lower_once(module, args, kwargs, **{**how, "partition": strategy})
                 captured = lowered.captured
             else:
                 known, changed = numbers
@@ -318,13 +306,15 @@ def _compile_entry(
                 lowered, places = found
                 captured = as_called(lowered.captured, args, kwargs, len(places))
             arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            constant = uncounted_statistics(module, captured) if freeze else None
+            constant = uncounted_statistics(module, captured) if options.freeze else None
             reads = numbers[0].guard.reads if numbers else before.runs[-1] if before.runs else None
             guard = EntryGuard(module, captured, arguments, places, constant, reads=reads)
             frozen, made_for = guard.frozen, backend if choices is None else backend.choosing(choices)
-            programs = None if frozen is None else FrozenPrograms(lowered, made_for, frozen.tensors, graphs)
-            entry = Entry(guard, lowered, made_for, programs, graphs)
-            entry.tuned = tuned
+            if frozen is None:
+                programs = compile_programs(lowered, made_for, options.graphs, guard.addresses)
+            else:
+                programs = freeze_programs(lowered, made_for, frozen.tensors, options.graphs)
+            entry = Entry(guard, lowered, programs, replace(options, tuned=tuned))
             raise_deferred()
             guard.settling, guard.is_later = before.take_back(), before.is_later
             for each in before.runs:

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ from bridge.dispatch.compile_entry import (
     require_capturable,
 )
 from bridge.dispatch.entries import CompileBudget, Entries, no_entry
-from bridge.dispatch.entry import Entry
+from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.generalize import Generalization
 from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.outer_compiler import call_opaque, hide
@@ -366,7 +367,7 @@ class Dispatcher:
         """
         require_capturable(type(module).__name__)
         if not dims:
-            backend = self._options(module, args, kwargs)["backend"]
+            backend = self._options(module, args, kwargs).backend
             self._generalization.of_any_length(module, args, kwargs, lambda known: self._is_alike(known, backend))
             return self._added(module, args, kwargs)
         try:
@@ -389,21 +390,25 @@ class Dispatcher:
         ``dims`` say."""
         require_capturable(type(module).__name__)
         options = self._options(module, args, kwargs)
-        backend, tuner = options["backend"], installed_tuner()
+        backend, tuner = options.backend, installed_tuner()
         if tuner is not None and not dims:
             tuner(module, args, kwargs, partition=self.partition, backend=backend, freeze=self.freeze)
         if self.freeze:
             self._frozen_anew(module, args, kwargs)  # changes that torch does not count are among what it is called for
         fitting = [entry for entry in self.entries.all if entry.guard.holds(module, args, kwargs)]
         for served in fitting:
-            is_alike = self._is_alike(served, backend) and not served.readings and set(dims) <= served.dims
+            is_alike = self._is_alike(served, backend) and not served.readings and set(dims) <= set(served.options.dims)
             if is_alike and not has_other_choices(served):
                 log.info("%r serves the call already", served)
                 return served
-        entry = compile_entry(module, args, kwargs, **options, dims=dims, looped=looped)
+        entry = compile_entry(module, args, kwargs, replace(options, dims=tuple(dims)), looped=looped)
         replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
         for served in replaced:
-            if self._is_alike(served, backend) and set(dims) <= served.dims and served.tuned == entry.tuned:
+            if (
+                self._is_alike(served, backend)
+                and set(dims) <= set(served.options.dims)
+                and served.options.tuned == entry.options.tuned
+            ):
                 return served
         if not (entry.has_loops and any(known.has_loops for known in self.entries.all)):  # another length is no smaller
             with entry.guard.trial():
@@ -418,16 +423,16 @@ class Dispatcher:
         log.info("added %r", entry)
         return entry
 
-    def _options(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """How a call is compiled, as :func:`compile_entry` takes it."""
+    def _options(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> EntryOptions:
+        """How a call is compiled."""
         backend = backend_of_call(self.backend, module, args, kwargs)
-        return {"partition": self.partition, "backend": backend, "freeze": self.freeze, "graphs": self.graphs}
+        return EntryOptions(self.partition, backend, self.freeze, self.graphs)
 
     def _is_alike(self, entry: Entry, backend: Backend) -> bool:
         """Whether an entry was compiled with the same strategy, by this backend, and frozen if that is wanted."""
         if entry.backward is None and entry.is_frozen != self.freeze:
             return False
-        return _is_same(entry.partition, self.partition) and entry.backend.key == backend.key
+        return _is_same(entry.options.partition, self.partition) and entry.options.backend.key == backend.key
 
     def _frozen_anew(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
         """An entry that serves the call but for frozen tensors that have changed, with these as they are now."""

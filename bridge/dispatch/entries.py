@@ -65,8 +65,7 @@ class Entries:
     def add(self, *entries: Entry) -> None:
         """Appends entries; those that there are stay where they are."""
         for entry in entries:
-            if entry.programs.eager_backward is not None:
-                entry.programs.eager_backwards = self.eager_backwards
+            entry.programs.eager_backwards = self.eager_backwards
         self.all = [*self.all, *(entry for entry in entries if entry not in self.all)]
 
     def replace(self, gone: Iterable[Entry], entry: Entry) -> None:

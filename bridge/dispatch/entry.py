@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -30,18 +30,14 @@ from bridge.capture import DynamicDim, ScalarGuard
 from bridge.compile import Backend, Program, RecordedGraphs, RunLoop
 from bridge.dispatch.autograd import apply
 from bridge.dispatch.autograd_nodes import apply_in_nodes
-from bridge.dispatch.beside import ChainedGradients
 from bridge.dispatch.call_run import CallRun, CallValues
 from bridge.dispatch.call_steps import CallStep, MakeDraws, Results, plan_call
-from bridge.dispatch.chained import chain_results, chains_of, take_hooks
-from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import ArgumentSizes, EntryGuard, Sizes, argument_sizes
-from bridge.dispatch.programs import BoundPrograms, Programs
+from bridge.dispatch.programs import Programs
 from bridge.dispatch.recompute import Observed, alignments, numbers_read, observed_for
-from bridge.dispatch.results import complex_places, host_inputs
 from bridge.lowering import LoweredCall
 
-__all__ = ["MAX_BOUND", "MAX_BOUND_BYTES", "Bound", "BoundCalls", "Entry"]
+__all__ = ["MAX_BOUND", "MAX_BOUND_BYTES", "BoundCalls", "Entry", "EntryOptions"]
 
 #: Combinations of sizes that an entry keeps what it needs for.
 MAX_BOUND = 256
@@ -51,19 +47,24 @@ _BYTES_OF_A_STEP = 4096
 """An instruction's bound arguments, views and tensors, about."""
 
 
-class Bound:
-    """What a call of one combination of sizes runs.
+@dataclass(frozen=True)
+class EntryOptions:
+    """How a call is compiled.
 
     Attributes:
-        programs: forward and backwards.
-        run: the steps of a call.
-        sizes: by the names of the symbols.
+        partition: the strategy; ``backend``: what compiles it.
+        freeze: whether the module's tensors become constants, if no gradients are wanted.
+        graphs: control of the programs' recorded graphs; ``None``: there are none.
+        dims: the dimensions that are to vary.
+        tuned: the choices that it is compiled with; ``None``: default ones.
     """
 
-    __slots__ = ("programs", "run", "sizes")
-
-    def __init__(self, programs: BoundPrograms, run: CallRun, sizes: Sizes):
-        self.programs, self.run, self.sizes = programs, run, sizes
+    partition: Any
+    backend: Backend
+    freeze: bool = False
+    graphs: RecordedGraphs | None = None
+    dims: tuple[DynamicDim, ...] = ()
+    tuned: Any = None
 
 
 class BoundCalls:
@@ -76,19 +77,17 @@ class BoundCalls:
         GuardFailure: by :meth:`of`, where sizes cannot be bound.
     """
 
-    def __init__(
-        self, lowered: LoweredCall, programs: Programs | FrozenPrograms, guard: EntryGuard | None, sizes: ArgumentSizes
-    ):
+    def __init__(self, lowered: LoweredCall, programs: Programs, guard: EntryGuard | None, sizes: ArgumentSizes):
         captured = lowered.captured
         self._lowered, self._programs, self._guard = lowered, programs, guard
         self._sizes = sizes
         _ = sizes.guards  # all is compiled
         self._samples = {symbol.name: size for symbol, size in sizes.scope.samples.items()}
-        self._count = sizes.count  # number inputs come before them
+        self._counted = numbers_read(captured.recomputed, captured.device) if captured.counted else None
         self._symbolic = Observed(tuple(captured.draws), tuple(captured.outputs))
         self._observed = observed_for(self._symbolic, sizes.scope)
-        self._kept = LeastRecentlyUsed[tuple, Bound](MAX_BOUND, MAX_BOUND_BYTES)
-        made = [programs.forward, *([programs.backward.program] if programs.backward is not None else [])]
+        self._kept = LeastRecentlyUsed[tuple, CallRun](MAX_BOUND, MAX_BOUND_BYTES)
+        made = [programs.forward.program, *([programs.backward.program] if programs.backward is not None else [])]
         self._bytes = _BYTES_OF_A_STEP * sum(len(program.steps) for program in made)
 
     @property
@@ -102,13 +101,20 @@ class BoundCalls:
         """Whether argument tensors have sizes that the entry serves, and strides as compiled for these."""
         return self._sizes.failure(tensors) is None and self._sizes.strided(tensors)
 
-    def of(self, inputs: Sequence[torch.Tensor]) -> Bound:
-        """What a call with these inputs, which the guard gave, runs."""
-        tensors = inputs[len(inputs) - self._count :]
-        if self._lowered.captured.counted:
-            self._check(tensors)
+    def of(self, call: CallValues) -> CallRun:
+        """What a call with these inputs, which the guard gave, runs; counted sizes become inputs of it."""
+        if self._counted is not None:
+            call.inputs = call.primals = self._counted(call.inputs)
+        tensors = call.inputs[len(call.inputs) - self._sizes.count :]  # number inputs come before them
         key = self._sizes.key(tensors)
-        return self._kept.get(key) or self._kept.put(key, self._bind(self._sizes.of(tensors)), self._bytes)
+        if self._counted is not None:  # the guard could not tell about these: they are looked at once, in whole
+            key = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
+        found = self._kept.get(key)
+        if found is None:
+            if self._counted is not None:
+                self._check(tensors)
+            found = self._kept.put(key, self._bind(self._sizes.of(tensors)), self._bytes)
+        return found
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raises :class:`GuardFailure` for sizes that were counted, about which the guard could not tell."""
@@ -123,7 +129,7 @@ class BoundCalls:
         """Binds the sizes of the sample, which waits for machine code; raises what goes wrong."""
         self.bind(self._samples)
 
-    def _bind(self, sizes: Sizes) -> Bound:
+    def _bind(self, sizes: Sizes) -> CallRun:
         """As :meth:`bind` for a call, which is eager's if that fails."""
         try:
             return self.bind(sizes)
@@ -135,23 +141,11 @@ class BoundCalls:
             raise failure from error
 
     def _planned(self, sizes: Sizes) -> tuple[CallStep, ...]:
-        programs = self._programs
-        return plan_call(
-            self._lowered,
-            programs.forward,
-            self._guard,
-            self._observed(sizes),
-            programs.masks.draws,
-            programs.is_frozen,
-            () if programs.eager_backward is None else programs.eager_backward.held,
-        )
+        return _planned(self._lowered, self._programs, self._guard, self._observed(sizes))
 
-    def bind(self, sizes: Sizes) -> Bound:
+    def bind(self, sizes: Sizes) -> CallRun:
         """What a call of these sizes runs."""
-        lowered, programs = self._lowered, BoundPrograms(self._programs, sizes)
-        steps = self._planned(sizes)
-        run = CallRun(steps, programs.execute, programs.device_type, self._guard, lowered.captured.module_name)
-        return Bound(programs, run, sizes)
+        return CallRun(self._planned(sizes), self._programs.at(sizes), self._guard, self._lowered.captured)
 
     def clear(self) -> None:
         """Forgets what is kept; calls bind anew."""
@@ -168,7 +162,15 @@ class BoundCalls:
     @property
     def sizes(self) -> list[Sizes]:
         """The combinations that are kept, the latest used last."""
-        return [bound.sizes for _, bound in self._kept.items()]
+        return [run.programs.sizes for _, run in self._kept.items()]
+
+
+def _planned(
+    lowered: LoweredCall, programs: Programs, guard: EntryGuard | None, observed: Observed | None = None
+) -> tuple[CallStep, ...]:
+    computed = () if programs.masks is None else programs.masks.draws
+    held = () if programs.eager_backward is None else programs.eager_backward.held
+    return plan_call(lowered, programs.forward.program, guard, observed, computed, programs.is_frozen, held)
 
 
 _CLOCK = count(1)
@@ -179,75 +181,44 @@ class Entry:
 
     Attributes:
         lowered: every stage of the lowering; shared with entries of equal calls (:mod:`bridge.lowering.reuse`).
-        programs: its forward and its backwards.
+        programs: its forward and its backwards; ``options``: what they were compiled with.
         steps: what a call does, in order, the backward for grad_outs of all differentiable outputs included.
         bound: what calls of the latest sizes run; ``None`` where every extent is a number.
         run: the steps as functions, where every extent is a number.
         compile_seconds: from capture to the compiled programs.
         hits: calls that this entry ran; ``last_used``: tells which of the entries ran the latest call.
-        partition, backend: what it was compiled with.
-        dims: the dimensions that were to vary.
-        tuned: the choices that it was compiled with; ``None``: default ones.
         worth: a step of it beside one of eager, where the work is small (:mod:`bridge.dispatch.worth`).
         cause: in what the call that it was compiled for differed from the earlier entries; ``None``: added by hand.
     """
-
-    partition: Any = None
-    backend: Backend
-    dims: frozenset[DynamicDim] = frozenset()
-    cause: str | None = None
-    tuned: Any = None
-    worth: Any = None
 
     def __init__(
         self,
         guard: EntryGuard | None,
         lowered: LoweredCall,
-        backend: Backend,
-        programs: FrozenPrograms | None = None,
-        graphs: RecordedGraphs | None = None,
+        programs: Programs,
+        options: EntryOptions,
         steps: tuple[CallStep, ...] | None = None,
     ):
         started = time.perf_counter()
-        self.guard = guard
-        self.lowered = lowered
-        self.backend = backend
-        self.hits = 0
-        self.last_used = 0
-        if programs is None:
-            programs = Programs(lowered, backend, graphs, None if guard is None else guard.addresses)
-        self.programs = programs
-        self.bound = _bound_calls(lowered, self.programs, guard)
-        if steps is not None:
-            forward = steps
-        elif self.bound is None:
-            made = self.programs
-            held = () if made.eager_backward is None else made.eager_backward.held
-            forward = plan_call(
-                lowered, made.forward, guard, computed=made.masks.draws, frozen=made.is_frozen, beside=held
-            )
-        else:
-            forward = self.bound.steps
+        self.guard, self.lowered, self.programs, self.options = guard, lowered, programs, options
+        self.hits = self.last_used = 0
+        self.worth: Any = None
+        self.cause: str | None = None
+        self.bound = _bound_calls(lowered, programs, guard)
+        if steps is None:
+            steps = _planned(lowered, programs, guard) if self.bound is None else self.bound.steps
         if guard is not None:
-            drawn = next((step for step in forward if isinstance(step, MakeDraws)), None)
+            drawn = next((step for step in steps if isinstance(step, MakeDraws)), None)
             guard.aligned = {} if drawn is None else alignments(drawn.draws, drawn.computed)
-        backward = self.programs.backward
-        self.steps: tuple[CallStep, ...] = forward if backward is None else (*forward, backward.step)
+        backward = programs.backward
+        self.steps: tuple[CallStep, ...] = steps if backward is None else (*steps, backward.step)
         if self.bound is None:
-            self.run = CallRun(
-                self.steps, self.programs.execute, self.programs.device_type, guard, lowered.captured.module_name
-            )
+            self.run = CallRun(self.steps, programs, guard, lowered.captured)
         else:
             self.bound.bind_sample()
         self._wanted = picker(lowered.wanted)
-        captured = lowered.captured
-        self._counted = numbers_read(captured.recomputed, captured.device) if captured.counted else None
-        self._complex = complex_places(lowered)
-        self._hosted = host_inputs(lowered.captured)
-        results = next(step for step in self.steps if isinstance(step, Results))
-        self._chains = chains_of(results.outputs, results.computed) if lowered.differentiable else ()
-        self._is_differentiable, self._are_several = bool(lowered.differentiable), len(lowered.differentiable) > 1
-        self._apply = apply if len(self.programs.nodes) == 1 else apply_in_nodes
+        several = apply_in_nodes if len(programs.nodes) > 1 else apply
+        self._apply = several if lowered.differentiable else None
         self.compile_seconds = time.perf_counter() - started + lowered.seconds
 
     @property
@@ -258,7 +229,7 @@ class Entry:
     @property
     def forward(self) -> Program:
         """The forward program."""
-        return self.programs.forward
+        return self.programs.forward.program
 
     @property
     def backward(self) -> Program | None:
@@ -280,15 +251,9 @@ class Entry:
         """
         guard, tensors = self.guard.renewed(module, args, kwargs)
         steps = self.steps if self.bound is None else None
-        found = Entry(guard, self.lowered, self.backend, self.programs.renewed(tensors), steps=steps)
-        found.partition, found.backend, found.dims, found.cause = self.partition, self.backend, self.dims, self.cause
-        found.tuned = self.tuned
+        found = Entry(guard, self.lowered, self.programs.renewed(tensors), self.options, steps)
+        found.cause = self.cause
         return found
-
-    @property
-    def has_complex_tensors(self) -> bool:
-        """Whether complex tensors enter or leave the call; its programs know their parts."""
-        return self._complex is not None
 
     @property
     def readings(self) -> tuple[ScalarGuard, ...]:
@@ -327,21 +292,14 @@ class Entry:
         self.hits += 1  # a checkpoint may leave off once it has what the backward needs
         call = CallValues()
         call.later = None if self.guard is None else self.guard.later
-        call.module, call.undo, call.beside = module, None, ChainedGradients() if self._chains else None
+        call.inputs = call.primals = inputs
+        call.module, call.undo, call.beside = module, None, None
         try:
-            if self._counted is not None:
-                inputs = self._counted(inputs)
-            call.inputs = call.primals = inputs
-            bound = self if self.bound is None else self.bound.of(inputs)
-            run = bound.run
-            if self._complex is not None:
-                call.primals = inputs = self._complex.opened(inputs)
-            if self._hosted is not None:
-                call.primals = inputs = self._hosted.moved(inputs)
+            run = self.run if self.bound is None else self.bound.of(call)
             for act in run.before:
                 act(call)
-            if self._is_differentiable:
-                call.computed = self._apply(bound.programs, run.forward, call, *self._wanted(inputs))
+            if self._apply is not None:
+                call.computed = self._apply(run.programs, run.forward, call, *self._wanted(call.primals))
             else:
                 with torch.no_grad():
                     for act in run.forward:
@@ -353,20 +311,12 @@ class Entry:
             if call.undo is not None:
                 call.undo()
             raise
-        if self._chains and torch.is_grad_enabled():
-            call.computed = chain_results(bound.programs, self._chains, call.beside, call.computed)
-        if self._are_several:
-            take_hooks(call.computed)
-        if self._complex is not None:
-            call.computed = self._complex.closed(call.computed)
         for act in run.after:
             act(call)
         return call.result
 
 
-def _bound_calls(
-    lowered: LoweredCall, programs: Programs | FrozenPrograms, guard: EntryGuard | None
-) -> BoundCalls | None:
+def _bound_calls(lowered: LoweredCall, programs: Programs, guard: EntryGuard | None) -> BoundCalls | None:
     captured = lowered.captured
     names = [f"input {place}" for place in range(len(captured.arguments) - captured.counted)]
     sizes = guard.sizes if guard is not None else argument_sizes(captured, names)

@@ -17,6 +17,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture import ALL_COUNTS, LEAST, DynamicDim, LoopedCall, NumberPlace, Output, sized
 from bridge.dispatch.compile_entry import compile_entry, recorded_call, require_capturable
 from bridge.dispatch.entries import Entries
-from bridge.dispatch.entry import Entry
+from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.guards import EntryGuard, interpreter_state
 from bridge.dispatch.recompute import Observed, observed_for
 
@@ -116,7 +117,7 @@ class Generalization:
         options: how a call is compiled.
     """
 
-    def __init__(self, entries: Entries, add: Callable[..., Entry], options: Callable[..., dict[str, Any]]):
+    def __init__(self, entries: Entries, add: Callable[..., Entry], options: Callable[..., EntryOptions]):
         self._entries, self._add, self._options = entries, add, options
         self._not_inputs: Counter[tuple[NumberPlace, ...]] = Counter()  # how often numbers could not be inputs
         self._fixed = FixedDims()
@@ -136,9 +137,9 @@ class Generalization:
             if changed is None or self._not_inputs[tuple(changed)] >= MAX_ATTEMPTS:
                 continue
             require_capturable(type(module).__name__)
-            how = self._options(module, args, kwargs)
             dims = varying_dims(known.guard, module.forward, args, kwargs)
-            entry = compile_entry(module, args, kwargs, **how, numbers=(known, changed), dims=dims)
+            options = replace(self._options(module, args, kwargs), dims=dims)
+            entry = compile_entry(module, args, kwargs, options, numbers=(known, changed))
             if entry is None:
                 self._not_inputs[tuple(changed)] += 1
                 return None
@@ -156,7 +157,7 @@ class Generalization:
             return found
         for known in reversed(self._entries.all):
             dims, counts = varying_dims(known.guard, module.forward, args, kwargs), _counts(known)
-            if dims or (counts and ALL_COUNTS not in known.dims and known.guard.holds(module, args, kwargs)):
+            if dims or (counts and ALL_COUNTS not in known.options.dims and known.guard.holds(module, args, kwargs)):
                 break
         else:
             return None
@@ -243,7 +244,7 @@ class Generalization:
             if is_refused_by_eager(error) or is_out_of_memory(error):
                 raise
             swallowed(error)
-            self._fixed.note(module.training, tuple(set(dims) - known.dims) or dims)
+            self._fixed.note(module.training, tuple(set(dims).difference(known.options.dims)) or dims)
             if entry is not None:
                 self._entries.drop(entry)
             is_bug = not isinstance(error, UnsupportedModule | GuardFailure)
@@ -253,7 +254,7 @@ class Generalization:
         if entry.bound is None:
             if dims == (ALL_COUNTS,) and not _counts(entry):  # none of them is one that varies, in this call
                 return entry
-            self._fixed.note(module.training, tuple(set(dims) - known.dims) or dims)
+            self._fixed.note(module.training, tuple(set(dims).difference(known.options.dims)) or dims)
             log.info("%s: forward fixes %s; every size gets an entry of its own", name, _places(dims))
         else:
             log.info("%s is compiled for sizes that vary from its second size on: %s", name, entry.bound)

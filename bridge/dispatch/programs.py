@@ -1,38 +1,30 @@
-"""The compiled programs of a lowered call: the forward, and a backward for each pattern of grad_outs."""
+"""The compiled programs of a call: the forward, and a backward for each pattern of grad_outs.
+
+Frozen programs: a lowered call, frozen, and the module's tensors → the program of a call, with its constants bound.
+Two programs: one computes the constants from the module's tensors, when the entry is made and when a tensor has
+changed; the other one is a call, given the arguments. Neither holds a number of the module's, so equal modules share
+both.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
-from torch.autograd import profiler
 
 from autodiff.extents import SizeGuard
-from autodiff.ir import Function
-from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
+from autodiff.ir import results
+from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.tensor_properties import as_parts
 from bridge.base.threads import free_in_children, interrupts_deferred
-from bridge.compile import (
-    Backend,
-    Compilation,
-    CompileOptions,
-    DrawnMask,
-    EntryGraphs,
-    KeptFunction,
-    Liveness,
-    Program,
-    RecordedGraphs,
-    Segment,
-    cut,
-)
+from bridge.compile import Backend, CompileOptions, EntryGraphs, Liveness, Program, RecordedGraphs
 from bridge.dispatch.backward_nodes import (
-    BoundSegment,
     Gradient,
     SegmentedRun,
     gradients_of,
@@ -43,16 +35,17 @@ from bridge.dispatch.backward_nodes import (
 )
 from bridge.dispatch.call_steps import Backward, input_names
 from bridge.dispatch.eager_backward import EagerBackward
+from bridge.dispatch.executable import Executable
 from bridge.dispatch.guards import Sizes
 from bridge.dispatch.recompute import ComputedMasks
-from bridge.dispatch.results import backward_orders, forward_orders
-from bridge.lowering import LoweredCall, script
+from bridge.dispatch.results import backward_orders, forward_orders, memory_orders
+from bridge.lowering import FrozenCall, LoweredCall, freeze_call
 
-__all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs"]
+__all__ = ["BackwardRun", "FrozenPrograms", "Programs", "compile_programs", "freeze_programs"]
 
-Execute = Callable[..., list[torch.Tensor]]
-Graphed = Callable[[Program, Execute, Program], Execute]
 Holds = Callable[[Sizes], SizeGuard | None]
+Nodes = tuple[tuple[int, ...], ...]
+
 _LATER = free_in_children(threading.RLock())
 """Held while a scope answers for sizes other than the sample's."""
 
@@ -61,21 +54,85 @@ _MOST_LATER = 8
 
 
 class Programs:
-    """Forward and backwards of one lowered call, compiled.
+    """Forward and backwards of one call, compiled: for all sizes, or (:meth:`at`) for certain ones.
 
     Attributes:
-        forward: the forward program.
-        execute: runs it: primals → results. Where extents are symbolic, :class:`BoundPrograms` run.
-        num_wanted: how many inputs get a gradient, for some grad_outs.
+        forward: the forward, compiled.
         num_outputs: results that the module returns; new buffer values and captures come after them.
         differentiable: indices of the outputs that take a grad_out; ``not_differentiable``: the others.
         device: that they run on; ``device_type``: as autocast names it.
-        masks: those that they compute.
+        masks: those that they compute; ``None``: there are none.
         is_frozen: whether the module's tensors are constants of the forward.
         nodes: of each autograd node of a backward, in the order in which they run, the places among the inputs that
             get a gradient of those whose it returns; most modules have one.
-        eager_backward: the backward by eager's operators, which can be differentiated; ``None``: nothing requires grad.
-        eager_backwards: how often that was, by the reason.
+        eager_backwards: how often eager's operators computed the gradients, by the reason.
+        sizes: by the names of the symbols; ``None``: all, or there are none.
+
+    Args:
+        make: makes the backward for grad_outs of some outputs, and for sizes, if there are any.
+        expected: grad_outs that a training loop goes backward from.
+        eager: the backward by eager's operators.
+    """
+
+    is_frozen = False
+
+    def __init__(
+        self,
+        forward: Executable,
+        num_outputs: int,
+        differentiable: Sequence[int] = (),
+        make: Callable[[tuple[int, ...], Sizes | None], BackwardRun] | None = None,
+        expected: tuple[int, ...] = (),
+        nodes: Nodes = ((),),
+        masks: ComputedMasks | None = None,
+        eager: EagerBackward | None = None,
+    ):
+        self.forward, self.num_outputs, self.differentiable = forward, num_outputs, tuple(differentiable)
+        self.not_differentiable = [place for place in range(num_outputs) if place not in differentiable]
+        self.device = forward.program.backend.device
+        self.device_type = self.device.type
+        self.nodes, self.masks, self._eager, self._make, self._expected = nodes, masks, eager, make, expected
+        self.eager_backwards: Counter[str] = Counter()
+        self.sizes: Sizes | None = None
+        self._backwards: dict[tuple[int, ...], BackwardRun] = {}
+
+    def at(self, sizes: Sizes) -> Programs:
+        """The same for one combination of sizes, where extents are symbolic."""
+        found = copy(self)
+        found.__dict__.pop("eager_backward", None)
+        found.forward, found.sizes, found._backwards = self.forward.at(sizes), sizes, {}
+        return found
+
+    @cached_property
+    def eager_backward(self) -> EagerBackward | None:
+        """The backward by eager's operators, which can be differentiated; ``None``: nothing requires grad."""
+        return self._eager if self.sizes is None or self._eager is None else self._eager.at(self.sizes)
+
+    @property
+    def backward(self) -> BackwardRun | None:
+        """The backward for grad_outs of the outputs that a training loop goes backward from, or ``None``."""
+        return self.backward_for(self._expected) if self.differentiable else None
+
+    def backward_for(self, outputs: tuple[int, ...]) -> BackwardRun:
+        """The backward for a call in which these outputs got a grad_out; compiled when first asked for."""
+        found = self._backwards.get(outputs)
+        if found is None:
+            found = self._backwards[outputs] = self._make(outputs, self.sizes)
+        return found
+
+    @property
+    def backwards(self) -> dict[tuple[int, ...], BackwardRun]:
+        """Those that were asked for, by the outputs that got a grad_out."""
+        return dict(self._backwards)
+
+
+def compile_programs(
+    lowered: LoweredCall,
+    backend: Backend,
+    graphs: RecordedGraphs | None = None,
+    addresses: Mapping[int, int] | None = None,
+) -> Programs:
+    """Compiles forward and backward of a lowered call.
 
     Args:
         graphs: whether they are recorded as graphs, and what becomes of that; ``None``: they are not.
@@ -85,238 +142,136 @@ class Programs:
         UnsupportedModule: there is no kernel for an operator.
         CompilationError: compiling failed, a bug of this package.
     """
+    name, num_outputs = lowered.captured.module_name, lowered.imported.num_outputs
+    shared = None if graphs is None else EntryGraphs(graphs)
+    options, masks = CompileOptions.current(backend), ComputedMasks(lowered, backend, addresses)
+    forward = Executable(
+        lowered.forward_source,
+        name,
+        "forward",
+        replace(options, **forward_orders(lowered)),
+        masks.forward,
+        None if shared is None else partial(shared.forward, outputs=num_outputs, captures=lowered.num_results),
+    )
+    if not lowered.differentiable:
+        made = Programs(forward, num_outputs, masks=masks)
+    else:
+        make = _Backwards(lowered, options, masks, shared)  # before the forward ends, which is built in the background
+        _ = forward.program
+        make.finish()
+        eager = EagerBackward(lowered, masks)
+        made = Programs(forward, num_outputs, lowered.differentiable, make, lowered.expected, make.nodes, masks, eager)
+    if lowered.captured.extents is None:
+        _ = forward.run
+        if made.backward is not None:
+            made.backward.wait()
+    return made
 
-    is_frozen = False
 
-    def __init__(
-        self,
-        lowered: LoweredCall,
-        backend: Backend,
-        graphs: RecordedGraphs | None = None,
-        addresses: Mapping[int, int] | None = None,
-    ):
-        name = lowered.captured.module_name
-        self._graphs = None if graphs is None else EntryGraphs(graphs)
-        self._lowered = lowered
-        self._is_symbolic = lowered.captured.extents is not None
-        self._options = CompileOptions.current(backend)
-        self.device, self.device_type = backend.device, backend.device.type
-        self.masks = ComputedMasks(lowered, backend, addresses)
-        options = replace(self._options, **forward_orders(lowered))
-        self._forward = forward = Compiling(lowered.forward_source, name, "forward", options, self.masks.forward)
-        if self._graphs is not None:
-            forward.graphed = partial(
-                self._graphs.forward, outputs=lowered.imported.num_outputs, captures=lowered.num_results
-            )
-        self.num_wanted = len(lowered.wanted)
-        self.num_outputs = lowered.imported.num_outputs
-        self.differentiable = lowered.differentiable
-        self.not_differentiable = [i for i in range(self.num_outputs) if i not in lowered.differentiable]
-        self._backwards: dict[tuple[int, ...], BackwardRun] = {}
-        self._later: dict[tuple[int, ...], list[tuple[Holds, BackwardRun]]] = {}
-        expected = lowered.expected
-        self.nodes: tuple[tuple[int, ...], ...] = (tuple(range(self.num_wanted)),)
-        self.eager_backward = EagerBackward(lowered, self.masks) if lowered.differentiable else None
-        self.eager_backwards: Counter[str] = Counter()
-        backward = self._backward_run(expected) if lowered.differentiable else None
-        self.forward = forward.program()
-        if backward is not None:
-            backward.compile()
-            self.nodes = backward.nodes(self.num_wanted)
-            backward.split(self.nodes)
-            self._backwards[expected] = backward
-        if self._is_symbolic:
-            return
-        self.execute = forward.execute()
-        if backward is not None:
-            backward.wait()
+class _Backwards:
+    """Makes the backwards of one lowered call, by the outputs that got a grad_out, and sizes.
 
-    def forward_for(self, sizes: Sizes) -> Execute:
-        """Runs the forward program for these sizes."""
-        return self._forward.execute(sizes)
+    What is compiled after the forward is compiled for the sizes of the call that asks for it. What that concludes about
+    them is no condition of calls that the forward serves already; where it does not hold, another is made.
+    """
 
-    @property
-    def forward_function(self) -> Function:
-        """What :attr:`forward` was compiled from."""
-        return self._lowered.forward
+    def __init__(self, lowered: LoweredCall, options: CompileOptions, masks: ComputedMasks, graphs: EntryGraphs | None):
+        self._lowered, self._options, self._masks, self._graphs = lowered, options, masks.backward, graphs
+        self._expected = self._begun(lowered.expected)
+        self._made: dict[tuple[int, ...], list[tuple[Holds, BackwardRun]]] = {}
 
-    @property
-    def backward(self) -> BackwardRun | None:
-        """The backward for grad_outs of the outputs that a training loop goes backward from, or ``None``."""
-        return self._backwards.get(self._lowered.expected)
+    def finish(self) -> None:
+        """Ends the compilation of the expected one, which decides on :attr:`nodes`."""
+        lowered, program = self._lowered, self._expected.program
+        self.nodes: Nodes = (tuple(range(len(lowered.wanted))),)
+        if most_nodes(program) > 1:
+            flow = Liveness(program)
+            self.nodes = nodes_of(program, flow, self._gradients(lowered.expected, program, flow), len(lowered.wanted))
+        self._made[lowered.expected] = [(_always, self._run(lowered.expected, self._expected))]
 
-    def backward_for(self, outputs: tuple[int, ...]) -> BackwardRun:
-        """The backward for a call in which these outputs got a grad_out; compiled when first asked for."""
-        found = self._backwards.get(outputs)
-        if found is None:
-            with interrupts_deferred():
-                found = self._backward_run(outputs)
-                found.compile()
-                found.split(self.nodes)
-                self._backwards[outputs] = found
-        return found
-
-    @property
-    def backwards(self) -> dict[tuple[int, ...], BackwardRun]:
-        """Those that are compiled, by the outputs that got a grad_out; of all sizes."""
-        return dict(self._backwards)
-
-    def _backward_run(self, outputs: tuple[int, ...]) -> BackwardRun:
-        graphed = None if self._graphs is None else partial(self._graphs.backward, grad_outs=len(outputs))
-        return BackwardRun(self._lowered, outputs, self._options, self.masks.backward, graphed)
-
-    def backward_at(self, outputs: tuple[int, ...], sizes: Sizes) -> BackwardRun:
-        """As :meth:`backward_for`, where extents are symbolic: one that is right for these sizes.
-
-        What is compiled after the forward is compiled for the sizes of the call that asks for it. What that concludes
-        about them is no condition of calls that the forward serves already; where it does not hold, another is made.
-        """
-        if outputs == self._lowered.expected:
-            return self._backwards[outputs].bound(sizes)
-        scope = self._lowered.captured.extents
+    def __call__(self, outputs: tuple[int, ...], sizes: Sizes | None) -> BackwardRun:
         with _LATER:
-            known = self._later.setdefault(outputs, [])
+            known = self._made.setdefault(outputs, [])
             found = next((run for broken, run in known if broken(sizes) is None), None)
             if found is None:
-                with interrupts_deferred(), scope.assuming(sizes) as guards:
-                    found = self._backward_run(outputs)
-                    found.compile()
-                    found.split(self.nodes)
-                known.append((scope.broken(guards), found))
+                scope = self._lowered.captured.extents
+                with interrupts_deferred(), nullcontext() if scope is None else scope.assuming(sizes) as guards:
+                    found = self._run(outputs, self._begun(outputs))
+                known.append((_always if scope is None else scope.broken(guards), found))
                 del known[:-_MOST_LATER]
-        return found.bound(sizes)
+        return found if sizes is None else found.at(sizes)
 
-
-class BoundPrograms:
-    """Forward and backwards for one combination of sizes; attributes as of :class:`Programs`.
-
-    Args:
-        programs: those of all sizes.
-        sizes: by the names of the symbols.
-    """
-
-    def __init__(self, programs: Programs, sizes: Sizes):
-        self._programs, self._sizes = programs, sizes
-        self.execute, self.device_type = programs.forward_for(sizes), programs.device_type
-        self.num_wanted, self.num_outputs = programs.num_wanted, programs.num_outputs
-        self.differentiable, self.not_differentiable = programs.differentiable, programs.not_differentiable
-        self.nodes, self.device = programs.nodes, programs.device
-        self._backwards: dict[tuple[int, ...], BackwardRun] = {}
-
-    @cached_property
-    def eager_backward(self) -> EagerBackward | None:
-        """As :attr:`Programs.eager_backward`."""
-        return None if self._programs.eager_backward is None else self._programs.eager_backward.at(self._sizes)
-
-    @property
-    def eager_backwards(self) -> Counter[str]:
-        """As :attr:`Programs.eager_backwards`."""
-        return self._programs.eager_backwards
-
-    def backward_for(self, outputs: tuple[int, ...]) -> BackwardRun:
-        """As :meth:`Programs.backward_for`, bound when first asked for."""
-        found = self._backwards.get(outputs)
-        if found is None:
-            found = self._backwards[outputs] = self._programs.backward_at(outputs, self._sizes)
-        return found
-
-
-class BackwardRun:
-    """The backward of one pattern of grad_outs; called with saved tensors and grad_outs, once it is compiled.
-
-    Attributes:
-        program: its program.
-        step: what a call of it does.
-    """
-
-    def __init__(
-        self,
-        lowered: LoweredCall,
-        outputs: tuple[int, ...],
-        options: CompileOptions,
-        masks: Mapping[int, DrawnMask],
-        graphed: Graphed | None = None,
-    ):
-        self._lowered, self._outputs, self._sizes = lowered, outputs, None
-        self._name = f"{lowered.captured.module_name}_backward"
-        self._segments: tuple[Segment, ...] = ()
-        name = lowered.captured.module_name
-        options = replace(options, sums_in_place=True, grad_outs=len(outputs), **backward_orders(lowered, outputs))
-        self._compiling = Compiling(lowered.backward_source(outputs), name, "backward", options, masks)
-        self._compiling.graphed = graphed
-
-    def compile(self) -> None:
-        """Ends the compilation, but for machine code that is in the making."""
-        lowered, outputs = self._lowered, self._outputs
-        self.program = self._compiling.program()
-        count, names = len(self.program.layout.params), input_names(lowered)
-        copied = self.program.shared_results(handed_on=range(count - len(outputs), count))
-        gradients = lowered.gradients_for(outputs)
-        absent = [place for place, index in enumerate(lowered.wanted) if index not in gradients]
-        given = tuple(names[index] for index in lowered.wanted if index in gradients)
-        self.step = Backward(self._name, outputs, given, tuple(copied), tuple(absent))
-
-    def nodes(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """See :attr:`Programs.nodes`; ``count``: of the inputs that get a gradient."""
-        if most_nodes(self.program) == 1:
-            return (tuple(range(count)),)
-        return nodes_of(self.program, self._flow, self._gradients, count)
-
-    def split(self, nodes: Sequence[Sequence[int]]) -> None:
-        """Cuts the program into a segment for each autograd node; ``nodes``: places of the inputs by node."""
-        if len(nodes) == 1:
-            return
-        places = places_of(self.program, self._flow, self._gradients, nodes)
-        self._segments = cut(self.program, places, self._name)
-        result_of = {each.place: result for result, each in enumerate(self._gradients)}
-        self._taken = [[result_of.get(place) for place in node] for node in nodes]
-        names, wanted = input_names(self._lowered), self._lowered.wanted
-        told = tuple(tuple(names[wanted[place]] for place in node if place in result_of) for node in nodes)
-        self.step = replace(self.step, nodes=told)
-
-    @cached_property
-    def _flow(self) -> Liveness:
-        return Liveness(self.program)
-
-    @cached_property
-    def _gradients(self) -> list[Gradient]:
+    def _begun(self, outputs: tuple[int, ...]) -> Executable:
         lowered = self._lowered
-        gradients = lowered.gradients_for(self._outputs)
+        graphed = None if self._graphs is None else partial(self._graphs.backward, grad_outs=len(outputs))
+        options = replace(
+            self._options, sums_in_place=True, grad_outs=len(outputs), **backward_orders(lowered, outputs)
+        )
+        source, name = lowered.backward_source(outputs), lowered.captured.module_name
+        return Executable(source, name, "backward", options, self._masks, graphed)
+
+    def _run(self, outputs: tuple[int, ...], executable: Executable) -> BackwardRun:
+        """Ends a compilation, but for machine code; cuts the program into a segment for each autograd node."""
+        lowered, program = self._lowered, executable.program
+        count, names, wanted = len(program.layout.params), input_names(lowered), lowered.wanted
+        copied = program.shared_results(handed_on=range(count - len(outputs), count))
+        gradients = lowered.gradients_for(outputs)
+        absent = tuple(place for place, index in enumerate(wanted) if index not in gradients)
+        given = tuple(names[index] for index in wanted if index in gradients)
+        step = Backward(executable.name, outputs, given, tuple(copied), absent)
+        if len(self.nodes) == 1:
+            return BackwardRun(executable, step)
+        flow = Liveness(program)
+        made = self._gradients(outputs, program, flow)
+        result_of = {each.place: result for result, each in enumerate(made)}
+        told = tuple(tuple(names[wanted[place]] for place in node if place in result_of) for node in self.nodes)
+        executable = executable.in_segments(places_of(program, flow, made, self.nodes))
+        taken = [[result_of.get(place) for place in node] for node in self.nodes]
+        return BackwardRun(executable, replace(step, nodes=told), taken)
+
+    def _gradients(self, outputs: tuple[int, ...], program: Program, flow: Liveness) -> list[Gradient]:
+        lowered = self._lowered
+        gradients = lowered.gradients_for(outputs)
         places = [place for place, index in enumerate(lowered.wanted) if index in gradients]
         slot_of = {index: slot for slot, index in enumerate(lowered.plan.saved_primals)}
         inputs = {place: slot_of[lowered.wanted[place]] for place in places if lowered.wanted[place] in slot_of}
-        return gradients_of(self.program, self._flow, places, inputs)
+        return gradients_of(program, flow, places, inputs)
 
-    @classmethod
-    def made(cls, program: Program, step: Backward) -> BackwardRun:
-        """A backward that was compiled before, for one autograd node."""
-        found = cls.__new__(cls)
-        found.program, found.step, found._sizes, found._segments = program, step, None, ()
-        found._execute = program.executor
-        return found
+
+def _always(sizes: Sizes | None) -> None:
+    """Nothing is broken, whatever the sizes."""
+
+
+class BackwardRun:
+    """The backward of one pattern of grad_outs; called with saved tensors and grad_outs.
+
+    Attributes:
+        executable: its program; ``step``: what a call of it does.
+
+    Args:
+        taken: of each autograd node, the places among the results of the gradients that it hands out; of one alone,
+            nothing.
+    """
+
+    def __init__(self, executable: Executable, step: Backward, taken: Sequence[Sequence[int | None]] = ()):
+        self.executable, self.step, self._taken = executable, step, taken
+
+    @property
+    def program(self) -> Program:
+        """Its program, whole."""
+        return self.executable.program
+
+    def at(self, sizes: Sizes) -> BackwardRun:
+        """The same for one combination of sizes, where extents are symbolic."""
+        return BackwardRun(self.executable.at(sizes), self.step, self._taken)
 
     def wait(self) -> None:
         """Waits for the machine code; raises what went wrong with it."""
-        _ = self._bound_segments if self._segments else self._execute
-
-    def bound(self, sizes: Sizes) -> BackwardRun:
-        """The same for one combination of sizes, where extents are symbolic."""
-        found = copy(self)
-        found._sizes = sizes
-        return found
-
-    @cached_property
-    def _execute(self) -> Execute:
-        return self._compiling.execute(self._sizes)
-
-    @cached_property
-    def _bound_segments(self) -> list[BoundSegment]:
-        execute = self._compiling.execute
-        return [(each, None if each.program is None else execute(self._sizes, each.program)) for each in self._segments]
+        _ = self.executable.segments if self._taken else self.executable.run
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """One gradient per wanted input, ``None`` where eager has none. Empties ``inputs``."""
-        gradients = self._execute(inputs, consume=True)
+        gradients = self.executable.run(inputs, consume=True)
         for place in self.step.copied:
             gradients[place] = gradients[place].clone()
         for place in self.step.absent:  # in ascending order, so that the later places are still to come
@@ -326,78 +281,79 @@ class BackwardRun:
     def begin(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """The first segment: the gradients of the first node, and a token with the pass that has begun. Empties
         ``inputs``."""
-        run = SegmentedRun(self._bound_segments, self._taken, self.step.copied, inputs)
+        run = SegmentedRun(self.executable.segments, self._taken, self.step.copied, inputs)
         return [*run(0), make_token(self.program.backend.device, run)]
 
 
-class Compiling:
-    """A function on its way to a program: see :class:`bridge.compile.Compilation`.
+class FrozenPrograms(Programs):
+    """The programs of a call without gradients whose module's tensors are frozen; there is no backward.
 
     Attributes:
-        graphed: makes what records the program, of the program, of what runs it and of the program of all sizes;
-            ``None``: nothing does.
+        constants: tensors → constants; ``weights``: places of constants that are computed factors of products.
+        frozen: the lowering's stages; ``None`` where it was compiled before.
+
+    Args:
+        call: the forward, its constants among the parameters.
+        tensors: the module's, as the guard gives them.
 
     Raises:
-        UnsupportedModule: names an operator that there is no kernel for.
-        CompilationError: anything else that goes wrong, at any stage.
+        UnsupportedModule: a folded weight is not finite.
     """
+
+    is_frozen = True
 
     def __init__(
         self,
-        function: Function | KeptFunction,
-        module_name: str,
-        direction: str,
-        options: CompileOptions,
-        masks: Mapping[int, DrawnMask],
+        constants: Executable,
+        call: Executable,
+        weights: Sequence[int],
+        num_outputs: int,
+        tensors: Sequence[torch.Tensor],
+        frozen: FrozenCall | None = None,
     ):
-        self.function, self._module_name, self._direction = function, module_name, direction
-        self.graphed: Graphed | None = None
-        with self._errors():
-            self._compilation = Compilation(function, f"{module_name}_{direction}", options, masks)
+        _ = constants.program  # both are made, which may measure, before one is built
+        super().__init__(call, num_outputs)
+        self.constants, self.weights, self.frozen = constants, tuple(weights), frozen
+        self._freeze(tensors)
 
-    def program(self) -> Program:
-        """The program; its machine code may still be in the making."""
-        with self._errors():
-            return self._compilation.finish()
+    def renewed(self, tensors: Sequence[torch.Tensor]) -> FrozenPrograms:
+        """The same programs with the constants of these tensors. Raises as the class does."""
+        found = copy(self)
+        found._freeze(tensors)
+        return found
 
-    def execute(self, sizes: Sizes | None = None, program: Program | None = None) -> Execute:
-        """Runs the program, for these sizes where extents are symbolic; waits for its machine code.
-
-        ``program``: what was made of it, with constants in the place of parameters.
-        """
-        with self._errors():
-            whole = self._compilation.finish() if program is None else program
-            program = whole if sizes is None else whole.at(sizes)
-            execute = _under_name(program, self._module_name, self._direction)
-            if sizes is None:
-                self._compilation.keep()
-            return execute if self.graphed is None else self.graphed(program, execute, whole)
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except NotImplementedError as error:
-            words = str(error).replace(":", " ").split()
-            op = next((word for word in words if word.startswith(("relax.", "library."))), "a Relax operator")
-            problem = Unsupported(op, f"{self._module_name}'s {self._direction}", str(error))
-            raise UnsupportedModule(self._module_name, [problem], cause=error) from None
-        except Exception as error:
-            function = self.function.read() if isinstance(self.function, KeptFunction) else self.function
-            raise CompilationError(f"compile {self._direction}", script(function), error) from error
+    @torch.inference_mode(False)  # what is made serves calls of any mode
+    def _freeze(self, tensors: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            made = self.constants.run(list(map(as_parts, tensors)))
+        params, name = self.forward.program.layout.params, self.forward.module_name
+        for place in self.weights:
+            if not bool(torch.isfinite(made[place]).all()):
+                weight = params[len(params) - len(made) + place].name
+                what = Unsupported(weight, name, "not finite with what is folded into it: not exact")
+                raise UnsupportedModule(name, [what])
+        self.forward = self.forward.with_constants(made, len(tensors))
 
 
-def _under_name(program: Program, module_name: str, direction: str) -> Execute:
-    """The program; if it was compiled for an equal module of another class, a profiler is told the name of this one."""
-    name = f"{module_name}_{direction}"
-    execute = program.executor
-    if program.name == name:
-        return execute
+def freeze_programs(
+    lowered: LoweredCall, backend: Backend, tensors: Sequence[torch.Tensor], graphs: RecordedGraphs | None = None
+) -> FrozenPrograms:
+    """Compiles a lowered call with the module's tensors as constants.
 
-    def run(inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
-        if not profiler._is_profiler_enabled:
-            return execute(inputs, **options)
-        with profiler.record_function(f"tvm: {name}"):
-            return execute(inputs, **options)
+    Args:
+        tensors: the module's, as the guard gives them.
+        graphs: whether calls are recorded as graphs; ``None``: they are not.
 
-    return run
+    Raises:
+        UnsupportedModule: it cannot be frozen, or there is no kernel for an operator.
+        CompilationError: compiling failed, a bug of this package.
+    """
+    name, outputs = lowered.captured.module_name, lowered.imported.num_outputs
+    options, frozen = CompileOptions.current(backend), freeze_call(lowered)
+    orders = memory_orders(lowered.captured, lowered.imported.output_of)
+    same = replace(options, constants=len(results(frozen.constants)), orders=orders)
+    shared = None if graphs is None else EntryGraphs(graphs)
+    graphed = None if shared is None else partial(shared.forward, outputs=outputs, captures=lowered.num_results)
+    constants = Executable(frozen.constants, name, "constants", options)
+    call = Executable(frozen.call, name, "forward", same, graphed=graphed)
+    return FrozenPrograms(constants, call, frozen.weights, outputs, tensors, frozen)

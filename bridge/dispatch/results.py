@@ -13,7 +13,6 @@ Inputs on the host beside a GPU's: integers (lengths, say) → copies on the dev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,13 @@ import torch
 
 from bridge.base.devices import HOST, may_be_on_host
 from bridge.base.pytrees import WithWholes, has_objects, unpacked
-from bridge.base.tensor_properties import as_complex, as_parts, view_in
+from bridge.base.tensor_properties import view_in
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured, Output
 from bridge.lowering import LoweredCall
 
-__all__ = ["ComplexPlaces", "HostInputs", "assembly", "backward_orders", "complex_places", "forward_orders"]
-__all__ += ["host_inputs", "memory_orders", "relaid", "result_layouts"]
+__all__ = ["assembly", "backward_orders", "complex_places", "forward_orders", "host_inputs", "memory_orders"]
+__all__ += ["relaid", "result_layouts"]
 
 
 def assembly(
@@ -151,45 +150,18 @@ def _other_order(observed: Output) -> tuple[int, ...] | None:
     return (*(2 * step for step in stride), 1) if observed.dtype.is_complex else stride
 
 
-@dataclass(frozen=True)
-class ComplexPlaces:
-    """Where a call has complex tensors.
+def complex_places(
+    captured: Captured, outputs: Sequence[Output], positions: Sequence[int | None]
+) -> tuple[list[int], list[int]]:
+    """Where a call has complex tensors: among module tensors and arguments, and among the results that are computed.
 
-    Attributes:
-        inputs: among module tensors and arguments.
-        outputs: among the results that are computed.
+    Args:
+        outputs, positions: as for :func:`assembly`.
     """
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-    def opened(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Inputs as a program takes them; autograd follows."""
-        found = list(inputs)
-        for place in self.inputs:
-            found[place] = as_parts(found[place])
-        return found
-
-    def closed(self, computed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Results as eager has them."""
-        found = list(computed)
-        for place in self.outputs:
-            found[place] = as_complex(found[place])
-        return found
-
-
-def complex_places(lowered: LoweredCall) -> ComplexPlaces | None:
-    """Those of a lowered call; ``None`` where there are none."""
-    captured = lowered.captured
     given = [*captured.module_tensors, *captured.arguments]
-    inputs = tuple(place for place, each in enumerate(given) if each.dtype.is_complex)
-    complex_leaves = [
-        leaf for leaf, output in enumerate(captured.outputs) if output.is_tensor and output.dtype.is_complex
-    ]
-    if not inputs and not complex_leaves:
-        return None
-    places = (lowered.imported.output_of[leaf] for leaf in complex_leaves)
-    return ComplexPlaces(inputs, tuple(place for place in places if place is not None))
+    pairs = zip(outputs, positions, strict=True)
+    computed = [place for output, place in pairs if place is not None and output.is_tensor and output.dtype.is_complex]
+    return [place for place, each in enumerate(given) if each.dtype.is_complex], computed
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -229,24 +201,8 @@ def _orders(captured: Captured, primals: Sequence[int]) -> tuple[tuple[int, tupl
     return tuple(found)
 
 
-class HostInputs:
-    """The places among a call's inputs whose tensors may lie on the host."""
-
-    def __init__(self, places: Sequence[int], device: torch.device):
-        self._places, self._device = places, device
-
-    def moved(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The inputs as a program takes them; the same list where all are on the device."""
-        found = inputs
-        for place in self._places:
-            if inputs[place].device != self._device:
-                found = list(inputs) if found is inputs else found
-                found[place] = inputs[place].to(self._device)
-        return found
-
-
-def host_inputs(captured: Captured) -> HostInputs | None:
-    """Those of a captured call; ``None`` where there are none."""
+def host_inputs(captured: Captured) -> list[int]:
+    """The places among a call's inputs whose tensors may lie on the host, beside a GPU's."""
     first = len(captured.module_tensors)
     places = [first + index for index, each in enumerate(captured.arguments) if may_be_on_host(each)]
-    return HostInputs(places, captured.device) if places and captured.device != HOST else None
+    return places if captured.device != HOST else []

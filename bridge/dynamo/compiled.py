@@ -15,7 +15,7 @@ from bridge.base.errors import Unsupported, UnsupportedModule, user_line
 from bridge.base.torch_internals import TRANSFORM_MODULES, HigherOrderOperator, storage_id
 from bridge.capture import one_capture_at_a_time
 from bridge.compile import Backend
-from bridge.dispatch import Entry, backend_of_call
+from bridge.dispatch import Entry, EntryOptions, backend_of_call, compile_programs
 from bridge.dynamo.graph import DynamoGraph, GraphSizes
 from bridge.lowering import lower_once
 
@@ -113,7 +113,7 @@ class Compiled:
         with one_capture_at_a_time():
             lowered = lower_once(region, arguments, {}, **how)
         captured = lowered.captured
-        self.entry = Entry(None, lowered, backend)
+        self.entry = Entry(None, lowered, compile_programs(lowered, backend), EntryOptions(partition, backend))
         self._owned = [
             (None, region.input_of[spec.name])
             if spec.name in region.input_of

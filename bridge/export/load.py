@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from torch import nn
 
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import COMPILED_CALL
-from bridge.compile import Backend, Program, backend_for, load_program
-from bridge.dispatch import Backward, BackwardRun, Entry, EntryGuard, FrozenPrograms
+from bridge.compile import Backend, backend_for, load_program
+from bridge.dispatch import Backward, BackwardRun, Entry, EntryGuard, EntryOptions, Executable, FrozenPrograms, Programs
 from bridge.export.entry_data import modes_of, refuse_other_draws, refuse_other_settings, saved_call, signature_from
 from bridge.export.module import LoadedDispatcher, module_from
 from bridge.export.save import FORMAT, INDEX, PARAMETERS, digest, digest_of_index, read_safetensors
 from bridge.state import ModuleTensor
 
-__all__ = ["LoadedPrograms", "load_compiled"]
+__all__ = ["load_compiled"]
 
 
 def load_compiled(path: str | os.PathLike) -> nn.Module:
@@ -99,56 +100,30 @@ def _entry(
         forward = load_program(folder / data["forward"], backend)
         if frozen:
             constants = load_program(folder / data["constants"], backend)
-            programs = FrozenPrograms.made(constants, forward, data["weights"], data["outputs"], guard.frozen.tensors)
+            pair = Executable.loaded(constants), Executable.loaded(forward)
+            programs: Programs = FrozenPrograms(*pair, data["weights"], data["outputs"], guard.frozen.tensors)
         else:
             runs = {tuple(each["outputs"]): _backward(each, folder, backend) for each in data["backwards"]}
-            programs = LoadedPrograms(forward, runs, data["outputs"], call.wanted, call.differentiable)
-        entry = Entry(guard, call, backend, programs, steps=steps)
-    entry.partition, entry.backend = "min_cut", backend
-    return entry
+            losses = min(runs, key=len, default=())  # the fewest outputs
+            made, outputs, nodes = partial(_saved, runs), data["outputs"], (tuple(range(len(call.wanted))),)
+            programs = Programs(Executable.loaded(forward), outputs, call.differentiable, made, losses, nodes)
+        return Entry(guard, call, programs, EntryOptions("min_cut", backend), steps)
 
 
 def _backward(data: dict[str, Any], folder: Path, backend: Backend) -> BackwardRun:
     fields = {name: tuple(data[name]) for name in ("gradients", "copied", "absent")}
     step = Backward(data["name"], tuple(data["outputs"]), **fields)
-    return BackwardRun.made(load_program(folder / data["program"], backend), step)
+    return BackwardRun(Executable.loaded(load_program(folder / data["program"], backend)), step)
 
 
-class LoadedPrograms:
-    """Programs of a saved call; attributes as of :class:`bridge.dispatch.programs.Programs`."""
-
-    is_frozen = False
-    eager_backward = None
-
-    def __init__(
-        self,
-        forward: Program,
-        backwards: dict[tuple[int, ...], BackwardRun],
-        outputs: int,
-        wanted: Sequence[int],
-        differentiable: Sequence[int],
-    ):
-        self.forward, self.backwards = forward, backwards
-        self.execute, self.device = forward.executor, forward.backend.device
-        self.device_type = self.device.type
-        self.num_wanted, self.num_outputs = len(wanted), outputs
-        self.nodes = (tuple(range(len(wanted))),)
-        self.differentiable = tuple(differentiable)
-        self.not_differentiable = [place for place in range(outputs) if place not in differentiable]
-
-    @property
-    def backward(self) -> BackwardRun | None:
-        """That of the fewest outputs: the losses."""
-        return min(self.backwards.values(), key=lambda run: len(run.step.grad_outs), default=None)
-
-    def backward_for(self, outputs: tuple[int, ...]) -> BackwardRun:
-        """The backward for gradients of these outputs. ``RuntimeError`` if none was saved."""
-        found = self.backwards.get(outputs)
-        if found is None:
-            there = "; ".join(", ".join(map(str, each)) for each in self.backwards)
-            wanted = ", ".join(map(str, outputs))
-            raise RuntimeError(
-                f"no backward was saved for gradients of outputs {wanted} alone (there are {there}): run such a "
-                "backward before save_compiled"
-            )
-        return found
+def _saved(runs: Mapping[tuple[int, ...], BackwardRun], outputs: tuple[int, ...], sizes: None) -> BackwardRun:
+    """The backward for gradients of these outputs. ``RuntimeError`` if none was saved."""
+    found = runs.get(outputs)
+    if found is None:
+        there = "; ".join(", ".join(map(str, each)) for each in runs)
+        wanted = ", ".join(map(str, outputs))
+        raise RuntimeError(
+            f"no backward was saved for gradients of outputs {wanted} alone (there are {there}): run such a "
+            "backward before save_compiled"
+        )
+    return found

@@ -270,7 +270,7 @@ def save_native(module: nn.Module, entries: Sequence[Entry], path: Path) -> dict
         except NoRelaxForm as error:
             problems.append(Unsupported(str(error), where, "is torch's kernel: no native form"))
             continue
-        _build(function, entry.guard.tensors(module), path, captured.module_name, entry.backend)
+        _build(function, entry.guard.tensors(module), path, captured.module_name, entry.options.backend)
         inputs = function.params[len(captured.module_tensors) :]
         return {"entry": number, "inputs": [[str(each.name), list(shape(each)), dtype(each)] for each in inputs]}
     raise UnsupportedModule(type(module).__name__, problems, what="saved in a native form")

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.capture import Captured
 from bridge.compile import Program, bytes_of, form_of, save_program, tensor_of
 from bridge.dispatch import Entry, signature_of, stats
 from bridge.export.entry_data import data_of, signature_data
@@ -108,7 +109,7 @@ def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = 
     path = Path(path)
     if path.exists() and not (path / INDEX).is_file():
         raise FileExistsError(f"{path} is there and was not saved by save_compiled")
-    if any(entry.has_complex_tensors for entry in entries):
+    if any(_has_complex(entry.lowered.captured) for entry in entries):
         problem = Unsupported("complex numbers", type(module).__name__, "have no form in a saved call")
         raise UnsupportedModule(type(module).__name__, [problem])
     device = entries[-1].lowered.captured.device
@@ -138,6 +139,12 @@ def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = 
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _has_complex(captured: Captured) -> bool:
+    """Whether complex tensors enter or leave a call: its programs know their parts."""
+    tensors = (*captured.module_tensors, *captured.arguments, *(each for each in captured.outputs if each.is_tensor))
+    return any(each.dtype.is_complex for each in tensors)
+
+
 def _tensors(module: nn.Module, entries: Sequence[Entry]) -> tuple[list[ModuleTensor], list[torch.Tensor]]:
     """All tensors that entries read, once by name."""
     found: dict[str, tuple[ModuleTensor, torch.Tensor]] = {}
@@ -150,10 +157,10 @@ def _tensors(module: nn.Module, entries: Sequence[Entry]) -> tuple[list[ModuleTe
 def _programs(entry: Entry, folder: Path, number: int) -> dict[str, Any]:
     """Writes the programs of an entry; their names, with what belongs to each."""
     made = entry.programs
-    found: dict[str, Any] = {"forward": _write(made.forward, folder, f"{number}.forward")}
+    found: dict[str, Any] = {"forward": _write(made.forward.program, folder, f"{number}.forward")}
     found["outputs"] = made.num_outputs
     if made.is_frozen:
-        found["constants"] = _write(made.constants, folder, f"{number}.constants")
+        found["constants"] = _write(made.constants.program, folder, f"{number}.constants")
         found["weights"] = list(made.weights)
         return found
     found["backwards"] = []

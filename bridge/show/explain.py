@@ -62,7 +62,7 @@ def _parts(counted: PartStats) -> tuple[str, ...]:
 
 def _entry(entry: Entry, module: nn.Module) -> EntryReport:
     lowered = entry.lowered
-    programs = [program_report(lowered, "forward", entry.programs.forward_function, entry.forward)]
+    programs = [program_report(lowered, "forward", entry.programs.forward.function, entry.forward)]
     if entry.backward is not None:
         programs.append(program_report(lowered, "backward", lowered.expected_backward, entry.backward))
     seconds = {stage.name: stage.seconds for stage in lowered.stages}

@@ -59,7 +59,7 @@ _PRODUCTS = frozenset(["mm", "mm_lt", "mm_biased", "mm_swapped", "linear", "pack
 
 def choices_of(entry: Entry) -> Iterator[str]:
     """A line for each choice or kind of choices of an entry."""
-    tuned, backend = entry.tuned, entry.backend
+    tuned, backend = entry.options.tuned, entry.options.backend
     if tuned is not None:
         yield str(tuned)
         yield from (f"{each} (tuned)" for each in tuned.choices.words(backend.limits, backend.order))

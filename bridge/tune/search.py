@@ -399,7 +399,7 @@ def knobs_of(entry: Entry, partition: Any, log: TuningLog) -> list[Knob]:
 
     ``log``: has the seconds of products' ways and of calls' forms, or is given them.
     """
-    backend = entry.backend
+    backend = entry.options.backend
     products, calls = _chosen(entry, backend)
     knobs = [*_calls(calls, backend, log), *_products(products, backend, log)]
     knobs += [Knob(each.part, each.name, each.values) for each in backend.alternatives]
@@ -411,7 +411,7 @@ def knobs_of(entry: Entry, partition: Any, log: TuningLog) -> list[Knob]:
 def _chosen(entry: Entry, backend: Backend) -> tuple[dict[ProductShape, str], list[CallShape]]:
     """The products of forward and backward, with their ways, and the library calls that have several forms."""
     options = CompileOptions.current(backend)
-    functions = [entry.programs.forward_function]
+    functions = [entry.programs.forward.function]
     if entry.backward is not None:
         functions.append(entry.lowered.expected_backward)
     found = [products_and_calls(function, options) for function in functions]

@@ -23,7 +23,7 @@ from bridge.base.generators import default_generator
 from bridge.base.threads import raise_deferred, serves
 from bridge.base.torch_internals import pytree
 from bridge.compile import Backend, Choices, same_code, settle
-from bridge.dispatch import Entry, entry_of_call, with_choices
+from bridge.dispatch import Entry, EntryOptions, entry_of_call, with_choices
 from bridge.state import Snapshot, generators_put_back
 from bridge.tune.search import GAIN, Outcome, Pairs, Race, is_faster
 
@@ -134,7 +134,7 @@ class CallTrack:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._call = module, args, kwargs
-        self._how = {"partition": partition, "backend": backend, "freeze": freeze}
+        self._how = EntryOptions(partition, backend, freeze)
         self._memory, self._race, self._clock = memory, race, clock
         self._since: float | None = None
         self.default = self._captured(Choices())
@@ -203,7 +203,7 @@ class CallTrack:
         return ""
 
     def _captured(self, choices: Choices) -> Entry:
-        return entry_of_call(*self._call, **self._how, choices=choices)
+        return entry_of_call(*self._call, self._how, choices=choices)
 
     def _capture_of(self, choices: Choices) -> None:
         """Sees to an entry with the choices' partition; others are made from it without another capture."""

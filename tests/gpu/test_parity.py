@@ -137,4 +137,4 @@ def test_a_module_that_is_moved_misses_with_a_reason_and_is_compiled_there():
     torch.testing.assert_close(module(x), module.forward(x))
     module(x)
     assert stats(module).hits == 3
-    assert {entry.backend.device.type for entry in stats(module).entries} == {"cpu", "cuda"}
+    assert {entry.options.backend.device.type for entry in stats(module).entries} == {"cpu", "cuda"}

@@ -106,7 +106,10 @@ def test_a_module_that_is_moved_and_comes_back(move, on_miss):
         assert_as_eager(module, eager, made(there))
     counted = stats(module)
     if on_miss == "compile":
-        assert counted.hits == 3 and {str(entry.backend.device) for entry in counted.entries} == {"cuda:0", str(there)}
+        assert counted.hits == 3 and {str(entry.options.backend.device) for entry in counted.entries} == {
+            "cuda:0",
+            str(there),
+        }
     else:
         assert counted.hits == 1 and counted.misses.total() == 2
         assert all("device" in reason and str(there) in reason for reason in counted.misses), counted.misses

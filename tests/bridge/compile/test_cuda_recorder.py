@@ -26,4 +26,4 @@ def test_what_waits_for_the_device_is_not_recorded(make, operator):
     module = make().double()
     add_tvm_dispatch(module, torch.randn(4, 4, dtype=torch.float64))
     (entry,) = stats(module).entries
-    assert operator in CudaRecorder(entry.programs.forward, torch.device("cuda", 0)).refusal()
+    assert operator in CudaRecorder(entry.programs.forward.program, torch.device("cuda", 0)).refusal()

@@ -21,9 +21,10 @@ from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import one_capture_at_a_time
 from bridge.compile import backend_for
 from bridge.dispatch import entry as bound_module
-from bridge.dispatch.entry import Entry
+from bridge.dispatch.call_run import CallValues
+from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.guards import EntryGuard
-from bridge.dispatch.programs import Programs
+from bridge.dispatch.programs import Programs, compile_programs
 from bridge.lowering import lower_once
 from tests.bridge.compare import Call, assert_same, run
 from tests.device import DEVICE
@@ -99,14 +100,18 @@ def dispatched(monkeypatch):
     def programs_of(programs: Programs, sizes: dict[str, int]) -> Programs:
         call = call_of(sizes["batch"], sizes["length"])
         with one_capture_at_a_time():
-            return Programs(lower_once(eager, call.args, {}, grad=True, partition="min_cut"), backend)
+            found = compile_programs(lower_once(eager, call.args, {}, grad=True, partition="min_cut"), backend)
+        found.sizes = sizes
+        return found
 
-    monkeypatch.setattr(bound_module, "BoundPrograms", programs_of)
+    monkeypatch.setattr(Programs, "at", programs_of)
     add_tvm_dispatch(module)
     dispatcher = module.__dict__[COMPILED_CALL]
     dispatcher.learns, dispatcher.on_miss = False, "eager"
     guard = EntryGuard(module, varying, sample.args)
-    dispatcher.entries.add(Entry(guard, replace(lowered, captured=varying), backend))
+    programs = compile_programs(lowered, backend)
+    options = EntryOptions("min_cut", backend)
+    dispatcher.entries.add(Entry(guard, replace(lowered, captured=varying), programs, options))
     return eager, module
 
 
@@ -170,7 +175,7 @@ def test_a_size_that_cannot_be_bound_is_eagers(dispatched, monkeypatch):
     def refuse(programs, sizes):
         raise NotImplementedError("no kernel")
 
-    monkeypatch.setattr(bound_module, "BoundPrograms", refuse)
+    monkeypatch.setattr(Programs, "at", refuse)
     assert_same(run(module, call_of(5, 7)), run(eager, call_of(5, 7)))
     reason = "error in binding sizes: batch = 5, length = 7: NotImplementedError: no kernel"
     assert dict(stats(module).misses) == {reason: 1} and stats(module).hits == 0
@@ -181,7 +186,7 @@ def test_what_is_kept_is_bounded(dispatched, monkeypatch):
     (entry,) = stats(module).entries
     first = entry.bound.of(inputs_of(entry, module, 2, 2))
     assert entry.bound.of(inputs_of(entry, module, 2, 2)) is first
-    monkeypatch.setattr(bound_module, "BoundPrograms", lambda programs, sizes: first.programs)
+    monkeypatch.setattr(Programs, "at", lambda programs, sizes: first.programs)
     tracemalloc.start()
     for batch in range(3, 303):
         entry.bound.of(inputs_of(entry, module, batch, 2))
@@ -198,7 +203,9 @@ def test_what_is_kept_is_bounded(dispatched, monkeypatch):
 
 
 def inputs_of(entry, module, batch, length):
-    return entry.guard.match(module, call_of(batch, length).args, {})
+    call = CallValues()
+    call.inputs = entry.guard.match(module, call_of(batch, length).args, {})
+    return call
 
 
 def test_a_backward_outlives_what_was_kept(dispatched):

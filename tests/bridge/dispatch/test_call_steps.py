@@ -79,7 +79,7 @@ def test_a_call_runs_nothing_else(kind):
     add_tvm_dispatch(module, args)
     (entry,) = stats(module).entries
     steps = [s for s in entry.steps if s.kind != kind]
-    entry.run = CallRun(steps, entry.programs.execute, "cpu", entry.guard, "Everything")
+    entry.run = CallRun(steps, entry.programs, entry.guard, entry.lowered.captured)
     assert not same(left_behind(module, args), left_behind(eager, args))
     assert stats(module).hits == 1
 
@@ -90,7 +90,7 @@ def test_without_its_numbers_a_call_takes_the_sample_s_branch():
     (entry,) = stats(module).entries
     assert same(left_behind(module, (x, -scale)), left_behind(eager, (x, -scale))) and not stats(module).hits
     steps = [step for step in entry.steps if step.kind != "numbers"]
-    entry.run = CallRun(steps, entry.programs.execute, "cpu", entry.guard, "Everything")
+    entry.run = CallRun(steps, entry.programs, entry.guard, entry.lowered.captured)
     assert not same(left_behind(module, (x, -scale)), left_behind(eager, (x, -scale))) and stats(module).hits
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, explain, stats
-from bridge.dispatch import programs
+from bridge.dispatch import executable
 
 
 class Classifier(nn.Module):
@@ -23,13 +23,13 @@ class Classifier(nn.Module):
 @pytest.fixture
 def compiled(monkeypatch) -> list[str]:
     """Names of the programs compiled, in order."""
-    names, compilation = [], programs.Compilation
+    names, compilation = [], executable.Compilation
 
     def noted(function, name, *options):
         names.append(name)
         return compilation(function, name, *options)
 
-    monkeypatch.setattr(programs, "Compilation", noted)
+    monkeypatch.setattr(executable, "Compilation", noted)
     return names
 
 

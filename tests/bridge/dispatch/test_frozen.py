@@ -402,7 +402,7 @@ def test_explain_says_what_is_frozen(changing):
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="memory is the host's")
 def test_nothing_but_what_is_folded_is_copied():
     module, x = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8)).eval(), torch.randn(5, 64)
-    bound = entry_of(frozen(module, x)).programs._bound
+    bound = entry_of(frozen(module, x)).programs.forward.bound
     addresses = {tensor.data_ptr() for tensor in module.parameters()}
     assert {tensor.data_ptr() for _, tensor in bound.constants} == addresses
 
@@ -437,7 +437,7 @@ def test_constant_factors_are_laid_out_once(monkeypatch):
         for _ in range(2):
             wanted = F.linear(F.gelu(F.linear(x, module[0].weight, module[0].bias)), module[2].weight)
             torch.testing.assert_close(module(x), wanted, **TOLERANCE[torch.float32])
-            bound = entry_of(module).programs._bound
+            bound = entry_of(module).programs.forward.bound
             steps = [step for step in bound.steps if getattr(step, "name", "") == PACKED]
             constants = dict(bound.constants)
             assert len(steps) == 2 and all(constants[step.reads[1]].ndim == 1 for step in steps)

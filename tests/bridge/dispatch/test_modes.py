@@ -156,7 +156,7 @@ def test_another_strategy_takes_the_place_of_the_first(pair):
     add_tvm_dispatch(module, rows())
     add_tvm_dispatch(module, rows()[:3])
     add_tvm_dispatch(module, rows(), partition="recompute_all")
-    assert [entry.partition for entry in stats(module).entries] == ["min_cut", "recompute_all"]
+    assert [entry.options.partition for entry in stats(module).entries] == ["min_cut", "recompute_all"]
     check(module, eager, rows())
     assert [entry.hits for entry in stats(module).entries] == [0, 1]
 

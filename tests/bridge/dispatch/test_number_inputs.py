@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bridge import add_tvm_dispatch, stats
 from bridge.capture import NotArithmeticError, NumberPlace, with_number_inputs
 from bridge.compile import backend_for
-from bridge.dispatch import entries
+from bridge.dispatch import EntryOptions, entries
 from bridge.dispatch.compile_entry import compile_entry
 from tests.bridge.compare import Call, assert_same, run
 from tests.device import DEVICE
@@ -164,8 +164,8 @@ def test_a_number_that_is_used_otherwise_is_no_input(use):
     module.number = 0.75
     changed = known.guard.changed_numbers(module, (X,), {})
     assert changed is None if use == "type" else changed == {NumberPlace(float, name="number"): 0.1}
-    how = {"partition": "min_cut", "backend": backend_for(None)}
-    made = changed and compile_entry(module, (X,), {}, **how, numbers=(known, changed))
+    how = EntryOptions("min_cut", backend_for(None))
+    made = changed and compile_entry(module, (X,), {}, how, numbers=(known, changed))
     assert made is None and module.number == 0.75
 
 

@@ -366,7 +366,7 @@ def test_a_failing_conversion_names_operator_and_line(monkeypatch):
 @pytest.mark.parametrize(
     "where",
     [
-        "bridge.dispatch.programs.Compilation",
+        "bridge.dispatch.executable.Compilation",
         pytest.param("bridge.compile.cpu.backend.CpuLibraries", marks=pytest.mark.cpu("its libraries")),
     ],
 )

@@ -104,7 +104,8 @@ def fail(module, error):
         raise error
 
     (entry,) = stats(module).entries
-    entry.run = CallRun(entry.steps, fails, "cpu", entry.guard, "Classifier")
+    entry.programs.forward.run = fails
+    entry.run = CallRun(entry.steps, entry.programs, entry.guard, entry.lowered.captured)
 
 
 def test_a_program_that_fails_where_eager_does_not_gives_eagers_result():

@@ -139,7 +139,7 @@ def test_a_third_dimension_joins_those_that_vary():
     for size in [(3, 5), (4, 5), (2, 5), (2, 6), (7, 8), (3, 5)]:
         assert_same(run(module, masked(*size)), run(eager, masked(*size)))
     assert [entry.hits for entry in stats(module).entries] == [2, 2, 2]
-    assert [len(entry.dims) for entry in stats(module).entries] == [0, 2, 4]
+    assert [len(entry.options.dims) for entry in stats(module).entries] == [0, 2, 4]
 
 
 class Branches(nn.Module):

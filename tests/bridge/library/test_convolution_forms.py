@@ -58,11 +58,11 @@ def test_a_step_in_the_forms_that_are_chosen():
     x = torch.randn(2, 3, 7, 6, requires_grad=True)
     (entry,) = stats(add_tvm_dispatch(module, x)).entries
     options, choices = CompileOptions.current(backend_for(None)), NO_CHOICES
-    functions = entry.programs.forward_function, entry.lowered.expected_backward
+    functions = entry.programs.forward.function, entry.lowered.expected_backward
     calls = [call for function in functions for call in products_and_calls(function, options)[1]]
     assert [call.name for call in calls].count(BACKWARD_INPUT) == 2 and len(calls) == 6
     for call in calls:
-        seconds = entry.backend.seconds_of_forms(call)
+        seconds = entry.options.backend.seconds_of_forms(call)
         assert next(iter(seconds)) == call.name and len(seconds) > 1
         choices = choices.having(CALLS, call, list(seconds)[-1])
     assert Choices.of_plain(json.loads(json.dumps(choices.plain()))) == choices

@@ -71,7 +71,7 @@ def test_choices_are_used_afterwards_and_said(used_cache, as_another_process, fa
         torch.testing.assert_close(mine, two, rtol=1e-4, atol=1e-4)
     assert not all(map(torch.equal, plain, again)) and not stats(module).misses
     told = str(explain(other))
-    assert f"tuned {entry.tuned.date}, block.jsonl: 1000.000 ms a step before, 800.000 ms after" in told
+    assert f"tuned {entry.options.tuned.date}, block.jsonl: 1000.000 ms a step before, 800.000 ms after" in told
     assert "order.lanes 16 -> 8 (tuned)" in told and "everything else: default" in told
     assert "measured at first use" in told and "how it is compiled" in explain(other)._repr_html_()
 
@@ -95,7 +95,7 @@ def test_what_the_last_race_does_not_confirm_is_thrown_away(used_cache, fake_rac
     slower = fake_race(lambda choices: 1.2 if choices else 1.0)
     assert not tuned(module, x, fake_race(eight_lanes), final=slower).kept
     add_tvm_dispatch(module, x)
-    assert stats(module).entries[0].tuned is None
+    assert stats(module).entries[0].options.tuned is None
 
 
 def test_choices_in_use_are_what_the_last_race_is_against(used_cache, fake_race):
@@ -173,7 +173,7 @@ def test_a_script_is_tuned_where_it_adds_its_dispatch(used_cache, fake_race):
     with before_compiling(tuner):
         add_tvm_dispatch(module, x)
     assert asked == [("Sequential", "min_cut", False)]
-    assert stats(module).entries[0].tuned.choices
+    assert stats(module).entries[0].options.tuned.choices
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_knobs_of_a_call(used_cache, monkeypatch):
     (entry,) = stats(add_tvm_dispatch(module, x)).entries
     log = TuningLog(None, "here")
     monkeypatch.setattr(
-        type(entry.backend), "seconds_of_ways", lambda backend, product: asked.append(product) or {**seconds}
+        type(entry.options.backend), "seconds_of_ways", lambda backend, product: asked.append(product) or {**seconds}
     )
     monkeypatch.setitem(knobs_of.__globals__, "products_and_calls", lambda *_: (((PRODUCT, "mm"),), ()))
     knobs = knobs_of(entry, "min_cut", log)
