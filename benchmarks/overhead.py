@@ -38,6 +38,7 @@ from bridge.capture import capture
 from bridge.dispatch.call_run import Action, CallValues
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import EntryGuard
+from bridge.state import SampleCall
 
 
 def tiny_bert_config(**options: int) -> BertConfig:
@@ -119,7 +120,7 @@ def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
 def parts(module: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
     """The pieces of a dispatched call, each to be timed alone."""
     (entry,) = stats(module).entries
-    inputs = entry.guard.match(module, (x,), {})
+    inputs = entry.guard.match(SampleCall(module, (x,), {}))
     call = CallValues()
     call.inputs = call.primals = inputs
     with torch.no_grad():
@@ -192,7 +193,7 @@ def decisions(name: str, rounds: int) -> list[str]:
     module = make().train()
     x = torch.randn(shape, requires_grad=True)
     other = x.detach().as_strided(shape, (7, *x.stride()[1:])).requires_grad_()
-    guard = EntryGuard(module, capture(module, (x,), {}), [x])
+    guard = EntryGuard(module, capture(SampleCall(module, (x,), {})), [x])
     module.__dict__["_compiled_call_impl"] = None  # where the dispatcher would be
     assert guard.check(module, (x,), {}) is not None and guard.check(module, (other,), {}) is None
     times: dict[str, list[float]] = {"decision": [], "after train()": [], "closer look": []}

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.results import Results, Row, machine, versions
 from bridge import add_tvm_dispatch, stats
+from bridge.state import SampleCall
 from bridge.ways import compare_ways, quickest
 
 STEPS = 20
@@ -99,7 +100,7 @@ def measure(name: str, quick: bool, device: str) -> Row:
     row: Row = {"module": name, "largest_difference": max(abs(a - b) / abs(b) for a, b in pairs)}
     counted = stats(ours)
     row |= {"coverage": counted.coverage, "parts": len(counted.parts), "misses": counted.misses.total()}
-    ways = compare_ways(model, (), batch)
+    ways = compare_ways(SampleCall(model, (), batch))
     row |= {"parts_to_eager": ways[0].ratio, "compiled_to_eager": ways[1].ratio}
     row |= {"told": [str(way) for way in ways], "quickest": quickest(ways)}
     return row

@@ -28,6 +28,7 @@ from benchmarks.results import Results, Row, machine, versions
 from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, explain, stats
 from bridge.dispatch.call_run import CallValues
+from bridge.state import SampleCall
 
 NAMES = ("GPT-2 small (4, 128)", "BERT-base (4, 128)", "ViT-S (8, 224 x 224)")
 WARM_UP = 2
@@ -92,7 +93,7 @@ def masks(module: nn.Module, batch: dict[str, Any]) -> float:
     """Milliseconds of the random draws alone; the quickest of a few."""
     (entry,) = stats(module).entries
     call, times = CallValues(), []
-    call.inputs = entry.guard.match(module, (), batch)
+    call.inputs = entry.guard.match(SampleCall(module, (), batch))
     for _ in range(3):
         started = time.perf_counter()
         for act in entry.run.before:

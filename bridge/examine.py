@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from bridge.base.threads import interrupts_deferred
 from bridge.capture import after_pre_hooks, capture, dynamic_dims, normalize_sample
 from bridge.guards import undo
 from bridge.lowering import lower_captured
+from bridge.state import SampleCall
 from bridge.ways import Way, compare_ways, quickest
 
 __all__ = ["Coverage", "examine"]
@@ -104,13 +105,12 @@ def examine(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
-    args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
-    with after_pre_hooks(module, args, kwargs) as (args, kwargs), undo(module) as before:
-        dims = dynamic_dims(module, args, kwargs, dynamic_shapes)
-        name = type(module).__name__
+    sample = SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))
+    with after_pre_hooks(sample) as given, undo(module) as before:
+        call, name = replace(given, dims=dynamic_dims(given, dynamic_shapes)), sample.name
         operations: Counter[str] = Counter()
         try:
-            captured = capture(module, args, kwargs, dims)
+            captured = capture(call)
             operations.update(
                 str(node.target)
                 for node in captured.graph.nodes
@@ -123,4 +123,4 @@ def examine(
             return Coverage(name, operations, ())
         finally:
             before.restore()
-        return Coverage(name, operations, refused, compare_ways(module, args, kwargs) if compare else ())
+        return Coverage(name, operations, refused, compare_ways(call) if compare else ())

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from bridge.base.threads import interrupts_deferred
 from bridge.capture import after_pre_hooks, capture, dynamic_dims, normalize_sample
 from bridge.guards import undo
 from bridge.lowering import DEFAULT_PARTITION, LoweredCall, Sample, lower_captured
+from bridge.state import SampleCall
 from partition import Strategy
 
 if TYPE_CHECKING:
@@ -111,18 +112,18 @@ def lower(
         >>> [stage.name for stage in lowered][:3]
         ['captured', 'imported', 'masked']
     """
-    args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
-    with after_pre_hooks(module, args, kwargs) as (args, kwargs), undo(module) as before:
+    sample = SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))
+    with after_pre_hooks(sample) as given, undo(module) as before:
         started = time.perf_counter()
         try:
-            captured = capture(module, args, kwargs, dynamic_dims(module, args, kwargs, dynamic_shapes))
+            captured = capture(replace(given, dims=dynamic_dims(given, dynamic_shapes)))
             seconds = time.perf_counter() - started
             grad = torch.is_grad_enabled()
             call = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
             training = {path: child.training for path, child in module.named_modules()}
             with working_for(captured.device):
                 autocast = ambient_autocast()
-            sample = Sample(module, args, kwargs, partition, training, autocast, relower=lower)
+            sample = Sample(module, given.args, given.kwargs, partition, training, autocast, relower=lower)
             return Lowered.of(call, sample, time.perf_counter() - started)
         finally:
             before.restore()

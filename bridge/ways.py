@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture import copier, device_of_call
 from bridge.dispatch import add_tvm_dispatch, stats
 from bridge.dynamo import graphs
-from bridge.state import generators_put_back
+from bridge.state import SampleCall, generators_put_back
 
 __all__ = ["Way", "compare_ways", "quickest"]
 
@@ -68,21 +67,20 @@ def quickest(ways: Sequence[Way]) -> str:
     return f"quicker for this sample: {timed[0].spelling}"
 
 
-def compare_ways(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Way, ...]:
-    """Times a step of copies of ``module``, in parts and under Dynamo, beside eager's.
+def compare_ways(call: SampleCall) -> tuple[Way, ...]:
+    """Times a step of copies of a call's module, in parts and under Dynamo, beside eager's.
 
     Dynamo's caches are emptied before and after (``torch.compiler.reset()``). Generators are put back.
 
     Raises:
         TypeError: the module cannot be copied.
     """
-    device = device_of_call(module, args, kwargs)
     torch.compiler.reset()
     try:
         with torch.random.fork_rng(), generators_put_back():
-            eager = _stepper(copy.deepcopy(module), args, kwargs, device)
+            eager = _stepper(copy.deepcopy(call.module), call)
             eager()
-            tried = [_tried(_PARTS, _in_parts, module, args, kwargs), _tried(_DYNAMO, _dynamo, module, args, kwargs)]
+            tried = [_tried(_PARTS, _in_parts, call), _tried(_DYNAMO, _dynamo, call)]
             steps = [eager, *(step for _, step, _ in tried if step is not None)]
             ratios = iter(_ratios(steps))
             return tuple(
@@ -93,10 +91,10 @@ def compare_ways(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
         torch.compiler.reset()
 
 
-def _tried(spelling: str, prepare: Callable[..., tuple[Step, Callable[[], str]]], *call: Any) -> tuple:
+def _tried(spelling: str, prepare: Callable[[SampleCall], tuple[Step, Callable[[], str]]], call: SampleCall) -> tuple:
     """The way, with its step after a first run (``None`` where that raises) and what is told of it."""
     try:
-        step, told = prepare(*call)
+        step, told = prepare(call)
         step()
     except Exception as error:  # noqa: BLE001 - whatever a way raises, the answer is that it cannot be taken
         swallowed(error)
@@ -105,8 +103,8 @@ def _tried(spelling: str, prepare: Callable[..., tuple[Step, Callable[[], str]]]
     return spelling, step, told
 
 
-def _in_parts(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Step, Callable[[], str]]:
-    model = add_tvm_dispatch(copy.deepcopy(module), args, sample_kwargs=kwargs, whole=False)
+def _in_parts(call: SampleCall) -> tuple[Step, Callable[[], str]]:
+    model = add_tvm_dispatch(copy.deepcopy(call.module), call.args, sample_kwargs=call.kwargs, whole=False)
     counted = stats(model)
 
     def told() -> str:
@@ -115,24 +113,25 @@ def _in_parts(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[S
             return "dispatched whole"
         return f"{len(found)} parts, in which an eager forward spends {100 * counted.coverage:.0f}% of its time"
 
-    return _stepper(model, args, kwargs, device_of_call(module, args, kwargs)), told
+    return _stepper(model, call), told
 
 
-def _dynamo(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Step, Callable[[], str]]:
+def _dynamo(call: SampleCall) -> tuple[Step, Callable[[], str]]:
     known = set(map(id, graphs()))
-    model = torch.compile(copy.deepcopy(module), backend="tvm_dispatch")
+    model = torch.compile(copy.deepcopy(call.module), backend="tvm_dispatch")
 
     def told() -> str:
         found = [graph for graph in graphs() if id(graph) not in known]
         eager = sum(not graph.stats.hits for graph in found)
         return f"{len(found)} graphs" + (f", of which {eager} stay eager" if eager else "")
 
-    return _stepper(model, args, kwargs, device_of_call(module, args, kwargs)), told
+    return _stepper(model, call), told
 
 
-def _stepper(model: nn.Module, args: tuple, kwargs: dict[str, Any], device: torch.device) -> Step:
+def _stepper(model: nn.Module, call: SampleCall) -> Step:
     """A forward, and a backward of ones where there are gradients, on copies of the sample."""
-    args, kwargs = pytree.tree_map_only(torch.Tensor, copier(), (args, kwargs))
+    device = device_of_call(call)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, copier(), (call.args, call.kwargs))
 
     def step() -> None:
         model.zero_grad()

@@ -21,20 +21,21 @@ from bridge.capture.isolated_rng import IsolatedRNG, watched_operators
 from bridge.capture.preconditions import check_call
 from bridge.capture.rows import written_operands
 from bridge.guards import Reads, recorded_reads, undo
-from bridge.state import derived_attribute, generators_put_back
+from bridge.state import SampleCall, derived_attribute, generators_put_back
 
 __all__ = ["after_pre_hooks"]
 
 
 @contextmanager
-def after_pre_hooks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    """Gives the arguments of forward; attributes that the module's own forward pre-hooks set are set meanwhile."""
-    args, kwargs = _as_called(module, args, kwargs)
+def after_pre_hooks(call: SampleCall) -> Iterator[SampleCall]:
+    """Gives the call of forward; attributes that the module's own forward pre-hooks set are set meanwhile."""
+    module = call.module
+    args, kwargs = _as_called(module, call.args, call.kwargs)
     hooks = {key: hook for key, hook in module._forward_pre_hooks.items() if derived_attribute(hook) is None}
     if not hooks:
-        yield args, kwargs
+        yield SampleCall(module, args, kwargs)
         return
-    check_call(module, args, kwargs)  # a shard's hook would gather it
+    check_call(SampleCall(module, args, kwargs))  # a shard's hook would gather it
     with undo(module) as before:
         reads = recorded_reads(Reads({}, module.named_modules()))
         try:
@@ -46,11 +47,11 @@ def after_pre_hooks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> I
             raise
     left = before.take_back()
     if left is None:
-        yield args, kwargs
+        yield SampleCall(module, args, kwargs)
         return
     left.do()
     try:
-        yield args, kwargs
+        yield SampleCall(module, args, kwargs)
     finally:
         left.undo()
 

@@ -11,7 +11,7 @@ from bridge.base.devices import HOST, devices_of, may_be_on_host
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.pytrees import leaf_names
 from bridge.base.torch_internals import pytree
-from bridge.state import derived_attribute, hooks_of, tensor_problem
+from bridge.state import SampleCall, derived_attribute, hooks_of, tensor_problem
 
 __all__ = ["CACHES", "NO_CACHE", "check_call", "device_of_call", "uninitialized"]
 
@@ -36,17 +36,17 @@ _WRAPPERS = {
 }
 
 
-def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def check_call(call: SampleCall) -> None:
     """Raises :class:`UnsupportedModule` for what is never captured: lazy parameters, hooks inside, odd arguments."""
-    name = type(module).__name__
+    module, name = call.module, call.name
     _refuse_scripted(module, name)
     _refuse_uninitialized(module, name)
     _refuse_parallel(module, name)
     _refuse_hooks(module, name)
-    _refuse_arguments(args, kwargs, name)
+    _refuse_arguments(call.args, call.kwargs, name)
 
 
-def device_of_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
+def device_of_call(call: SampleCall) -> torch.device:
     """The device of everything that a call works on; the host's where there is no tensor.
 
     Integers on the host, lengths for instance, are taken to the device of the others.
@@ -54,7 +54,7 @@ def device_of_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> to
     Raises:
         UnsupportedModule: there are several.
     """
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    module, leaves = call.module, call.tensors
     owned = [*module.parameters(), *module.buffers()]
     devices = devices_of([*owned, *leaves])
     if len(devices) > 1:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from bridge.base.devices import HOST, current_device, working_for
 from bridge.base.torch_cuda import settle_attention_order
-from bridge.base.torch_internals import pytree
 from bridge.base.torch_shapes import SYMBOLIC, conclusions, fixed
 from bridge.capture.captured import Captured
 from bridge.capture.loops.lengths import LoopedCall, comparable
@@ -21,52 +18,41 @@ from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.recorded import captured_of, captured_of_any_length
 from bridge.capture.rows import Record, ValueRef, key_of
-from bridge.capture.sample import DynamicDim, refuse_numbers
+from bridge.capture.sample import refuse_numbers
 from bridge.capture.steady_call import SteadyCall, steady_call
 from bridge.capture.symbolic_sizes import each_mapped
 from bridge.capture.thread_isolation import recording
-from bridge.state import constant_key
+from bridge.state import SampleCall, constant_key
 
 __all__ = ["RecordedCall", "capture", "record_call"]
 
 
-def record_call(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()
-) -> RecordedCall:
-    """Runs the call ``module(*args, **kwargs)`` in the module's current mode, on real numbers and on fake tensors.
+def record_call(call: SampleCall) -> RecordedCall:
+    """Runs a call in the module's current mode, on real numbers and on fake tensors.
 
     Python attributes that forward sets once are left set; all else is as it was.
-
-    Args:
-        dims: dimensions of arguments whose sizes vary (:func:`bridge.capture.sample.dynamic_dims`).
 
     Raises:
         UnsupportedModule: what a compiled call cannot do exactly.
         Exception: eager's own, where the sample is one that PyTorch itself refuses.
     """
-    check_call(module, args, kwargs)
-    refuse_numbers(type(module).__name__, dims)
-    device = device_of_call(module, args, kwargs)
+    check_call(call)
+    refuse_numbers(call.name, call.dims)
+    device = device_of_call(call)
     settle_attention_order(device)
     with working_for(device), recording():
-        return RecordedCall(module, args, kwargs, tuple(dims), steady_call(module, args, kwargs, dims))
+        return RecordedCall(call, steady_call(call.module, call.args, call.kwargs, call.dims))
 
 
-def capture(
-    module: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
-    dims: Sequence[DynamicDim] = (),
-    looped: LoopedCall | None = None,
-) -> Captured:
-    """The captured call ``module(*args, **kwargs)``, as :func:`record_call` and :meth:`RecordedCall.captured`.
+def capture(call: SampleCall, looped: LoopedCall | None = None) -> Captured:
+    """A captured call, as :func:`record_call` and :meth:`RecordedCall.captured`.
 
     ``looped``: its run, with loops of any length.
     """
     if looped is not None:
-        with working_for(device_of_call(module, args, kwargs)), recording():
-            return captured_of_any_length(module, args, kwargs, dims, looped)
-    return record_call(module, args, kwargs, dims).captured()
+        with working_for(device_of_call(call)), recording():
+            return captured_of_any_length(call.module, call.args, call.kwargs, call.dims, looped)
+    return record_call(call).captured()
 
 
 @dataclass
@@ -74,14 +60,10 @@ class RecordedCall:
     """A call and its runs.
 
     Attributes:
-        module, args, kwargs, dims: as in :func:`record_call`.
-        steady: the runs.
+        call: it; ``steady``: the runs.
     """
 
-    module: nn.Module
-    args: tuple
-    kwargs: dict[str, Any]
-    dims: tuple[DynamicDim, ...]
+    call: SampleCall
     steady: SteadyCall
 
     @cached_property
@@ -104,13 +86,12 @@ class RecordedCall:
     def given(self) -> dict[str, Any]:
         """Fields of :class:`Captured` that are this call's own, where another one like it was lowered before."""
         real, fake = self.steady.real, self.steady.fake
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
         return {
-            "module_name": type(self.module).__name__,
+            "module_name": self.call.name,
             "module_tensors": tuple(real.tensors),
             "arguments": tuple(fake.arguments),
             "argument_leaves": tuple(real.argument_leaves),
-            "argument_is_tensor": tuple(isinstance(leaf, torch.Tensor) for leaf in leaves),
+            "argument_is_tensor": tuple(isinstance(leaf, torch.Tensor) for leaf in self.call.leaves),
             "in_spec": real.in_spec,
             "observation": real.observation,
             "readings": tuple(each.reading for each in real.record.reads),
@@ -124,8 +105,9 @@ class RecordedCall:
         What this does not hold exactly is listed in ``problems``; importing the graph refuses it together with the
         operators that have no conversion.
         """
-        with working_for(device_of_call(self.module, self.args, self.kwargs)), recording():
-            captured = captured_of(self.module, self.args, self.kwargs, self.dims, self.steady)
+        call = self.call
+        with working_for(device_of_call(call)), recording():
+            captured = captured_of(call.module, call.args, call.kwargs, call.dims, self.steady)
         return replace(captured, counters=self.steady.counters)
 
 

@@ -13,6 +13,7 @@ from torch.export import AdditionalInputs, Dim, ShapesCollection
 
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_internals import pytree, pytree_node_type
+from bridge.state import SampleCall
 
 __all__ = ["ALL_COUNTS", "LEAST", "DynamicDim", "dynamic_dims", "normalize_sample", "refuse_numbers"]
 
@@ -165,8 +166,8 @@ class DynamicDim:
 ALL_COUNTS = DynamicDim(-1, 0, "counted sizes", "Dim.AUTO", "count", LEAST, None, required=False)
 
 
-def dynamic_dims(module: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> tuple[DynamicDim, ...]:
-    """The dimensions of the sample call ``module(*args, **kwargs)`` that a specification lets vary, in its order.
+def dynamic_dims(call: SampleCall, dynamic_shapes: Any) -> tuple[DynamicDim, ...]:
+    """The dimensions of a sample call that a specification lets vary, in its order.
 
     Args:
         dynamic_shapes: as for ``torch.export.export``: nested dicts, tuples and lists by argument, for a tensor
@@ -176,6 +177,7 @@ def dynamic_dims(module: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic
     Raises:
         TypeError, ValueError: something else than such a specification, or not one of this sample.
     """
+    module, args, kwargs = call.module, call.args, call.kwargs
     if isinstance(dynamic_shapes, ShapesCollection | AdditionalInputs):
         dynamic_shapes = dynamic_shapes.dynamic_shapes(module, args, kwargs)
     if dynamic_shapes is None:

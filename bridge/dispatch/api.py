@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from bridge.dispatch.options import DispatchOptions, dispatcher_of, install, uni
 from bridge.dispatch.parts import PartStats, add_parts, parts_of, remove_parts
 from bridge.dispatch.stats import DispatchStats
 from bridge.lowering import DEFAULT_PARTITION
+from bridge.state import SampleCall
 from partition import Strategy
 from partition.cut import resolve as resolve_strategy
 
@@ -132,7 +134,7 @@ def add_tvm_dispatch(
     on_miss = ("compile" if learns else "eager") if on_miss is None else on_miss
     _require_arguments(module, others, on_miss, cuda_graphs, freeze=freeze, whole=whole)
     resolve_strategy(partition)
-    args, kwargs = ((), {}) if learns else normalize_sample(module, sample_input, sample_kwargs)
+    call = SampleCall(module) if learns else SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))
     if not whole and (learns or dynamic_shapes is not None):
         raise TypeError("whole=False: wanted a sample_input and no dynamic_shapes (on_miss='compile' finds them)")
     if learns and dynamic_shapes is not None:
@@ -147,23 +149,23 @@ def add_tvm_dispatch(
         dispatcher.learns = True
         install(module, dispatcher)
         return module
-    with after_pre_hooks(module, args, kwargs) as (args, kwargs):
-        dims = dynamic_dims(module, args, kwargs, dynamic_shapes)
+    with after_pre_hooks(call) as given:
+        call = replace(given, dims=dynamic_dims(given, dynamic_shapes))
         try:
             with options.on(dispatcher), torch.no_grad() if freeze else nullcontext():
-                dispatcher.add(module, args, kwargs, dims)
+                dispatcher.add(call)
         except UnsupportedModule as refused:
             if whole:
                 raise
             problem = refused
         except Exception as error:
-            _add_note(error, is_one_mapping=isinstance(sample_input, Mapping) and bool(args))
+            _add_note(error, is_one_mapping=isinstance(sample_input, Mapping) and bool(call.args))
             raise
         else:
             problem = None
         if problem is not None:  # outside of the except clause: what goes wrong then has nothing to do with it
             with torch.no_grad() if freeze else nullcontext():
-                add_parts(module, args, kwargs, problem, options)
+                add_parts(call, problem, options)
             return module
     install(module, dispatcher)
     return module

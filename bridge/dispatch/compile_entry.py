@@ -43,6 +43,7 @@ from bridge.dispatch.programs import compile_programs, freeze_programs
 from bridge.guards import undo
 from bridge.lowering import LoweredCall, lower_once
 from bridge.rng import begin_check
+from bridge.state import SampleCall
 from partition import MinCut
 
 __all__ = ["Tuned", "Tuner", "backend_of_call", "before_compiling", "compile_entry", "has_other_choices"]
@@ -155,10 +156,8 @@ def with_choices(entry: Entry, choices: Choices) -> Entry:
 class Tuner(Protocol):
     """What is asked before an entry is compiled; it may tune the call."""
 
-    def __call__(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *, partition: Any, backend: Backend, freeze: bool
-    ) -> None:
-        """Tunes ``module(*args, **kwargs)``."""
+    def __call__(self, call: SampleCall, options: EntryOptions) -> None:
+        """Tunes a call that is to be compiled so."""
 
 
 _TUNERS: list[Tuner] = []
@@ -183,14 +182,13 @@ def _digest(function: Any) -> str:
     return function.digest if isinstance(function, KeptFunction) else digest_of(function)
 
 
-def backend_of_call(wanted: Backend | None, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Backend:
+def backend_of_call(wanted: Backend | None, call: SampleCall) -> Backend:
     """The backend that is wanted, or that of the device that a call's tensors are on.
 
     Raises:
         UnsupportedModule: they are on several devices, or on another one than that of the backend that is wanted.
     """
-    device = device_of_call(module, args, kwargs)
-    name = type(module).__name__
+    device, name = device_of_call(call), call.name
     if device.type not in TYPES:
         reason = f"compiled code runs on {' and '.join(TYPES)}"
         raise UnsupportedModule(name, [Unsupported(f"a tensor on device {device}", f"{name}.forward", reason)])
@@ -208,47 +206,45 @@ def backend_of_call(wanted: Backend | None, module: nn.Module, args: tuple, kwar
 
 
 def compile_entry(
-    module: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
+    call: SampleCall,
     options: EntryOptions,
     *,
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None = None,
     choices: Choices | None = None,
     looped: LoopedCall | None = None,
 ) -> Entry | None:
-    """Captures, lowers and compiles ``module(*args, **kwargs)`` in the current mode; the module is not changed.
+    """Captures, lowers and compiles a call in the current mode; the module is not changed.
 
     Args:
         numbers: an entry that the call differs from by these numbers, with the values that it was compiled for: the
             new entry takes them as inputs. ``None`` is returned if that is not exact.
         choices: to compile it with; ``None``: those that were tuned for the call, default ones where none were.
-        looped: the call with loops of any length, which ``options`` tell.
+        looped: the call with loops of any length, which its dimensions tell.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
     """
-    backend = options.backend
+    module, backend = call.module, options.backend
     backend.prepare([*module.parameters()])  # first: entering imports Dynamo, which takes as long as a build
-    with _compiling(args, kwargs) as (args, kwargs, gradients), loops_tell(partial(_prepare_loops, module, backend)):
+    with _compiling(call) as (call, gradients), loops_tell(partial(_prepare_loops, module, backend)):
         options = replace(options, freeze=options.freeze and not gradients)
-        return _compile_entry(module, args, kwargs, options, numbers, choices, looped)
+        return _compile_entry(call, options, numbers, choices, looped)
 
 
-def recorded_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LoopedCall | None:
+def recorded_call(call: SampleCall) -> LoopedCall | None:
     """A call with its loops, recorded in the current mode; ``None`` where that cannot be. The module is not changed."""
-    with _compiling(args, kwargs) as (args, kwargs, _):
+    with _compiling(call) as (call, _):
         try:
-            check_call(module, args, kwargs)
-            with working_for(device_of_call(module, args, kwargs)):
-                return looped_run(module, args, kwargs)
+            check_call(call)
+            with working_for(device_of_call(call)):
+                return looped_run(call)
         except UnsupportedModule:
             return None
 
 
 @contextmanager
-def _compiling(args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any], bool]]:
-    """The modes in which a call is compiled; gives the call's arguments, and whether gradients are wanted."""
+def _compiling(call: SampleCall) -> Iterator[tuple[SampleCall, bool]]:
+    """The modes in which a call is compiled; gives the call, and whether gradients are wanted."""
     gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     # to the code that is compiled, inference mode is the same as no_grad
     modes = torch.inference_mode(False), torch.set_grad_enabled(gradients), default_device_of_forward()
@@ -256,8 +252,9 @@ def _compiling(args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dic
         for mode in (*modes, one_capture_at_a_time()):
             stack.enter_context(mode)
         if not gradients:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (args, kwargs))
-        yield args, kwargs, gradients
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (call.args, call.kwargs))
+            call = replace(call, args=args, kwargs=kwargs)
+        yield call, gradients
 
 
 def _outside_inference(tensor: torch.Tensor) -> torch.Tensor:
@@ -271,44 +268,37 @@ def _outside_inference(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compile_entry(
-    module: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
+    call: SampleCall,
     options: EntryOptions,
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None,
     choices: Choices | None,
     looped: LoopedCall | None,
 ) -> Entry | None:
     started = time.perf_counter()
-    backend, dims = options.backend, options.dims
-    how, tuned = {"grad": torch.is_grad_enabled(), "partition": options.partition}, None
+    module, backend, tuned = call.module, options.backend, None
     if backend.device.type == "cuda" and any(map(_drops, module.modules())):
         begin_check(backend.device)
     with undo(module) as before:
         try:
             if numbers is None:
-                places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims, looped=looped)
-                if choices is None and not dims:
+                places, lowered = (), lower_once(call, options.partition, looped)
+                if choices is None and not call.dims:
                     tuned = kept_tuned(lowered, backend, options.freeze)
                     choices = None if tuned is None else tuned.choices
                 if choices is not None and choices.partition is not None:
-                    strategy = strategy_of(choices, options.partition)
-                    lowered = lower_once(module, args, kwargs, **{**how, "partition": strategy})
+                    lowered = lower_once(replace(call, dims=()), strategy_of(choices, options.partition))
                 captured = lowered.captured
             else:
                 known, changed = numbers
-                found = lower_with_numbers(
-                    module, args, kwargs, changed, known.lowered, known.guard.numbers, **how, dims=dims
-                )
+                found = lower_with_numbers(call, options.partition, changed, known.lowered, known.guard.numbers)
                 if found is None or found[0].captured.readings:  # a number that Python reads decides by its value
                     before.restore()
                     return None
                 lowered, places = found
-                captured = as_called(lowered.captured, args, kwargs, len(places))
-            arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                captured = as_called(lowered.captured, call, len(places))
             constant = uncounted_statistics(module, captured) if options.freeze else None
             reads = numbers[0].guard.reads if numbers else before.runs[-1] if before.runs else None
-            guard = EntryGuard(module, captured, arguments, places, constant, reads=reads)
+            guard = EntryGuard(module, captured, call.tensors, places, constant, reads=reads)
             frozen, made_for = guard.frozen, backend if choices is None else backend.choosing(choices)
             if frozen is None:
                 programs = compile_programs(lowered, made_for, options.graphs, guard.addresses)

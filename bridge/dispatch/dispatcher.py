@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ from bridge.base.torch_internals import (
     is_exporting,
     jit_is_tracing,
 )
-from bridge.capture import ALL_COUNTS, CAPTURES, DynamicDim, LoopedCall, is_traced_here, same_numbers, uninitialized
+from bridge.capture import ALL_COUNTS, CAPTURES, LoopedCall, is_traced_here, same_numbers, uninitialized
 from bridge.compile import Backend, RecordedGraphs
 from bridge.dispatch.compile_entry import (
     backend_of_call,
@@ -59,6 +59,7 @@ from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.outer_compiler import call_opaque, hide
 from bridge.dispatch.stats import DispatchStats, advice
 from bridge.dispatch.worth import TOO_SMALL, measure_worth
+from bridge.state import SampleCall
 
 __all__ = ["MAX_ENTRIES", "Dispatcher", "call_with_hooks"]
 
@@ -180,60 +181,65 @@ class Dispatcher:
             if has_global_hooks():  # they run for modules inside as well: the call misses
                 return self.dispatch(module, args, kwargs, eager=module._call_impl)
             if module._backward_hooks and not module._is_full_backward_hook:
-                return self._miss(module, _OLD_HOOK, module._call_impl, args, kwargs)
+                return self._miss(SampleCall(module, args, kwargs), _OLD_HOOK, module._call_impl)
             return call_with_hooks(module, lambda *args, **kwargs: self.dispatch(module, args, kwargs), args, kwargs)
         return self.dispatch(module, args, kwargs)
 
-    def dispatch(
-        self,
-        module: nn.Module,
-        args: tuple,
-        kwargs: dict[str, Any],
-        eager: Any = None,
-        failed: GuardFailure | None = None,
-    ) -> Any:
+    def dispatch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], eager: Any = None) -> Any:
         """Runs the call in the entry that fits it; otherwise as ``on_miss`` says.
 
-        ``eager``: what to call if it runs eager, the module's forward by default. ``failed``: what the programs of the
-        entries that were tried so far have found; nothing is changed by them, and the call begins anew.
+        ``eager``: what to call if it runs eager, the module's forward by default.
         """
-        compiled = False
+        failed = None
         try:
             for entry in self.entries.all:
-                if failed is None or entry not in failed.tried:
-                    inputs = entry.guard.check(module, args, kwargs)
-                    if inputs is not None:
-                        return entry(inputs, module)
-            found = self._match(module, args, kwargs, failed)
+                inputs = entry.guard.check(module, args, kwargs)
+                if inputs is not None:
+                    return entry(inputs, module)
+        except GuardFailure as failure:
+            failed = failure
+        return self._look_closer(SampleCall(module, args, kwargs), eager or module.forward, failed)
+
+    def _look_closer(self, call: SampleCall, eager: Any, failed: GuardFailure | None) -> Any:
+        """A call that is not exactly like one that was compiled.
+
+        ``failed``: what the programs of the entries that were tried so far have found; nothing is changed by them, and
+        the call begins anew.
+        """
+        compiled = None
+        try:
+            found = self._match(call, failed)
+            if isinstance(found, GuardFailure):
+                compiled = self._learned(call, found)
+                found = compiled or found
             if not isinstance(found, GuardFailure):
                 entry, inputs = found
-                return entry(inputs, module)
-            learns = self.on_miss == "compile" or self.learns
-            if learns and not self.entries.all and uninitialized(module):
-                found = GuardFailure(found.stage, "lazy parameters", "this call gives them their shapes")
-            elif learns and self._may_compile(type(module).__name__, found):
-                added = self._compile(module, args, kwargs, found)
-                if added is not None:
-                    compiled = True
-                    entry, inputs = added
-                    return entry(inputs, module)
+                return entry(inputs, call.module)
         except GuardFailure as failure:
             found = failure
             found.tried = (*(failed.tried if failed else ()), *found.tried)
-        if found.stage == RUN and found is not failed and not compiled:
-            return self.dispatch(module, args, kwargs, eager, found)  # another entry may be of the branch that it takes
-        return self._miss(module, found, eager or module.forward, args, kwargs)
+        if found.stage == RUN and found is not failed and compiled is None:
+            return self._look_closer(call, eager, found)  # another entry may be of the branch that it takes
+        return self._miss(call, found, eager)
 
-    def _miss(self, module: nn.Module, found: GuardFailure, eager: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _learned(self, call: SampleCall, found: GuardFailure) -> tuple[Entry, list[torch.Tensor]] | None:
+        """A new entry for a call that missed, and its inputs, if it is to be compiled."""
+        if self.on_miss != "compile" and not self.learns:
+            return None
+        if not self.entries.all and uninitialized(call.module):
+            raise GuardFailure(found.stage, "lazy parameters", "this call gives them their shapes")
+        return self._compile(call, found) if self._may_compile(call.name, found) else None
+
+    def _miss(self, call: SampleCall, found: GuardFailure, eager: Any) -> Any:
         if self.on_miss == "error":
-            raise DispatchMiss(f"{type(module).__name__}: {found.reason}") from found.__cause__
+            raise DispatchMiss(f"{call.name}: {found.reason}") from found.__cause__
         self.entries.count_miss(found.reason)
-        guards_log.info("%s runs eager: %s", type(module).__name__, found.reason)
+        guards_log.info("%s runs eager: %s", call.name, found.reason)
         if not self.entries.hits and self.on_miss == "eager":
-            self._note_no_hit(type(module).__name__, found)
+            self._note_no_hit(call.name, found)
         compiles = self.on_miss == "compile"
         with self._adding if compiles else nullcontext():  # forward's caches are not for another thread's capture
-            result = eager(*args, **kwargs)
+            result = eager(*call.args, **call.kwargs)
         if found.__cause__ is not None:  # an error that eager does not have
             swallowed(found.__cause__)
         return result
@@ -266,7 +272,7 @@ class Dispatcher:
         return False
 
     def _match(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], failed: GuardFailure | None = None
+        self, call: SampleCall, failed: GuardFailure | None = None
     ) -> tuple[Entry, list[torch.Tensor]] | GuardFailure:
         """The entry that fits and its inputs, or how the call differs from the entry that it comes closest to.
 
@@ -277,31 +283,29 @@ class Dispatcher:
             if closest is not None and entry in closest.tried:
                 continue
             try:
-                return entry, entry.guard.match(module, args, kwargs)
+                return entry, entry.guard.match(call)
             except GuardFailure as failure:
                 if closest is None or failure.stage > closest.stage:
                     closest = failure
-        return closest or no_entry(module, args, kwargs)
+        return closest or no_entry(call)
 
     @interrupts_deferred()
-    def _compile(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], failure: GuardFailure
-    ) -> tuple[Entry, list[torch.Tensor]] | None:
+    def _compile(self, call: SampleCall, failure: GuardFailure) -> tuple[Entry, list[torch.Tensor]] | None:
         """A new entry for the call and its inputs; ``None`` if it is unsupported, which is remembered and logged."""
         with self._adding:
-            found = self._match(module, args, kwargs, failure if failure.tried else None)
+            found = self._match(call, failure if failure.tried else None)
             if not isinstance(found, GuardFailure):  # another thread was quicker
                 return found
             entry = None
             try:
                 if not failure.tried:
-                    entry = self._frozen_anew(module, args, kwargs)
+                    entry = self._frozen_anew(call)
                     if entry is not None:
-                        return entry, entry.guard.match(module, args, kwargs)
-                entry = self._generalization(module, args, kwargs) or self._added(module, args, kwargs)
-                inputs = entry.guard.match(module, args, kwargs)
+                        return entry, entry.guard.match(call)
+                entry = self._generalization(call) or self._added(call)
+                inputs = entry.guard.match(call)
                 if entry in failure.tried:
-                    self._leave_to_eager(type(module).__name__, failure, "it reads other numbers at every run")
+                    self._leave_to_eager(call.name, failure, "it reads other numbers at every run")
                     return None
             except UnsupportedModule as error:
                 if self.on_miss == "error":
@@ -310,23 +314,23 @@ class Dispatcher:
                     # this call fills it, in eager; if the next one does so again ...
                     self.budget.note_wasted(failure.field)
                 else:
-                    self._leave_to_eager(type(module).__name__, failure, error)
+                    self._leave_to_eager(call.name, failure, error)
                 return None
             except GuardFailure as still:
                 if entry.guard.is_later and self._noted.first((failure.reason, "filled")):
                     return None
                 self.entries.drop(entry)  # it was added, but does not serve the call that it was made for
-                self._leave_to_eager(type(module).__name__, still, "it would never be dispatched")
+                self._leave_to_eager(call.name, still, "it would never be dispatched")
                 return None
             except Exception as error:
                 if isinstance(error, CompilationError) and self.on_refused is not None:
-                    self._leave_to_eager(type(module).__name__, failure, error)
+                    self._leave_to_eager(call.name, failure, error)
                 elif not is_refused_by_eager(error):
                     raise
                 return None  # running it says so in eager's words, and leaves behind what eager leaves
             self.learns = False
             self.budget.note_compiled(failure.field, entry)
-            self._let_one_leave(type(module).__name__, failure)
+            self._let_one_leave(call.name, failure)
             return entry, inputs
 
     def _leave_to_eager(self, name: str, failure: GuardFailure, why: object) -> None:
@@ -358,75 +362,65 @@ class Dispatcher:
                 failure.reason,
             )
 
-    def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> Entry:
+    def add(self, call: SampleCall) -> Entry:
         """Compiles an entry for a call, in the place of those that serve it already with another strategy or target.
 
         One that serves it in the same way stays, and is returned. Raises as :func:`add_tvm_dispatch`.
-
-        ``dims``: the dimensions of arguments whose sizes vary.
         """
-        require_capturable(type(module).__name__)
-        if not dims:
-            backend = self._options(module, args, kwargs).backend
-            self._generalization.of_any_length(module, args, kwargs, lambda known: self._is_alike(known, backend))
-            return self._added(module, args, kwargs)
+        require_capturable(call.name)
+        if not call.dims:
+            backend = self._options(call).backend
+            self._generalization.of_any_length(call, lambda known: self._is_alike(known, backend))
+            return self._added(call)
         try:
-            return self._added(module, args, kwargs, dims)
+            return self._added(call)
         except UnsupportedModule as refused:
             if refused.is_of_numbers:
                 with suppress(UnsupportedModule):
-                    return self._added(module, args, kwargs, (*dims, ALL_COUNTS))
+                    return self._added(replace(call, dims=(*call.dims, ALL_COUNTS)))
             raise refused from refused.__cause__
 
-    def _added(
-        self,
-        module: nn.Module,
-        args: tuple,
-        kwargs: dict[str, Any],
-        dims: Sequence[DynamicDim] = (),
-        looped: LoopedCall | None = None,
-    ) -> Entry:
+    def _added(self, call: SampleCall, looped: LoopedCall | None = None) -> Entry:
         """:meth:`add` of a call that no entry can be made to serve; ``looped``: the call with loops of any length, as
-        ``dims`` say."""
-        require_capturable(type(module).__name__)
-        options = self._options(module, args, kwargs)
+        its dimensions say."""
+        require_capturable(call.name)
+        options, dims = self._options(call), set(call.dims)
         backend, tuner = options.backend, installed_tuner()
         if tuner is not None and not dims:
-            tuner(module, args, kwargs, partition=self.partition, backend=backend, freeze=self.freeze)
+            tuner(call, options)
         if self.freeze:
-            self._frozen_anew(module, args, kwargs)  # changes that torch does not count are among what it is called for
-        fitting = [entry for entry in self.entries.all if entry.guard.holds(module, args, kwargs)]
+            self._frozen_anew(call)  # changes that torch does not count are among what it is called for
+        fitting = [entry for entry in self.entries.all if entry.guard.holds(call)]
         for served in fitting:
-            is_alike = self._is_alike(served, backend) and not served.readings and set(dims) <= set(served.options.dims)
+            is_alike = self._is_alike(served, backend) and not served.readings and dims <= set(served.options.dims)
             if is_alike and not has_other_choices(served):
                 log.info("%r serves the call already", served)
                 return served
-        entry = compile_entry(module, args, kwargs, replace(options, dims=tuple(dims)), looped=looped)
+        entry = compile_entry(call, options, looped=looped)
         replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
         for served in replaced:
             if (
                 self._is_alike(served, backend)
-                and set(dims) <= set(served.options.dims)
+                and dims <= set(served.options.dims)
                 and served.options.tuned == entry.options.tuned
             ):
                 return served
         if not (entry.has_loops and any(known.has_loops for known in self.entries.all)):  # another length is no smaller
             with entry.guard.trial():
-                entry.worth = measure_worth(entry, module, args, kwargs)
+                entry.worth = measure_worth(entry, call)
         if entry.worth is not None and entry.worth.is_slower and self._noted.first(TOO_SMALL):
-            log.warning("%s: %s. %s", type(module).__name__, entry.worth, TOO_SMALL)
+            log.warning("%s: %s. %s", call.name, entry.worth, TOO_SMALL)
         for said in filter(self._noted.first, entry.guard.reads.says):
-            log.warning("%s.forward %s: a compiled call does not", type(module).__name__, said)
+            log.warning("%s.forward %s: a compiled call does not", call.name, said)
         raise_deferred()  # before the module is changed, not after it
         with self._adding:
             self.entries.replace(replaced, entry)
         log.info("added %r", entry)
         return entry
 
-    def _options(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> EntryOptions:
+    def _options(self, call: SampleCall) -> EntryOptions:
         """How a call is compiled."""
-        backend = backend_of_call(self.backend, module, args, kwargs)
-        return EntryOptions(self.partition, backend, self.freeze, self.graphs)
+        return EntryOptions(self.partition, backend_of_call(self.backend, call), self.freeze, self.graphs, call.dims)
 
     def _is_alike(self, entry: Entry, backend: Backend) -> bool:
         """Whether an entry was compiled with the same strategy, by this backend, and frozen if that is wanted."""
@@ -434,13 +428,13 @@ class Dispatcher:
             return False
         return _is_same(entry.options.partition, self.partition) and entry.options.backend.key == backend.key
 
-    def _frozen_anew(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
+    def _frozen_anew(self, call: SampleCall) -> Entry | None:
         """An entry that serves the call but for frozen tensors that have changed, with these as they are now."""
         for known in reversed(self.entries.all):
             if known.guard.frozen is None:
                 continue
             try:
-                entry = known.renewed(module, args, kwargs)
+                entry = known.renewed(call)
             except GuardFailure:
                 continue
             with self._adding:

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 from bridge.base.errors import INTERPRETER, GuardFailure
 from bridge.base.pytrees import leaf_names
 from bridge.base.torch_internals import pytree
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import active_modes
+from bridge.state import SampleCall
 
 __all__ = ["MAX_COMPILED", "MAX_REASONS", "MAX_WASTED", "NO_ENTRY", "CompileBudget", "Entries", "no_entry"]
 
@@ -84,10 +83,10 @@ _STAGE = INTERPRETER - 1  # farther away than any entry is
 _FLAGS = (bool, str, type(None))
 
 
-def no_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> GuardFailure:
+def no_entry(call: SampleCall) -> GuardFailure:
     """The failure of a call where there is no entry, as in ``"no entry: training, grad mode, args[0] a Tensor"``."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    mode = "training" if module.training else "evaluation"
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+    mode = "training" if call.module.training else "evaluation"
     kinds = [mode, *["grad mode"] * torch.is_grad_enabled(), *active_modes()]
     for name, leaf in zip(leaf_names(spec), leaves, strict=True):
         kinds.append(f"{name} {leaf!r}" if isinstance(leaf, _FLAGS) else f"{name} a {type(leaf).__name__}")

@@ -36,6 +36,7 @@ from bridge.dispatch.guards import ArgumentSizes, EntryGuard, Sizes, argument_si
 from bridge.dispatch.programs import Programs
 from bridge.dispatch.recompute import Observed, alignments, numbers_read, observed_for
 from bridge.lowering import LoweredCall
+from bridge.state import SampleCall
 
 __all__ = ["MAX_BOUND", "MAX_BOUND_BYTES", "BoundCalls", "Entry", "EntryOptions"]
 
@@ -242,14 +243,14 @@ class Entry:
         """Whether the module's tensors are constants of the forward program."""
         return self.programs.is_frozen
 
-    def renewed(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry:
+    def renewed(self, call: SampleCall) -> Entry:
         """The entry of this call with the frozen tensors as they are now; nothing is compiled.
 
         Raises:
             GuardFailure: the call differs in more than frozen tensors.
             UnsupportedModule: they cannot be frozen.
         """
-        guard, tensors = self.guard.renewed(module, args, kwargs)
+        guard, tensors = self.guard.renewed(call)
         steps = self.steps if self.bound is None else None
         found = Entry(guard, self.lowered, self.programs.renewed(tensors), self.options, steps)
         found.cause = self.cause

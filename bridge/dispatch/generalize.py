@@ -21,19 +21,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from autodiff.extents import Extent
 from bridge.base.devices import HOST
 from bridge.base.errors import GuardFailure, UnsupportedModule, is_out_of_memory, is_refused_by_eager, swallowed
 from bridge.base.log import channel
-from bridge.base.torch_internals import pytree
 from bridge.capture import ALL_COUNTS, LEAST, DynamicDim, LoopedCall, NumberPlace, Output, sized
 from bridge.dispatch.compile_entry import compile_entry, recorded_call, require_capturable
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.guards import EntryGuard, interpreter_state
 from bridge.dispatch.recompute import Observed, observed_for
+from bridge.state import SampleCall
 
 __all__ = ["MAX_REFUSED", "FixedDims", "Generalization", "varying_dims"]
 
@@ -42,28 +41,24 @@ MAX_REFUSED = 4
 _LEAST = 2
 
 
-def varying_dims(
-    guard: EntryGuard, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> tuple[DynamicDim, ...]:
+def varying_dims(guard: EntryGuard, call: SampleCall) -> tuple[DynamicDim, ...]:
     """The dimensions in which a call differs from what an entry was compiled for, and those that vary there already.
 
     None if it differs in more than sizes.
 
-    Args:
-        guard: the entry's.
-        forward: whose parameters name the sizes.
+    ``guard``: the entry's.
     """
     places: dict[int, list[int]] = {}  # of each tensor, which may be given twice
-    for place, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
+    for place, leaf in enumerate(call.leaves):
         places.setdefault(id(leaf), []).append(place)
     found: list[DynamicDim] = []
-    for path, shape, tensor in guard.compiled_shapes(args, kwargs):
+    for path, shape, tensor in guard.compiled_shapes(call):
         leaf = places[id(tensor)].pop(0)
         if tensor.dim() != len(shape):
             return ()
         for dimension, (then, now) in enumerate(zip(shape, tensor.shape, strict=True)):
             if now >= _LEAST and (isinstance(then, Extent) or then != now):
-                name = f"{_parameter(forward, path)}_{dimension}"
+                name = f"{_parameter(call.module.forward, path)}_{dimension}"
                 place = f"{path}.shape[{dimension}]"
                 found.append(DynamicDim(leaf, dimension, place, "Dim.AUTO", name, _LEAST, None, required=False))
     return tuple(found)
@@ -122,24 +117,23 @@ class Generalization:
         self._not_inputs: Counter[tuple[NumberPlace, ...]] = Counter()  # how often numbers could not be inputs
         self._fixed = FixedDims()
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
+    def __call__(self, call: SampleCall) -> Entry | None:
         """An entry for the call and others like it; ``None`` if it differs in nothing such, or that is not exact.
 
         Raises:
             UnsupportedModule, CompilationError: as :func:`bridge.lower`, of numbers.
         """
-        return self._with_numbers(module, args, kwargs) or self._of_any_size(module, args, kwargs)
+        return self._with_numbers(call) or self._of_any_size(call)
 
-    def _with_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
+    def _with_numbers(self, call: SampleCall) -> Entry | None:
         """An entry that takes as inputs the numbers in which the call differs from an entry, whose place it takes."""
         for known in reversed(self._entries.all):
-            changed = known.guard.changed_numbers(module, args, kwargs)
+            changed = known.guard.changed_numbers(call)
             if changed is None or self._not_inputs[tuple(changed)] >= MAX_ATTEMPTS:
                 continue
-            require_capturable(type(module).__name__)
-            dims = varying_dims(known.guard, module.forward, args, kwargs)
-            options = replace(self._options(module, args, kwargs), dims=dims)
-            entry = compile_entry(module, args, kwargs, options, numbers=(known, changed))
+            require_capturable(call.name)
+            varied = replace(call, dims=varying_dims(known.guard, call))
+            entry = compile_entry(varied, self._options(varied), numbers=(known, changed))
             if entry is None:
                 self._not_inputs[tuple(changed)] += 1
                 return None
@@ -148,45 +142,41 @@ class Generalization:
             return entry
         return None
 
-    def _of_any_size(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
+    def _of_any_size(self, call: SampleCall) -> Entry | None:
         """An entry that takes all sizes of the dimensions in which the call differs from an entry.
 
         If the sizes are refused, each gets an entry of its own, which is logged.
         """
-        if (found := self.of_any_length(module, args, kwargs)) is not None:
+        if (found := self.of_any_length(call)) is not None:
             return found
         for known in reversed(self._entries.all):
-            dims, counts = varying_dims(known.guard, module.forward, args, kwargs), _counts(known)
-            if dims or (counts and ALL_COUNTS not in known.options.dims and known.guard.holds(module, args, kwargs)):
+            dims, counts = varying_dims(known.guard, call), _counts(known)
+            if dims or (counts and ALL_COUNTS not in known.options.dims and known.guard.holds(call)):
                 break
         else:
             return None
         if known.lowered.captured.loops:  # traced for all sizes, it would be unrolled
             return None
         for each in dict.fromkeys(((*dims, *counts), dims)):
-            left = self._fixed.left(module.training, each)
-            if left and (found := self._for_all_sizes(module, args, kwargs, left, known)) is not None:
-                return self._of_any_count(module, args, kwargs, left, found) or found
+            left = self._fixed.left(call.module.training, each)
+            if left and (found := self._for_all_sizes(call, left, known)) is not None:
+                return self._of_any_count(call, left, found) or found
         return None
 
-    def _of_any_count(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: tuple[DynamicDim, ...], found: Entry
-    ) -> Entry | None:
+    def _of_any_count(self, call: SampleCall, dims: tuple[DynamicDim, ...], found: Entry) -> Entry | None:
         """An entry in the place of one that was found, for all of the numbers that it has fixed: where an entry's sizes
         do not vary, numbers that follow from sizes alone are constants, and no call computes them."""
         more = (*dims, ALL_COUNTS)
-        if ALL_COUNTS in dims or not _counts(found) or self._fixed.left(module.training, more) != more:
+        if ALL_COUNTS in dims or not _counts(found) or self._fixed.left(call.module.training, more) != more:
             return None
-        entry = self._for_all_sizes(module, args, kwargs, more, found)
+        entry = self._for_all_sizes(call, more, found)
         if entry is not None:
             self._entries.drop(found)
         return entry
 
     def of_any_length(
         self,
-        module: nn.Module,
-        args: tuple,
-        kwargs: dict[str, Any],
+        call: SampleCall,
         is_meant: Callable[[Entry], bool] = lambda _: True,
     ) -> Entry | None:
         """An entry whose recorded loops are of any length, and which serves that of the call: its steps are recorded,
@@ -199,17 +189,17 @@ class Generalization:
         for known in reversed(self._entries.all):
             captured = known.lowered.captured
             if captured.loops and captured.device == HOST and is_meant(known):
-                dims = varying_dims(known.guard, module.forward, args, kwargs)
+                dims = varying_dims(known.guard, call)
                 near += [(known, dims[0])] if len(dims) == 1 else []
-        looped = recorded_call(module, args, kwargs) if near else None
+        looped = recorded_call(call) if near else None
         if looped is None or looped.form is None:
             return None
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = call.leaves
         for known, dim in near:
             size = leaves[dim.leaf].shape[dim.dimension]
-            if _proves(known, dim, looped, size, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+            if _proves(known, dim, looped, size, call.tensors):
                 try:
-                    known.guard.match(module, args, kwargs)
+                    known.guard.match(call)
                     return known
                 except GuardFailure:  # it differs in something else, which the recording may have been another for
                     known.lowered.captured.any_length.proven.discard(size)
@@ -222,29 +212,27 @@ class Generalization:
                 continue
             then = captured.arguments[sum(captured.argument_is_tensor[: dim.leaf])].shape[dim.dimension]
             again = looped.of_any_length(captured.recording, then, dim.leaf, dim.dimension, size)
-            if again is not None and self._fixed.left(module.training, (dim,)):
-                return self._for_all_sizes(module, args, kwargs, (dim,), known, again)
+            if again is not None and self._fixed.left(call.module.training, (dim,)):
+                return self._for_all_sizes(call, (dim,), known, again)
         return None
 
     def _for_all_sizes(
         self,
-        module: nn.Module,
-        args: tuple,
-        kwargs: dict[str, Any],
+        call: SampleCall,
         dims: tuple[DynamicDim, ...],
         known: Entry,
         looped: LoopedCall | None = None,
     ) -> Entry | None:
         """A new entry for all sizes of these dimensions; ``None`` if they are refused."""
-        name, entry = type(module).__name__, None
+        name, entry = call.name, None
         try:
-            entry = self._add(module, args, kwargs, dims, looped)
-            entry.guard.match(module, args, kwargs)
+            entry = self._add(replace(call, dims=dims), looped)
+            entry.guard.match(call)
         except Exception as error:  # whatever goes wrong with all sizes, this one can still be compiled
             if is_refused_by_eager(error) or is_out_of_memory(error):
                 raise
             swallowed(error)
-            self._fixed.note(module.training, tuple(set(dims).difference(known.options.dims)) or dims)
+            self._fixed.note(call.module.training, tuple(set(dims).difference(known.options.dims)) or dims)
             if entry is not None:
                 self._entries.drop(entry)
             is_bug = not isinstance(error, UnsupportedModule | GuardFailure)
@@ -254,7 +242,7 @@ class Generalization:
         if entry.bound is None:
             if dims == (ALL_COUNTS,) and not _counts(entry):  # none of them is one that varies, in this call
                 return entry
-            self._fixed.note(module.training, tuple(set(dims).difference(known.options.dims)) or dims)
+            self._fixed.note(call.module.training, tuple(set(dims).difference(known.options.dims)) or dims)
             log.info("%s: forward fixes %s; every size gets an entry of its own", name, _places(dims))
         else:
             log.info("%s is compiled for sizes that vary from its second size on: %s", name, entry.bound)

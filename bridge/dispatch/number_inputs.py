@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from bridge.base.errors import CompilationError, swallowed
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
-from bridge.capture import Captured, DynamicDim, NumberPlace, device_of_call, number_tensor, with_number_inputs
+from bridge.capture import Captured, NumberPlace, device_of_call, number_tensor, with_number_inputs
 from bridge.lowering import LoweredCall, lower_once
-from bridge.state import same
+from bridge.state import SampleCall, same
 
 __all__ = ["as_called", "lower_with_numbers"]
 
@@ -31,44 +31,38 @@ _ANY = 0.8125
 
 
 def lower_with_numbers(
-    module: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
+    call: SampleCall,
+    partition: Any,
     changed: Mapping[NumberPlace, Any],
     like: LoweredCall,
     known: Sequence[NumberPlace],
-    *,
-    grad: bool,
-    partition: Any,
-    dims: Sequence[DynamicDim] = (),
 ) -> tuple[LoweredCall, list[NumberPlace]] | None:
-    """``module(*args, **kwargs)`` lowered with numbers as its first arguments, and which; ``None`` if it is not exact.
+    """A call lowered with numbers as its first arguments, and which; ``None`` if it is not exact.
 
     Args:
         changed: where the numbers are, and the value that ``like`` was lowered for.
         like: the lowered call that this one differs from by the numbers.
         known: numbers that are inputs of ``like``.
-        dims: dimensions of arguments whose sizes vary, where they do in ``like``.
     """
     places = sorted({*changed, *known}, key=_order)
     try:
-        twin, twin_args = with_number_inputs(module, args, kwargs, places, device_of_call(module, args, kwargs))
-        behind = [replace(each, leaf=each.leaf + len(places)) for each in dims]
-        lowered = lower_once(twin, twin_args, kwargs, grad=grad, partition=partition, dims=behind)
+        twin, args = with_number_inputs(call.module, call.args, call.kwargs, places, device_of_call(call))
+        behind = [replace(each, leaf=each.leaf + len(places)) for each in call.dims]
+        lowered = lower_once(SampleCall(twin, args, call.kwargs, behind), partition)
     except CompilationError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever forward raises where a number is used as none can be
         swallowed(error)
-        log.info("%s: %s cannot be inputs: %s", type(module).__name__, _names(changed), error)
+        log.info("%s: %s cannot be inputs: %s", call.name, _names(changed), error)
         return None
     if (lowered.captured.extents is None) != (like.captured.extents is None):
-        log.info("%s: %s cannot be inputs beside sizes that vary", type(module).__name__, _names(changed))
+        log.info("%s: %s cannot be inputs beside sizes that vary", call.name, _names(changed))
         return None
     device = lowered.captured.device
     values = {place: number_tensor(changed.get(place, _ANY), device) for place in places}
     compared = _Comparison(like.captured, lowered.captured, [values[each] for each in known], list(values.values()))
     if not compared.holds():
-        log.info("%s: %s cannot be inputs: another graph", type(module).__name__, _names(changed))
+        log.info("%s: %s cannot be inputs: another graph", call.name, _names(changed))
         return None
     return lowered, places
 
@@ -78,9 +72,9 @@ def _order(place: NumberPlace) -> tuple:
     return place.leaf is not None, place.leaf or 0, place.path, place.name
 
 
-def as_called(captured: Captured, args: tuple, kwargs: dict[str, Any], count: int) -> Captured:
+def as_called(captured: Captured, call: SampleCall, count: int) -> Captured:
     """The captured call of a twin as the module is called: without its first ``count`` arguments, the numbers."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     return replace(
         captured,

@@ -31,7 +31,7 @@ from bridge.dispatch.entry import Entry
 from bridge.dispatch.options import DispatchOptions, dispatcher_of, install, uninstall
 from bridge.dispatch.sample_run import InnerCall, inner_calls, shares_of
 from bridge.dispatch.stats import DispatchStats
-from bridge.state import own_attributes
+from bridge.state import SampleCall, own_attributes
 
 __all__ = ["DispatchedParts", "Eager", "PartStats", "add_parts", "parts_of", "remove_parts"]
 
@@ -110,22 +110,21 @@ def _inside(module: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def add_parts(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], refused: UnsupportedModule, options: DispatchOptions
-) -> None:
+def add_parts(call: SampleCall, refused: UnsupportedModule, options: DispatchOptions) -> None:
     """Dispatches the largest modules inside of one that was refused.
 
     Raises:
         UnsupportedModule: ``refused``, where none can be dispatched.
         CompilationError: a bug of this package; nothing is dispatched then.
     """
+    module = call.module
     with ExitStack() as undone:  # on any error, existing dispatchers are as they were
-        chosen = _Chosen(module, inner_calls(module, args, kwargs), refused, options, undone)
+        chosen = _Chosen(module, inner_calls(call), refused, options, undone)
         chosen.descend("")
         if not chosen.found:
             raise refused
         paths = list(chosen.found)
-        shares = shares_of(module, args, kwargs, paths)
+        shares = shares_of(call, paths)
         raise_deferred()  # before modules are changed, not after it
         undone.pop_all()
     parts = _PARTS.setdefault(module, DispatchedParts())
@@ -206,16 +205,17 @@ class _Chosen:
 
     def _added(self, dispatcher: Dispatcher, module: nn.Module, call: InnerCall) -> tuple[Unsupported, ...]:
         before, entry = list(dispatcher.entries.all), None
+        sample = SampleCall(module, call.args, call.kwargs)
         try:
             with ExitStack() as stack:
-                stack.enter_context(working_for(device_of_call(module, call.args, call.kwargs)))
+                stack.enter_context(working_for(device_of_call(sample)))
                 stack.enter_context(call.modes())
                 stack.enter_context(self._options.on(dispatcher))
                 if self._options.freeze:
                     stack.enter_context(torch.no_grad())
-                entry = dispatcher.add(module, call.args, call.kwargs)
+                entry = dispatcher.add(sample)
                 with entry.guard.trial():
-                    entry.guard.match(module, call.args, call.kwargs)
+                    entry.guard.match(sample)
             if _is_alone(entry, module):
                 dispatcher.entries.drop(entry)
                 return (_ALONE,)

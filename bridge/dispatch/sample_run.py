@@ -27,7 +27,7 @@ from bridge.base.torch_internals import COMPILED_CALL, innermost_transform, pytr
 from bridge.capture import IsolatedRNG, Twin, copier, device_of_call, is_capturing
 from bridge.dispatch.dispatcher import call_with_hooks
 from bridge.guards import Reads, recorded_reads, undo
-from bridge.state import generators_put_back
+from bridge.state import SampleCall, generators_put_back
 
 __all__ = ["InnerCall", "inner_calls", "shares_of"]
 
@@ -91,7 +91,7 @@ class _Timed(nn.Module):
         self.seconds = time.perf_counter() - started
 
 
-def inner_calls(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[InnerCall]:
+def inner_calls(call: SampleCall) -> list[InnerCall]:
     """The calls of the modules inside, in order; of each, the first from each parent in each grad mode.
 
     Where some are without gradients in a call with them, a backward follows: a reentrant checkpoint calls them there.
@@ -113,8 +113,8 @@ def inner_calls(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[
             stack.pop()
 
     goes_back = partial(_some_without, found, torch.is_grad_enabled())
-    with _on_copies(module, args, kwargs, enter) as (twin, args, kwargs), IsolatedRNG():
-        _Step(twin, goes_back)(*args, **kwargs)
+    with _on_copies(call, enter) as copied, IsolatedRNG():
+        _Step(copied.module, goes_back)(*copied.args, **copied.kwargs)
     return found
 
 
@@ -122,14 +122,14 @@ def _some_without(calls: Sequence[InnerCall], grad: bool) -> bool:
     return grad and not all(call.grad for call in calls)
 
 
-def shares_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], paths: Sequence[str]) -> dict[str, float]:
+def shares_of(call: SampleCall, paths: Sequence[str]) -> dict[str, float]:
     """The share of an eager forward's time that is spent inside of each of some modules; medians of a few runs.
 
     Time inside of one that another one of them calls is the outer one's.
     """
     spent: Counter[str] = Counter()
     inside: list[str] = []
-    wait = partial(torch.cuda.synchronize, device_of_call(module, args, kwargs)) if _is_gpus(module, args) else _nothing
+    wait = partial(torch.cuda.synchronize, device_of_call(call)) if _is_gpus(call.module) else _nothing
 
     def enter(path: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if inside or path not in paths:
@@ -145,15 +145,15 @@ def shares_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], paths: Seq
             inside.pop()
 
     runs: list[dict[str, float]] = []
-    with _on_copies(module, args, kwargs, enter) as (twin, args, kwargs), _draws_put_back():
-        whole = _Timed(twin, wait)
+    with _on_copies(call, enter) as copied, _draws_put_back():
+        whole = partial(_Timed(copied.module, wait), *copied.args, **copied.kwargs)
         with IsolatedRNG() as drawn:
-            whole(*args, **kwargs)
+            whole()
         begun = time.perf_counter()
         while len(runs) < _RUNS and (not runs or time.perf_counter() - begun < _ENOUGH):
             spent.clear()
-            whole(*args, **kwargs)
-            runs.append({path: spent[path] / whole.seconds for path in paths})
+            whole()
+            runs.append({path: spent[path] / whole.func.seconds for path in paths})
         for generator, state in reversed(drawn.passed):
             generator.set_state(state)
     return {path: statistics.median(run[path] for run in runs) for path in paths}
@@ -163,25 +163,23 @@ def _nothing() -> None:
     return None
 
 
-def _is_gpus(module: nn.Module, args: tuple) -> bool:
+def _is_gpus(module: nn.Module) -> bool:
     return current_device().type == "cuda" or any(each.is_cuda for each in module.parameters())
 
 
 @contextmanager
-def _on_copies(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], enter: Enter
-) -> Iterator[tuple[nn.Module, tuple, dict[str, Any]]]:
+def _on_copies(call: SampleCall, enter: Enter) -> Iterator[SampleCall]:
     """A watched twin of a module and a sample, with copies of all tensors; Python state and Python's generators are put
     back after it."""
     copied = copier()
-    twin = Twin(module, copied)
-    _watch(module, twin.module, enter)
+    twin = Twin(call.module, copied)
+    _watch(call.module, twin.module, enter)
     with undo() as before:
         try:
             own = {key: each for key, each in twin.originals.items() if not isinstance(each, torch.Tensor)}
             reads = recorded_reads(Reads(own, twin.module.named_modules()))
-            with working_for(device_of_call(module, args, kwargs)), generators_put_back(), reads.recorded():
-                yield twin.module, *pytree.tree_map_only(torch.Tensor, copied, (args, kwargs))
+            with working_for(device_of_call(call)), generators_put_back(), reads.recorded():
+                yield SampleCall(twin.module, *pytree.tree_map_only(torch.Tensor, copied, (call.args, call.kwargs)))
         finally:
             before.restore()
 

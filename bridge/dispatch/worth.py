@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from autodiff.extents import sample_of
 from bridge.base.devices import HOST
@@ -22,7 +21,7 @@ from bridge.base.generators import default_generator
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, has_global_hooks, has_saved_tensors_hooks, pytree
 from bridge.dispatch.entry import Entry
-from bridge.state import Snapshot, generators_put_back
+from bridge.state import SampleCall, Snapshot, generators_put_back
 
 __all__ = ["TOO_SMALL", "Worth", "measure_worth"]
 
@@ -57,13 +56,13 @@ class Worth:
         return f"eager is quicker: {1e6 * self.ours:.0f} us dispatched, {1e6 * self.eager:.0f} us eager"
 
 
-def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Worth | None:
+def measure_worth(entry: Entry, call: SampleCall) -> Worth | None:
     """Times the call both ways; ``None`` where its work is not small, where it raises, or where it could be noticed.
 
     Generators and the module's Python state are put back. Nothing is added to any ``grad``. Calls that write buffers or
     set places, and tensors with hooks, are left alone; so is a checkpoint around it, which counts what is saved.
     """
-    captured = entry.lowered.captured
+    captured, module = entry.lowered.captured, call.module
     if captured.extents is not None:  # the sample's size is one of many
         return None
     if captured.device != HOST:  # a launch returns before its kernel has run
@@ -77,7 +76,7 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
     if captured.draws and not is_alone():  # numbers that another thread draws meanwhile would come again
         return None
     try:
-        inputs = entry.guard.match(module, args, kwargs)
+        inputs = entry.guard.match(call)
     except GuardFailure:
         return None
     wanted = [inputs[index] for index in entry.lowered.wanted]
@@ -89,7 +88,7 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
         with generators_put_back():
             steps = [
                 lambda: _step(entry(list(inputs), module), wanted),
-                lambda: _step(module.forward(*args, **kwargs), wanted),
+                lambda: _step(call.forward(), wanted),
             ]
             ours, eager = _quickest(steps)
     except Exception as error:  # noqa: BLE001 - eager's own, of numbers or of what has no derivative: for the call to raise

@@ -18,6 +18,7 @@ from bridge.compile import Backend
 from bridge.dispatch import Entry, EntryOptions, backend_of_call, compile_programs
 from bridge.dynamo.graph import DynamoGraph, GraphSizes
 from bridge.lowering import lower_once
+from bridge.state import SampleCall
 
 __all__ = ["Compiled", "brief", "check_graph", "layout"]
 
@@ -108,10 +109,10 @@ class Compiled:
         region = DynamoGraph(graph_module, inputs, sizes)
         arguments = tuple(inputs[position] for position in region.arguments)
         dims = sizes.dynamic_dims(inputs, region.arguments) if sizes is not None else ()
-        how = {"grad": torch.is_grad_enabled(), "partition": partition, "dims": dims}
-        backend = backend_of_call(backend, region, arguments, {})
+        call = SampleCall(region, arguments, {}, dims)
+        backend = backend_of_call(backend, call)
         with one_capture_at_a_time():
-            lowered = lower_once(region, arguments, {}, **how)
+            lowered = lower_once(call, partition)
         captured = lowered.captured
         self.entry = Entry(None, lowered, compile_programs(lowered, backend), EntryOptions(partition, backend))
         self._owned = [

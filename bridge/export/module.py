@@ -16,7 +16,7 @@ from torch import nn
 from bridge.base.errors import DispatchMiss
 from bridge.dispatch import SAVED, Dispatcher, GuardFailure
 from bridge.export.entry_data import from_plain, to_plain
-from bridge.state import ModuleTensor
+from bridge.state import ModuleTensor, SampleCall
 
 __all__ = ["LoadedDispatcher", "module_data", "module_from"]
 
@@ -24,11 +24,11 @@ __all__ = ["LoadedDispatcher", "module_data", "module_from"]
 class LoadedDispatcher(Dispatcher):
     """As a dispatcher whose misses are errors; entries with frozen tensors are frozen anew when these have changed."""
 
-    def _miss(self, module: nn.Module, found: GuardFailure, eager: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        entry = self._frozen_anew(module, args, kwargs) if found.field.startswith("frozen ") else None
+    def _miss(self, call: SampleCall, found: GuardFailure, eager: Any) -> Any:
+        entry = self._frozen_anew(call) if found.field.startswith("frozen ") else None
         if entry is None:
-            return super()._miss(module, found, eager, args, kwargs)
-        return entry(entry.guard.match(module, args, kwargs), module)
+            return super()._miss(call, found, eager)
+        return entry(entry.guard.match(call), call.module)
 
 
 def module_data(module: nn.Module, tensors: Sequence[ModuleTensor]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -29,23 +29,20 @@ from bridge.base.devices import current_device, name_of
 from bridge.base.modes import autocast_setting, cuda_autocast_setting
 from bridge.base.torch_cuda import read_settings
 from bridge.base.torch_internals import OpOverload, pytree, storage_id
-from bridge.capture import DynamicDim
 from bridge.compile import backend_for
-from bridge.state import constant_key, dict_of, kept, module_tensors
+from bridge.state import SampleCall, constant_key, dict_of, kept, module_tensors
 
 __all__ = ["NotCanonicalError", "begin_reading", "call_key_of", "canonical", "code_digest"]
 
 
-def call_key_of(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any, dims: Sequence[DynamicDim]
-) -> tuple | None:
-    """What a call looks like before it is made; ``None`` where that cannot be compared.
+def call_key_of(call: SampleCall, partition: Any) -> tuple | None:
+    """What a call, made now, looks like before it is made; ``None`` where that cannot be compared.
 
     How tensors share memory is part of it: what is written through one of them is read through the other.
     """
     strategy = _strategy_key(partition)
-    tensors, real_tensors = module_tensors(module)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors, real_tensors = module_tensors(call.module)
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     memory: dict[int, int] = {}
     places = []
     for tensor in (*real_tensors, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))):
@@ -54,11 +51,13 @@ def call_key_of(
     keys = [_tensor_key(leaf) if isinstance(leaf, torch.Tensor) else constant_key(leaf) for leaf in leaves]
     if strategy is None or None in keys:
         return None
-    classes = tuple((path, type(child)) for path, child in module.named_modules(remove_duplicate=False))
-    modes = (grad, torch.get_default_dtype(), current_device(), autocast_setting(), cuda_autocast_setting())
+    classes = tuple((path, type(child)) for path, child in call.module.named_modules(remove_duplicate=False))
+    casts = autocast_setting(), cuda_autocast_setting()
+    modes = (torch.is_grad_enabled(), torch.get_default_dtype(), current_device(), *casts)
     settings = tuple(map(str, read_settings()))  # which kernels composite operators are made of
     measured = _measured() if any(issubclass(kind, nn.RNNBase) for _, kind in classes) else ()
-    return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy, tuple(dims), settings, measured
+    looks = classes, tuple(tensors), tuple(places), tuple(keys), spec
+    return *looks, modes, strategy, tuple(call.dims), settings, measured
 
 
 def _measured() -> tuple:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -35,12 +34,13 @@ from bridge.artifact import current_store, of_this_package
 from bridge.base.devices import HOST, current_device, working_for
 from bridge.base.log import channel
 from bridge.base.torch_cuda import gpu_features, read_settings
-from bridge.capture import Captured, DynamicDim, LoopedCall, RecordedCall, capture, device_of_call, record_call
+from bridge.capture import Captured, LoopedCall, RecordedCall, capture, device_of_call, record_call
 from bridge.compile import host_features
 from bridge.lowering.call_key import NotCanonicalError, begin_reading, call_key_of, canonical, code_digest
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
 from bridge.lowering.record import KeptLowering, NotRecordedError, parts_of_lowering
+from bridge.state import SampleCall
 
 __all__ = ["call_on_disk", "clear_lowered", "keep_lowering", "kept_lowering", "lower_once"]
 
@@ -129,25 +129,14 @@ def clear_lowered() -> None:
 atexit.register(clear_lowered)
 
 
-def lower_once(
-    module: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
-    *,
-    grad: bool,
-    partition: Any,
-    dims: Sequence[DynamicDim] = (),
-    looped: LoopedCall | None = None,
-) -> LoweredCall:
-    """``module(*args, **kwargs)``, lowered, or the lowered call of an equal one.
+def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = None) -> LoweredCall:
+    """A call, lowered, or the lowered call of an equal one; with gradients where grad mode is on.
 
     The module is left as :func:`bridge.capture.record_call` leaves it.
 
     Args:
-        grad: whether gradients are wanted (grad mode is on).
         partition: a strategy of :func:`partition.partition`. What was lowered with a strategy object that could
             change is not shared.
-        dims: dimensions of arguments whose sizes vary.
         looped: the call with loops of any length, which is not shared.
 
     Raises:
@@ -155,25 +144,25 @@ def lower_once(
     """
     started = time.perf_counter()
     if looped is not None:
-        return _lowered(capture(module, args, kwargs, dims, looped), grad, partition, started)
-    call = record_call(module, args, kwargs, dims)
-    with working_for(device_of_call(module, args, kwargs)):
-        call_key = call_key_of(module, args, kwargs, grad, partition, dims)
-        key = None if call_key is None else call.key
-        on_disk = None if key is None or dims else call_on_disk(call_key)
+        return _lowered(capture(call, looped), partition, started)
+    recorded, module = record_call(call), call.module
+    with working_for(device_of_call(call)):
+        call_key = call_key_of(call, partition)
+        key = None if call_key is None else recorded.key
+        on_disk = None if key is None or call.dims else call_on_disk(call_key)
         found = None if key is None else _LOWERED.get(call_key, {}).get(key)
         if found is not None:
-            log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
+            log.info("%s runs the operators of a call that is lowered already", call.name)
             return found
-        found = None if on_disk is None else kept_lowering(on_disk, key, module, call)
+        found = None if on_disk is None else kept_lowering(on_disk, key, module, recorded)
         if found is not None:
             found.seconds = time.perf_counter() - started
             _remember(call_key, key, found)
             return found
         if on_disk is not None:
             begin_reading(module)
-        captured = call.captured()
-        lowered = _lowered(captured, grad, partition, started)
+        captured = recorded.captured()
+        lowered = _lowered(captured, partition, started)
         if key is not None:
             _remember(call_key, key, lowered)
             if on_disk is not None and not captured.problems:
@@ -181,10 +170,10 @@ def lower_once(
         return lowered
 
 
-def _lowered(captured: Captured, grad: bool, partition: Any, started: float) -> LoweredCall:
+def _lowered(captured: Captured, partition: Any, started: float) -> LoweredCall:
     """A captured call, lowered; ``started``: when its capture began."""
     seconds = time.perf_counter() - started
-    lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
+    lowered = lower_captured(captured, grad=torch.is_grad_enabled(), partition=partition, capture_seconds=seconds)
     lowered.seconds = time.perf_counter() - started
     return lowered
 

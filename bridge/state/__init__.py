@@ -1,5 +1,6 @@
 """A module as Python sees it: its tensors and attributes; snapshot, restore, compare."""
 
+from bridge.state.call import SampleCall
 from bridge.state.module import (
     ModuleTensor,
     Snapshot,
@@ -7,7 +8,6 @@ from bridge.state.module import (
     derived_attributes,
     hooks_of,
     module_tensors,
-    once_per_owner,
     own_attributes,
     renew_derived,
     tensor_problem,
@@ -25,7 +25,7 @@ from bridge.state.values import (
 )
 from bridge.state.write_counts import dict_behind, dict_versions, write_counter
 
-__all__ = ["ModuleTensor", "Snapshot", "constant_key", "derived_attribute", "derived_attributes", "dict_behind"]
-__all__ += ["dict_of", "dict_versions", "generators_put_back", "hooks_of", "kept", "kind_of_container"]
-__all__ += ["module_tensors", "moved_generators", "once_per_owner", "own_attributes", "renew_derived", "same"]
+__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "constant_key", "derived_attribute", "derived_attributes"]
+__all__ += ["dict_behind", "dict_of", "dict_versions", "generators_put_back", "hooks_of", "kept", "kind_of_container"]
+__all__ += ["module_tensors", "moved_generators", "own_attributes", "renew_derived", "same"]
 __all__ += ["same_inside", "tensor_problem", "write_counter", "written_class"]

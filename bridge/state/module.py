@@ -30,7 +30,7 @@ from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
 from bridge.state.values import CONTAINERS, same_inside, snapshot
 
 __all__ = ["ModuleTensor", "Snapshot", "derived_attribute", "derived_attributes", "hooks_of", "module_tensors"]
-__all__ += ["once_per_owner", "own_attributes", "renew_derived", "tensor_attribute", "tensor_problem", "written_class"]
+__all__ += ["own_attributes", "renew_derived", "tensor_attribute", "tensor_problem", "written_class"]
 
 _PRUNES = ("__call__", "apply_mask")
 
@@ -261,14 +261,3 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
     if tensor.is_inference():
         return "a tensor made under torch.inference_mode(), which autograd cannot follow: make a clone outside of it"
     return None
-
-
-def once_per_owner(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """Of the names of a tensor, one for each submodule that holds it (a shared submodule has several paths)."""
-    if len(names) == 1:
-        return list(names)
-    owners = {}
-    for name in names:
-        path, _, leaf = name.rpartition(".")
-        owners.setdefault((id(module.get_submodule(path)), leaf), name)
-    return list(owners.values())

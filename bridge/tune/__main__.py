@@ -14,13 +14,10 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 from bridge.base.errors import UnsupportedModule
-from bridge.compile import Backend
-from bridge.dispatch import before_compiling
+from bridge.dispatch import EntryOptions, before_compiling
+from bridge.state import SampleCall
 from bridge.tune.tuning import Means, tune_call
 
 __all__ = ["main"]
@@ -56,12 +53,9 @@ class _EachOnce:
         self._means = means
         self._done: set[str] = set()
 
-    def __call__(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *, partition: Any, backend: Backend, freeze: bool
-    ) -> None:
-        how = {"partition": partition, "backend": backend, "freeze": freeze}
+    def __call__(self, call: SampleCall, options: EntryOptions) -> None:
         try:
-            result = tune_call(module, args, kwargs, **how, means=self._means, done=self._done)
+            result = tune_call(call, options, means=self._means, done=self._done)
         except UnsupportedModule:  # the compilation that follows says so
             return
         if result is not None:

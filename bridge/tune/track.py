@@ -22,9 +22,9 @@ from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.base.generators import default_generator
 from bridge.base.threads import raise_deferred, serves
 from bridge.base.torch_internals import pytree
-from bridge.compile import Backend, Choices, same_code, settle
+from bridge.compile import Choices, same_code, settle
 from bridge.dispatch import Entry, EntryOptions, entry_of_call, with_choices
-from bridge.state import Snapshot, generators_put_back
+from bridge.state import SampleCall, Snapshot, generators_put_back
 from bridge.tune.search import GAIN, Outcome, Pairs, Race, is_faster
 
 __all__ = ["CallTrack", "TimedStep", "unnoticed"]
@@ -34,18 +34,18 @@ class TimedStep:
     """One step; calling it runs it and returns when it is over.
 
     Args:
-        entry: of the call ``module(*args, **kwargs)``; an attribute, too.
+        entry: of the call; an attribute, too.
 
     Raises:
         GuardFailure: the entry does not serve the call.
     """
 
-    def __init__(self, entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        self.entry, self._module = entry, module
+    def __init__(self, entry: Entry, call: SampleCall):
+        self.entry, self._module = entry, call.module
         captured = entry.lowered.captured
         written = {index for index, _ in captured.mutated}
         self._inputs = []
-        for index, tensor in enumerate(entry.guard.match(module, args, kwargs)):
+        for index, tensor in enumerate(entry.guard.match(call)):
             own = tensor.detach()
             if index in written:
                 own = own.clone()
@@ -104,12 +104,10 @@ _FAILURES = (UnsupportedModule, CompilationError, RuntimeError, NotImplementedEr
 
 
 class CallTrack:
-    """The track of ``module(*args, **kwargs)``.
+    """The track of a call.
 
     Args:
-        partition: the strategy that the user asks for.
-        backend: without choices.
-        freeze: whether the module's tensors are constants.
+        options: as the user asks for, without choices.
         memory: times the bytes of the default's captures that a candidate's may take.
         clock: seconds, of what a trial takes.
 
@@ -122,19 +120,14 @@ class CallTrack:
 
     def __init__(
         self,
-        module: nn.Module,
-        args: tuple,
-        kwargs: dict[str, Any],
+        call: SampleCall,
+        options: EntryOptions,
         *,
-        partition: Any,
-        backend: Backend,
-        freeze: bool,
         memory: float,
         race: Race,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self._call = module, args, kwargs
-        self._how = EntryOptions(partition, backend, freeze)
+        self._call, self._options = call, options
         self._memory, self._race, self._clock = memory, race, clock
         self._since: float | None = None
         self.default = self._captured(Choices())
@@ -187,15 +180,15 @@ class CallTrack:
         if _saved_bytes(other) > most:
             return [], f"saves {_saved_bytes(other)} bytes for the backward, may save {int(most)}"
         settle()
-        with unnoticed(self.default, self._call[0]):
-            return race(TimedStep(one, *self._call), TimedStep(other, *self._call)), ""
+        with unnoticed(self.default, self._call.module):
+            return race(TimedStep(one, self._call), TimedStep(other, self._call)), ""
 
     def _deviation(self, one: Entry, other: Entry) -> str:
         """Where the numbers of two entries, on the same draws, differ by more than rounding; empty: nowhere."""
         found = []
         for entry in (one, other):
-            with unnoticed(self.default, self._call[0]):
-                found.append(TimedStep(entry, *self._call).results())
+            with unnoticed(self.default, self._call.module):
+                found.append(TimedStep(entry, self._call).results())
         largest = max(map(_largest, found[0]), default=0.0)
         for place, (mine, its) in enumerate(zip(*found, strict=True)):
             if not _is_close(mine, its, largest):
@@ -203,7 +196,7 @@ class CallTrack:
         return ""
 
     def _captured(self, choices: Choices) -> Entry:
-        return entry_of_call(*self._call, self._how, choices=choices)
+        return entry_of_call(self._call, self._options, choices=choices)
 
     def _capture_of(self, choices: Choices) -> None:
         """Sees to an entry with the choices' partition; others are made from it without another capture."""

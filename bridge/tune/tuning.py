@@ -21,8 +21,18 @@ from bridge.base.log import channel
 from bridge.base.threads import interrupts_deferred
 from bridge.capture import after_pre_hooks, normalize_sample
 from bridge.compile import Backend, Choices, backend_for
-from bridge.dispatch import Entry, Tuned, backend_of_call, keep_tuned, require_capturable, tuned_of, tuning_key
+from bridge.dispatch import (
+    Entry,
+    EntryOptions,
+    Tuned,
+    backend_of_call,
+    keep_tuned,
+    require_capturable,
+    tuned_of,
+    tuning_key,
+)
 from bridge.lowering import DEFAULT_PARTITION
+from bridge.state import SampleCall
 from bridge.tune.search import FASTER, Knob, Pairs, Race, Search, Trial, TuningLog, is_faster, knobs_of, ratio_of
 from bridge.tune.track import CallTrack
 from partition.cut import resolve as resolve_strategy
@@ -208,34 +218,24 @@ def tune(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     means = Means(minutes=minutes, log=log, memory=memory, progress=progress)
-    args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
+    sample = SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))
     resolve_strategy(partition)
     wanted = None if target is None else backend_for(target)
-    with after_pre_hooks(module, args, kwargs) as (args, kwargs), torch.no_grad() if freeze else nullcontext():
-        backend = backend_of_call(wanted, module, args, kwargs)
-        return tune_call(module, args, kwargs, partition=partition, backend=backend, freeze=freeze, means=means)
+    with after_pre_hooks(sample) as call, torch.no_grad() if freeze else nullcontext():
+        return tune_call(call, EntryOptions(partition, backend_of_call(wanted, call), freeze), means)
 
 
 @interrupts_deferred()
 def tune_call(
-    module: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
-    *,
-    partition: Any,
-    backend: Backend,
-    freeze: bool,
-    means: Means,
-    done: set[str] | None = None,
+    call: SampleCall, options: EntryOptions, means: Means, done: set[str] | None = None
 ) -> TuningResult | None:
     """:func:`tune` of a call in the current modes; ``None`` for one of ``done``, which calls that were tuned are added
     to."""
-    name = type(module).__name__
+    name, backend = call.name, options.backend
     require_capturable(name)
     if not current_store().is_usable:
         raise ValueError("tune: the disk cache, where choices are kept, is off or cannot be used (BRIDGE_CACHE)")
-    how = {"partition": partition, "backend": backend, "freeze": freeze}
-    track = CallTrack(module, args, kwargs, **how, memory=means.memory, race=means.race)
+    track = CallTrack(call, options, memory=means.memory, race=means.race)
     key = tuning_key(track.default.lowered, backend, track.default.is_frozen)
     if key is None:
         raise ValueError(f"tune: what {name} computes has a literal that no file holds; it cannot be recognized")
@@ -247,7 +247,7 @@ def tune_call(
     if not log.records:
         log.append(kind="begin", module=name, threads=backend.threads(), machine=list(map(str, backend.machine())))
     with Progress(name, 60 * means.minutes, shown=means.progress) as bar:
-        search = Search(means.knobs(track.default, partition, log), track, log, 60 * means.minutes, bar.told)
+        search = Search(means.knobs(track.default, options.partition, log), track, log, 60 * means.minutes, bar.told)
         found = search.run()
     used = tuned_of(key)
     known = Choices() if used is None else used.choices

@@ -20,6 +20,7 @@ from bridge.lowering import LoweredCall, Sample
 from bridge.lowering.pipeline import cleaned_and_named
 from bridge.lowering.stage import Stage
 from bridge.reference import interpret, run_graph
+from bridge.state import SampleCall
 from bridge.verify.inputs import eager_reference
 
 __all__ = ["assert_as_eager", "at_sizes", "differentiated", "imported", "sizes_of"]
@@ -27,13 +28,13 @@ __all__ = ["assert_as_eager", "at_sizes", "differentiated", "imported", "sizes_o
 
 def imported(module: nn.Module, sample: Any, dynamic_shapes: Any) -> LoweredCall:
     """The call captured and imported, without gradients."""
-    args, kwargs = normalize_sample(module, sample, None)
-    captured = capture(module, args, kwargs, dynamic_dims(module, args, kwargs, dynamic_shapes))
+    given = SampleCall(module, *normalize_sample(module, sample, None))
+    captured = capture(replace(given, dims=dynamic_dims(given, dynamic_shapes)))
     function = import_graph(captured)
     call = LoweredCall(captured, function, (), ())
     call.stages = [Stage("captured", "capture", captured.graph, 0.0), Stage("imported", "aten", function.function, 0.0)]
     training = {path: child.training for path, child in module.named_modules()}
-    call.sample = Sample(module, args, kwargs, "min_cut", training, None, relower=lower)
+    call.sample = Sample(module, given.args, given.kwargs, "min_cut", training, None, relower=lower)
     return call
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from bridge.base.errors import swallowed
 from bridge.base.log import channel
@@ -30,7 +29,7 @@ from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.thread_isolation import recording
 from bridge.capture.two_runs import FakeRecord, real_run_of
 from bridge.guards import undo
-from bridge.state import constant_key
+from bridge.state import SampleCall, constant_key
 
 if TYPE_CHECKING:
     from bridge.capture.two_runs import RealRun
@@ -265,14 +264,14 @@ log = channel("dispatch")
 __all__ = ["looped_run", "run_of_any_length"]
 
 
-def looped_run(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LoopedCall | None:
+def looped_run(call: SampleCall) -> LoopedCall | None:
     """One run of a call, if that is all that is to be known of it: it has loops, and sets no Python state."""
     with recording(), undo() as before:
         try:
-            real = real_run_of(module, args, kwargs)
+            real = real_run_of(call.module, call.args, call.kwargs)
         except Exception as error:  # noqa: BLE001 - whatever forward raises, it raises again where it is captured
             swallowed(error)
-            log.debug("%s is not recorded for its length: %s", type(module).__name__, error)
+            log.debug("%s is not recorded for its length: %s", call.name, error)
             before.restore()
             return None
         if real.observation.unsupported or real.observation.objects or real.functions.uses or real.changed():

@@ -32,7 +32,7 @@ from bridge.dispatch.guards.condition import CheckSource, Condition
 from bridge.dispatch.guards.sizes import argument_sizes
 from bridge.dispatch.guards.tensors import SizedTensorGuard, TensorGuard
 from bridge.guards import alike
-from bridge.state import same
+from bridge.state import SampleCall, same
 
 __all__ = ["SAVED", "AnyNumber", "ArgumentGuard", "Spelling", "changed_number", "same_or_any_number", "signature_of"]
 
@@ -192,13 +192,13 @@ class ArgumentGuard:
             source.refuse("nested")
         self._tensors.write(source, "tensors", inference)
 
-    def match(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def match(self, call: SampleCall) -> list[torch.Tensor]:
         """The argument tensors.
 
         Raises:
             GuardFailure: naming the first thing that differs.
         """
-        leaves = self._structure.match(args, kwargs)
+        leaves = self._structure.match(call.args, call.kwargs)
         for condition in (self._constants, self._are_tensors):
             if (failure := condition.failure(leaves)) is not None:
                 raise failure
@@ -207,30 +207,30 @@ class ArgumentGuard:
             raise failure
         return tensors
 
-    def leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    def leaves(self, call: SampleCall) -> list[Any]:
         """All leaves, in the sample's order. :class:`GuardFailure` if the structure is another one."""
-        found = self._structure.leaves(args, kwargs)
-        return self._structure.match(args, kwargs) if found is None else found
+        found = self._structure.leaves(call.args, call.kwargs)
+        return self._structure.match(call.args, call.kwargs) if found is None else found
 
-    def changed_numbers(self, args: tuple, kwargs: dict[str, Any]) -> dict[int, Any] | None:
+    def changed_numbers(self, call: SampleCall) -> dict[int, Any] | None:
         """The constants that differ, by leaf: what they were; ``None`` if anything but numbers does.
 
         Raises:
             GuardFailure: the structure is another one.
         """
-        leaves = self.leaves(args, kwargs)
+        leaves = self.leaves(call)
         pairs = list(zip(self._constant_leaves, self._constants.expected, strict=True))
         changed = {i: then for i, then in pairs if not self._constants.same(leaves[i], then)}
         return changed if all(changed_number(leaves[i], then) for i, then in changed.items()) else None
 
-    def compiled_shapes(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
+    def compiled_shapes(self, call: SampleCall) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
         """Of each tensor argument its name, the shape that was compiled and the tensor that is given.
 
         Nothing if the call differs in more than its tensors and in numbers.
         """
         try:
-            leaves = self.leaves(args, kwargs)
-            if self.changed_numbers(args, kwargs) is None or self._are_tensors.failure(leaves) is not None:
+            leaves = self.leaves(call)
+            if self.changed_numbers(call) is None or self._are_tensors.failure(leaves) is not None:
                 return []
         except GuardFailure:
             return []
@@ -239,9 +239,9 @@ class ArgumentGuard:
             return []
         return list(zip((self.paths[i] for i in self.tensor_leaves), self._shapes, tensors, strict=True))
 
-    def sizes_fit(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def sizes_fit(self, call: SampleCall) -> bool:
         """Whether all argument tensors have the shapes that were compiled; not to be asked of another structure."""
-        shapes = self.compiled_shapes(args, kwargs)
+        shapes = self.compiled_shapes(call)
         if self.sizes is not None:
             return bool(shapes) and self._given.failure([tensor for *_, tensor in shapes]) is None
         return all(shape == tuple(tensor.shape) for _, shape, tensor in shapes)

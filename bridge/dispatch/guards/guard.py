@@ -27,6 +27,7 @@ from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, Sett
 from bridge.dispatch.guards.module import ModuleGuard
 from bridge.dispatch.guards.tensors import FrozenTensors, TensorGuard
 from bridge.guards import Reads, Settling, TensorReads
+from bridge.state import SampleCall
 
 __all__ = ["EntryGuard"]
 
@@ -131,7 +132,7 @@ class EntryGuard:
         self._tree.write(source, inference)
         if self.frozen is not None:
             source.require(f"{source.name(self.frozen.holds, 'frozen tensors hold')}(owned)")
-        numbers = f"*{source.name(self._number_inputs, 'numbers of')}(module, args, kwargs), " if self.numbers else ""
+        numbers = f"*{source.name(self._number_inputs, 'numbers of')}(module, leaves), " if self.numbers else ""
         source.add(f"inputs = [*owned, {numbers}*tensors]")
         source.refuse(f"{guard}.aligned and {source.name(self._alignment, 'alignment of')}(inputs) is not None")
         if self._asked:
@@ -144,9 +145,7 @@ class EntryGuard:
             source.refuse(f"({shared}) and {source.name(self._shared_memory, 'shared memory')}(inputs) is not None")
         return source.returned("inputs")
 
-    def match(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], changed: bool = False
-    ) -> list[torch.Tensor]:
+    def match(self, call: SampleCall, changed: bool = False) -> list[torch.Tensor]:
         """The input tensors of the compiled code (module tensors, then arguments) if the call matches.
 
         ``changed``: frozen tensors may have changed.
@@ -156,22 +155,22 @@ class EntryGuard:
         """
         settling = self.settling
         if settling is None or not settling.is_before():
-            inputs = self._match(module, args, kwargs, changed)
+            inputs = self._match(call, changed)
             if settling is not None:  # another entry's call has written it, or eager
                 settling.done = True
             return inputs
         settling.do()
         try:
-            return self._match(module, args, kwargs, changed)
+            return self._match(call, changed)
         except BaseException:
             settling.undo()
             raise
 
-    def holds(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def holds(self, call: SampleCall) -> bool:
         """Whether the call matches; no call is made."""
         try:
             with self.trial():
-                self.match(module, args, kwargs)
+                self.match(call)
         except GuardFailure:
             return False
         return True
@@ -194,17 +193,17 @@ class EntryGuard:
             if is_before:
                 self.settling.undo()
 
-    def _match(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], changed: bool) -> list[torch.Tensor]:
+    def _match(self, call: SampleCall, changed: bool) -> list[torch.Tensor]:
         state = read_modes()
         if (failure := self._modes.failure(state)) is not None:
             raise failure
         if self._settings is not None and (failure := self._settings.failure()) is not None:
             raise failure
-        tensors = self._arguments.match(args, kwargs)
-        inputs = self._tree.match(module, state[INFERENCE])
+        tensors = self._arguments.match(call)
+        inputs = self._tree.match(call.module, state[INFERENCE])
         if self.frozen is not None and not changed and (failure := self.frozen.failure(inputs)) is not None:
             raise failure
-        inputs += (self._number_inputs(module, args, kwargs) if self.numbers else []) + tensors
+        inputs += (self._number_inputs(call.module, self._arguments.leaves(call)) if self.numbers else []) + tensors
         if self._asked and (what := self._asked.difference(inputs)) is not None:
             raise GuardFailure(ARGUMENTS, what)
         for failure in (self._alignment(inputs), self._shared_memory(inputs)):
@@ -213,13 +212,13 @@ class EntryGuard:
         self._arguments.learn(tensors, state[INFERENCE])
         return inputs
 
-    def renewed(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[EntryGuard, list[torch.Tensor]]:
+    def renewed(self, call: SampleCall) -> tuple[EntryGuard, list[torch.Tensor]]:
         """The guard for the frozen tensors as they are now, and those.
 
         Raises:
             GuardFailure: the call differs in more than these.
         """
-        tensors = self.match(module, args, kwargs, changed=True)[: len(self.frozen.tensors)]
+        tensors = self.match(call, changed=True)[: len(self.frozen.tensors)]
         found = copy(self)
         found.__dict__.pop("check", None)  # of the tensors that were frozen before
         found.frozen = self.frozen.renewed(tensors)
@@ -250,30 +249,30 @@ class EntryGuard:
         """The training flag of each module, by its path."""
         return self._tree.training
 
-    def changed_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[NumberPlace, Any] | None:
+    def changed_numbers(self, call: SampleCall) -> dict[NumberPlace, Any] | None:
         """The numbers that differ from what was compiled, with what they were.
 
         ``None`` if a constant differs that is no number, or the sizes do, or nothing does. What else differs is not
         looked at.
         """
         try:
-            leaves = self._arguments.changed_numbers(args, kwargs)
-            attributes = self._tree.changed_numbers(module)
+            leaves = self._arguments.changed_numbers(call)
+            attributes = self._tree.changed_numbers(call.module)
         except (GuardFailure, KeyError):
             return None
         if leaves is None or attributes is None or not (leaves or attributes) or self._tree.mentions("type"):
             return None
-        if not self._arguments.sizes_fit(args, kwargs):
+        if not self._arguments.sizes_fit(call):
             return None
         places = {NumberPlace(type(then), path=path, name=name): then for (path, name), then in attributes.items()}
         return {**places, **{NumberPlace(type(then), leaf=leaf): then for leaf, then in leaves.items()}}
 
-    def compiled_shapes(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
+    def compiled_shapes(self, call: SampleCall) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
         """Of each tensor argument its name, the shape that was compiled and the tensor that is given.
 
         Nothing if the arguments differ in more than their tensors and in numbers.
         """
-        return self._arguments.compiled_shapes(args, kwargs)
+        return self._arguments.compiled_shapes(call)
 
     @property
     def derived(self) -> tuple[str, ...]:
@@ -284,11 +283,8 @@ class EntryGuard:
         """What the call does to the module's counters and derived attributes, and to places that it sets."""
         self._tree.set_attributes(module, kept)
 
-    def _number_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        values = self._tree.numbers(module)
-        if self._number_leaves:
-            leaves = self._arguments.leaves(args, kwargs)
-            values += [leaves[i] for i in self._number_leaves]
+    def _number_inputs(self, module: nn.Module, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        values = [*self._tree.numbers(module), *(leaves[i] for i in self._number_leaves)]
         return [number_tensor(value, self._device) for value in values]
 
     @property

@@ -13,6 +13,8 @@ from torch import nn
 
 import bridge
 from bridge.compile import LIMITS, ORDER, Choices, backend_for
+from bridge.dispatch import EntryOptions
+from bridge.state import SampleCall
 from bridge.tune.search import Knob
 from bridge.tune.tuning import Means, tune_call
 from tests.bridge.artifact.count_builds import Block, digest
@@ -86,8 +88,7 @@ def tuned(folder: Path) -> str:
     module, x = mixed_rows()
     knobs = (Knob(ORDER, "lanes", (8,)), Knob(LIMITS, "tasks", (32, 16)))
     means = Means(5.0, folder / "tuning.jsonl", progress=False, race=raced, final=raced, knobs=lambda *_: knobs)
-    how = {"partition": "min_cut", "backend": backend_for(None), "freeze": False}
-    tune_call(module, (x,), {}, **how, means=means)
+    tune_call(SampleCall(module, (x,)), EntryOptions("min_cut", backend_for(None)), means)
     return step(bridge.add_tvm_dispatch(module, x), x)
 
 

@@ -8,6 +8,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.capture import dynamic_dims, normalize_sample
+from bridge.state import SampleCall
 
 BATCH = Dim("batch")
 
@@ -66,7 +67,7 @@ VARYING = [
 def varying(spec, sample=None):
     """The dimensions that vary, with the words of the specification."""
     args, kwargs = normalize_sample(Takes(), rows() if sample is None else sample, None)
-    return [f"{each.place}: dimension {each.dim}" for each in dynamic_dims(Takes(), args, kwargs, spec)]
+    return [f"{each.place}: dimension {each.dim}" for each in dynamic_dims(SampleCall(Takes(), args, kwargs), spec)]
 
 
 @pytest.mark.parametrize(("spec", "expected"), VARYING, ids=repr)

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensor
 from benchmarks.peak import peak_of
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.capture import capture
+from bridge.state import SampleCall
 from tests.sampling import sampled, spread
 
 
@@ -251,8 +252,8 @@ class Deep(nn.Module):
 def test_capturing_takes_less_memory_than_a_step():
     """It is run twice, as forward asks whether it is traced, and no graph of either holds activations."""
     module, x = Deep(), torch.randn(4096, 64)
-    capture(module, (x[:2],), {})  # imports
-    assert peak_of(lambda: capture(module, (x,), {})) <= 0.5 * peak_of(lambda: module(x).sum().backward())
+    capture(SampleCall(module, (x[:2],), {}))  # imports
+    assert peak_of(lambda: capture(SampleCall(module, (x,), {}))) <= 0.5 * peak_of(lambda: module(x).sum().backward())
 
 
 class Tries(nn.Module):

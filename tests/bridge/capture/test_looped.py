@@ -12,6 +12,7 @@ from autodiff.scan import is_scan, scan_of
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.capture import LOOP_MARKS, loops_tell, steady_call
 from bridge.lowering import reuse
+from bridge.state import SampleCall
 from partition import scans
 from tests.bridge.capture.looped_networks import (
     DROPS,
@@ -120,7 +121,7 @@ def test_another_length_is_made_of_what_is_known():
 
 def test_equal_modules_share_what_was_lowered():
     def lowered(module, steps=11):
-        return reuse.lower_once(module, (torch.randn(2, steps, 3),), {}, grad=True, partition="min_cut")
+        return reuse.lower_once(SampleCall(module, (torch.randn(2, steps, 3),), {}), "min_cut")
 
     first, again, other = lowered(Numbers()), lowered(Numbers()), Numbers()
     assert again is first and marks_of(first)

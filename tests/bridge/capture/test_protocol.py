@@ -10,7 +10,7 @@ from torch import nn
 from bridge import UnsupportedModule
 from bridge.capture import capture, dynamic_dims
 from bridge.capture.twin import Twin
-from bridge.state import Snapshot
+from bridge.state import SampleCall, Snapshot
 from tests.bridge.models import bert_layer
 from tests.corpus.forwards import counted
 
@@ -72,16 +72,16 @@ RUNS = {Plain: 2, Counts: 2, Settles: 3, Reads: 2, Asks: 2}
 def test_forward_runs_twice_and_once_more_where_state_settles(kind, states):
     module = kind()
     with counted(module) as forwards:
-        capture(module, (X,), {})
+        capture(SampleCall(module, (X,), {}))
     assert forwards.count == RUNS[kind]
     assert states["taken"] <= 2 and states["put back"] <= 2
 
 
 def test_with_sizes_that_vary(states):
     module = Plain()
-    dims = dynamic_dims(module, (X,), {}, ({0: torch.export.Dim.DYNAMIC},))
+    dims = dynamic_dims(SampleCall(module, (X,), {}), ({0: torch.export.Dim.DYNAMIC},))
     with counted(module) as forwards:
-        captured = capture(module, (X,), {}, dims)
+        captured = capture(SampleCall(module, (X,), {}, dims))
     assert captured.extents is not None
     assert forwards.count <= 3
     assert states["taken"] <= 2 and states["put back"] <= 2
@@ -90,7 +90,7 @@ def test_with_sizes_that_vary(states):
 def test_what_changes_at_every_call_is_refused_after_two_runs(states):
     module = Changes()
     with counted(module) as forwards, pytest.raises(UnsupportedModule, match="at every call"):
-        capture(module, (X,), {})
+        capture(SampleCall(module, (X,), {}))
     assert forwards.count == 2 and module.width is None
     assert states["taken"] <= 2 and states["put back"] <= 2
 
@@ -107,7 +107,7 @@ def test_the_module_is_untouched_while_it_is_captured():
     module = Looks()
     before = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     values = {name: tensor.detach().clone() for name, tensor in before.items()}
-    capture(module, (X,), {})
+    capture(SampleCall(module, (X,), {}))
     assert not any(seen), "forward runs on the module itself"
     for name, tensor in module.state_dict(keep_vars=True).items():
         assert tensor is before[name] and torch.equal(tensor, values[name]) and tensor.grad is None
@@ -131,12 +131,12 @@ def test_the_name_of_a_temporary_file_is_no_draw():
             tempfile.NamedTemporaryFile().close()
             return super().forward(x)
 
-    assert len(capture(Names(), (X,), {}).draws) == 1, "the dropout's alone"
+    assert len(capture(SampleCall(Names(), (X,), {})).draws) == 1, "the dropout's alone"
 
 
 def test_a_bert_layer_runs_twice():
     module = bert_layer()
     hidden = torch.randn(2, 14, 24)
     with counted(module) as forwards:
-        capture(module, (hidden,), {})
+        capture(SampleCall(module, (hidden,), {}))
     assert forwards.count == 2

@@ -15,6 +15,7 @@ from autodiff.extents import ExtentScope
 from bridge import UnsupportedModule
 from bridge.capture import capture, dynamic_dims
 from bridge.capture.symbolic_sizes import NotTranslatedError, extent_of, holds
+from bridge.state import SampleCall
 from tests.bridge.symbolic import assert_as_eager, imported
 
 ROWS, COLUMNS = Dim("rows"), Dim("columns")
@@ -172,17 +173,17 @@ def test_collections_and_further_samples():
     x, y = normal(4, 6), normal(4, 6)
     shapes = ShapesCollection()
     shapes[x] = {0: ROWS}
-    (found,) = dynamic_dims(Sums(), (x, y), {}, shapes)
+    (found,) = dynamic_dims(SampleCall(Sums(), (x, y), {}), shapes)
     assert (found.leaf, found.dimension, found.name, found.required) == (0, 0, "rows", True)
     inputs = AdditionalInputs()
     inputs.add((normal(7, 6), normal(7, 6)))
-    found = dynamic_dims(Sums(), (x, y), {}, inputs)
+    found = dynamic_dims(SampleCall(Sums(), (x, y), {}), inputs)
     assert [(each.leaf, each.dimension) for each in found] == [(0, 0), (1, 0)]
 
 
 def test_a_tensor_that_is_passed_twice_is_two_arguments():
     x = normal(4, 6)
-    found = dynamic_dims(Sums(), (x, x), {}, [{0: ROWS}, {1: COLUMNS}])
+    found = dynamic_dims(SampleCall(Sums(), (x, x), {}), [{0: ROWS}, {1: COLUMNS}])
     assert [(each.leaf, each.dimension) for each in found] == [(0, 0), (1, 1)]
 
 
@@ -196,7 +197,7 @@ def test_a_tensor_that_is_passed_twice_is_two_arguments():
 def test_a_sample_of_one_is_no_sample_of_a_dimension_that_varies(dim, message):
     with pytest.raises(ValueError, match=message):
         imported(Asks(), normal(1, 6), ({0: dim},))
-    assert dynamic_dims(Asks(), (normal(1, 6),), {}, ({0: Dim.AUTO},)) == ()
+    assert dynamic_dims(SampleCall(Asks(), (normal(1, 6),), {}), ({0: Dim.AUTO},)) == ()
 
 
 def test_a_sample_outside_of_the_bounds():
@@ -210,9 +211,9 @@ class Times(nn.Module):
 
 
 def test_a_number_that_varies_is_refused():
-    dims = dynamic_dims(Times(), (normal(4, 6), 3), {}, ({0: ROWS}, Dim.DYNAMIC))
+    dims = dynamic_dims(SampleCall(Times(), (normal(4, 6), 3), {}), ({0: ROWS}, Dim.DYNAMIC))
     with pytest.raises(UnsupportedModule, match=r"dynamic_shapes\[1\]: a number that varies"):
-        capture(Times(), (normal(4, 6), 3), {}, dims)
+        capture(SampleCall(Times(), (normal(4, 6), 3), {}, dims))
 
 
 n, m = sympy.symbols("n m", integer=True, positive=True)

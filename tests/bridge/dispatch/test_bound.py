@@ -26,6 +26,7 @@ from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.guards import EntryGuard
 from bridge.dispatch.programs import Programs, compile_programs
 from bridge.lowering import lower_once
+from bridge.state import SampleCall
 from tests.bridge.compare import Call, assert_same, run
 from tests.device import DEVICE
 from tests.threads import together
@@ -76,7 +77,7 @@ def dispatched(monkeypatch):
     module = copy.deepcopy(eager)
     sample = call_of(BATCH, LENGTH)
     backend = backend_for(DEVICE)
-    lowered = lower_once(module, sample.args, {}, grad=True, partition="min_cut")
+    lowered = lower_once(SampleCall(module, sample.args, {}), "min_cut")
     captured, scope = lowered.captured, ExtentScope()
     extents = {BATCH: scope.symbol("batch", BATCH), LENGTH: scope.symbol("length", LENGTH, high=40)}
 
@@ -100,7 +101,7 @@ def dispatched(monkeypatch):
     def programs_of(programs: Programs, sizes: dict[str, int]) -> Programs:
         call = call_of(sizes["batch"], sizes["length"])
         with one_capture_at_a_time():
-            found = compile_programs(lower_once(eager, call.args, {}, grad=True, partition="min_cut"), backend)
+            found = compile_programs(lower_once(SampleCall(eager, call.args, {}), "min_cut"), backend)
         found.sizes = sizes
         return found
 
@@ -204,7 +205,7 @@ def test_what_is_kept_is_bounded(dispatched, monkeypatch):
 
 def inputs_of(entry, module, batch, length):
     call = CallValues()
-    call.inputs = entry.guard.match(module, call_of(batch, length).args, {})
+    call.inputs = entry.guard.match(SampleCall(module, call_of(batch, length).args, {}))
     return call
 
 

@@ -25,7 +25,7 @@ from bridge.base.modes import distributions_validate
 from bridge.capture import capture
 from bridge.dispatch.guards import EntryGuard
 from bridge.dispatch.guards.interpreter import MODES
-from bridge.state import write_counts
+from bridge.state import SampleCall, write_counts
 from tests.device import AUTOCAST, DEVICE
 
 FACTOR = 2.0
@@ -378,7 +378,7 @@ def guarded(request) -> Iterator[tuple[nn.Module, EntryGuard]]:
         if request.param == "no counts of writes":
             patch.setattr(write_counts, "write_counter", lambda: None)
         module, x = Everything(), rows()
-        guard = EntryGuard(module, capture(module, (x, 2), {"shift": 1.0}), [x])
+        guard = EntryGuard(module, capture(SampleCall(module, (x, 2), {"shift": 1.0})), [x])
         module.__dict__["_compiled_call_impl"] = None  # where the dispatcher would be
         yield module, guard
 
@@ -401,7 +401,7 @@ def test_a_broken_condition_is_seen_and_named(guarded, name):
         args, kwargs = (args, kwargs) if args else sample
         assert guard.check(module, args, kwargs) is None
         with pytest.raises(GuardFailure) as caught:
-            guard.match(module, args, kwargs)
+            guard.match(SampleCall(module, args, kwargs))
         assert caught.value.stage == stage
         assert caught.value.reason.startswith(reason), caught.value.reason
         checked.append(name)
@@ -410,7 +410,7 @@ def test_a_broken_condition_is_seen_and_named(guarded, name):
     mutate(module, check)
     assert checked == [name]
     assert guard.check(module, *sample) is not None, "the mutation was undone"
-    assert all(a is b for a, b in zip(guard.check(module, *sample), guard.match(module, *sample), strict=True))
+    assert all(a is b for a, b in zip(guard.check(module, *sample), guard.match(SampleCall(module, *sample)), strict=True))
 
 
 SAME: dict[str, Callable[[nn.Module], Any]] = {
@@ -428,7 +428,7 @@ def test_what_means_the_same_is_taken(guarded, name):
     module, guard = guarded
     with SAME[name](module):
         args, kwargs = (rows(), 2), {"shift": 1.0}
-        inputs = guard.match(module, args, kwargs)
+        inputs = guard.match(SampleCall(module, args, kwargs))
         quick = guard.check(module, args, kwargs)
         assert quick is None or all(a is b for a, b in zip(quick, inputs, strict=True))
 

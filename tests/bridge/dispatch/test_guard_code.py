@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
 from bridge.base.errors import MODULE, GuardFailure
+from bridge.state import SampleCall
 from tests.bridge import settings
 from tests.bridge.settings import shifted
 
@@ -193,7 +194,7 @@ def test_a_change_is_seen_and_named(module, name):
     with change(module):
         assert guard.check(module, (x,), {}) is None
         with pytest.raises(GuardFailure) as caught:
-            guard.match(module, (x,), {})
+            guard.match(SampleCall(module, (x,), {}))
         assert caught.value.reason.startswith(reason), caught.value.reason
         assert caught.value.stage == MODULE
     assert guard.check(module, (x,), {}) is not None, "the change was undone"

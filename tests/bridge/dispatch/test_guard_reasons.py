@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.base.errors import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
 from bridge.dispatch.guards import EntryGuard, interpreter_state
+from bridge.state import SampleCall
 from tests.bridge.models import MLP, Tied
 from tests.device import AUTOCAST, DEVICE
 
@@ -180,7 +181,7 @@ def test_a_change_is_seen_and_named(pair, name):
     try:
         assert guard.check(module, (x,), {}) is None
         with pytest.raises(GuardFailure) as caught:
-            guard.match(module, (x,), {})
+            guard.match(SampleCall(module, (x,), {}))
         assert caught.value.reason.startswith(reason), caught.value.reason
         assert caught.value.stage == MODULE
         before = stats(module).misses[caught.value.reason]
@@ -273,7 +274,7 @@ def test_the_cheap_and_global_comes_first(pair):
             ((rows(),), torch.enable_grad, MODULE),
         ):
             with context(), pytest.raises(GuardFailure) as caught:
-                guard.match(module, args, {})
+                guard.match(SampleCall(module, args, {}))
             assert caught.value.stage == stage
     finally:
         module.scale = 2.0
@@ -292,7 +293,7 @@ def test_order_of_the_checks_on_a_tensor(pair):
         (wrong.float().requires_grad_(), "strides of args[0]: compiled for (6, 1), called with (1, 5)"),
     ):
         with pytest.raises(GuardFailure) as caught:
-            guard.match(module, (argument,), {})
+            guard.match(SampleCall(module, (argument,), {}))
         assert caught.value.reason == reason
 
 
@@ -464,7 +465,7 @@ def test_quick_is_never_more_than_match():
     for args in ((rows(),), (rows()[:3],), (3,), (), (rows(), rows())):
         quick = guard.check(module, args, {})
         if quick is not None:
-            assert all(a is b for a, b in zip(quick, guard.match(module, args, {}), strict=True))
+            assert all(a is b for a, b in zip(quick, guard.match(SampleCall(module, args, {})), strict=True))
         else:
             with pytest.raises(GuardFailure):
-                guard.match(module, args, {})
+                guard.match(SampleCall(module, args, {}))

@@ -14,6 +14,7 @@ from bridge.capture import NotArithmeticError, NumberPlace, with_number_inputs
 from bridge.compile import backend_for
 from bridge.dispatch import EntryOptions, entries
 from bridge.dispatch.compile_entry import compile_entry
+from bridge.state import SampleCall
 from tests.bridge.compare import Call, assert_same, run
 from tests.device import DEVICE
 from tests.sampling import sampled
@@ -162,10 +163,10 @@ def test_a_number_that_is_used_otherwise_is_no_input(use):
     module = add_tvm_dispatch(OtherUse(OTHER_USES[use]), X)
     (known,) = stats(module).entries
     module.number = 0.75
-    changed = known.guard.changed_numbers(module, (X,), {})
+    changed = known.guard.changed_numbers(SampleCall(module, (X,), {}))
     assert changed is None if use == "type" else changed == {NumberPlace(float, name="number"): 0.1}
     how = EntryOptions("min_cut", backend_for(None))
-    made = changed and compile_entry(module, (X,), {}, how, numbers=(known, changed))
+    made = changed and compile_entry(SampleCall(module, (X,), {}), how, numbers=(known, changed))
     assert made is None and module.number == 0.75
 
 

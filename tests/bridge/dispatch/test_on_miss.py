@@ -92,12 +92,12 @@ def test_a_size_that_cannot_vary_is_tried_once(caplog, monkeypatch):
     """And the size at hand is compiled all the same, whatever went wrong with all of them."""
     tried = []  # numbers of dimensions; what forward fixes is compiled for this size then
 
-    def compiled(module, args, kwargs, options, **more):
-        dims = options.dims
+    def compiled(call, options, **more):
+        dims = call.dims
         tried.append(len(dims))
         if dims and broken:
             raise RuntimeError("a bug")
-        return compile_entry(module, args, kwargs, options, **more)
+        return compile_entry(call, options, **more)
 
     monkeypatch.setattr("bridge.dispatch.dispatcher.compile_entry", compiled)
     for module, broken in ((OneSize(), False), (Whole(), False), (Scale(), True)):
@@ -157,9 +157,9 @@ def test_lengths_of_a_loop_that_are_not_alike_are_entries_of_their_own_without_a
     monkeypatch.setattr("bridge.dispatch.dispatcher.MAX_ENTRIES", 1)
     compiled = []
 
-    def counted(module, args, kwargs, options, **more):
-        compiled.append(options.dims)
-        return compile_entry(module, args, kwargs, options, **more)
+    def counted(call, options, **more):
+        compiled.append(call.dims)
+        return compile_entry(call, options, **more)
 
     for module in ("dispatcher", "generalize"):
         monkeypatch.setattr(f"bridge.dispatch.{module}.compile_entry", counted)

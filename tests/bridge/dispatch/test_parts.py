@@ -171,10 +171,10 @@ def test_an_error_on_the_way_leaves_the_model_as_it_was(monkeypatch):
     before, state = {path: dict(vars(child)) for path, child in module.named_modules()}, torch.get_rng_state()
     added = dispatcher.Dispatcher.add
 
-    def add(self, module, *rest):
-        if isinstance(module, Block):
+    def add(self, call):
+        if isinstance(call.module, Block):
             raise KeyboardInterrupt
-        return added(self, module, *rest)
+        return added(self, call)
 
     monkeypatch.setattr(dispatcher.Dispatcher, "add", add)
     with pytest.raises(KeyboardInterrupt):

@@ -14,6 +14,7 @@ from bridge.base.torch_cuda import SETTINGS
 from bridge.capture import capture
 from bridge.compile import CompileOptions, backend_for
 from bridge.dispatch.guards import EntryGuard
+from bridge.state import SampleCall
 
 GPU = backend_for({"kind": "cuda", "arch": "sm_90"})
 
@@ -75,7 +76,7 @@ CHANGES = {
 def guards():
     """Of a module, as if it were on the host and as if it were on a GPU."""
     module, x = nn.Linear(3, 3), torch.ones(2, 3)
-    captured = capture(module, (x,), {})
+    captured = capture(SampleCall(module, (x,), {}))
     placed = [replace(captured, device=torch.device(device)) for device in ("cpu", "cuda:0")]
     return module, x, *(EntryGuard(module, each, [x]) for each in placed)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from bridge import add_tvm_dispatch, stats
 from bridge.dispatch.worth import Worth, measure_worth
+from bridge.state import SampleCall
 
 
 class Counted(nn.Module):
@@ -79,5 +80,5 @@ def test_the_slower_one_is_found(monkeypatch):
     module = Waits(4, 4)
     x = torch.ones(3, 4)
     add_tvm_dispatch(module, x)
-    worth = measure_worth(stats(module).entries[0], module, (x,), {})
+    worth = measure_worth(stats(module).entries[0], SampleCall(module, (x,), {}))
     assert worth.eager > 0.002 and not worth.is_slower

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.capture import record_call
 from bridge.guards import Reads
+from bridge.state import SampleCall
 
 
 class Slots:
@@ -436,7 +437,7 @@ def test_steps_are_followed_once(monkeypatch):
     counts = []
     for steps in (4, 4, 40):  # the first call imports
         followed.clear()
-        record_call(Steps(steps, sets=False), (torch.randn(3, 4),), {})
+        record_call(SampleCall(Steps(steps, sets=False), (torch.randn(3, 4),), {}))
         counts.append(len(followed))
     assert counts[1] == counts[2] > 0
 

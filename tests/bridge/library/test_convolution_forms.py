@@ -12,6 +12,7 @@ from bridge import add_tvm_dispatch, stats
 from bridge.compile import CALLS, NO_CHOICES, Choices, CompileOptions, backend_for, products_and_calls
 from bridge.dispatch import with_choices
 from bridge.library import FORMS, FUNCTIONS
+from bridge.state import SampleCall
 from bridge.tune.track import TimedStep
 
 BACKWARD_INPUT, BACKWARD_WEIGHT = "convolution_backward_input", "convolution_backward_weight"
@@ -69,7 +70,6 @@ def test_a_step_in_the_forms_that_are_chosen():
     chosen = with_choices(entry, choices)
     names = {step.name for program in (chosen.forward, chosen.backward) for step in program.steps}
     assert {form for _, form in choices.calls} <= names and not {call.name for call in calls} & names
-    for mine, its in zip(
-        TimedStep(chosen, module, (x,), {}).results(), TimedStep(entry, module, (x,), {}).results(), strict=True
-    ):
+    steps = [TimedStep(each, SampleCall(module, (x,))).results() for each in (chosen, entry)]
+    for mine, its in zip(*steps, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)

@@ -36,7 +36,7 @@ def captures(monkeypatch) -> list[nn.Module]:
     capture = RecordedCall.captured
 
     def spy(call: RecordedCall):
-        captured.append(call.module)
+        captured.append(call.call.module)
         return capture(call)
 
     monkeypatch.setattr(RecordedCall, "captured", spy)

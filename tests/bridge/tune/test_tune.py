@@ -12,7 +12,8 @@ from torch import nn
 
 from bridge import add_tvm_dispatch, explain, stats, tune
 from bridge.compile import LIMITS, ORDER, PARTITION, PRODUCTS, ProductShape, backend_for
-from bridge.dispatch import before_compiling
+from bridge.dispatch import EntryOptions, before_compiling
+from bridge.state import SampleCall
 from bridge.tune.__main__ import main
 from bridge.tune.search import Knob, TuningLog, knobs_of
 from bridge.tune.track import TimedStep
@@ -35,7 +36,7 @@ LANES, TASKS = Knob(ORDER, "lanes", (8,)), Knob(LIMITS, "tasks", (32,))
 
 def tuned(module, x, race, final=None, freeze=False, log=None, knobs=(LANES,)):
     means = Means(5.0, log, progress=False, race=race, final=final or race, knobs=lambda *_: knobs)
-    return tune_call(module, (x,), {}, partition="min_cut", backend=backend_for(None), freeze=freeze, means=means)
+    return tune_call(SampleCall(module, (x,)), EntryOptions("min_cut", backend_for(None), freeze), means)
 
 
 def eight_lanes(choices) -> float:
