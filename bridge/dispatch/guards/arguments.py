@@ -133,6 +133,8 @@ class ArgumentGuard:
         numbers: the kinds of the numbers among the arguments that the compiled code takes as inputs, by leaf.
     """
 
+    condition_names = ("keyword arguments", "structure", "constants", "tensor arguments")
+
     def __init__(
         self,
         captured: Captured,
@@ -154,13 +156,6 @@ class ArgumentGuard:
             self._explain_constant,
             same=same_or_any_number if numbers else same,
         )
-        self._are_tensors = Condition(
-            "tensor arguments",
-            lambda leaves: [leaves[i] for i in self.tensor_leaves],
-            [torch.Tensor] * len(self.tensor_leaves),
-            self._explain_no_tensor,
-            same=isinstance,
-        )
         names = [self.paths[i] for i in self.tensor_leaves]
         shapes = captured.argument_shapes[: len(captured.argument_shapes) - captured.counted]
         self._shapes = shapes or tuple(tuple(tensor.shape) for tensor in tensors)
@@ -175,42 +170,28 @@ class ArgumentGuard:
             saves=saves,
             explain_type=_explain_type,
         )
-        self.condition_names = (*_Structure.condition_names, self._constants.name, self._are_tensors.name)
 
     def write(self, source: CheckSource, inference: str) -> None:
         """Writes the conditions: the arguments look exactly like the sample's. Leaves their tensors in ``tensors``."""
         self._structure.write(source)
-        same = source.name(self._constants.same, "same")
-        for i, then in zip(self._constant_leaves, self._constants.expected, strict=True):
+        same, explain = (
+            source.name(self._constants.same, "same"),
+            source.name(self._constants.explain, "other constant"),
+        )
+        for place, (i, then) in enumerate(zip(self._constant_leaves, self._constants.expected, strict=True)):
             value = source.name(then, f"then {self.paths[i]}")
-            source.refuse(f"leaves[{i}] is not {value} and not {same}(leaves[{i}], {value})")
-        pick = "leaves" if not self._constant_leaves else ", ".join(f"leaves[{i}]" for i in self.tensor_leaves)
-        source.add(f"tensors = {pick}" if pick == "leaves" else f"tensors = [{pick}]")
+            unlike = f"leaves[{i}] is not {value} and not {same}(leaves[{i}], {value})"
+            source.refuse(unlike, f"{explain}({place}, {value}, leaves[{i}])")
+        pick = "leaves" if not self._constant_leaves else f"[{', '.join(f'leaves[{i}]' for i in self.tensor_leaves)}]"
+        source.add(f"tensors = {pick}")
         if self.tensor_leaves:
             source.add("try:", f"    nested = any(map({source.name(is_nested, 'is nested')}, tensors))")
-            source.add("except AttributeError:  # no tensor", "    return None")
-            source.refuse("nested")
-        self._tensors.write(source, "tensors", inference)
-
-    def match(self, call: SampleCall) -> list[torch.Tensor]:
-        """The argument tensors.
-
-        Raises:
-            GuardFailure: naming the first thing that differs.
-        """
-        leaves = self._structure.match(call.args, call.kwargs)
-        for condition in (self._constants, self._are_tensors):
-            if (failure := condition.failure(leaves)) is not None:
-                raise failure
-        tensors = [leaves[i] for i in self.tensor_leaves]
-        if (failure := self._tensors.failure(tensors)) is not None:
-            raise failure
-        return tensors
+            source.add("except AttributeError:  # no tensor", "    nested = True")
+        self._tensors.write(source, "tensors", inference, "nested or " * bool(self.tensor_leaves))
 
     def leaves(self, call: SampleCall) -> list[Any]:
         """All leaves, in the sample's order. :class:`GuardFailure` if the structure is another one."""
-        found = self._structure.leaves(call.args, call.kwargs)
-        return self._structure.match(call.args, call.kwargs) if found is None else found
+        return self._structure.leaves(call.args, call.kwargs, thorough=True)
 
     def changed_numbers(self, call: SampleCall) -> dict[int, Any] | None:
         """The constants that differ, by leaf: what they were; ``None`` if anything but numbers does.
@@ -230,12 +211,12 @@ class ArgumentGuard:
         """
         try:
             leaves = self.leaves(call)
-            if self.changed_numbers(call) is None or self._are_tensors.failure(leaves) is not None:
+            if self.changed_numbers(call) is None:
                 return []
         except GuardFailure:
             return []
         tensors = [leaves[i] for i in self.tensor_leaves]
-        if any(map(is_nested, tensors)):
+        if not all(isinstance(each, torch.Tensor) and not is_nested(each) for each in tensors):
             return []
         return list(zip((self.paths[i] for i in self.tensor_leaves), self._shapes, tensors, strict=True))
 
@@ -246,27 +227,17 @@ class ArgumentGuard:
             return bool(shapes) and self._given.failure([tensor for *_, tensor in shapes]) is None
         return all(shape == tuple(tensor.shape) for _, shape, tensor in shapes)
 
-    def learn(self, tensors: Sequence[torch.Tensor], inference: bool) -> None:
-        """Remembers how matching tensors look, where that is not known yet."""
-        self._tensors.learn(tensors, inference)
-
     def _explain_constant(self, place: int, then: Any, now: Any) -> GuardFailure:
         what = f"value of argument {self.paths[self._constant_leaves[place]]}"
         return GuardFailure(STRUCTURE, what, f"compiled for {then!r}, called with {_brief(now)}")
-
-    def _explain_no_tensor(self, place: int, then: type, now: Any) -> GuardFailure:
-        what = f"structure of argument {self.paths[self.tensor_leaves[place]]}"
-        return GuardFailure(STRUCTURE, what, f"a tensor was compiled, called with {_brief(now)}")
 
 
 class _Structure:
     """The tree of tuples, lists and dicts that the arguments are.
 
-    Both paths compare types, keys and lengths with the same ``spec``: :meth:`leaves` walks down the values, which is
-    far quicker than ``pytree``; :meth:`match` flattens them with ``pytree``, which can say what differs.
+    Both paths compare types, keys and lengths with the same ``spec``: the quick one walks down the values, which is
+    far quicker than ``pytree``; the thorough one flattens them with ``pytree``, which can say what differs.
     """
-
-    condition_names = ("keyword arguments", "structure")
 
     def __init__(self, spec: pytree.TreeSpec, forward: Callable[..., Any]):
         self._spec = spec
@@ -281,16 +252,21 @@ class _Structure:
 
     def write(self, source: CheckSource) -> None:
         """Writes the condition. Leaves the leaves of the arguments in ``leaves``."""
-        find = f"leaves = {source.name(self.leaves, 'leaves of')}(args, kwargs)"
+        find = f"leaves = {source.name(self.leaves, 'leaves of')}(args, kwargs, thorough)"
         if self.flat_count is None:
             source.add(find)
             source.refuse("leaves is None")
             return
-        source.add("leaves = args", f"if kwargs or len(args) != {self.flat_count}:", f"    {find}")
+        source.add("leaves = args", f"if thorough or kwargs or len(args) != {self.flat_count}:", f"    {find}")
         source.add("    if leaves is None:", "        return None")
 
-    def leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
-        """The leaves if the structure is the sample's, spelled as it or as a call that matched before."""
+    def leaves(self, args: tuple, kwargs: dict[str, Any], thorough: bool = False) -> list[Any] | None:
+        """The leaves if the structure is the sample's, spelled as it or as a call that matched before.
+
+        ``thorough``: spelled in any way; :class:`GuardFailure` if the structure is another one.
+        """
+        if thorough:
+            return self._flattened(args, kwargs)
         if self._other_spellings and (len(args), *kwargs) in self._other_spellings:
             args, kwargs = self._as_sampled(args, kwargs)
         if len(args) != self._num_positional or len(kwargs) != len(self._keywords):
@@ -304,8 +280,7 @@ class _Structure:
         leaves: list[Any] = []
         return leaves if all(_take(*pair, leaves) for pair in zip(values, self._shape, strict=True)) else None
 
-    def match(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-        """The leaves. :class:`GuardFailure` if the structure is another one."""
+    def _flattened(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         other = None
         if len(args) != self._num_positional or kwargs.keys() != set(self._keywords):
             other = (len(args), *kwargs)
@@ -356,6 +331,9 @@ def _take(value: Any, shape: tuple | None, leaves: list[Any]) -> bool:
 
 
 def _explain_type(path: str, now: Any) -> GuardFailure:
+    if not isinstance(now, torch.Tensor):
+        what = f"structure of argument {path}"
+        return GuardFailure(STRUCTURE, what, f"a tensor was compiled, called with {_brief(now)}")
     return GuardFailure(ARGUMENTS, f"type of {path}", f"a tensor subclass, {type(now).__name__}")
 
 

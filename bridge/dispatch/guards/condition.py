@@ -3,7 +3,7 @@
 Generated check: the conditions of an entry → one Python function of a call, which gives its inputs or ``None``.
 
 The function is straight-line code over named objects, so a matching call is one Python frame, and what is printed is
-what runs.
+what runs. Asked to be ``thorough``, the same function takes what only means the same, and raises the first failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import nn
 
 from bridge.base.errors import GuardFailure
 
@@ -67,16 +66,22 @@ class Condition:
         return None
 
 
+def _agree(failure: GuardFailure | None) -> None:
+    if failure is not None:
+        raise failure
+
+
 def differs(stage: int, field: str, then: Any, now: Any) -> GuardFailure:
     """The failure of a field that has another value."""
     return GuardFailure(stage, field, f"compiled for {then}, called with {now}")
 
 
-Check = Callable[[nn.Module, tuple, dict[str, Any]], "list[torch.Tensor] | None"]
-"""Module, positional and keyword arguments → inputs of the compiled code; ``None``: the call needs a closer look."""
+Check = Callable[..., "list[torch.Tensor] | None"]
+"""``check(module, args, kwargs, thorough=False)`` → inputs of the compiled code; ``None``: the call needs a closer
+look, which raises :class:`GuardFailure` instead."""
 
 _WORDS = re.compile(r"[A-Za-z]\w*|\d+")
-_HEAD = "def check(module, args, kwargs):"
+_HEAD = "def check(module, args, kwargs, thorough=False):"
 
 
 class CheckSource:
@@ -84,14 +89,14 @@ class CheckSource:
 
     Example:
         >>> source = CheckSource()
-        >>> source.require(f"len(args) == {source.name(1, 'count')}")
+        >>> source.refuse(f"len(args) != {source.name(1, 'count')}")
         >>> source.returned("args[0]")(None, (5,), {})
         5
     """
 
     def __init__(self) -> None:
         self._lines: list[str] = []
-        self._namespace: dict[str, Any] = {}
+        self._namespace: dict[str, Any] = {"agree": _agree}
 
     def name(self, value: Any, hint: str) -> str:
         """The name by which the source knows an object: words in ``hint``, numbered where that is taken."""
@@ -105,13 +110,14 @@ class CheckSource:
         """Appends statements."""
         self._lines += lines
 
-    def require(self, condition: str) -> None:
-        """A call for which the expression is false needs a closer look."""
-        self.refuse(f"not {condition}")
-
-    def refuse(self, condition: str) -> None:
-        """A call for which the expression is true needs a closer look."""
-        self.add(f"if {condition}:", "    return None")
+    def refuse(self, condition: str, failure: str | None = None) -> None:
+        """A call for which the expression is true needs a closer look: at ``failure``, an expression for what the call
+        does not meet, ``None`` where it only looks otherwise."""
+        self.add(f"if {condition}:")
+        if failure is None:
+            self.add("    return None")
+        else:
+            self.add("    if not thorough:", "        return None", f"    agree({failure})")
 
     def returned(self, result: str) -> Check:
         """The function; its text is attribute ``source``."""

@@ -7,7 +7,7 @@ arguments' structure, the argument tensors, the module tree, memory shared with 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
@@ -23,13 +23,16 @@ from bridge.base.torch_internals import STORAGE_NUMBER, storage_id
 from bridge.capture import Captured, NumberPlace, number_tensor
 from bridge.dispatch.guards.arguments import ArgumentGuard
 from bridge.dispatch.guards.condition import Check, CheckSource
-from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, SettingsGuard, read_modes
+from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, modes_as_now, settings_as_now
 from bridge.dispatch.guards.module import ModuleGuard
 from bridge.dispatch.guards.tensors import FrozenTensors, TensorGuard
 from bridge.guards import Reads, Settling, TensorReads
 from bridge.state import SampleCall
 
 __all__ = ["EntryGuard"]
+
+_BUT_FROZEN = 2
+"""Of a thorough check: frozen tensors may have changed."""
 
 
 class EntryGuard:
@@ -87,9 +90,9 @@ class EntryGuard:
         self.later = self._tree.later
         self.sets_attributes = bool(captured.counters or captured.kept or self._tree.derived)
         exact = exact_modes or self._tree.reads_grad_mode
-        self._modes = ModeGuard(requires_grad, exact, captured.observation.reads_validation, captured.device)
+        self._modes = modes_as_now(requires_grad, exact, captured.observation.reads_validation, captured.device)
         self.has_default_device = isinstance(function_modes(), torch.device)
-        self._settings = SettingsGuard(captured.device) if captured.device.type == "cuda" else None
+        self._settings = settings_as_now(captured.device) if captured.device.type == "cuda" else None
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
         self.sizes = self._arguments.sizes
         self._written = [(index, captured.written_name(index)) for index, _ in captured.mutated]
@@ -123,26 +126,28 @@ class EntryGuard:
         """The generated check: a call → the inputs of the compiled code if it is exactly like the sample, ``None`` to
         ask :meth:`match`."""
         source = CheckSource()
-        inference = self._modes.write(source)
-        guard = source.name(self, "guard")
-        source.refuse(f"{guard}.settling is not None and not {guard}.settling.done")
+        self._modes.write(source, "modes")
+        inference, guard = f"modes[{INFERENCE}]", source.name(self, "guard")
+        source.refuse(f"not thorough and {guard}.settling is not None and not {guard}.settling.done")
         if self._settings is not None:
-            self._settings.write(source)
+            self._settings.write(source, "settings")
         self._arguments.write(source, inference)
         self._tree.write(source, inference)
         if self.frozen is not None:
-            source.require(f"{source.name(self.frozen.holds, 'frozen tensors hold')}(owned)")
+            holds = source.name(self.frozen.holds, "frozen tensors hold")
+            failure = source.name(self.frozen.failure, "frozen tensor that changed")
+            source.refuse(f"thorough is not {_BUT_FROZEN} and not {holds}(owned)", f"{failure}(owned)")
         numbers = f"*{source.name(self._number_inputs, 'numbers of')}(module, leaves), " if self.numbers else ""
         source.add(f"inputs = [*owned, {numbers}*tensors]")
-        source.refuse(f"{guard}.aligned and {source.name(self._alignment, 'alignment of')}(inputs) is not None")
         if self._asked:
-            source.refuse(f"{source.name(self._asked.difference, 'reads of tensors differ')}(inputs) is not None")
+            _refuse(source, "True", self._other_reads)
+        _refuse(source, f"{guard}.aligned", self._alignment)
         if self._written:
             storage = source.name(torch.Tensor.untyped_storage, "storage of")
             number = source.name(STORAGE_NUMBER, "number of")
             source.add(f"storages = list(map({number}, map({storage}, inputs)))")
             shared = " or ".join(f"storages.count(storages[{index}]) > 1" for index, _ in self._written)
-            source.refuse(f"({shared}) and {source.name(self._shared_memory, 'shared memory')}(inputs) is not None")
+            _refuse(source, shared, self._shared_memory)
         return source.returned("inputs")
 
     def match(self, call: SampleCall, changed: bool = False) -> list[torch.Tensor]:
@@ -153,15 +158,15 @@ class EntryGuard:
         Raises:
             GuardFailure: naming the first thing that differs.
         """
-        settling = self.settling
+        settling, thorough = self.settling, _BUT_FROZEN if changed else 1
         if settling is None or not settling.is_before():
-            inputs = self._match(call, changed)
+            inputs = self.check(call.module, call.args, call.kwargs, thorough)
             if settling is not None:  # another entry's call has written it, or eager
                 settling.done = True
             return inputs
         settling.do()
         try:
-            return self._match(call, changed)
+            return self.check(call.module, call.args, call.kwargs, thorough)
         except BaseException:
             settling.undo()
             raise
@@ -192,25 +197,6 @@ class EntryGuard:
         finally:
             if is_before:
                 self.settling.undo()
-
-    def _match(self, call: SampleCall, changed: bool) -> list[torch.Tensor]:
-        state = read_modes()
-        if (failure := self._modes.failure(state)) is not None:
-            raise failure
-        if self._settings is not None and (failure := self._settings.failure()) is not None:
-            raise failure
-        tensors = self._arguments.match(call)
-        inputs = self._tree.match(call.module, state[INFERENCE])
-        if self.frozen is not None and not changed and (failure := self.frozen.failure(inputs)) is not None:
-            raise failure
-        inputs += (self._number_inputs(call.module, self._arguments.leaves(call)) if self.numbers else []) + tensors
-        if self._asked and (what := self._asked.difference(inputs)) is not None:
-            raise GuardFailure(ARGUMENTS, what)
-        for failure in (self._alignment(inputs), self._shared_memory(inputs)):
-            if failure is not None:
-                raise failure
-        self._arguments.learn(tensors, state[INFERENCE])
-        return inputs
 
     def renewed(self, call: SampleCall) -> tuple[EntryGuard, list[torch.Tensor]]:
         """The guard for the frozen tensors as they are now, and those.
@@ -297,6 +283,11 @@ class EntryGuard:
         aligned = ("alignment",) if self.aligned else ()
         return (*modes, *arguments, *owned, *frozen, *aligned, "shared memory")
 
+    def _other_reads(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
+        """What forward read of a tensor, and that is another one."""
+        what = self._asked.difference(inputs)
+        return None if what is None else GuardFailure(ARGUMENTS, what)
+
     def _alignment(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
         """An input that a dropout reads, and that begins elsewhere than the sample's."""
         for place, least in self.aligned.items():
@@ -307,8 +298,6 @@ class EntryGuard:
 
     def _shared_memory(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
         """Two inputs in one storage, one of which the call changes: eager reads the new values in both."""
-        if not self._written:
-            return None
         storages = list(map(storage_id, inputs))
         for index, name in self._written:
             if storages.count(storages[index]) > 1 and inputs[index].numel():
@@ -316,3 +305,9 @@ class EntryGuard:
                 what = f"{self._names[other]} shares memory with {name}, which the call changes"
                 return GuardFailure(MODULE, what)
         return None
+
+
+def _refuse(source: CheckSource, asked: str, failure: Callable[[list[torch.Tensor]], GuardFailure | None]) -> None:
+    """Writes a condition on the inputs; it is asked where an expression is true."""
+    source.add(f"failure = {source.name(failure, failure.__name__)}(inputs) if {asked} else None")
+    source.refuse("failure is not None", "failure")

@@ -18,7 +18,7 @@ import torch
 from bridge.base.devices import HOST, function_modes
 from bridge.base.errors import INTERPRETER, GuardFailure
 from bridge.base.modes import autocast_setting, autocast_settings, cuda_autocast_setting, distributions_validate
-from bridge.base.torch_cuda import SETTINGS, meaning_the_same, read_settings, settle_attention_order
+from bridge.base.torch_cuda import SETTINGS, meaning_the_same, settle_attention_order
 from bridge.base.torch_internals import (
     deterministic_algorithms,
     forward_ad_level,
@@ -30,8 +30,8 @@ from bridge.base.torch_internals import (
 )
 from bridge.dispatch.guards.condition import CheckSource, differs
 
-__all__ = ["INFERENCE", "MODES", "Mode", "ModeGuard", "SettingsGuard", "active_modes", "interpreter_state"]
-__all__ += ["read_modes"]
+__all__ = ["INFERENCE", "MODES", "Mode", "ModeGuard", "active_modes", "interpreter_state", "modes_as_now"]
+__all__ += ["settings_as_now"]
 
 
 def _as_it_is(value: Any) -> Any:
@@ -89,11 +89,6 @@ _AUTOCAST = {HOST.type: _NAMES.index("autocast")} | (
 _SHOWN = [(i, mode.show) for i, mode in enumerate(MODES) if mode.show is not _as_it_is]
 
 
-def read_modes() -> tuple[Any, ...]:
-    """The value of each of ``MODES``."""
-    return tuple([mode.read() for mode in MODES])
-
-
 def interpreter_state() -> tuple[tuple[str, Any], ...]:
     """The global state that changes what a module computes: name and value of each mode, of each
     setting for CUDA where that is in use."""
@@ -111,80 +106,68 @@ def active_modes() -> list[str]:
 
 
 class ModeGuard:
-    """The conditions of one entry on the modes: the values of now, and those that make no difference to it.
-
-    Without gradients, ``no_grad`` and ``inference_mode`` are the same to the code; where nothing requires a gradient,
-    whether they are enabled is nothing to it either. The autocast of other devices casts nothing of its own.
+    """The conditions of one entry on some modes: the values of now, and those that make no difference to it.
 
     Args:
-        requires_grad: whether some input requires a gradient.
-        reads_grad_mode: whether the module's code asks for the grad mode, and so may do different things.
-        reads_validation: whether the call asked if ``torch.distributions`` check arguments; Dynamo switches that off.
-        device: of its tensors.
+        modes: which; ``accepted``: the values of each, the present one first.
 
     Attributes:
         exact: whether the grad mode has to be the very one.
     """
 
-    def __init__(self, requires_grad: bool, reads_grad_mode: bool, reads_validation: bool, device: torch.device = HOST):
-        now = read_modes()
-        accepted: list[Sequence[Any]] = [(value,) for value in now]
-        if not reads_grad_mode and not requires_grad:
-            accepted[GRAD] = (now[GRAD], not now[GRAD])
-        if not reads_grad_mode and not (now[GRAD] and requires_grad):
-            accepted[INFERENCE] = (now[INFERENCE], not now[INFERENCE])
-        if not reads_validation:
-            accepted[VALIDATION] = (now[VALIDATION], not now[VALIDATION])
-        for kind, place in _AUTOCAST.items():
-            if kind != device.type:
-                accepted[place] = autocast_settings(kind)
-        self._accepted = accepted
-        self.exact = reads_grad_mode
+    def __init__(self, modes: Sequence[Mode], accepted: Sequence[Sequence[Any]], exact: bool = False):
+        self._modes, self._accepted, self.exact = modes, accepted, exact
         self._states = tuple(product(*accepted))
 
     @property
     def expected(self) -> dict[str, Any]:
         """The modes that the entry was made under, by name."""
-        return {mode.name: values[0] for mode, values in zip(MODES, self._accepted, strict=True)}
+        return {mode.name: values[0] for mode, values in zip(self._modes, self._accepted, strict=True)}
 
-    def write(self, source: CheckSource) -> str:
-        """Writes the conditions; the expression of whether inference mode is on."""
+    def write(self, source: CheckSource, kind: str) -> None:
+        """Writes the conditions; leaves the values in a variable of this name."""
         reads = []
-        for mode in MODES:
+        for mode in self._modes:
             read = f"{source.name(mode.read, mode.name)}()"
             reads.append(f"{source.name(mode.is_on, f'{mode.name} is on')}() and {read}" if mode.is_on else read)
-        source.add("modes = (", *(f"    {read}," for read in reads), ")")
-        source.refuse(f"modes not in {source.name(self._states, 'accepted modes')}")
-        return f"modes[{INFERENCE}]"
+        source.add(f"{kind} = (", *(f"    {read}," for read in reads), ")")
+        states, failure = source.name(self._states, f"accepted {kind}"), source.name(self.failure, f"other {kind}")
+        source.refuse(f"{kind} not in {states}", f"{failure}({kind})")
 
     def failure(self, state: tuple[Any, ...]) -> GuardFailure | None:
-        """The first mode whose value in ``state`` (of :func:`read_modes`) is not accepted; ``None`` if all are.
-
-        That is so exactly if ``state`` is none of those that :meth:`write` compares with.
-        """
-        for mode, value, accepted in zip(MODES, state, self._accepted, strict=True):
+        """The first mode whose value is not accepted; ``None`` if all are."""
+        for mode, value, accepted in zip(self._modes, state, self._accepted, strict=True):
             if value not in accepted:
                 return differs(INTERPRETER, mode.name, mode.show(accepted[0]), mode.show(value))
         return None
 
 
-class SettingsGuard:
-    """The conditions of one entry on the settings: they mean the same as those of now, on a device."""
+def modes_as_now(requires_grad: bool, exact: bool, reads_validation: bool, device: torch.device = HOST) -> ModeGuard:
+    """Without gradients, ``no_grad`` and ``inference_mode`` are the same to the code; where nothing requires a
+    gradient, whether they are enabled is nothing to it either. The autocast of other devices casts nothing of its own.
 
-    def __init__(self, device: torch.device) -> None:
-        settle_attention_order(device)  # or an entry would miss from the first attention on, whoever calls it
-        self._accepted = [meaning_the_same(value) for value in read_settings()]
-        self._states = tuple(product(*self._accepted))
+    Args:
+        requires_grad: whether some input requires a gradient.
+        exact: whether the module's code asks for the grad mode, and so may do different things.
+        reads_validation: whether the call asked if ``torch.distributions`` check arguments; Dynamo switches that off.
+        device: of its tensors.
+    """
+    now = [mode.read() for mode in MODES]
+    accepted: list[Sequence[Any]] = [(value,) for value in now]
+    if not exact and not requires_grad:
+        accepted[GRAD] = (now[GRAD], not now[GRAD])
+    if not exact and not (now[GRAD] and requires_grad):
+        accepted[INFERENCE] = (now[INFERENCE], not now[INFERENCE])
+    if not reads_validation:
+        accepted[VALIDATION] = (now[VALIDATION], not now[VALIDATION])
+    for kind, place in _AUTOCAST.items():
+        if kind != device.type:
+            accepted[place] = autocast_settings(kind)
+    return ModeGuard(MODES, accepted, exact)
 
-    def write(self, source: CheckSource) -> None:
-        """Writes the conditions."""
-        reads = [f"    {source.name(read, name)}()," for name, read in SETTINGS.items()]
-        source.add("settings = (", *reads, ")")
-        source.refuse(f"settings not in {source.name(self._states, 'accepted settings')}")
 
-    def failure(self) -> GuardFailure | None:
-        """The first setting that is not as it was; ``None`` if all are."""
-        for name, value, accepted in zip(SETTINGS, read_settings(), self._accepted, strict=True):
-            if value not in accepted:
-                return differs(INTERPRETER, name, accepted[0], value)
-        return None
+def settings_as_now(device: torch.device) -> ModeGuard:
+    """The settings mean the same as those of now, on a GPU."""
+    settle_attention_order(device)  # or an entry would miss from the first attention on, whoever calls it
+    settings = [Mode(name, read) for name, read in SETTINGS.items()]
+    return ModeGuard(settings, [meaning_the_same(mode.read()) for mode in settings])

@@ -9,6 +9,7 @@ what has no such count, and how the tensors look.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import repeat
 from operator import attrgetter, getitem
 from types import MappingProxyType
@@ -194,14 +195,13 @@ class ModuleGuard:
         """
         tree, get = source.name(self, "tree"), source.name(getitem, "getitem")
         source.add(f"modules = [module, *{source.name(self._modules, 'submodules')}]")
-        source.refuse(f"list(map(type, modules)) != {tree}.types")
-        source.require(f"{source.name(self._outside.unchanged, 'reads unchanged')}()")
+        source.refuse(f"list(map(type, modules)) != {tree}.types", f"{tree}.other_types(modules)")
         source.add(f"dicts = list(map({source.name(_DICT, 'attributes of')}, modules))", f"known = {tree}.unwritten")
-        written = "known is None or known.versions is None or any(known.empty)"
+        written = "thorough or known is None or known.versions is None or any(known.empty)"
         if (version := write_counter()) is not None:
             version = source.name(version, "dict version")
             written += f" or list(map({version}, [*dicts, *known.registries])) != known.versions"
-        source.add(f"if {written}:", f"    known = {tree}.look(modules, dicts)")
+        source.add(f"if {written}:", f"    known = {tree}.look(modules, dicts, thorough)")
         source.add("    if known is None:", "        return None")
         source.refuse(f"known.hooked and not {tree}.has_same_hooks(modules, dicts)")
         found = [f"*map({get}, known.holders, known.names)"]
@@ -212,57 +212,55 @@ class ModuleGuard:
         found += [f"{source.name(reference, 'held tensor')}()" for reference in self._references]
         source.add(f"owned = [{', '.join(found)}]")
         self._tensors.write(source, "owned", inference)
+        source.refuse(f"not {source.name(self._outside.unchanged, 'reads unchanged')}()", f"{tree}.other_reads()")
+
+    def other_types(self, modules: Sequence[nn.Module]) -> GuardFailure | None:
+        """The first module of another class; ``None``, and never again, where fully_shard gave it one of its own."""
+        failure = self._conditions.types.failure(self._read(modules, list(map(_DICT, modules))))
+        if failure is None:
+            self.types = list(map(type, modules))
+        return failure
+
+    def other_reads(self) -> None:
+        """Raises :class:`GuardFailure` for the first place that forward read, and that means something else."""
+        self._outside.match()
 
     def has_same_hooks(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> bool:
         """Whether modules inside have the very hooks that they had."""
         return self._conditions.hooks.holds(self._read(modules, dicts))
 
-    def look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> _Unwritten | None:
-        """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do."""
-        self.unwritten = found = self._look(modules, dicts)
-        return found
+    def look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]], thorough: bool) -> _Unwritten | None:
+        """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do.
 
-    def _look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> _Unwritten | None:
+        ``thorough``: whether they hold what means the same; :class:`GuardFailure` where not.
+        """
         tree = self._read(modules, dicts)
+        if thorough and (failure := self._failure(tree)) is not None:
+            raise failure
         registries = [*tree.parameters, *tree.buffers, *tree.children]
         written = list(filter(None, registries))
-        counted = all(isinstance(each, dict) for each in written)  # a mapping of a user's own has no count of writes
+        counted = not thorough and all(isinstance(each, dict) for each in written)  # a user's own mapping counts none
         # before the look: what is written meanwhile is seen next time
-        versions = dict_versions((*dicts, *written)) if counted else None
-        try:
-            if not all(condition.holds(tree) for condition in self._conditions.watched):
-                return None
-            tensors = self._conditions.registered_tensors(tree)
-        except KeyError:
-            return None
-        empty = [registry for registry in (*tree.hooks, *registries) if not registry]
-        holders, names = [holder for holder, _ in tensors], [name for _, name in tensors]
-        return _Unwritten(versions, written, empty, any(tree.hooks), holders, names)
+        versions, found = dict_versions((*dicts, *written)) if counted else None, None
+        with suppress(KeyError):
+            if thorough or all(condition.holds(tree) for condition in self._conditions.watched):
+                tensors = self._conditions.registered_tensors(tree)
+                empty = [registry for registry in (*tree.hooks, *registries) if not registry]
+                places = [holder for holder, _ in tensors], [name for _, name in tensors]
+                found = _Unwritten(versions, written, empty, any(tree.hooks), *places)
+        if not thorough:
+            self.unwritten = found
+        return found
 
-    def match(self, root: nn.Module, inference: bool = False) -> list[torch.Tensor]:
-        """The module's tensors, in the order of the compiled code's inputs.
-
-        Raises:
-            GuardFailure: names the first thing that differs.
-        """
-        tree = self._tree(root)
-        tensors = self._match(tree)
-        self._tensors.learn(tensors, inference)
-        self.types = list(map(type, tree.modules))  # fully_shard gave a module a class of its own
-        return tensors
-
-    def _match(self, tree: Tree, but: Condition | None = None) -> list[torch.Tensor]:
-        """The tensors of a tree for which all conditions hold, ``but`` one that is not asked."""
-        self._raise(self._conditions.types.failure(tree))
+    def _failure(self, tree: Tree, but: Condition | None = None) -> GuardFailure | None:
+        """The first condition that does not hold of a tree, ``but`` one that is not asked."""
         for condition in self._conditions.before_tensors:
-            if condition is not but:
-                self._raise(condition.failure(tree))
-        tensors = self._conditions.find_tensors(tree)
-        self._raise(self._tensors.failure(tensors))
-        for condition in self._conditions.after_tensors:
-            self._raise(condition.failure(tree))
-        self._outside.match()
-        return tensors
+            if condition is not but and (failure := condition.failure(tree)) is not None:
+                return failure
+        if (failure := self._tensors.failure(self._conditions.find_tensors(tree))) is not None:
+            return failure
+        failures = (condition.failure(tree) for condition in self._conditions.after_tensors)
+        return next(filter(None, failures), None)
 
     def tensors(self, root: nn.Module) -> list[torch.Tensor]:
         """The module's tensors as they are, in the order of the compiled code's inputs."""
@@ -270,12 +268,12 @@ class ModuleGuard:
 
     def failure(self, root: nn.Module) -> GuardFailure | None:
         """The first condition that does not hold now, training flags apart."""
-        training = self._conditions.training
+        tree = self._tree(root)
         try:
-            self._match(self._tree(root), but=training)
+            failure = self.other_types(tree.modules) or self._failure(tree, but=self._conditions.training)
+            return failure or self.other_reads()
         except GuardFailure as failure:
             return failure
-        return None
 
     def numbers(self, root: nn.Module) -> list[Any]:
         """The attributes that the compiled code takes as inputs."""
@@ -308,11 +306,6 @@ class ModuleGuard:
     def _tree(self, root: nn.Module) -> Tree:
         modules = [root, *self._modules]
         return self._read(modules, list(map(_DICT, modules)))
-
-    @staticmethod
-    def _raise(failure: GuardFailure | None) -> None:
-        if failure is not None:
-            raise failure
 
 
 def _explain_type(what: str, now: Any) -> GuardFailure:

@@ -69,21 +69,38 @@ class TensorGuard:
         self._explain_type = explain_type
         self.alike = {torch.is_inference_mode_enabled(): tensor_checks(tensors)}  # there, tensors look another way
 
-    def write(self, source: CheckSource, tensors: str, inference: str) -> None:
-        """Writes that the tensors of an expression look exactly as expected; ``inference``: whether that mode is on."""
-        alike = source.name(self.alike, "alike")
-        source.add(f"looks = {alike}.get({inference})")
-        source.refuse(f"looks is None or not (looks.exact(*{tensors}) or looks.again({tensors}))")
+    def write(self, source: CheckSource, tensors: str, inference: str, otherwise: str = "") -> None:
+        """Writes that the tensors of an expression look exactly as expected; ``inference``: whether that mode is on.
+
+        ``otherwise``: what says that they do not, before they are compared.
+        """
+        failure = source.name(self._closer, "look closer at")
+        source.refuse(f"{otherwise}{self._unlike(source, tensors, inference)}", f"{failure}({tensors}, {inference})")
+
+    def _unlike(self, source: CheckSource, tensors: str, inference: str) -> str:
+        source.add(f"looks = {source.name(self.alike, 'alike')}.get({inference})")
+        return f"looks is None or not (looks.exact(*{tensors}) or looks.again({tensors}))"
+
+    def _closer(self, tensors: Sequence[Any], inference: bool) -> GuardFailure | None:
+        """:meth:`failure`; how tensors look that mean the same is remembered, where that is not known yet."""
+        failure = self.failure(tensors)
+        if failure is None:
+            self.learn(tensors, inference)
+        return failure
 
     def failure(self, tensors: Sequence[Any]) -> GuardFailure | None:
         """The first property of the first tensor that is not as expected; ``None`` if there is none."""
-        return self._difference(tensors, self._expected)
+        return self._other_type(tensors) or self._difference(tensors, self._expected)
 
-    def _difference(self, tensors: Sequence[Any], rows: Sequence[Sequence[Any]]) -> GuardFailure | None:
-        """Likewise, for rows of expected values."""
-        for tensor, kinds, name, expected in zip(tensors, self._kinds, self._names, rows, strict=True):
+    def _other_type(self, tensors: Sequence[Any]) -> GuardFailure | None:
+        for tensor, kinds, name in zip(tensors, self._kinds, self._names, strict=True):
             if type(tensor) not in kinds:
                 return self._explain_type(name, tensor)
+        return None
+
+    def _difference(self, tensors: Sequence[torch.Tensor], rows: Sequence[Sequence[Any]]) -> GuardFailure | None:
+        """The first property that is not as rows of expected values say."""
+        for tensor, name, expected in zip(tensors, self._names, rows, strict=True):
             for each, then in zip(PROPERTIES, expected, strict=True):
                 now = each.read(tensor)
                 if now != then and not (each.same and each.same(now, then, tensor.shape)):
@@ -116,8 +133,8 @@ class SizedTensorGuard(TensorGuard):
         self.alike = {mode: partial(self._looks_as_known, looks) for mode, looks in self._looks.items()}
         self.learn(tensors, torch.is_inference_mode_enabled())
 
-    def write(self, source: CheckSource, tensors: str, inference: str) -> None:
-        source.require(f"{source.name(self.alike, 'looks by sizes')}[{inference}]({tensors})")
+    def _unlike(self, source: CheckSource, tensors: str, inference: str) -> str:
+        return f"not {source.name(self.alike, 'looks by sizes')}[{inference}]({tensors})"
 
     def _looks_as_known(self, looks: LeastRecentlyUsed[tuple, TensorChecks], tensors: Sequence[torch.Tensor]) -> bool:
         try:
@@ -133,12 +150,11 @@ class SizedTensorGuard(TensorGuard):
         return True
 
     def failure(self, tensors: Sequence[Any]) -> GuardFailure | None:
-        for tensor, kinds, name in zip(tensors, self._kinds, self._names, strict=True):
-            if type(tensor) not in kinds:
-                return self._explain_type(name, tensor)
-            if is_nested(tensor):
-                return _explain(_NESTED, self._stage, name, False, True)
-        if (failure := self.sizes.failure(tensors)) is not None:
+        nested = (name for tensor, name in zip(tensors, self._names, strict=True) if is_nested(tensor))
+        failure = self._other_type(tensors)
+        if failure is None and (name := next(nested, None)) is not None:
+            failure = _explain(_NESTED, self._stage, name, False, True)
+        if failure is not None or (failure := self.sizes.failure(tensors)) is not None:
             return failure
         layouts = self.sizes.layouts(tensors)
         return self._difference(tensors, list(map(_laid_out, self._expected, layouts)))
@@ -209,8 +225,8 @@ class FrozenTensors:
             and (not self._numbers or self._rewritten(tensors) is None)
         )
 
-    def failure(self, tensors: Sequence[torch.Tensor]) -> GuardFailure | None:
-        """The first tensor that is another one or has changed; ``None`` if none is."""
+    def failure(self, tensors: Sequence[torch.Tensor]) -> GuardFailure:
+        """Of tensors for which it does not hold: the first one that is another one or has changed."""
         places = zip(tensors, self.tensors, self._names, self._changes, self._addresses, strict=True)
         for now, then, name, changes, address in places:
             if now is not then:
@@ -219,9 +235,8 @@ class FrozenTensors:
                 return GuardFailure(MODULE, f"frozen {name}", "changed in place since it was frozen")
             if _ADDRESS(now) != address:
                 return GuardFailure(MODULE, f"frozen {name}", "moved in memory since it was frozen")
-        if (rewritten := self._rewritten(tensors)) is not None:
-            return GuardFailure(MODULE, f"frozen {self._names[rewritten]}", "changed in place since it was frozen")
-        return None
+        name = self._names[self._rewritten(tensors)]
+        return GuardFailure(MODULE, f"frozen {name}", "changed in place since it was frozen")
 
     def _rewritten(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """The first place whose numbers are others without having been counted."""
