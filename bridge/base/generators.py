@@ -6,7 +6,7 @@ A CUDA generator is a seed and an offset, kept on the host: to read or to set th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from bridge.base.devices import HOST
 from bridge.base.threads import free_in_children
 
 __all__ = ["MOVING", "at_state", "default_generator", "generator_device", "gpus_in_use", "of_gpus", "offset_of"]
-__all__ += ["on_side_states", "own_at"]
+__all__ += ["on_side_states", "own_at", "states_put_back"]
 
 MOVING = free_in_children(threading.RLock())
 """Held while a GPU's generator is read and moved, or is elsewhere for a moment: of two threads here, one is first."""
@@ -47,6 +47,17 @@ def of_gpus() -> list[torch.Generator]:
 def gpus_in_use() -> list[int]:
     """Indices of all GPUs, for ``torch.random.fork_rng``; none before CUDA is initialized."""
     return list(range(len(of_gpus())))
+
+
+@contextmanager
+def states_put_back(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Generators are where they were behind what runs inside; what another thread draws meanwhile comes again."""
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from bridge.dispatch.compile_entry import (
     with_choices,
 )
 from bridge.dispatch.compile_entry import compile_entry as entry_of_call
-from bridge.dispatch.dispatcher import MAX_ENTRIES, Dispatcher
+from bridge.dispatch.dispatcher import MAX_ENTRIES, Dispatcher, DispatchOptions
 from bridge.dispatch.entries import NO_ENTRY, Entries
 from bridge.dispatch.entry import MAX_BOUND, Entry, EntryOptions
 from bridge.dispatch.executable import Executable
@@ -21,9 +21,11 @@ from bridge.dispatch.guards import SAVED, EntryGuard, GuardFailure, interpreter_
 from bridge.dispatch.parts import PartStats
 from bridge.dispatch.programs import BackwardRun, FrozenPrograms, Programs, compile_programs
 from bridge.dispatch.stats import DispatchStats
+from bridge.dispatch.worth import TimedStep, unnoticed
 
 __all__ = ["MAX_BOUND", "MAX_ENTRIES", "NO_ENTRY", "SAVED", "STEPS", "Backward", "BackwardRun", "CallStep"]
 __all__ += [
+    "DispatchOptions",
     "DispatchStats",
     "Dispatcher",
     "Entries",
@@ -31,19 +33,8 @@ __all__ += [
     "EntryGuard",
     "EntryOptions",
     "Executable",
-    "FrozenPrograms",
-    "GuardFailure",
 ]
-__all__ += [
-    "MakeDraws",
-    "PartStats",
-    "Programs",
-    "Save",
-    "Tuned",
-    "add_tvm_dispatch",
-    "backend_of_call",
-    "before_compiling",
-]
-__all__ += ["compile_programs"]
-__all__ += ["dispatch_at_first_call", "entry_of_call", "interpreter_state", "keep_tuned", "remove_tvm_dispatch"]
-__all__ += ["require_capturable", "signature_of", "stats", "tuned_of", "tuning_key", "with_choices"]
+__all__ += ["FrozenPrograms", "GuardFailure", "MakeDraws", "PartStats", "Programs", "Save", "TimedStep", "Tuned"]
+__all__ += ["add_tvm_dispatch", "backend_of_call", "before_compiling", "compile_programs", "dispatch_at_first_call"]
+__all__ += ["entry_of_call", "interpreter_state", "keep_tuned", "remove_tvm_dispatch", "require_capturable"]
+__all__ += ["signature_of", "stats", "tuned_of", "tuning_key", "unnoticed", "with_choices"]

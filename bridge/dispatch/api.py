@@ -21,7 +21,8 @@ from bridge.base.threads import interrupts_deferred
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import after_pre_hooks, dynamic_dims, normalize_sample
 from bridge.compile import MODES, backend_for
-from bridge.dispatch.options import DispatchOptions, dispatcher_of, install, uninstall
+from bridge.dispatch.dispatcher import Dispatcher, DispatchOptions
+from bridge.dispatch.options import dispatcher_of, install, options_of, uninstall
 from bridge.dispatch.parts import PartStats, add_parts, parts_of, remove_parts
 from bridge.dispatch.stats import DispatchStats
 from bridge.lowering import DEFAULT_PARTITION
@@ -143,16 +144,16 @@ def add_tvm_dispatch(
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
     backend = None if target is None else backend_for(target)
     options = DispatchOptions(partition, on_miss, backend, freeze, cuda_graphs)
-    dispatcher = options.dispatcher_for(module)
+    dispatcher = dispatcher_of(module) or Dispatcher(module, options)
     if learns:
-        options.give(dispatcher)
+        dispatcher.take(options)
         dispatcher.learns = True
         install(module, dispatcher)
         return module
     with after_pre_hooks(call) as given:
         call = replace(given, dims=dynamic_dims(given, dynamic_shapes))
         try:
-            with options.on(dispatcher), torch.no_grad() if freeze else nullcontext():
+            with options_of(dispatcher, options), torch.no_grad() if freeze else nullcontext():
                 dispatcher.add(call)
         except UnsupportedModule as refused:
             if whole:

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from bridge.base.torch_internals import (
     jit_is_tracing,
 )
 from bridge.capture import ALL_COUNTS, CAPTURES, LoopedCall, is_traced_here, same_numbers, uninitialized
-from bridge.compile import Backend, RecordedGraphs
+from bridge.compile import Backend, Mode, RecordedGraphs
 from bridge.dispatch.compile_entry import (
     backend_of_call,
     compile_entry,
@@ -61,7 +61,7 @@ from bridge.dispatch.stats import DispatchStats, advice
 from bridge.dispatch.worth import TOO_SMALL, measure_worth
 from bridge.state import SampleCall
 
-__all__ = ["MAX_ENTRIES", "Dispatcher", "call_with_hooks"]
+__all__ = ["MAX_ENTRIES", "DispatchOptions", "Dispatcher", "call_with_hooks"]
 
 
 class _HooksOf(Mapping):
@@ -127,34 +127,54 @@ class _Noted:
         return self._count
 
 
+@dataclass(frozen=True)
+class DispatchOptions:
+    """What :func:`bridge.dispatch.api.add_tvm_dispatch` was told, checked.
+
+    Attributes:
+        backend: ``None``: that of the device of each call's tensors.
+        freeze: whether the module's tensors become constants of what is compiled for calls without gradients.
+    """
+
+    partition: Any
+    on_miss: str
+    backend: Backend | None = None
+    freeze: bool = False
+    cuda_graphs: Mode = "auto"
+
+
 class Dispatcher:
     """Stands in for a module's call: finds the entry that fits, or runs eager and says why.
 
     Attributes:
         entries: what is compiled, and what became of the calls; ``stats``: the user's view of it.
-        backend: ``None``: that of the device of each call's tensors.
+        options: as the user asked for; :meth:`take` sets them.
         graphs: whether programs are recorded as graphs of their device, and what becomes of that.
         learns: whether the next call that misses is compiled, whatever ``on_miss`` says: there was no sample.
-        freeze: whether the module's tensors become constants of what is compiled for calls without gradients.
         on_refused: called with the condition that a call does not meet and with the reason why no entry serves it,
             instead of a warning; failures of the compiler come here as well, and the call runs eager.
     """
 
-    def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, backend: Backend | None):
+    def __init__(self, module: nn.Module, options: DispatchOptions):
         self._module = weakref.ref(module)  # the module owns its dispatcher, not the other way round
-        self.partition = partition
-        self.on_miss = on_miss
-        self.backend = backend
+        self.options = options
         self.learns = False
-        self.freeze = False
         self.on_refused: Callable[[str, object], None] | None = None
         self.entries = Entries()
-        self.graphs = RecordedGraphs()
-        self.stats = DispatchStats(self.entries, self.graphs, lambda: self.on_miss == "compile" or self.learns)
+        self.graphs = RecordedGraphs(options.cuda_graphs)
+        self.stats = DispatchStats(self.entries, self.graphs, lambda: self._compiles)
         self.budget = CompileBudget()
         self._generalization = Generalization(self.entries, self._added, self._options)
         self._noted = _Noted()
         self._adding = threading.RLock()
+
+    def take(self, options: DispatchOptions) -> None:
+        """Goes on with other options."""
+        self.options, self.graphs.mode = options, options.cuda_graphs
+
+    @property
+    def _compiles(self) -> bool:
+        return self.options.on_miss == "compile" or self.learns
 
     @hide
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,20 +244,20 @@ class Dispatcher:
 
     def _learned(self, call: SampleCall, found: GuardFailure) -> tuple[Entry, list[torch.Tensor]] | None:
         """A new entry for a call that missed, and its inputs, if it is to be compiled."""
-        if self.on_miss != "compile" and not self.learns:
+        if not self._compiles:
             return None
         if not self.entries.all and uninitialized(call.module):
             raise GuardFailure(found.stage, "lazy parameters", "this call gives them their shapes")
         return self._compile(call, found) if self._may_compile(call.name, found) else None
 
     def _miss(self, call: SampleCall, found: GuardFailure, eager: Any) -> Any:
-        if self.on_miss == "error":
+        if self.options.on_miss == "error":
             raise DispatchMiss(f"{call.name}: {found.reason}") from found.__cause__
         self.entries.count_miss(found.reason)
         guards_log.info("%s runs eager: %s", call.name, found.reason)
-        if not self.entries.hits and self.on_miss == "eager":
+        if not self.entries.hits and self.options.on_miss == "eager":
             self._note_no_hit(call.name, found)
-        compiles = self.on_miss == "compile"
+        compiles = self.options.on_miss == "compile"
         with self._adding if compiles else nullcontext():  # forward's caches are not for another thread's capture
             result = eager(*call.args, **call.kwargs)
         if found.__cause__ is not None:  # an error that eager does not have
@@ -308,7 +328,7 @@ class Dispatcher:
                     self._leave_to_eager(call.name, failure, "it reads other numbers at every run")
                     return None
             except UnsupportedModule as error:
-                if self.on_miss == "error":
+                if self.options.on_miss == "error":
                     raise
                 if isinstance(error, CacheNotFilled) and self._noted.first((failure.reason, "filled")):
                     # this call fills it, in eager; if the next one does so again ...
@@ -388,7 +408,7 @@ class Dispatcher:
         backend, tuner = options.backend, installed_tuner()
         if tuner is not None and not dims:
             tuner(call, options)
-        if self.freeze:
+        if self.options.freeze:
             self._frozen_anew(call)  # changes that torch does not count are among what it is called for
         fitting = [entry for entry in self.entries.all if entry.guard.holds(call)]
         for served in fitting:
@@ -420,13 +440,15 @@ class Dispatcher:
 
     def _options(self, call: SampleCall) -> EntryOptions:
         """How a call is compiled."""
-        return EntryOptions(self.partition, backend_of_call(self.backend, call), self.freeze, self.graphs, call.dims)
+        wanted = self.options
+        backend = backend_of_call(wanted.backend, call)
+        return EntryOptions(wanted.partition, backend, wanted.freeze, self.graphs, call.dims)
 
     def _is_alike(self, entry: Entry, backend: Backend) -> bool:
         """Whether an entry was compiled with the same strategy, by this backend, and frozen if that is wanted."""
-        if entry.backward is None and entry.is_frozen != self.freeze:
+        if entry.backward is None and entry.is_frozen != self.options.freeze:
             return False
-        return _is_same(entry.options.partition, self.partition) and entry.options.backend.key == backend.key
+        return _is_same(entry.options.partition, self.options.partition) and entry.options.backend.key == backend.key
 
     def _frozen_anew(self, call: SampleCall) -> Entry | None:
         """An entry that serves the call but for frozen tensors that have changed, with these as they are now."""

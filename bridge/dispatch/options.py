@@ -1,22 +1,19 @@
-"""Options of a dispatch, and its place on a module: partition, ``on_miss``, backend, … → a dispatcher that has them."""
+"""A dispatcher's place on its module, and its options for the time that something is added."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from bridge.base.threads import free_in_children
 from bridge.base.torch_internals import COMPILED_CALL
-from bridge.compile import Backend
-from bridge.dispatch.dispatcher import Dispatcher
+from bridge.dispatch.dispatcher import Dispatcher, DispatchOptions
 from bridge.dispatch.outer_compiler import mark, unmark
 
-__all__ = ["DispatchOptions", "dispatcher_of", "install", "uninstall"]
+__all__ = ["dispatcher_of", "install", "options_of", "uninstall"]
 
 _INSTALLING = free_in_children(threading.RLock())
 
@@ -27,43 +24,16 @@ def dispatcher_of(module: nn.Module) -> Dispatcher | None:
     return found if isinstance(found, Dispatcher) else None
 
 
-@dataclass(frozen=True)
-class DispatchOptions:
-    """What :func:`bridge.dispatch.api.add_tvm_dispatch` was told, checked."""
-
-    partition: Any
-    on_miss: str
-    backend: Backend | None
-    freeze: bool
-    cuda_graphs: Any
-
-    @classmethod
-    def of(cls, dispatcher: Dispatcher) -> DispatchOptions:
-        """Those that a dispatcher has."""
-        graphs = dispatcher.graphs.mode
-        return cls(dispatcher.partition, dispatcher.on_miss, dispatcher.backend, dispatcher.freeze, graphs)
-
-    def dispatcher_for(self, module: nn.Module) -> Dispatcher:
-        """The module's dispatcher, or a new one that is on no module yet."""
-        known = dispatcher_of(module)
-        return known or Dispatcher(module, partition=self.partition, on_miss=self.on_miss, backend=self.backend)
-
-    @contextmanager
-    def on(self, dispatcher: Dispatcher) -> Iterator[None]:
-        """Gives a dispatcher these options; what is raised inside takes them back."""
-        before = DispatchOptions.of(dispatcher)
-        self.give(dispatcher)
-        try:
-            yield
-        except BaseException:
-            before.give(dispatcher)
-            raise
-
-    def give(self, dispatcher: Dispatcher) -> None:
-        """Sets the options of a dispatcher."""
-        dispatcher.partition, dispatcher.on_miss = self.partition, self.on_miss
-        dispatcher.backend, dispatcher.freeze = self.backend, self.freeze
-        dispatcher.graphs.mode = self.cuda_graphs
+@contextmanager
+def options_of(dispatcher: Dispatcher, options: DispatchOptions) -> Iterator[None]:
+    """Gives a dispatcher these options; what is raised inside takes them back."""
+    before = dispatcher.options
+    dispatcher.take(options)
+    try:
+        yield
+    except BaseException:
+        dispatcher.take(before)
+        raise
 
 
 def install(module: nn.Module, dispatcher: Dispatcher) -> None:

@@ -26,9 +26,9 @@ from bridge.base.threads import raise_deferred
 from bridge.base.torch_internals import pytree
 from bridge.capture import device_of_call
 from bridge.compile import RecordedGraphs
-from bridge.dispatch.dispatcher import Dispatcher
+from bridge.dispatch.dispatcher import Dispatcher, DispatchOptions
 from bridge.dispatch.entry import Entry
-from bridge.dispatch.options import DispatchOptions, dispatcher_of, install, uninstall
+from bridge.dispatch.options import dispatcher_of, install, options_of, uninstall
 from bridge.dispatch.sample_run import InnerCall, inner_calls, shares_of
 from bridge.dispatch.stats import DispatchStats
 from bridge.state import SampleCall, own_attributes
@@ -188,12 +188,13 @@ class _Chosen:
     def _problems(self, path: str, calls: list[InnerCall]) -> tuple[Unsupported, ...]:
         """Why a module cannot be dispatched; nothing if it is."""
         module, problems = self._root.get_submodule(path), ()
-        dispatcher = self._options.dispatcher_for(module)
-        if dispatcher_of(module) is not None:
+        own = dispatcher_of(module)
+        dispatcher = own or Dispatcher(module, self._options)
+        if own is not None:
             if path not in _known(self._root):
                 self.found[path] = dispatcher  # the user's own
                 return ()
-            self._undone.callback(DispatchOptions.of(dispatcher).give, dispatcher)
+            self._undone.callback(dispatcher.take, dispatcher.options)
         for call in calls:
             key = _key(module, call)
             problems = self._alike.get(key) or self._added(dispatcher, module, call)
@@ -210,7 +211,7 @@ class _Chosen:
             with ExitStack() as stack:
                 stack.enter_context(working_for(device_of_call(sample)))
                 stack.enter_context(call.modes())
-                stack.enter_context(self._options.on(dispatcher))
+                stack.enter_context(options_of(dispatcher, self._options))
                 if self._options.freeze:
                     stack.enter_context(torch.no_grad())
                 entry = dispatcher.add(sample)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from bridge.base.devices import HOST, current_device, working_for
-from bridge.base.generators import default_generator, of_gpus
+from bridge.base.generators import default_generator, of_gpus, states_put_back
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, innermost_transform, pytree
@@ -61,36 +61,6 @@ class InnerCall:
             yield
 
 
-class _Step(nn.Module):
-    """A forward, and a backward where that may call modules once more."""
-
-    def __init__(self, inner: nn.Module, goes_back: Callable[[], bool]):
-        super().__init__()
-        self.inner, self.goes_back = inner, goes_back
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        result = self.inner.forward(*args, **kwargs)  # hooks of the module are not the sample's
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if outputs and self.goes_back():
-            with suppress(Exception):  # whatever hooks and a user's functions raise: what was called is known anyway
-                torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
-
-
-class _Timed(nn.Module):
-    """A forward and how many seconds it takes, without what puts the copies in place."""
-
-    def __init__(self, inner: nn.Module, wait: Callable[[], Any]):
-        super().__init__()
-        self.inner, self.wait, self.seconds = inner, wait, 0.0
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        self.wait()
-        started = time.perf_counter()
-        self.inner.forward(*args, **kwargs)
-        self.wait()
-        self.seconds = time.perf_counter() - started
-
-
 def inner_calls(call: SampleCall) -> list[InnerCall]:
     """The calls of the modules inside, in order; of each, the first from each parent in each grad mode.
 
@@ -112,14 +82,13 @@ def inner_calls(call: SampleCall) -> list[InnerCall]:
         finally:
             stack.pop()
 
-    goes_back = partial(_some_without, found, torch.is_grad_enabled())
     with _on_copies(call, enter) as copied, IsolatedRNG():
-        _Step(copied.module, goes_back)(*copied.args, **copied.kwargs)
+        leaves = pytree.tree_leaves(copied.forward())  # hooks of the module are not the sample's
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if outputs and torch.is_grad_enabled() and not all(each.grad for each in found):
+            with suppress(Exception):  # whatever hooks and a user's functions raise: what was called is known anyway
+                torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
     return found
-
-
-def _some_without(calls: Sequence[InnerCall], grad: bool) -> bool:
-    return grad and not all(call.grad for call in calls)
 
 
 def shares_of(call: SampleCall, paths: Sequence[str]) -> dict[str, float]:
@@ -144,16 +113,22 @@ def shares_of(call: SampleCall, paths: Sequence[str]) -> dict[str, float]:
             spent[path] += time.perf_counter() - started
             inside.pop()
 
+    def whole() -> float:
+        wait()
+        started = time.perf_counter()
+        copied.forward()
+        wait()
+        return time.perf_counter() - started
+
     runs: list[dict[str, float]] = []
     with _on_copies(call, enter) as copied, _draws_put_back():
-        whole = partial(_Timed(copied.module, wait), *copied.args, **copied.kwargs)
         with IsolatedRNG() as drawn:
             whole()
         begun = time.perf_counter()
         while len(runs) < _RUNS and (not runs or time.perf_counter() - begun < _ENOUGH):
             spent.clear()
-            whole()
-            runs.append({path: spent[path] / whole.func.seconds for path in paths})
+            seconds = whole()
+            runs.append({path: spent[path] / seconds for path in paths})
         for generator, state in reversed(drawn.passed):
             generator.set_state(state)
     return {path: statistics.median(run[path] for run in runs) for path in paths}
@@ -184,20 +159,9 @@ def _on_copies(call: SampleCall, enter: Enter) -> Iterator[SampleCall]:
             before.restore()
 
 
-@contextmanager
-def _put_back() -> Iterator[None]:
-    generators = [default_generator(HOST), *of_gpus()]
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
 def _draws_put_back() -> AbstractContextManager[Any]:
     """As :class:`IsolatedRNG`, which slows each operator down, where no other thread can draw meanwhile."""
-    return _put_back() if is_alone() else IsolatedRNG()
+    return states_put_back([default_generator(HOST), *of_gpus()]) if is_alone() else IsolatedRNG()
 
 
 Enter = Callable[..., Any]

@@ -1,5 +1,9 @@
 """Worth of a small entry: a dispatched step beside an eager one, timed when the entry is added → words if eager wins.
 
+Step of an entry: a module's call → one forward and, where there is one, backward, on memory that nobody notices.
+The entry is given the module's tensors as leaves of their own that share its memory; buffers that a call writes are
+copies. So no gradient, hook, buffer or counter of the user's is touched; :func:`unnoticed` puts generators back.
+
 A call costs tens of microseconds before anything is computed: the guard, an ``autograd.Function``, a launch per step.
 Fused kernels earn that back, but not where eager itself takes no longer. The decision to dispatch stays the user's:
 nothing here changes what a call does.
@@ -8,22 +12,24 @@ nothing here changes what a call does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from autodiff.extents import sample_of
 from bridge.base.devices import HOST
 from bridge.base.errors import GuardFailure, swallowed
-from bridge.base.generators import default_generator
+from bridge.base.generators import default_generator, states_put_back
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, has_global_hooks, has_saved_tensors_hooks, pytree
 from bridge.dispatch.entry import Entry
 from bridge.state import SampleCall, Snapshot, generators_put_back
 
-__all__ = ["TOO_SMALL", "Worth", "measure_worth"]
+__all__ = ["TOO_SMALL", "TimedStep", "Worth", "measure_worth", "unnoticed"]
 
 TOO_SMALL = "Dispatch a larger module around it, or leave it to eager"
 
@@ -56,6 +62,73 @@ class Worth:
         return f"eager is quicker: {1e6 * self.ours:.0f} us dispatched, {1e6 * self.eager:.0f} us eager"
 
 
+class TimedStep:
+    """One step; calling it runs it and returns when it is over.
+
+    Args:
+        entry: of the call; an attribute, too.
+
+    Raises:
+        GuardFailure: the entry does not serve the call.
+    """
+
+    def __init__(self, entry: Entry, call: SampleCall):
+        self.entry, self._module = entry, call.module
+        captured = entry.lowered.captured
+        written = {index for index, _ in captured.mutated}
+        self._inputs = []
+        for index, tensor in enumerate(entry.guard.match(call)):
+            own = tensor.detach()
+            if index in written:
+                own = own.clone()
+            self._inputs.append(own.requires_grad_(tensor.requires_grad))
+        self._wanted = [self._inputs[index] for index in entry.lowered.wanted]
+        self._device = captured.device
+        self._seeds: list[torch.Tensor] = []
+
+    def __call__(self) -> None:
+        self.results()
+        if self._device != HOST:
+            torch.cuda.synchronize(self._device)
+
+    def results(self) -> list[torch.Tensor]:
+        """What the step computes: results, then the gradients that there are, of fixed random numbers."""
+        with nullcontext() if self._wanted else torch.no_grad():
+            made = self.entry(list(self._inputs), self._module)
+        return _with_gradients(made, self._wanted, self._seeds)
+
+
+def _with_gradients(result: Any, wanted: Sequence[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a result, and the gradients of what is wanted that there are; grad_outs are made once."""
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    outputs = [leaf for leaf in leaves if leaf.requires_grad]
+    outputs = [leaf for leaf in outputs if leaf.ndim == 0] or outputs  # as a training loop goes backward
+    if not (wanted and outputs):
+        return leaves
+    seeds += map(_seed, outputs[len(seeds) :])
+    gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+    return [*leaves, *(each for each in gradients if each is not None)]
+
+
+def _seed(output: torch.Tensor) -> torch.Tensor:
+    """A grad_out: of ones, a normalization's gradients would be nothing but rounding."""
+    generator = torch.Generator(HOST).manual_seed(0)
+    numbers = torch.randn(output.shape, generator=generator, device=HOST)
+    return numbers.to(output.device, output.dtype)
+
+
+@contextmanager
+def unnoticed(entry: Entry, module: nn.Module) -> Iterator[None]:
+    """Generators and the module's Python state are put back behind what runs inside."""
+    drawn = {default_generator(draw.device) for draw in entry.lowered.captured.draws}
+    before = Snapshot(module)
+    try:
+        with states_put_back(drawn), generators_put_back():
+            yield
+    finally:
+        before.restore()
+
+
 def measure_worth(entry: Entry, call: SampleCall) -> Worth | None:
     """Times the call both ways; ``None`` where its work is not small, where it raises, or where it could be noticed.
 
@@ -82,22 +155,14 @@ def measure_worth(entry: Entry, call: SampleCall) -> Worth | None:
     wanted = [inputs[index] for index in entry.lowered.wanted]
     if any(tensor.grad_fn is not None or tensor._backward_hooks for tensor in wanted):
         return None
-    generators = [default_generator(device) for device in {draw.device for draw in captured.draws}]
-    before, states = Snapshot(module), [generator.get_state() for generator in generators]
     try:
-        with generators_put_back():
-            steps = [
-                lambda: _step(entry(list(inputs), module), wanted),
-                lambda: _step(call.forward(), wanted),
-            ]
-            ours, eager = _quickest(steps)
+        with unnoticed(entry, call.module):
+            step, seeds = TimedStep(entry, call), []
+            ours, eager = _quickest([step, lambda: _with_gradients(call.forward(), wanted, seeds)])
     except Exception as error:  # noqa: BLE001 - eager's own, of numbers or of what has no derivative: for the call to raise
         swallowed(error)
         return None
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        before.restore()
         entry.hits = 0
     return Worth(ours, eager)
 
@@ -107,13 +172,6 @@ def _is_small(entry: Entry) -> bool:
     numbers = sum(sample_of(value.numel) for program in programs for value in program.layout.params)
     arena = sum(program.arena_bytes for program in programs)
     return numbers <= _SMALL and arena <= 4 * _SMALL and sum(len(program.steps) for program in programs) <= _STEPS
-
-
-def _step(result: Any, wanted: Sequence[torch.Tensor]) -> None:
-    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    outputs = [leaf for leaf in outputs if leaf.ndim == 0] or outputs  # as LoweredCall.expected: no further backward
-    if wanted and outputs:
-        torch.autograd.grad(outputs, wanted, [torch.ones_like(each) for each in outputs], allow_unused=True)
 
 
 def _quickest(steps: Sequence[Callable[[], None]]) -> list[float]:

@@ -15,7 +15,17 @@ from torch import nn
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.compile import Backend, backend_for, load_program
-from bridge.dispatch import Backward, BackwardRun, Entry, EntryGuard, EntryOptions, Executable, FrozenPrograms, Programs
+from bridge.dispatch import (
+    Backward,
+    BackwardRun,
+    DispatchOptions,
+    Entry,
+    EntryGuard,
+    EntryOptions,
+    Executable,
+    FrozenPrograms,
+    Programs,
+)
 from bridge.export.entry_data import modes_of, refuse_other_draws, refuse_other_settings, saved_call, signature_from
 from bridge.export.module import LoadedDispatcher, module_from
 from bridge.export.save import FORMAT, INDEX, PARAMETERS, digest, digest_of_index, read_safetensors
@@ -54,7 +64,7 @@ def load_compiled(path: str | os.PathLike) -> nn.Module:
         signature = signature_from(index["signature"])
         module, tensors = module_from(index["name"], index["tree"], values, signature)
         final = {each: each.training for each in module.modules()}
-        dispatcher = LoadedDispatcher(module, partition="min_cut", on_miss="error", backend=backend)
+        dispatcher = LoadedDispatcher(module, DispatchOptions("min_cut", "error", backend))
         for data in index["entries"]:
             dispatcher.entries.add(_entry(module, data, folder, tensors, backend))
     except KeyError as error:

@@ -108,7 +108,8 @@ def dispatched(monkeypatch):
     monkeypatch.setattr(Programs, "at", programs_of)
     add_tvm_dispatch(module)
     dispatcher = module.__dict__[COMPILED_CALL]
-    dispatcher.learns, dispatcher.on_miss = False, "eager"
+    dispatcher.learns = False
+    dispatcher.take(replace(dispatcher.options, on_miss="eager"))
     guard = EntryGuard(module, varying, sample.args)
     programs = compile_programs(lowered, backend)
     options = EntryOptions("min_cut", backend)

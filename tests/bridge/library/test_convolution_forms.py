@@ -10,10 +10,9 @@ from torch import nn
 
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import CALLS, NO_CHOICES, Choices, CompileOptions, backend_for, products_and_calls
-from bridge.dispatch import with_choices
+from bridge.dispatch import TimedStep, with_choices
 from bridge.library import FORMS, FUNCTIONS
 from bridge.state import SampleCall
-from bridge.tune.track import TimedStep
 
 BACKWARD_INPUT, BACKWARD_WEIGHT = "convolution_backward_input", "convolution_backward_weight"
 

@@ -12,11 +12,10 @@ from torch import nn
 
 from bridge import add_tvm_dispatch, explain, stats, tune
 from bridge.compile import LIMITS, ORDER, PARTITION, PRODUCTS, ProductShape, backend_for
-from bridge.dispatch import EntryOptions, before_compiling
+from bridge.dispatch import EntryOptions, TimedStep, before_compiling
 from bridge.state import SampleCall
 from bridge.tune.__main__ import main
 from bridge.tune.search import Knob, TuningLog, knobs_of
-from bridge.tune.track import TimedStep
 from bridge.tune.tuning import Means, tune_call
 
 
@@ -166,9 +165,9 @@ def test_budgets_never_save_more_than_is_allowed(used_cache, fake_race):
 def test_a_script_is_tuned_where_it_adds_its_dispatch(used_cache, fake_race):
     asked = []
 
-    def tuner(module, args, kwargs, *, partition, backend, freeze):
-        asked.append((type(module).__name__, partition, freeze))
-        tuned(module, *args, fake_race(eight_lanes))
+    def tuner(call, options):
+        asked.append((call.name, options.partition, options.freeze))
+        tuned(call.module, *call.args, fake_race(eight_lanes))
 
     module, x = block(), sample()
     with before_compiling(tuner):
