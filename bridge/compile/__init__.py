@@ -15,6 +15,7 @@ from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function, products_and_calls
 from bridge.compile.runtime.build import settle
 from bridge.compile.runtime.cut import Liveness, Segment, cut
+from bridge.compile.runtime.instance import evaluator
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, Operation
 from bridge.compile.runtime.kernel_store import canonical_text, functions_of
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop
@@ -34,6 +35,6 @@ __all__ += ["PER_BLOCK", "PRODUCTS", "STATE_WORDS", "WORDS", "Backend", "Built",
 __all__ += ["Compilation", "CompileOptions", "DrawnMask", "EntryGraphs", "Gpu", "Instruction", "KeptFunction", "Launch"]
 __all__ += ["Liveness", "MakeView", "Mode", "Operation", "ProductShape", "Program", "RecordedGraphs", "RunLoop"]
 __all__ += ["Segment", "backend_for", "bernoulli_function", "bytes_of", "canonical_text", "clear_cache"]
-__all__ += ["clear_choices", "compile_function", "cut", "digest_of", "form_of", "functions_of", "gpu_of"]
+__all__ += ["clear_choices", "compile_function", "cut", "digest_of", "evaluator", "form_of", "functions_of", "gpu_of"]
 __all__ += ["hold_function", "host_backend", "host_features", "kept_times", "load_program", "products_and_calls"]
 __all__ += ["same_code", "save_program", "seconds_of", "settle", "swap_function", "tensor_of", "with_constants"]

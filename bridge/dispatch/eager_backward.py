@@ -25,8 +25,9 @@ import torch
 from bridge.base.devices import working_for
 from bridge.base.modes import autocast_to
 from bridge.capture import Captured
+from bridge.compile import evaluator
 from bridge.dispatch.guards import Sizes
-from bridge.dispatch.recompute import ComputedMasks, Observed, observed_for
+from bridge.dispatch.recompute import ComputedMasks
 from bridge.lowering import LoweredCall
 from bridge.reference import outputs_at
 from bridge.rng import mask_at
@@ -140,9 +141,9 @@ class EagerBackward:
     def at(self, sizes: Sizes) -> EagerBackward:
         """The same for certain sizes, where extents are symbolic."""
         captured = self._captured
-        observed = observed_for(Observed(tuple(captured.draws), ()), captured.extents)(sizes)
+        draws = evaluator(list(captured.draws), captured.extents)(sizes)
         found = copy(self)
-        found._captured = replace(captured, observation=replace(captured.observation, draws=list(observed.draws)))
+        found._captured = replace(captured, observation=replace(captured.observation, draws=draws))
         return found
 
     def primals(self, saved: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -27,14 +27,14 @@ from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.pytrees import picker
 from bridge.capture import DynamicDim, ScalarGuard
-from bridge.compile import Backend, Program, RecordedGraphs, RunLoop
+from bridge.compile import Backend, Program, RecordedGraphs, RunLoop, evaluator
 from bridge.dispatch.autograd import apply
 from bridge.dispatch.autograd_nodes import apply_in_nodes
 from bridge.dispatch.call_run import CallRun, CallValues
 from bridge.dispatch.call_steps import CallStep, MakeDraws, Results, plan_call
 from bridge.dispatch.guards import ArgumentSizes, EntryGuard, Sizes, argument_sizes
 from bridge.dispatch.programs import Programs
-from bridge.dispatch.recompute import Observed, alignments, numbers_read, observed_for
+from bridge.dispatch.recompute import Observed, alignments, numbers_read
 from bridge.lowering import LoweredCall
 from bridge.state import SampleCall
 
@@ -86,7 +86,7 @@ class BoundCalls:
         self._samples = {symbol.name: size for symbol, size in sizes.scope.samples.items()}
         self._counted = numbers_read(captured.recomputed, captured.device) if captured.counted else None
         self._symbolic = Observed(tuple(captured.draws), tuple(captured.outputs))
-        self._observed = observed_for(self._symbolic, sizes.scope)
+        self._observed = evaluator(self._symbolic, sizes.scope)
         self._kept = LeastRecentlyUsed[tuple, CallRun](MAX_BOUND, MAX_BOUND_BYTES)
         made = [programs.forward.program, *([programs.backward.program] if programs.backward is not None else [])]
         self._bytes = _BYTES_OF_A_STEP * sum(len(program.steps) for program in made)

@@ -27,11 +27,11 @@ from bridge.base.devices import HOST
 from bridge.base.errors import GuardFailure, UnsupportedModule, is_out_of_memory, is_refused_by_eager, swallowed
 from bridge.base.log import channel
 from bridge.capture import ALL_COUNTS, LEAST, DynamicDim, LoopedCall, NumberPlace, Output, sized
+from bridge.compile import evaluator
 from bridge.dispatch.compile_entry import compile_entry, recorded_call, require_capturable
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.guards import EntryGuard, interpreter_state
-from bridge.dispatch.recompute import Observed, observed_for
 from bridge.state import SampleCall
 
 __all__ = ["MAX_REFUSED", "FixedDims", "Generalization", "varying_dims"]
@@ -282,7 +282,7 @@ def _proves(known: Entry, dim: DynamicDim, looped: LoopedCall, size: int, tensor
         return False
     if size in replay.proven or sizes.broken(tensors) is not None:
         return False
-    outputs = observed_for(Observed((), tuple(captured.outputs)), captured.extents)(sizes.of(tensors)).outputs
+    outputs = evaluator(list(captured.outputs), captured.extents)(sizes.of(tensors))
     if list(map(_layout, outputs)) != list(map(_layout, looped.observation.outputs)):
         return False
     return replay.prove(looped.form, size)

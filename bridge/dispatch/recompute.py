@@ -4,22 +4,18 @@ failure.
 The operations are torch's, outside of autocast, whose casts are among them, and of autograd. They are run in the order
 in which forward reads, up to the first number that is another: what eager reads after it, eager may never come to.
 
-Observed draws and results where sizes vary: their extents and sizes → what eager draws and returns for these.
-
 Computed masks: a lowered call and its backend → the dropout masks that its kernels compute, and where they enter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
 
-from autodiff.extents import Extent, ExtentScope
 from bridge.base.devices import HOST
 from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
 from bridge.capture import (
@@ -34,11 +30,10 @@ from bridge.capture import (
     sized,
 )
 from bridge.compile import Backend, DrawnMask
-from bridge.dispatch.guards import Sizes
 from bridge.lowering import LoweredCall
 from bridge.rng import alignment_of, checked_gpu, computed_mask
 
-__all__ = ["ComputedMasks", "Observed", "alignments", "numbers_read", "observed_for"]
+__all__ = ["ComputedMasks", "Observed", "alignments", "numbers_read"]
 
 Compute = Callable[[list[Any]], Any]
 Read = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -117,45 +112,10 @@ def _operator(operation: OperatorCall) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Observed:
-    """What eager draws and what it returns."""
+    """What eager draws and what it returns: with extents, or for certain sizes (:func:`bridge.compile.evaluator`)."""
 
     draws: tuple[Draw, ...]
     outputs: tuple[Output, ...]
-
-
-def observed_for(observed: Observed, scope: ExtentScope) -> Callable[[Sizes], Observed]:
-    """What gives the same for certain sizes: every extent in shapes, strides, offsets and arguments is a number."""
-    places: dict[tuple, int] = {}
-    extents: list[Extent] = []
-    make = _maker(observed, places, extents) or (lambda _: observed)
-    values = scope.compiled(extents)
-    return lambda sizes: make(values(sizes))
-
-
-def _maker(value: Any, places: dict[tuple, int], extents: list[Extent]) -> Callable[[Sequence[int]], Any] | None:
-    """What gives a value with numbers where it holds extents, which are collected; ``None`` if it holds none."""
-    if isinstance(value, Extent):
-        place = places.setdefault(value.terms, len(extents))
-        if place == len(extents):
-            extents.append(value)
-        return itemgetter(place)
-    makers = [_maker(part, places, extents) for part in _parts(value)]
-    if not any(makers):
-        return None
-    if type(value) in (list, tuple):
-        kind = type(value)
-        known = list(zip(makers, value, strict=True))
-        return lambda numbers: kind([part if make is None else make(numbers) for make, part in known])
-    changed = [(field.name, make) for field, make in zip(fields(value), makers, strict=True) if make is not None]
-    return lambda numbers: replace(value, **{name: make(numbers) for name, make in changed})
-
-
-def _parts(value: Any) -> Sequence[Any]:
-    if type(value) in (list, tuple):
-        return value
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in fields(value)]
-    return ()
 
 
 class ComputedMasks:
