@@ -20,7 +20,8 @@ from tvm.relax import BlockBuilder, TensorType, Var
 from tvm.relax import op as R
 
 from autodiff.ir import build_function
-from bridge.compile import Program, clear_choices, compile_function, host_backend
+from bridge.base.session import SESSION
+from bridge.compile import Program, compile_function, host_backend
 from bridge.compile.cpu.measure import attainable_rate
 from bridge.compile.cpu.products import CpuProducts, ProductTrial
 from bridge.compile.schedule.products import LayoutClass, ProductShape, is_generated
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--merged", action="store_true", help="also three products that share an operand beside one")
     options = parser.parse_args()
-    clear_choices()
+    SESSION.reset("choices")
     threads = torch.get_num_threads()
     policy, rate = host_backend().products(threads, False), attainable_rate(host_backend().target) / 1e9
     print(

@@ -40,7 +40,7 @@ from benchmarks.recurrent_cells import GRU, LSTM, SelectiveScan
 from benchmarks.results import Results, Row, machine, versions
 from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, stats
-from bridge.lowering.reuse import clear_lowered
+from bridge.base.session import SESSION
 
 WARM_UP = 4
 MOST_ROUNDING = 3
@@ -87,11 +87,11 @@ def unrolled(module: nn.Module, x: Tensor) -> nn.Module:
 @contextmanager
 def _no_loops() -> Iterator[None]:
     """While a module is dispatched: nobody looks for loops, and no call is taken over that was lowered with them."""
-    clear_lowered()
+    SESSION.reset("lowerings")
     rolls = mock.patch("bridge.lowering.pipeline.rolled", lambda body, *_: None)
     with rolls, mock.patch("bridge.capture.steady_call._find_loops", lambda *_: None):
         yield
-    clear_lowered()
+    SESSION.reset("lowerings")
 
 
 def layer(kind: type[nn.RNNBase], module: nn.Module, x: Tensor) -> nn.Module:

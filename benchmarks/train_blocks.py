@@ -35,7 +35,8 @@ from benchmarks.lstm import LayerNormLSTM
 from benchmarks.results import Results, Row, machine, versions
 from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import clear_cache, clear_choices, host_backend
+from bridge.base.session import SESSION
+from bridge.compile import host_backend
 from bridge.compile.cpu.measure import seconds_of
 from bridge.compile.cpu.products import ProductTrial
 
@@ -152,8 +153,7 @@ def measure(name: str, rounds: int, with_compile: bool, foreign: int = 0) -> Row
     torch.manual_seed(0)
     eager = make().train()
     x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
-    clear_cache()
-    clear_choices()
+    SESSION.reset("programs", "choices")
     dispatched = copy.deepcopy(eager)
     started = time.perf_counter()
     add_tvm_dispatch(dispatched, x)

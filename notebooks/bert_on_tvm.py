@@ -290,11 +290,10 @@ explain(model)
 # has the large ones. Read the ratios: the machine is shared.
 
 # %%
-from bridge.compile import clear_cache
-from bridge.lowering.reuse import clear_lowered
+from bridge.base.session import SESSION
 
-clear_lowered()  # this layer was lowered and compiled above; a first call has to do that
-clear_cache()
+SESSION.reset("lowerings")  # this layer was lowered and compiled above; a first call has to do that
+SESSION.reset("programs")
 started = time.perf_counter()
 with torch.no_grad():
     modes = {"eager": layer, "dispatched": add_tvm_dispatch(copy.deepcopy(layer), x)}

@@ -98,7 +98,8 @@ assert calls_in(lowered)["aten.tanh.default"] == 2
 # width, the sigmoids and tanhs, the new cell, its LayerNorm and the new state.
 
 # %%
-from bridge.compile import CallLibrary, Launch, RunLoop, clear_cache, compile_function
+from bridge.base.session import SESSION
+from bridge.compile import CallLibrary, Launch, RunLoop, compile_function
 
 with torch.no_grad():  # nothing is saved for a backward: fewer arrows
     program = compile_function(lower(module, x[:, :3]).forward, name="three_steps")
@@ -249,7 +250,7 @@ def step(module, x):
 
 x = inputs[0]
 candidates = {"nn.LSTM, eager": nn.LSTM(WIDTH, WIDTH, batch_first=True), "LayerNorm-LSTM, eager": plain}
-clear_cache()  # the kernels of this cell were compiled above; a first step has to compile them
+SESSION.reset("programs")  # the kernels of this cell were compiled above; a first step has to compile them
 started = time.perf_counter()
 candidates["LayerNorm-LSTM, dispatched"] = add_tvm_dispatch(copy.deepcopy(plain), x)
 step(candidates["LayerNorm-LSTM, dispatched"], x)

@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.base.log import channel
+from bridge.base.session import SESSION
 
-__all__ = ["CacheSettings", "NoFolderError", "cache_settings", "complain", "forget_complaints", "is_off"]
+__all__ = ["CacheSettings", "NoFolderError", "cache_settings", "complain", "is_off"]
 __all__ += ["made_private", "why_unsafe"]
 
 
 _LOG = channel("cache")
 
-_TOLD: set[str] = set()
+_TOLD: set[str] = SESSION.cache("complaints", set())
 
 
 def complain(trouble: str, detail: str) -> None:
@@ -37,11 +38,6 @@ def complain(trouble: str, detail: str) -> None:
         return
     _TOLD.add(trouble)
     _LOG.warning("%s: %s (said once; compiled as without a cache)", trouble, detail)
-
-
-def forget_complaints() -> None:
-    """Warn again."""
-    _TOLD.clear()
 
 
 def why_unsafe(folder: Path) -> str:

@@ -48,6 +48,7 @@ from bridge.artifact.settings import (
     made_private,
     why_unsafe,
 )
+from bridge.base.session import SESSION
 
 __all__ = ["Artifact", "DamagedError", "Store", "current_store", "key_of", "of_this_package", "prune", "read_artifact"]
 __all__ += ["versions", "write_artifact"]
@@ -243,7 +244,7 @@ class Store:
                 yield path
 
 
-_STORES: dict[CacheSettings, Store] = {}
+_STORES: dict[CacheSettings, Store] = SESSION.cache("stores", {})
 
 
 def current_store() -> Store:

@@ -7,12 +7,11 @@ from bridge.compile.cpu.build import features as host_features
 from bridge.compile.cpu.measure import kept_times, seconds_of
 from bridge.compile.cpu.mt19937 import DEGREE, DOUBLE, FLOAT, PER_BLOCK, STATE_WORDS, WORDS, bernoulli_function
 from bridge.compile.cpu.mt19937_lock import hold_function, swap_function
-from bridge.compile.cpu.products import clear_choices
 from bridge.compile.cuda.products import Gpu, gpu_of
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
 from bridge.compile.graphs.executor import EntryGraphs
 from bridge.compile.options import CompileOptions
-from bridge.compile.pipeline import Compilation, clear_cache, compile_function, products_and_calls
+from bridge.compile.pipeline import Compilation, compile_function, products_and_calls
 from bridge.compile.runtime.build import settle
 from bridge.compile.runtime.cut import Liveness, Segment, cut
 from bridge.compile.runtime.instance import evaluator
@@ -34,7 +33,7 @@ __all__ = ["CALLS", "DEGREE", "DOUBLE", "FLOAT", "IN_A_ROW", "LIMITS", "MODES", 
 __all__ += ["PER_BLOCK", "PRODUCTS", "STATE_WORDS", "WORDS", "Backend", "Built", "CallLibrary", "CallShape", "Choices"]
 __all__ += ["Compilation", "CompileOptions", "DrawnMask", "EntryGraphs", "Gpu", "Instruction", "KeptFunction", "Launch"]
 __all__ += ["Liveness", "MakeView", "Mode", "Operation", "ProductShape", "Program", "RecordedGraphs", "RunLoop"]
-__all__ += ["Segment", "backend_for", "bernoulli_function", "bytes_of", "canonical_text", "clear_cache"]
-__all__ += ["clear_choices", "compile_function", "cut", "digest_of", "evaluator", "form_of", "functions_of", "gpu_of"]
+__all__ += ["Segment", "backend_for", "bernoulli_function", "bytes_of", "canonical_text"]
+__all__ += ["compile_function", "cut", "digest_of", "evaluator", "form_of", "functions_of", "gpu_of"]
 __all__ += ["hold_function", "host_backend", "host_features", "kept_times", "load_program", "products_and_calls"]
 __all__ += ["same_code", "save_program", "seconds_of", "settle", "swap_function", "tensor_of", "with_constants"]

@@ -44,11 +44,9 @@ from autodiff.ir import Function, bindings
 from autodiff.scan import Scan, carried_in_parts, turned_inside
 from bridge.artifact import current_store, of_this_package
 from bridge.base.log import channel
+from bridge.base.session import SESSION
 from bridge.base.threads import held, raise_deferred
 from bridge.compile.backend import Backend
-from bridge.compile.cuda.executor import POOLS
-from bridge.compile.cuda.nvrtc import clear_compiled
-from bridge.compile.cuda.recorder import STREAMS
 from bridge.compile.loop_ir.graph import Graph, LoopCall, MatMul, Value, eliminate_dead_code
 from bridge.compile.options import CompileOptions
 from bridge.compile.passes.chains import Chain, chains_in
@@ -69,9 +67,8 @@ from bridge.compile.passes.patterns import (
 )
 from bridge.compile.passes.product_forms import accumulate, pad_products, split_products, widen_gradients
 from bridge.compile.passes.sections import place_sections, read_parts_apart, recompute_sections, recompute_slices
-from bridge.compile.runtime.build import WeakCache, clear_kernels
+from bridge.compile.runtime.build import WeakCache
 from bridge.compile.runtime.instructions import CallLibrary
-from bridge.compile.runtime.layout import ARENAS
 from bridge.compile.runtime.link import assemble
 from bridge.compile.runtime.loop_frame import inner_steps
 from bridge.compile.runtime.program import Program
@@ -82,7 +79,7 @@ from bridge.compile.signature import KeptFunction, digest_of, size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate
 
-__all__ = ["STEPS", "Compilation", "chosen_chains", "clear_cache", "clear_chains", "compile_function", "optimize"]
+__all__ = ["STEPS", "Compilation", "chosen_chains", "compile_function", "optimize"]
 __all__ += ["products_and_calls"]
 
 _LOG = channel("compile")
@@ -95,13 +92,7 @@ _WORTH = 0.95
 Optimize = Callable[[Graph, Backend], Graph]
 """What every graph goes through once its layouts are chosen."""
 
-_CHOSEN: dict[tuple, bool] = {}
-
-
-def clear_chains() -> None:
-    """Forgets every choice made in this process."""
-    with _LOCK:
-        _CHOSEN.clear()
+_CHOSEN: dict[tuple, bool] = SESSION.cache("choices", {})
 
 
 def chosen_chains(
@@ -167,10 +158,12 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
 )
 """What every graph goes through, in order, once its layouts are chosen. None changes a bit of any value."""
 
-_PROGRAMS: WeakCache[Function, Program] = WeakCache(lambda a, b: structural_equal(a, b, map_free_vars=True))
-_KEPT: WeakValueDictionary[str, Program] = WeakValueDictionary()
+_PROGRAMS: WeakCache[Function, Program] = SESSION.cache(
+    "programs", WeakCache(lambda a, b: structural_equal(a, b, map_free_vars=True))
+)
+_KEPT: WeakValueDictionary[str, Program] = SESSION.cache("programs", WeakValueDictionary())
 """Those in use that the disk cache has, or is to have, by their keys there."""
-_BODIES: WeakValueDictionary[tuple, _LoopBody] = WeakValueDictionary()
+_BODIES: WeakValueDictionary[tuple, _LoopBody] = SESSION.cache("programs", WeakValueDictionary())
 """Bodies of loops that are in use, by options, text and how many constants they have."""
 _LOCK = threading.Lock()
 
@@ -411,16 +404,3 @@ def _tell(program: Program) -> None:
     if by_torch:
         told = ", ".join(f"{count} x {name}" for name, count in by_torch.most_common())
         fallbacks_log.info("%s: torch computes %s", program.name, told)
-
-
-def clear_cache() -> None:
-    """Forget all programs and kernels compiled in this process, and give back memory that no run is using."""
-    with _LOCK:
-        _PROGRAMS.clear()
-        _KEPT.clear()
-        _BODIES.clear()
-    clear_kernels()
-    clear_compiled()
-    ARENAS.clear()
-    POOLS.clear()
-    STREAMS.clear()

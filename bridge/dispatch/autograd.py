@@ -12,6 +12,17 @@ The compiled backward computes numbers for one set of grad_outs, and autograd ca
 ``create_graph=True`` and ``is_grads_batched=True`` the node's gradients come from
 :class:`bridge.dispatch.eager_backward.EagerBackward` instead; what is differentiated or batched further on is torch's
 own graph.
+
+Several autograd nodes of one call: primals → outputs; grad_outs → gradients, as the segments of the backward make
+them.
+
+The call's own node is the first to run. It runs the first segment, returns the gradients that are complete then, and
+hands a *token* to the next node: a gradient without elements, which carries the pass that has begun. Autograd runs the
+nodes in this order, and what waits for their gradients in between. The token is the only one who holds the pass: where
+autograd leaves the later nodes out (``torch.autograd.grad`` with some of the inputs), it is gone with the token, and a
+graph that is retained begins a new one each time.
+
+Everything is saved at the first node, under the rules of one node.
 """
 
 from __future__ import annotations
@@ -25,12 +36,13 @@ import torch
 
 from bridge.base.torch_autograd import applied, keeps_graph
 from bridge.base.torch_internals import has_storage, len_function_stack, no_torch_function, saved_tensors_hooks
-from bridge.dispatch.backward_nodes import make_token
+from bridge.dispatch.backward_nodes import make_token, run_of_token
 from bridge.dispatch.call_run import Action, CallValues, outside_autocast
+from bridge.dispatch.chained import ChainedGradients
 from bridge.dispatch.eager_backward import saved_of, tensors_of
 from bridge.dispatch.programs import Programs
 
-__all__ = ["BATCHED", "FOLLOWED", "apply", "eager_gradients"]
+__all__ = ["BATCHED", "FOLLOWED", "apply", "apply_in_nodes", "eager_gradients"]
 
 FOLLOWED = "backward with create_graph=True: computed by eager's operators"
 BATCHED = "backward of batched gradients (is_grads_batched=True): computed by eager's operators"
@@ -80,7 +92,7 @@ class _Dispatched(torch.autograd.Function):
     """Forward and backward of a call. Inputs: programs, what the forward does, the call, inputs that get a gradient.
 
     Where the backward has several nodes this is the first to run, and its last input is the next one's token
-    (:mod:`bridge.dispatch.autograd_nodes`).
+    (:class:`_Later`).
     """
 
     @staticmethod
@@ -142,3 +154,38 @@ def _with_beside(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[to
 
 
 apply = applied(_Dispatched)
+
+
+class _Later(torch.autograd.Function):
+    """A later node. Inputs: programs, gradients beside, its number, inputs that get one, the next one's token."""
+
+    @staticmethod
+    def forward(ctx, programs: Programs, beside: ChainedGradients | None, node: int, *wanted: torch.Tensor):
+        ctx.programs, ctx.beside, ctx.node = programs, beside, node
+        ctx.set_materialize_grads(False)
+        with no_torch_function() if len_function_stack() else nullcontext():
+            return make_token(programs.device)
+
+    @staticmethod
+    def backward(ctx, token: torch.Tensor | None):
+        programs, node = ctx.programs, ctx.node
+        if token is None:  # the call's own node got no gradient
+            return (None,) * len(ctx.needs_input_grad)
+        run, device = run_of_token(token), programs.device_type
+        with no_torch_function() if len_function_stack() else nullcontext():
+            gradients = outside_autocast(device, run, node) if torch.is_autocast_enabled(device) else run(node)
+        if ctx.beside is not None and not ctx.beside.is_empty:
+            gradients = ctx.beside.taken(gradients, programs.nodes[node])
+        return (None, None, None, *gradients, *[token] * (node < len(programs.nodes) - 1))
+
+
+_later = applied(_Later)
+
+
+def apply_in_nodes(programs: Programs, actions: list[Action], call: CallValues, *wanted: torch.Tensor):
+    """As :data:`apply`, with a node for each of ``programs.nodes``."""
+    nodes = programs.nodes
+    token: tuple[torch.Tensor, ...] = ()
+    for node in range(len(nodes) - 1, 0, -1):
+        token = (_later(programs, call.beside, node, *[wanted[place] for place in nodes[node]], *token),)
+    return apply(programs, actions, call, *[wanted[place] for place in nodes[0]], *token)

@@ -28,8 +28,7 @@ from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.pytrees import picker
 from bridge.capture import DynamicDim, ScalarGuard
 from bridge.compile import Backend, Program, RecordedGraphs, RunLoop, evaluator
-from bridge.dispatch.autograd import apply
-from bridge.dispatch.autograd_nodes import apply_in_nodes
+from bridge.dispatch.autograd import apply, apply_in_nodes
 from bridge.dispatch.call_run import CallRun, CallValues
 from bridge.dispatch.call_steps import CallStep, MakeDraws, Results, plan_call
 from bridge.dispatch.guards import ArgumentSizes, EntryGuard, Sizes, argument_sizes

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from bridge.base.mkl import multiply_packed
+from bridge.base.session import SESSION
 from bridge.base.torch_internals import linear_pointwise
 from bridge.library.padding import pad_into
 from bridge.library.registry import out_kernel
@@ -22,7 +23,7 @@ def _mm(outs: Tensors, args: Tensors) -> None:
     torch.mm(args[0], args[1], out=outs[0])
 
 
-_ZEROS: dict[tuple[torch.device, int], torch.Tensor] = {}
+_ZEROS: dict[tuple[torch.device, int], torch.Tensor] = SESSION.cache("programs", {})
 """By their number, a power of two. None goes: recorded graphs read them at their addresses."""
 
 

@@ -27,6 +27,7 @@ from torch import nn
 from bridge.artifact import key_of
 from bridge.base.devices import current_device, name_of
 from bridge.base.modes import autocast_setting, cuda_autocast_setting
+from bridge.base.session import SESSION
 from bridge.base.torch_cuda import read_settings
 from bridge.base.torch_internals import OpOverload, pytree, storage_id
 from bridge.compile import backend_for
@@ -158,7 +159,7 @@ def _modules_of(module: nn.Module) -> tuple[str, ...]:
 Files = dict[str, tuple[str, int]]
 """Of modules by their names: the path, and when it was changed."""
 
-_FOUND: dict[tuple[str, ...], tuple[int, Files]] = {}
+_FOUND: dict[tuple[str, ...], tuple[int, Files]] = SESSION.cache("lowerings", {})
 """What modules were found to reach, and how many were imported then: modules of one model ask again and again."""
 
 

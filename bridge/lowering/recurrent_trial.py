@@ -22,13 +22,14 @@ from bridge.aten import LayerShape, layers_chosen_by
 from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.base.log import channel
+from bridge.base.session import SESSION
 from bridge.base.threads import held
 from bridge.base.torch_internals import unset_fake_temporarily
 from bridge.capture import Captured, capture
 from bridge.compile import CompileOptions, backend_for, compile_function, kept_times, seconds_of, settle
 from bridge.lowering.lowered import LoweredCall
 
-__all__ = ["clear_trials", "loop_is_quicker"]
+__all__ = ["loop_is_quicker"]
 
 log = channel("compile")
 
@@ -51,14 +52,8 @@ _NUMBER = 0.01
 
 Lower = Callable[[Captured], LoweredCall]
 
-_QUICKER: dict[tuple, bool] = {}
+_QUICKER: dict[tuple, bool] = SESSION.cache("choices", {})
 _LOCK = threading.RLock()
-
-
-def clear_trials() -> None:
-    """Forget every choice made in this process."""
-    with _LOCK:
-        _QUICKER.clear()
 
 
 def loop_is_quicker(lower: Lower, grad: bool, layer: LayerShape) -> bool:

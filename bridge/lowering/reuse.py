@@ -9,8 +9,8 @@ Why that is exact: two calls with equal keys run the same operators on the same 
 their inputs. The record is made of the very module that is to be dispatched, so a layer whose ``forward`` reads a
 global, or one of another dropout rate, has another key and is lowered by itself.
 
-An entry of the cache lives as long as a dispatch entry uses it; :func:`clear_lowered` empties it. What an earlier
-process lowered is found in the disk cache by the same two keys: :mod:`bridge.lowering.reuse`.
+An entry of the cache lives as long as a dispatch entry uses it. What an earlier process lowered is found in the disk
+cache by the same two keys: :mod:`bridge.lowering.reuse`.
 
 Kept lowerings: calls that an earlier process lowered, in the disk cache, found by what the call is and does.
 
@@ -33,6 +33,7 @@ from torch import nn
 from bridge.artifact import current_store, of_this_package
 from bridge.base.devices import HOST, current_device, working_for
 from bridge.base.log import channel
+from bridge.base.session import SESSION
 from bridge.base.torch_cuda import gpu_features, read_settings
 from bridge.capture import Captured, LoopedCall, RecordedCall, capture, device_of_call, record_call
 from bridge.compile import host_features
@@ -42,7 +43,7 @@ from bridge.lowering.pipeline import lower_captured
 from bridge.lowering.record import KeptLowering, NotRecordedError, parts_of_lowering
 from bridge.state import SampleCall
 
-__all__ = ["call_on_disk", "clear_lowered", "keep_lowering", "kept_lowering", "lower_once"]
+__all__ = ["call_on_disk", "keep_lowering", "kept_lowering", "lower_once"]
 
 _CALL, _LOWERING = "call", "lowering"
 
@@ -117,16 +118,10 @@ def _surroundings() -> list[Any]:
 log = channel("reuse")
 
 #: By call key, then by the key of the record.
-_LOWERED: dict[tuple, WeakValueDictionary[tuple, LoweredCall]] = {}
-
-
-def clear_lowered() -> None:
-    """Empties the cache; entries go on with what they have."""
-    _LOWERED.clear()
-
+_LOWERED: dict[tuple, WeakValueDictionary[tuple, LoweredCall]] = SESSION.cache("lowerings", {})
 
 # A value that dies is looked up by its key, and a key cannot be hashed any more when the modules are taken down.
-atexit.register(clear_lowered)
+atexit.register(_LOWERED.clear)
 
 
 def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = None) -> LoweredCall:

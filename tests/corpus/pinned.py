@@ -12,11 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.compile import clear_cache
-from bridge.compile.cpu.products import clear_choices
+from bridge.base.session import SESSION
 from bridge.compile.schedule.products import GENERATED
-from bridge.lowering.recurrent_trial import clear_trials
-from bridge.lowering.reuse import clear_lowered
 
 __all__ = ["ENVIRONMENT", "fresh", "pinned", "seeded"]
 
@@ -63,8 +60,7 @@ def pinned() -> Iterator[None]:
 
 def fresh(seed: int = 0) -> None:
     """Forgets what the process has captured, lowered and compiled, and seeds every generator."""
-    for clear in (clear_lowered, clear_cache, clear_choices, clear_trials):
-        clear()
+    SESSION.reset("lowerings", "programs", "choices")
     gc.collect()
     seeded(seed)
 

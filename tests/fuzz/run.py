@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from bridge.compile import clear_cache
+from bridge.base.session import SESSION
 from tests.fuzz.generate import generate
 from tests.fuzz.program import Program
 from tests.fuzz.verdict import Verdict
@@ -71,7 +71,7 @@ def _verdicts(seeds: Iterable[int], judge: Judge, make: Callable[[int], Program]
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     for position, seed in enumerate(seeds):
         if position % KEEP == 0:
-            clear_cache()
+            SESSION.reset("programs")
         with contextlib.redirect_stderr(io.StringIO()):  # torch.export prints the graph of what it refuses
             verdict = judge(make(seed))
         yield seed, verdict

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from bridge.compile import clear_cache
+from bridge.base.session import SESSION
 from tests.fuzz.calls import Call
 from tests.fuzz.dynamic import _Watch, calls_of, check_dynamic, vary
 from tests.fuzz.generate import generate
@@ -38,7 +38,7 @@ def variation(kind: str, *body: str) -> Variation:
 
 @pytest.mark.parametrize("first", sampled(range(0, 8, 2), (0,)))
 def test_random_modules_of_any_size(first):
-    clear_cache()
+    SESSION.reset("programs")
     found = {seed: check_dynamic(generate(seed)) for seed in range(first, first + 2)}
     bugs = {seed: verdict for seed, verdict in found.items() if verdict.is_bug}
     assert not bugs, f"{bugs}\npython -m tests.fuzz --dynamic --show SEED --shrink prints a program"

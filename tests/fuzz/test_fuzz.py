@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge.compile import clear_cache
+from bridge.base.session import SESSION
 from tests.fuzz.calls import calls_of
 from tests.fuzz.check import check
 from tests.fuzz.compare import without_unused
@@ -32,7 +32,7 @@ RICH = (10, 32, 33, 41, 65, 89, 236)
 
 @pytest.mark.parametrize("first", sampled(range(0, COUNT, BATCH), (0,)))
 def test_random_modules(first):
-    clear_cache()
+    SESSION.reset("programs")
     found = {seed: check(generate(seed)) for seed in range(first, first + BATCH)}
     bugs = {seed: verdict for seed, verdict in found.items() if verdict.is_bug}
     assert not bugs, f"{bugs}\npython -m tests.fuzz --show SEED --shrink prints a program"

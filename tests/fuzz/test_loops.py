@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from bridge.compile import clear_cache
+from bridge.base.session import SESSION
 from tests.fuzz.loops import check_loop, generate_loop
 
 pytestmark = pytest.mark.slow
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("seeds", [(5, 13), pytest.param((16, 27), marks=pytest.mark.sweep)])
 def test_random_loops(seeds):
-    clear_cache()
+    SESSION.reset("programs")
     found = {seed: check_loop(generate_loop(seed)) for seed in seeds}
     assert not [verdict for verdict in found.values() if verdict.is_bug], found
     assert any(verdict.status == "same (a loop)" for verdict in found.values()), found

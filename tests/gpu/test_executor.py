@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tvm.relax import op
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import CompileOptions, Launch, backend_for, clear_cache, compile_function
+from bridge.base.session import SESSION
+from bridge.compile import CompileOptions, Launch, backend_for, compile_function
 from bridge.compile.cuda.executor import POOLS
 from bridge.compile.cuda.nvrtc import disassembler
 from bridge.library import FUNCTIONS
@@ -133,7 +134,7 @@ def test_a_users_own_graph(block):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             result = module(held)
-        clear_cache()
+        SESSION.reset("programs")
         gc.collect()
         held.copy_(other)
         filler = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(8)]
@@ -160,7 +161,7 @@ def test_memory_that_ran_out():
     expected = module(x)
     add_tvm_dispatch(module, x)
     check(module, x, expected)
-    clear_cache()
+    SESSION.reset("programs")
     gc.collect()
     torch.cuda.empty_cache()
     held, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory

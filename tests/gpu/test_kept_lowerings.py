@@ -7,11 +7,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 import bridge
-from bridge.artifact.settings import forget_complaints
+from bridge.base.session import SESSION
 from bridge.capture import RecordedCall
-from bridge.compile import clear_cache, pipeline
+from bridge.compile import pipeline
 from bridge.compile.cuda import build
-from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import as_call
 from tests.device import DEVICE, generators, moved
 from tests.gpu.cases import CASES, LAYERS
@@ -37,17 +36,16 @@ KEPT = (
 
 @pytest.fixture(autouse=True)
 def used_cache(tmp_path, monkeypatch):
-    forget_complaints()
+    SESSION.reset("complaints")
     monkeypatch.setenv("BRIDGE_CACHE", "1")
     monkeypatch.setenv("BRIDGE_CACHE_DIR", str(tmp_path / "used"))
     yield
-    forget_complaints()
+    SESSION.reset("complaints")
 
 
 def two_steps(case, precision):
     """Bits of two steps and the generators after each, of a module that is added as a new process adds it."""
-    clear_lowered()
-    clear_cache()
+    SESSION.reset("lowerings", "programs")
     torch.manual_seed(0)
     module, call = case[0]().to(DEVICE).train(), as_call(case[1]())
     args, kwargs = moved((call.args, call.kwargs))

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
+from bridge.base.session import SESSION
 from bridge.base.torch_internals import FakeTensorMode
-from bridge.compile import clear_cache
 from bridge.compile.cuda.executor import POOLS
 from bridge.compile.cuda.memory import PoolMemory, PrivatePool
 from tests.device import DEVICE
@@ -81,7 +81,7 @@ def peak(module, call) -> int:
         module(**call).loss.backward()
     module.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
-    clear_cache()
+    SESSION.reset("programs")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     module(**call).loss.backward()
@@ -132,13 +132,13 @@ def test_memory_that_ran_out_in_a_step(where):
     module(x)[0].sum().backward()
     wanted = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
     module.zero_grad(set_to_none=True)
-    clear_cache()
+    SESSION.reset("programs")
     gc.collect()
     torch.cuda.empty_cache()
     held = torch.cuda.memory_allocated()
     torch.manual_seed(1)
     loss = module(x)[0].sum() if where == "backward" else None
-    clear_cache()
+    SESSION.reset("programs")
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 22)) / total)
@@ -150,7 +150,7 @@ def test_memory_that_ran_out_in_a_step(where):
     loss = None
     module.zero_grad(set_to_none=True)
     gc.collect()  # the error's frames, which may hold what a program works in
-    clear_cache()
+    SESSION.reset("programs")
     assert torch.cuda.memory_allocated() <= held  # less where garbage of another test has gone meanwhile
     torch.manual_seed(1)
     module(x)[0].sum().backward()

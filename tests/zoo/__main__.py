@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from bridge.compile import clear_cache
+from bridge.base.session import SESSION
 from tests.zoo.run import compare, load, names
 
 
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     print("| script | s to add | ours / eager | hits | misses | loss off by | state off by | refused |")
     print("|---|---:|---:|---|---:|---:|---:|---|")
     for name in options.only or names():
-        clear_cache()
+        SESSION.reset("programs")
         found = compare(load(name).train, options.steps, dtype)
         ratio = f"{found.ratio:.2f}" if options.time else "-"
         hits = ", ".join(f"{count} {module}" for module, count in found.hits.items()) or "-"

@@ -29,6 +29,7 @@ from tvm.target import Target
 from autodiff.extents import Dim, maximum, minimum
 from bridge.base.log import channel
 from bridge.base.mkl import can_pack, packed
+from bridge.base.session import SESSION
 from bridge.base.threads import held
 from bridge.base.torch_internals import bfloat16_in_onednn, linear_pointwise
 from bridge.compile.cpu.gemm import strip_rows
@@ -51,7 +52,7 @@ from bridge.compile.schedule.products import (
 )
 from bridge.library import OUT_KERNELS
 
-__all__ = ["CpuProducts", "Measure", "Multiply", "ProductTrial", "clear_choices", "generated_types", "library_ways"]
+__all__ = ["CpuProducts", "Measure", "Multiply", "ProductTrial", "generated_types", "library_ways"]
 __all__ += ["measured", "shape_class"]
 
 Multiply = Callable[..., None]
@@ -214,14 +215,8 @@ _USUAL = (GENERATED, f"{GENERATED} short")
 Measure = Callable[[ProductShape, Sequence[str]], Mapping[str, float]]
 """``(product, ways)`` → seconds of each way that can compute it."""
 
-_CHOSEN: dict[tuple, str] = {}
+_CHOSEN: dict[tuple, str] = SESSION.cache("choices", {})
 _LOCK = threading.Lock()
-
-
-def clear_choices() -> None:
-    """Forget every choice made in this process."""
-    with _LOCK:
-        _CHOSEN.clear()
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from typing import TypeVar
 import torch
 
 from bridge.base.lru import LeastRecentlyUsed
+from bridge.base.session import SESSION
 from bridge.base.tensor_properties import span_of
 from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
@@ -76,7 +77,7 @@ class StreamPools:
             pool.clear()
 
 
-POOLS = StreamPools()
+POOLS = SESSION.cache("programs", StreamPools())
 """Of this process."""
 
 

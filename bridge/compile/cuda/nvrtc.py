@@ -26,8 +26,9 @@ import torch
 from bridge.artifact import current_store, key_of, made_once
 from bridge.base.errors import TORCH_DIR
 from bridge.base.lru import LeastRecentlyUsed
+from bridge.base.session import SESSION
 
-__all__ = ["OPTIONS", "absent", "clear_compiled", "compiled", "disassembled", "disassembler", "version", "warm_up"]
+__all__ = ["OPTIONS", "absent", "compiled", "disassembled", "disassembler", "version", "warm_up"]
 
 
 _TOOLS = {"nvdisasm": ("-c",), "cuobjdump": ("-sass",)}
@@ -98,12 +99,9 @@ _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)")
 _KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
 _KEPT, _KEPT_BYTES = 256, 64 * 2**20
 
-_COMPILED: LeastRecentlyUsed[tuple[str, str, str, str], bytes] = LeastRecentlyUsed(_KEPT, _KEPT_BYTES)
-
-
-def clear_compiled() -> None:
-    """Forget what was compiled in this process."""
-    _COMPILED.clear()
+_COMPILED: LeastRecentlyUsed[tuple[str, str, str, str], bytes] = SESSION.cache(
+    "programs", LeastRecentlyUsed(_KEPT, _KEPT_BYTES)
+)
 
 
 def absent() -> str:

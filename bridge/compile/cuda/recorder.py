@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from bridge.base.collector import collection_paused
+from bridge.base.session import SESSION
 from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.copies import bring_anew
@@ -180,7 +181,7 @@ class Streams:
             each.scratch.clear()
 
 
-STREAMS = Streams()
+STREAMS = SESSION.cache("programs", Streams())
 """Of this process."""
 
 

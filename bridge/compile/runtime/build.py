@@ -36,13 +36,14 @@ from tvm.runtime import Module
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal, structural_hash
 
+from bridge.base.session import SESSION
 from bridge.base.threads import raise_deferred
 from bridge.compile.backend import Built
 from bridge.compile.codegen.tir import LOOPS_ATTR, SHARED_ATTR
 from bridge.compile.runtime.elf import CannotLinkError, shared_library
 from bridge.compile.runtime.kernel_store import KernelTexts, Libraries, stored_or_built
 
-__all__ = ["REFUSALS", "Build", "LateMapping", "WeakCache", "build_kernels", "clear_kernels", "in_background"]
+__all__ = ["REFUSALS", "Build", "LateMapping", "WeakCache", "build_kernels", "in_background"]
 __all__ += ["library_bytes", "loaded", "others_may_build", "settle", "some_of"]
 
 
@@ -266,17 +267,10 @@ def _is_usable(built: Built) -> bool:
     return not built.build.has_failed
 
 
-_KERNELS: WeakCache[PrimFunc, Built] = WeakCache(structural_equal, _is_usable)
+_KERNELS: WeakCache[PrimFunc, Built] = SESSION.cache("programs", WeakCache(structural_equal, _is_usable))
 _LOCK = threading.Lock()
 
-_SHARED: list[Built] = []
-
-
-def clear_kernels() -> None:
-    """Forget every kernel built in this process."""
-    with _LOCK:
-        _KERNELS.clear()
-        _SHARED.clear()
+_SHARED: list[Built] = SESSION.cache("programs", [])
 
 
 def _library_of(name: str, func: PrimFunc) -> tuple[bool, str]:

@@ -24,6 +24,7 @@ from autodiff.extents import Dim, sample_of
 from autodiff.ir import itemsize
 from autodiff.library import GENERATOR_STATE
 from bridge.base.devices import HOST
+from bridge.base.session import SESSION
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.views import dense, dense_strides, inverse, permute
 from bridge.compile.runtime.instructions import MakeView
@@ -300,5 +301,5 @@ class ArenaPool:
                 self._out(block)
 
 
-ARENAS = ArenaPool()
+ARENAS = SESSION.cache("programs", ArenaPool())
 """The host's pool."""

@@ -20,13 +20,12 @@ import torch
 from torch import nn
 
 import bridge
-from bridge.artifact.settings import forget_complaints
+from bridge.base.session import SESSION
 from bridge.capture import RecordedCall
-from bridge.compile import clear_cache, clear_choices, pipeline
+from bridge.compile import pipeline
 from bridge.compile.cpu import build, products
 from bridge.compile.cpu.threads import CONNECT
 from bridge.compile.schedule.products import GENERATED
-from bridge.lowering import reuse
 from bridge.rng.engine import functions
 
 
@@ -99,11 +98,9 @@ def counted(rows: int = 48) -> dict[str, Any]:
 
 def forget_all() -> None:
     """Makes this process one in which nothing is compiled."""
-    reuse.clear_lowered()
-    clear_cache()
-    clear_choices()
+    SESSION.reset("lowerings", "programs", "choices")
     functions.cache_clear()  # of draws, which an earlier test may have wanted
-    forget_complaints()
+    SESSION.reset("complaints")
 
 
 def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge.artifact import current_store
+from bridge.base.session import SESSION
 from bridge.compile.cuda import nvrtc
 
 SOURCE = 'extern "C" __global__ void __launch_bounds__(256) k0_add(float* a) {}\n'
@@ -21,12 +22,12 @@ def asked(monkeypatch, used_cache):
 
     monkeypatch.setattr(nvrtc, "_compile", compile_source)
     yield found
-    nvrtc.clear_compiled()
+    SESSION.reset("programs")
 
 
 def test_another_process_asks_nvrtc_nothing(asked, monkeypatch):
     first = nvrtc.compiled(SOURCE, "sm_90")
-    nvrtc.clear_compiled()  # what another process has
+    SESSION.reset("programs")  # what another process has
     assert nvrtc.compiled(SOURCE, "sm_90") == first and len(asked) == 1
     others = [
         nvrtc.compiled(SOURCE + " ", "sm_90"),
@@ -44,5 +45,5 @@ def test_a_damaged_cubin_is_compiled_again(asked):
     nvrtc.compiled(SOURCE, "sm_90")
     (path,) = current_store().files()
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    nvrtc.clear_compiled()
+    SESSION.reset("programs")
     assert nvrtc.compiled(SOURCE, "sm_90") == b"cubin 2"

@@ -9,7 +9,8 @@ from tvm.relax import op
 
 import bridge.compile.pipeline as pipeline
 from bridge.artifact import current_store
-from bridge.compile import CompileOptions, DrawnMask, clear_cache
+from bridge.base.session import SESSION
+from bridge.compile import CompileOptions, DrawnMask
 from bridge.compile.cuda import build
 from bridge.compile.cuda.backend import CudaBackend
 from bridge.compile.cuda.build import build_library
@@ -39,12 +40,12 @@ def seen(monkeypatch, used_cache):
     tvm_ffi.register_global_func(LOADER, load)
     yield found
     tvm_ffi.remove_global_func(LOADER)
-    clear_cache()
+    SESSION.reset("programs")
 
 
 def compiled(rate: float = 0.1, arch: str = "sm_90", index: int = 0):
     """A program that draws a mask, as a new process compiles it."""
-    clear_cache()
+    SESSION.reset("programs")
     func = function(
         [((48, 64), "float32"), ((48, 64), "bool")], lambda emit, x, mask: [emit(op.where(mask, op.exp(x), x))]
     )

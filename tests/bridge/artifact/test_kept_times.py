@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bridge.artifact import current_store
+from bridge.base.session import SESSION
 from bridge.compile.cpu import build
 from bridge.compile.cpu.backend import host_backend
-from bridge.compile.cpu.products import clear_choices
 from bridge.compile.schedule.products import ProductShape
 
 SHAPE = ProductShape("float32", 1, 256, 256, 256)
@@ -24,11 +24,11 @@ def measured(monkeypatch, used_cache):
 
     monkeypatch.setattr("bridge.compile.cpu.products.measured", measure)
     yield found
-    clear_choices()
+    SESSION.reset("choices")
 
 
 def chosen(threads=1, shape=SHAPE):
-    clear_choices()  # what another process has
+    SESSION.reset("choices")  # what another process has
     return host_backend().products(threads, False).choose(shape)
 
 

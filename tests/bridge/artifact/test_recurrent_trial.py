@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import clear_cache
+from bridge.base.session import SESSION
 from bridge.compile.cpu import build
 from bridge.lowering import recurrent_trial
-from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import Call, assert_same, run
 from tests.sampling import sampled
 
@@ -31,9 +30,7 @@ def nothing_known(used_cache):
 
 
 def as_another_process():
-    recurrent_trial.clear_trials()
-    clear_lowered()
-    clear_cache()
+    SESSION.reset("choices", "lowerings", "programs")
 
 
 @pytest.fixture
@@ -163,7 +160,7 @@ def test_inputs_without_a_gradient_have_a_trial_of_their_own(tried):
 
 def test_a_trial_is_made_once_per_machine_and_threads(measured, monkeypatch):
     forms(lstm(), sample())
-    clear_lowered()
+    SESSION.reset("lowerings")
     forms(lstm(), sample())
     assert len(measured) == 1, "in this process"
     as_another_process()

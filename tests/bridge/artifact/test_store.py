@@ -11,8 +11,8 @@ import time
 import pytest
 
 from bridge.artifact import CacheSettings, Store, cache_settings, current_store, key_of, read_artifact, write_artifact
-from bridge.artifact.settings import forget_complaints
 from bridge.artifact.store import prune
+from bridge.base.session import SESSION
 
 PARTS = {"text": b'{"a": 1}', "empty": b"", "raw": bytes(range(256)) * 40}
 KEY = key_of("a test")
@@ -95,7 +95,7 @@ def test_a_directory_that_everybody_writes_to_is_refused(store, caplog):
 
 
 def test_a_directory_that_cannot_be_made_costs_one_warning(tmp_path, caplog):
-    forget_complaints()
+    SESSION.reset("complaints")
     (tmp_path / "file").write_text("")
     store = Store(CacheSettings(enabled=True, folder=tmp_path / "file" / "cache", most_bytes=2**20))
     store.put("kind", KEY, PARTS)
@@ -171,7 +171,7 @@ def test_settings(tmp_path, monkeypatch, caplog):
     assert {text: cache_settings({**given, "BRIDGE_CACHE_SIZE": text}).most_bytes for text in sizes} == sizes
     with pytest.raises(ValueError, match="BRIDGE_CACHE_SIZE"):
         cache_settings({"BRIDGE_CACHE_SIZE": "much"})
-    forget_complaints()
+    SESSION.reset("complaints")
     monkeypatch.setenv("BRIDGE_CACHE_SIZE", "much")
     assert current_store().settings.most_bytes == 2 * 2**30 and "much" in warnings_of(caplog)[0]
 
@@ -197,8 +197,8 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch, caplog):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BRIDGE_CACHE", "1")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # where neither HOME nor the users say it
-    forget_complaints()
+    SESSION.reset("complaints")
     store = current_store()
     store.put("kind", "0" * 64, {"part": b"1"})
     assert not store.is_usable and store.get("kind", "0" * 64) is None and "BRIDGE_CACHE_DIR" in caplog.text
-    forget_complaints()
+    SESSION.reset("complaints")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
-from bridge.compile import clear_cache
+from bridge.base.session import SESSION
 from bridge.compile.translate import TRANSLATIONS
 from tests.bridge.compare import Call, Function, check_module
 from tests.device import ASSERTS
@@ -332,7 +332,7 @@ def test_an_operator_without_a_kernel_is_refused_by_name(monkeypatch):
         raise NotImplementedError("no kernel for the operator relax.erf: none")
 
     monkeypatch.setitem(TRANSLATIONS, "relax.erf", nothing)
-    clear_cache()
+    SESSION.reset("programs")
     with pytest.raises(UnsupportedModule, match=r"relax\.erf"):
         add_tvm_dispatch(Function(torch.erf), leaf(7))
 

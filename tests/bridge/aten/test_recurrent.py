@@ -13,8 +13,8 @@ from autodiff.extents import Extent
 from autodiff.ir import TensorType, Var
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, lower, stats
 from bridge.aten.conv import cudnn_is_quicker
+from bridge.base.session import SESSION
 from bridge.compile import RunLoop
-from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import Call, assert_same, check_module, run
 from tests.sampling import sampled
 
@@ -63,12 +63,12 @@ def test_layers(name):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """To recurrent layers; lowerings of the processor are not found, nor kept for it."""
-    clear_lowered()
+    SESSION.reset("lowerings")
     for module in ("aten.recurrent", "capture.passes.recurrent"):
         monkeypatch.setattr(f"bridge.{module}.HOST", torch.device("meta"))
     monkeypatch.setattr("bridge.aten.recurrent.cudnn_is_quicker", lambda *_: False)
     yield
-    clear_lowered()
+    SESSION.reset("lowerings")
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")

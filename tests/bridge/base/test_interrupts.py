@@ -12,10 +12,10 @@ from torch import nn
 
 import autodiff
 from bridge import add_tvm_dispatch, stats
+from bridge.base.session import SESSION
 from bridge.base.threads import interrupts_deferred, raise_deferred
 from bridge.capture import one_capture_at_a_time
 from bridge.dispatch import dispatcher, parts
-from bridge.lowering.reuse import clear_lowered
 from tests import interrupts
 
 WAYS = {**interrupts.WAYS, "Dynamo": interrupts.by_dynamo}
@@ -65,7 +65,7 @@ def in_the_middle(monkeypatch):
             function()
             return original(*args)
 
-        clear_lowered()
+        SESSION.reset("lowerings")
         monkeypatch.setattr(autodiff, "mask_dropout", mask_dropout)
 
     original = autodiff.mask_dropout

@@ -15,16 +15,15 @@ from torch.profiler import ProfilerActivity, profile
 import bridge
 from bridge import add_tvm_dispatch, stats
 from bridge.base.log import CHANNELS, channel, set_logs
-from bridge.compile import Launch, clear_cache
-from bridge.lowering.reuse import clear_lowered
+from bridge.base.session import SESSION
+from bridge.compile import Launch
 from tests.bridge.models import MLP
 
 
 @pytest.fixture(autouse=True)
 def fresh():
     """Equal modules of other tests must not have compiled what a test wants to be told about."""
-    clear_cache()
-    clear_lowered()
+    SESSION.reset("programs", "lowerings")
     yield
     set_logs("")
 

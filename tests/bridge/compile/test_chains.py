@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, explain
-from bridge.compile import clear_cache, clear_choices, host_backend, pipeline
+from bridge.base.session import SESSION
+from bridge.compile import host_backend, pipeline
 from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.passes import chains
 from bridge.compile.runtime import link
 from bridge.compile.runtime.instructions import Launch
-from bridge.lowering.reuse import clear_lowered
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(
@@ -54,8 +54,7 @@ def times(monkeypatch):
     """Sets the seconds of chains and of their steps, which small attentions are tried in, too."""
 
     def clear():
-        for each in (clear_cache, clear_choices, clear_lowered, pipeline.clear_chains):
-            each()
+        SESSION.reset("programs", "choices", "lowerings")
 
     def say(steps: float, chain: float) -> None:
         clear()

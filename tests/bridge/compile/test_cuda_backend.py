@@ -11,10 +11,10 @@ import torch
 from tvm import relax, te, topi
 from tvm.relax import op
 
+from bridge.base.session import SESSION
 from bridge.compile import CompileOptions, Launch, Program, backend_for, compile_function, settle
 from bridge.compile.cuda import nvrtc
 from bridge.compile.cuda.nvrtc import compiled
-from bridge.compile.runtime.build import clear_kernels
 from bridge.compile.runtime.storage import load, save
 from tests.bridge.compile_helpers import function
 from tests.nvrtc import ARCHES, needs_nvrtc
@@ -37,7 +37,7 @@ SCALED = [((200, 120), "float32"), ((120,), "float32")]
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_kernels_of_a_program_are_functions_of_one_module(arch):
-    clear_kernels()
+    SESSION.reset("programs")
     made = program(SCALED, scaled, replace(GPU, arch=arch))
     assert made.layout.params[0].shape == (200, 120) and made.backend.device == torch.device("cuda", 0)
     functions = [built.function for built in made.code.values()]
@@ -70,7 +70,7 @@ def test_what_tvm_legalizes_is_bound_to_threads_in_the_same_module(dtype):
     def resized(emit, x, y):
         return [emit(op.image.resize2d(x, (8, 8), method="nearest_neighbor")), emit(op.multiply(y, y))]
 
-    clear_kernels()
+    SESSION.reset("programs")
     made = program([((1, 2, 4, 4), dtype), ((3, 5), "float32")], resized)
     assert sorted(step.ops for step in made.steps if isinstance(step, Launch)) == [
         ("multiply",),

@@ -13,6 +13,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.tirx import AttrStmt, BufferLoad, BufferStore, Expr, IfThenElse, PrimFunc, Stmt, Var
 
+from bridge.base.session import SESSION
 from bridge.compile import Built
 from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
 from bridge.compile.cuda import build, nvrtc
@@ -72,7 +73,7 @@ def test_all_kernels_are_compiled_in_one_call(arch, monkeypatch):
     assert cubin.startswith(b"\x7fELF") and nvrtc.compiled(source, arch) is cubin and len(calls) == 1
     for kernel in ("k0_kernel", "k0_kernel_1", "k1_kernel", "k1_kernel_1"):
         assert kernel.encode() + b"\0" in cubin
-    nvrtc.clear_compiled()
+    SESSION.reset("programs")
     assert nvrtc.compiled(source, arch) == cubin and len(calls) == 2
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, remove_tvm_dispatch
-from bridge.compile import clear_cache, clear_choices, host_backend
+from bridge.base.session import SESSION
+from bridge.compile import host_backend
 from bridge.compile.cpu.gemm import strip_rows
 from bridge.compile.cpu.gemm_tile import NARROW, WIDE, register_tile
 from bridge.compile.cpu.products import CpuProducts, ProductTrial
@@ -18,7 +19,6 @@ from bridge.compile.runtime.layout import ARENAS
 from bridge.compile.runtime.loop import _LoopAction
 from bridge.compile.runtime.loop_frame import LoopFrames
 from bridge.compile.schedule.products import BY_ROWS, GENERATED, IN_PANELS, LayoutClass, ProductShape
-from bridge.lowering.reuse import clear_lowered
 from tests.sampling import sampled
 
 
@@ -45,8 +45,7 @@ def packed(monkeypatch):
     """Products of weights in loops are of packed ones, all others torch's."""
 
     def clear():
-        for each in (clear_cache, clear_choices, clear_lowered):
-            each()
+        SESSION.reset("programs", "choices", "lowerings")
 
     def choose(policy, product):
         return IN_PANELS if product.b.lasting else "mm" if product.batch == 1 else "bmm"
@@ -166,12 +165,12 @@ def test_rows_are_for_each_thread_where_each_has_some():
 def test_rows_are_taken_where_they_are_about_as_quick(seconds, wanted):
     if register_tile(host_backend().target) is None:
         pytest.skip("no products are generated for this processor")
-    clear_choices()
+    SESSION.reset("choices")
     times = {"mm": 3.0, IN_PANELS: 1.0, BY_ROWS: seconds}
     policy = replace(host_backend().products(2, deterministic=False), measure=lambda *_: times)
     product = ProductShape("float32", 1, 16, 256, 256, LayoutClass("row"), LayoutClass("row", lasting=True))
     assert policy.choose(product) == wanted
-    clear_choices()
+    SESSION.reset("choices")
 
 
 def test_strips_are_of_the_height_that_computes_least_in_vain():

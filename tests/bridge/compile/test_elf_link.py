@@ -10,7 +10,8 @@ import pytest
 import torch
 from tvm.relax import op
 
-from bridge.compile import Built, CompileOptions, clear_cache, compile_function
+from bridge.base.session import SESSION
+from bridge.compile import Built, CompileOptions, compile_function
 from bridge.compile.codegen.tir import LOOPS_ATTR
 from bridge.compile.cpu.build import CpuLibraries
 from bridge.compile.cuda import build
@@ -119,7 +120,7 @@ def test_what_cannot_be_linked_runs_from_memory(monkeypatch):
     def refuse(content):
         raise CannotLinkError("a relocation")
 
-    clear_cache()
+    SESSION.reset("programs")
     monkeypatch.setattr("bridge.compile.runtime.build.shared_library", refuse)
     made = program([((5, 7), "float32")], lambda emit, x: [emit(x + x)])
     library, content = CpuLibraries(made.backend.target).build_bytes(made.kernels, True)

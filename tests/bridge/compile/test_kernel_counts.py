@@ -10,17 +10,18 @@ from torch import nn
 from tvm_ffi import structural_equal, structural_hash
 
 from bridge import lower
-from bridge.compile import Built, CompileOptions, Program, backend_for, clear_cache, compile_function
+from bridge.base.session import SESSION
+from bridge.compile import Built, CompileOptions, Program, backend_for, compile_function
 from bridge.compile.schedule.access import Arguments
 
 
 @pytest.fixture(autouse=True)
 def no_machine_code(monkeypatch):
     """Kernels are counted, not run."""
-    clear_cache()
+    SESSION.reset("programs")
     monkeypatch.setattr(type(backend_for(None)), "build", lambda self, functions: [Built(None) for _ in functions])
     yield
-    clear_cache()
+    SESSION.reset("programs")
 
 
 class Unrolled(nn.Module):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tvm.relax import op as R
 
-from bridge.compile import clear_cache, compile_function, host_backend
+from bridge.base.session import SESSION
+from bridge.compile import compile_function, host_backend
 from bridge.compile.cpu import row
 from bridge.compile.cpu.row import narrowed
 from tests.bridge.compile_helpers import function
@@ -49,7 +50,7 @@ def test_bits(monkeypatch, vectors, left, body, dtype):
         return narrowed(*arguments)
 
     for walk in (seen, lambda _number, _extent, _lanes, tail: list(tail)):
-        clear_cache()
+        SESSION.reset("programs")
         monkeypatch.setattr(row, "narrowed", walk)
         found += compile_function(function([(tuple(x.shape), dtype)], body), name="test")([x])
     assert any(narrow) == (left >= 4)

@@ -13,7 +13,8 @@ from tvm import relax
 from tvm.relax import op
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import Launch, backend_for, clear_cache
+from bridge.base.session import SESSION
+from bridge.compile import Launch, backend_for
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.loop_ir.graph import Graph, Pad
@@ -22,7 +23,6 @@ from bridge.compile.passes.product_forms import pad_products, widen_gradients
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.products import ProductShape
 from bridge.compile.translate import translate
-from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import check_module
 from tests.bridge.compile.graph_text import text
 from tests.bridge.compile_helpers import function, program, run
@@ -176,16 +176,16 @@ def test_numbers_and_gradients(unit, name, monkeypatch):
 
     for policy in (CpuProducts, CudaProducts):  # that of the device under test
         monkeypatch.setattr(policy, "unit", asked)
-    clear_cache(), clear_lowered()
+    SESSION.reset("programs", "lowerings")
     check_module(MODULES[name], lambda: torch.randint(0, 13, (3, 5)), dtype=torch.float64)
-    clear_cache(), clear_lowered()
+    SESSION.reset("programs", "lowerings")
     assert padded
 
 
 def test_one_entry_for_all_sizes(monkeypatch):
     """What varies does not lie along memory, and is not padded."""
     monkeypatch.setattr(CpuProducts, "unit", lambda policy, product: 8)
-    clear_cache(), clear_lowered()
+    SESSION.reset("programs", "lowerings")
     torch.manual_seed(0)
     eager = Head(True).double()
     ours, lengths = copy.deepcopy(eager), {0: Dim("rows", min=2, max=64), 1: Dim("length", min=2, max=64)}
@@ -199,7 +199,7 @@ def test_one_entry_for_all_sizes(monkeypatch):
             gradients.append([parameter.grad for parameter in each.parameters()])
         torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
     (entry,) = stats(ours).entries
-    clear_cache(), clear_lowered()
+    SESSION.reset("programs", "lowerings")
     assert stats(ours).hits == 4
     assert any("pad" in step.ops for step in entry.backward.steps if isinstance(step, Launch))
 
@@ -209,9 +209,9 @@ def test_an_infinite_number_meets_no_zero(monkeypatch):
     monkeypatch.setattr(CpuProducts, "unit", lambda policy, product: 8)
     a, b = torch.ones(3, 13), torch.ones(13, 5)
     a[1, 2], b[12, 4] = torch.inf, torch.inf
-    clear_cache()
+    SESSION.reset("programs")
     (found,) = run([a, b], lambda emit, a, b: [emit(op.matmul(a, b))])
-    clear_cache()
+    SESSION.reset("programs")
     assert torch.equal(found, a @ b)
 
 
@@ -235,9 +235,9 @@ def test_a_kernels_zeros(normalized, shape, dtype, monkeypatch):
 
     columns = shape[1]
     x, weight = (torch.randn(extents).to(getattr(torch, dtype)) for extents in (shape, (columns, 4)))
-    clear_cache()
+    SESSION.reset("programs")
     compiled = program([(tuple(each.shape), dtype) for each in (x, weight)], body)
-    clear_cache()
+    SESSION.reset("programs")
     assert any("pad" in step.ops for step in compiled.steps if isinstance(step, Launch))
     (found,) = compiled([x, weight])
     wide = x.double()

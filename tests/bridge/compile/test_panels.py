@@ -10,12 +10,12 @@ from torch import nn
 from tvm.relax import op as R
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import CompileOptions, clear_cache, clear_choices, compile_function, host_backend, with_constants
+from bridge.base.session import SESSION
+from bridge.compile import CompileOptions, compile_function, host_backend, with_constants
 from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.runtime.instructions import Launch
 from bridge.compile.schedule.products import GENERATED, IN_PANELS, PACKED, LayoutClass, ProductShape
-from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compile_helpers import function
 from tests.sampling import sampled
 
@@ -31,8 +31,7 @@ def way(monkeypatch):
     """Sets the way of all products of constants."""
 
     def clear():
-        for each in (clear_cache, clear_choices, clear_lowered):
-            each()
+        SESSION.reset("programs", "choices", "lowerings")
 
     def force(name: str) -> None:
         def choose(policy, product):
@@ -128,7 +127,7 @@ def test_a_frozen_module_is_packed_anew_when_its_weight_changes(way):
     ids=str,
 )
 def test_it_is_measured_beside_the_libraries_products(monkeypatch, times, wanted):
-    clear_choices()
+    SESSION.reset("choices")
     monkeypatch.setattr("bridge.compile.cpu.products.can_pack", lambda: True)
     asked = []
 
@@ -139,4 +138,4 @@ def test_it_is_measured_beside_the_libraries_products(monkeypatch, times, wanted
     policy = replace(host_backend().products(2, False), measure=measure)
     assert policy.choose(ProductShape("float32", 1, 256, 48, 32, LayoutClass("row"), CONSTANT)) == wanted
     assert {"mm", PACKED, IN_PANELS} <= {*asked[0]}
-    clear_choices()
+    SESSION.reset("choices")

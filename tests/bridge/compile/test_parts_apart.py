@@ -12,10 +12,10 @@ from tvm.relax import Tuple, op
 from autodiff.ir import TensorType, TupleGetItem, Var, build_function
 from autodiff.scan import Scan, body_text, scan_call
 from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
-from bridge.compile import CallLibrary, clear_cache, compile_function, host_backend
+from bridge.base.session import SESSION
+from bridge.compile import CallLibrary, compile_function, host_backend
 from bridge.compile.passes import sections
 from bridge.compile.runtime.loop_frame import RunLoop
-from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compile_helpers import current_options, function
 from tests.sampling import sampled
 
@@ -56,8 +56,7 @@ class Layer(nn.Module):
 @pytest.fixture
 def fresh():
     def clear():
-        clear_cache()
-        clear_lowered()
+        SESSION.reset("programs", "lowerings")
 
     clear()
     yield clear

@@ -9,7 +9,8 @@ import torch
 from tvm import relax
 from tvm.relax import Tuple, op
 
-from bridge.compile import clear_cache, compile_function, pipeline
+from bridge.base.session import SESSION
+from bridge.compile import compile_function, pipeline
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.loop_ir.graph import Graph, eliminate_dead_code
 from bridge.compile.passes.choose_layouts import choose_layouts, make_walkable, recompute_permutations
@@ -154,10 +155,10 @@ def test_no_pass_changes_a_bit(seed, monkeypatch):
     relax_function = build(inputs, steps, "float32", [len(inputs) + len(steps) - k for k in (1, 4, 9)])
     tensors = sample(inputs, torch.float32, seed)
     optimized = compile_function(relax_function, name="optimized")(tensors)
-    clear_cache()
+    SESSION.reset("programs")
     monkeypatch.setattr(pipeline, "PASSES", (make_walkable,))
     plain = compile_function(relax_function, name="plain")(tensors)
-    clear_cache()
+    SESSION.reset("programs")
     for ours, theirs in zip(optimized, plain, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 

@@ -16,7 +16,8 @@ from tvm.relax import op as R
 from tvm_ffi import structural_hash
 
 from bridge import add_tvm_dispatch, explain, stats
-from bridge.compile import backend_for, clear_cache, clear_choices, compile_function, host_backend
+from bridge.base.session import SESSION
+from bridge.compile import backend_for, compile_function, host_backend
 from bridge.compile.cpu.gemm_tile import NARROW, WIDE
 from bridge.compile.cpu.measure import attainable_rate, seconds_of
 from bridge.compile.cpu.products import CpuProducts, ProductTrial, library_ways, measured, shape_class
@@ -33,9 +34,9 @@ LINEAR = ProductShape("float32", 1, 256, 48, 32, ROW, COLUMN)
 
 @pytest.fixture(autouse=True)
 def _without_choices():
-    clear_choices()
+    SESSION.reset("choices")
     yield
-    clear_choices()
+    SESSION.reset("choices")
 
 
 class Stopwatch:
@@ -111,7 +112,7 @@ def test_no_bit_depends_on_the_width_of_registers(monkeypatch, dtype):
     for tile in (WIDE, NARROW):
         for room in ("products", "backend"):
             monkeypatch.setattr(f"bridge.compile.cpu.{room}.register_tile", lambda target, tile=tile: tile)
-        clear_cache()
+        SESSION.reset("programs")
         found.append([])
         for tensors in operands:
             shapes = [(tuple(x.shape), str(dtype)[6:]) for x in tensors]
@@ -154,7 +155,7 @@ def test_the_fastest_way_is_taken_and_measured_once_per_class(way):
 
 def test_torch_stays_unless_another_way_gains():
     for seconds, chosen in ((0.96, "mm"), (0.94, GENERATED)):
-        clear_choices()
+        SESSION.reset("choices")
         policy = products(lambda _, ways, seconds=seconds: {"mm": 1.0, GENERATED: seconds})
         assert policy.choose(LINEAR) == chosen
     assert products(lambda *_: {}).choose(LINEAR) == "mm"
@@ -265,7 +266,7 @@ def test_a_program_names_its_ways(monkeypatch, way):
 @pytest.mark.parametrize("way", sampled([*WAYS, "in turn"], ["mm_swapped", "linear", "generated short", "in turn"]))
 def test_a_module_trains_whichever_way_wins(monkeypatch, way):
     """Forward and backward, which computes products again, go the way that was measured; each class its own."""
-    clear_cache()  # programs of an equal module, compiled under another policy
+    SESSION.reset("programs")  # programs of an equal module, compiled under another policy
     measure = Stopwatch(*(WAYS if way == "in turn" else [way]))
     policy = products(measure)
     monkeypatch.setattr("bridge.compile.cpu.backend.CpuBackend.products", lambda *_: policy)

@@ -10,7 +10,8 @@ import torch
 from tvm import relax
 from tvm.relax import op as R
 
-from bridge.compile import CallLibrary, Launch, MakeView, clear_cache, compile_function
+from bridge.base.session import SESSION
+from bridge.compile import CallLibrary, Launch, MakeView, compile_function
 from tests.bridge.compile_helpers import assert_same, function, program, run
 from tests.sampling import sampled
 from tests.threads import together
@@ -65,10 +66,10 @@ def test_threads_do_not_share_an_arena():
 
 
 def test_equal_functions_share_a_program_and_equal_kernels_are_built_once():
-    clear_cache()
+    SESSION.reset("programs")
     first = program(SHAPES, lambda emit, *p: [layer(emit, *p)])
     assert program(SHAPES, lambda emit, *p: [layer(emit, *p)]) is first
-    clear_cache()
+    SESSION.reset("programs")
     assert program(SHAPES, lambda emit, *p: [layer(emit, *p)]) is not first
 
 

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from autodiff.scan import parts
-from bridge.compile import clear_cache
+from bridge.base.session import SESSION
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.passes import product_forms
 from bridge.compile.schedule.products import LayoutClass, ProductShape
-from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import check_module
 
 
@@ -75,9 +74,9 @@ def test_parts_add_up(make, carried, monkeypatch):
     monkeypatch.setattr(product_forms, "_split", watched)
     monkeypatch.setattr(parts, "_batch", counted)
     monkeypatch.setattr(CpuProducts, "parts", lambda policy, product, **given: 1 if product.k % 4 else 4)
-    clear_cache(), clear_lowered()
+    SESSION.reset("programs", "lowerings")
     check_module(make, lambda: torch.randn(7, 2, 3, requires_grad=True), dtype=torch.float64)
-    clear_cache(), clear_lowered()
+    SESSION.reset("programs", "lowerings")
     assert set(made) == {4} and set(in_parts) == ({4} if carried else set())
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from autodiff.ir import bindings, op_name
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, stats
 from bridge.base.mkl import can_pack
-from bridge.compile import clear_choices
+from bridge.base.session import SESSION
 from bridge.compile.cpu import products
 from bridge.compile.schedule.products import PACKED
 from tests.bridge.models import bert_layer
@@ -429,7 +429,7 @@ def test_functions_of_parameters_alone():
 def test_constant_factors_are_laid_out_once(monkeypatch):
     """By products that read nothing else of them; a changed weight is laid out anew."""
     monkeypatch.setattr(products, "kept_times", lambda *given: {way: float(way != PACKED) for way in given[3]})
-    clear_choices()
+    SESSION.reset("choices")
     module = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 48, bias=False)).eval()
     x = torch.randn(3, 7, 64)
     with torch.no_grad():
@@ -443,4 +443,4 @@ def test_constant_factors_are_laid_out_once(monkeypatch):
             assert len(steps) == 2 and all(constants[step.reads[1]].ndim == 1 for step in steps)
             module[0].weight.mul_(2.0)
     assert stats(module).hits == 2
-    clear_choices()
+    SESSION.reset("choices")

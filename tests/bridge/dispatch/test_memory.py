@@ -13,7 +13,8 @@ from torch import nn
 
 from benchmarks.flat_memory import ALLOWED, WORKLOADS, measure
 from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
-from bridge.compile import Built, clear_cache
+from bridge.base.session import SESSION
+from bridge.compile import Built
 from bridge.compile.pipeline import _PROGRAMS
 from bridge.compile.runtime import executor
 from bridge.compile.runtime.build import _KERNELS, WeakCache
@@ -117,7 +118,7 @@ def test_the_module_dies_with_its_last_name():
 @pytest.mark.composes("`del module`")
 def test_compiled_code_dies_with_the_last_module_that_uses_it(monkeypatch):
     monkeypatch.setattr("bridge.compile.runtime.build.Built", Built)  # tests keep what they build: see conftest.py
-    clear_cache()
+    SESSION.reset("programs")
     first = add_tvm_dispatch(MLP(6, 11), rows())
     second = add_tvm_dispatch(MLP(6, 11), rows())
     assert len(_PROGRAMS) == 2 and len(_KERNELS) > 0, "equal modules share one forward and one backward"
@@ -136,7 +137,7 @@ def test_compiled_code_dies_with_the_last_module_that_uses_it(monkeypatch):
 
 def test_an_evicted_entry_frees_its_programs(monkeypatch):
     monkeypatch.setattr("bridge.dispatch.dispatcher.MAX_ENTRIES", 2)
-    clear_cache()
+    SESSION.reset("programs")
     module = add_tvm_dispatch(MLP(6, 12), rows(3), on_miss="compile")
     for count in (4, 5, 6):
         module(rows(count)).sum().backward()
@@ -158,7 +159,7 @@ def test_a_graph_outlives_its_module():
     weights = [parameter for parameter in module.parameters()]
     del module
     gc.collect()
-    clear_cache()
+    SESSION.reset("programs")
     y.sum().backward()
     torch.testing.assert_close(x.grad, expected.grad, **CLOSE)
     for weight, other in zip(weights, eager.parameters(), strict=True):
@@ -167,7 +168,7 @@ def test_a_graph_outlives_its_module():
 
 @pytest.mark.cpu("arenas of the CPU")
 def test_eight_lengths_keep_the_arena_of_the_largest(monkeypatch):
-    clear_cache()
+    SESSION.reset("programs")
     pool = ArenaPool()  # no other test's programs need any of it
     monkeypatch.setattr(executor, "ARENAS", pool)
     module = MLP(6, 11)

@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from bridge import CompilationError, UnsupportedModule, add_tvm_dispatch, stats
 from bridge.aten.registry import CONVERSIONS
-from bridge.compile import clear_cache
+from bridge.base.session import SESSION
 from tests.bridge.models import MLP
 from tests.sampling import sampled
 
@@ -376,7 +376,7 @@ def test_a_failing_compiler_names_the_direction(monkeypatch, where):
     def broken(*args, **options):
         raise ValueError("broken")
 
-    clear_cache()
+    SESSION.reset("programs")
     module = MLP()
     with monkeypatch.context() as patched:
         patched.setattr(where, broken)

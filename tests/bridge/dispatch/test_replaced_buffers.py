@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.lowering.reuse import clear_lowered
+from bridge.base.session import SESSION
 from tests.sampling import sampled
 
 PLACES = ("outermost", "inside")
@@ -97,7 +97,7 @@ INSIDE = [(how, place) for how in HOWS for place in PLACES]
 def test_they_have_eagers_numbers(how, place):
     module = made(Tracks(how), place)
     eager = copy.deepcopy(module)
-    clear_lowered()  # modules that run the same operators share what is captured: each is to be captured here
+    SESSION.reset("lowerings")  # modules that run the same operators share what is captured: each is to be here
     add_tvm_dispatch(module, (torch.randn(6, 4, dtype=torch.float64),))
     for ours, theirs in zip(trained(module), trained(eager), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

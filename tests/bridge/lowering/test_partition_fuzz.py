@@ -10,7 +10,8 @@ import torch
 
 import autodiff
 from autodiff.ir import Function
-from bridge.compile import CompileOptions, backend_for, clear_cache, compile_function
+from bridge.base.session import SESSION
+from bridge.compile import CompileOptions, backend_for, compile_function
 from bridge.reference.relax import interpret
 from partition import STRATEGIES, MinCut, Partitioned, partition
 from tests.device import DEVICE
@@ -32,7 +33,7 @@ CASES = [(seed, dtype) for dtype in ROUNDING for seed in range(4)]
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
     yield
-    clear_cache()
+    SESSION.reset("programs")
 
 
 def random_parts(seed: int, dtype: str) -> tuple[Function, list[Partitioned]]:

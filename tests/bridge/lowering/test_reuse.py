@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
+from bridge.base.session import SESSION
 from bridge.capture import RecordedCall, recorded
 from bridge.state.values import constant_key
 from tests.bridge.compare import as_call, assert_same, run
@@ -24,9 +25,9 @@ SETTING = 1.0
 
 @pytest.fixture(autouse=True)
 def _nothing_known():
-    reuse.clear_lowered()
+    SESSION.reset("lowerings")
     yield
-    reuse.clear_lowered()
+    SESSION.reset("lowerings")
 
 
 @pytest.fixture

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.artifact.settings import forget_complaints
-from bridge.compile import clear_cache, clear_choices
-from bridge.lowering.reuse import clear_lowered
+from bridge.base.session import SESSION
 
 
 @pytest.fixture
 def used_cache(tmp_path, monkeypatch):
     """The folder of a cache that this process uses, empty at first; other choices of products end with the test."""
-    forget_complaints()
+    SESSION.reset("complaints")
     monkeypatch.setenv("BRIDGE_CACHE", "1")
     monkeypatch.setenv("BRIDGE_CACHE_DIR", str(tmp_path / "used"))
-    clear_choices()
+    SESSION.reset("choices")
     yield tmp_path / "used"
-    forget_complaints()
-    clear_choices()
+    SESSION.reset("complaints", "choices")
 
 
 @pytest.fixture
@@ -26,9 +23,7 @@ def as_another_process():
     """Forgets what this process has compiled: what is found then, the disk has."""
 
     def forget():
-        clear_lowered()
-        clear_cache()
-        clear_choices()
+        SESSION.reset("lowerings", "programs", "choices")
 
     return forget
 

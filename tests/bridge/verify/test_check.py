@@ -19,7 +19,7 @@ from autodiff.gradients import registry
 from autodiff.ir import dtype
 from bridge import lower
 from bridge.aten.registry import CONVERSIONS
-from bridge.compile import clear_cache
+from bridge.base.session import SESSION
 from bridge.compile.translate import TRANSLATIONS
 from bridge.verify.inputs import deviation, tolerance
 from bridge.verify.repro import replay
@@ -138,12 +138,12 @@ def test_a_wrong_kernel_is_found(monkeypatch):
     def planted(builder, call):
         return builder.pointwise("sigmoid", [builder.get(call.args[0])], dtype(call))
 
-    clear_cache()
+    SESSION.reset("programs")
     monkeypatch.setitem(TRANSLATIONS, "relax.tanh", planted)
     try:
         found = net(torch.float64).check()
     finally:
-        clear_cache()
+        SESSION.reset("programs")
     assert found.first.name == "compiled forward"
     assert found.first.culprit.op == "tanh"
 
