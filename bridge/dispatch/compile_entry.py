@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -153,11 +153,8 @@ def with_choices(entry: Entry, choices: Choices) -> Entry:
     return Entry(entry.guard, entry.lowered, programs, EntryOptions(entry.options.partition, entry.options.backend))
 
 
-class Tuner(Protocol):
-    """What is asked before an entry is compiled; it may tune the call."""
-
-    def __call__(self, call: SampleCall, options: EntryOptions) -> None:
-        """Tunes a call that is to be compiled so."""
+Tuner = Callable[[SampleCall, EntryOptions], None]
+"""What is asked before an entry is compiled; it may tune the call."""
 
 
 _TUNERS: list[Tuner] = []

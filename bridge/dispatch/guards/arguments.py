@@ -184,10 +184,7 @@ class ArgumentGuard:
             source.refuse(unlike, f"{explain}({place}, {value}, leaves[{i}])")
         pick = "leaves" if not self._constant_leaves else f"[{', '.join(f'leaves[{i}]' for i in self.tensor_leaves)}]"
         source.add(f"tensors = {pick}")
-        if self.tensor_leaves:
-            source.add("try:", f"    nested = any(map({source.name(is_nested, 'is nested')}, tensors))")
-            source.add("except AttributeError:  # no tensor", "    nested = True")
-        self._tensors.write(source, "tensors", inference, "nested or " * bool(self.tensor_leaves))
+        self._tensors.write(source, "tensors", inference, nested="tensors" if self.tensor_leaves else "")
 
     def leaves(self, call: SampleCall) -> list[Any]:
         """All leaves, in the sample's order. :class:`GuardFailure` if the structure is another one."""

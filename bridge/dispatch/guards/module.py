@@ -209,9 +209,12 @@ class ModuleGuard:
             owners, names = zip(*self._attribute_places, strict=True)
             owners, names = source.name(owners, "owners"), source.name(names, "attribute names")
             found.append(f"*map({get}, map({get}, {source.name(repeat, 'repeat')}(dicts), {owners}), {names})")
-        found += [f"{source.name(reference, 'held tensor')}()" for reference in self._references]
+        if self._references:  # lie where no write is counted
+            held = [f"{source.name(reference, 'held tensor')}()" for reference in self._references]
+            source.add(f"held = [{', '.join(held)}]")
+            found.append("*held")
         source.add(f"owned = [{', '.join(found)}]")
-        self._tensors.write(source, "owned", inference)
+        self._tensors.write(source, "owned", inference, nested="held" if self._references else "")
         source.refuse(f"not {source.name(self._outside.unchanged, 'reads unchanged')}()", f"{tree}.other_reads()")
 
     def other_types(self, modules: Sequence[nn.Module]) -> GuardFailure | None:

@@ -69,12 +69,16 @@ class TensorGuard:
         self._explain_type = explain_type
         self.alike = {torch.is_inference_mode_enabled(): tensor_checks(tensors)}  # there, tensors look another way
 
-    def write(self, source: CheckSource, tensors: str, inference: str, otherwise: str = "") -> None:
+    def write(self, source: CheckSource, tensors: str, inference: str, nested: str = "") -> None:
         """Writes that the tensors of an expression look exactly as expected; ``inference``: whether that mode is on.
 
-        ``otherwise``: what says that they do not, before they are compared.
+        ``nested``: an expression for those of them that may be nested by now, or no tensors.
         """
-        failure = source.name(self._closer, "look closer at")
+        failure, otherwise = source.name(self._closer, "look closer at"), ""
+        if nested:
+            source.add("try:", f"    nested = any(map({source.name(is_nested, 'is nested')}, {nested}))")
+            source.add("except AttributeError:  # no tensor", "    nested = True")
+            otherwise = "nested or "
         source.refuse(f"{otherwise}{self._unlike(source, tensors, inference)}", f"{failure}({tensors}, {inference})")
 
     def _unlike(self, source: CheckSource, tensors: str, inference: str) -> str:

@@ -455,6 +455,15 @@ def test_a_listed_tensor_is_read_anew_as_is_another_one():
     assert stats(module).hits == 2 and not stats(module).misses
 
 
+def test_a_listed_tensor_that_is_nested_by_now_is_told():
+    """The quick comparison of tensors would end the process over it."""
+    module = add_tvm_dispatch(ReadsListed(), rows())
+    module.tables[0] = torch.nested.nested_tensor([torch.ones(6)])
+    with pytest.raises(RuntimeError, match="nested"):  # eager's
+        module(rows())
+    assert dict(stats(module).misses) == {"layout of attribute 'tables[0]': a nested tensor": 1}
+
+
 def test_quick_is_never_more_than_match():
     """Whatever the quick look takes, the thorough one takes too and hands over the same tensors."""
     torch.manual_seed(0)
