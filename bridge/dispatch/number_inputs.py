@@ -48,7 +48,7 @@ def lower_with_numbers(
     try:
         twin, args = with_number_inputs(call.module, call.args, call.kwargs, places, device_of_call(call))
         behind = [replace(each, leaf=each.leaf + len(places)) for each in call.dims]
-        lowered = lower_once(SampleCall(twin, args, call.kwargs, behind), partition)
+        lowered = lower_once(SampleCall(twin, args, call.kwargs, tuple(behind)), partition)
     except CompilationError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever forward raises where a number is used as none can be

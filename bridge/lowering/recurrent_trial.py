@@ -28,6 +28,7 @@ from bridge.base.torch_internals import unset_fake_temporarily
 from bridge.capture import Captured, capture
 from bridge.compile import CompileOptions, backend_for, compile_function, kept_times, seconds_of, settle
 from bridge.lowering.lowered import LoweredCall
+from bridge.state import SampleCall
 
 __all__ = ["loop_is_quicker"]
 
@@ -108,7 +109,7 @@ def _runs(lower: Lower, grad: bool, layer: LayerShape) -> dict[str, Callable[[],
     primals = [each.detach().fill_(_NUMBER) for each in (*module.parameters(), *arguments)]
     x, *states = arguments
     with torch.set_grad_enabled(grad):
-        captured = capture(module, (x.requires_grad_(layer.into_x), tuple(states)), {})
+        captured = capture(SampleCall(module, (x.requires_grad_(layer.into_x), tuple(states))))
         runs = {}
         for name, is_looped in ((_KERNEL, False), (_LOOP, True)):
             with layers_chosen_by(lambda _, is_looped=is_looped: is_looped):

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 from bridge.base.log import channel
 from bridge.base.lru import LeastRecentlyUsed
-from bridge.compile.graphs.recordings import GraphRecorder, Ports, Timer
+from bridge.compile.graphs.recordings import GraphRecorder, Memory, Ports, Timer
 
 __all__ = ["MAX_GRAPH_BYTES", "MAX_RECORDINGS", "MODES", "RUNS", "STREAMS", "LaunchCost", "Mode", "RecordedGraphs"]
 __all__ += ["Shared", "Verdicts"]
@@ -201,11 +201,16 @@ class RecordedGraphs:
         self.refused: dict[str, str] = {}
         self.clock = itertools.count(1)
         self._members: weakref.WeakSet[_Member] = weakref.WeakSet()
+        self._memories: weakref.WeakSet[Memory] = weakref.WeakSet()
         self._spare = 0, 0  # recordings, and their bytes, that there is room for whatever was dropped meanwhile
 
     def enroll(self, member: _Member) -> None:
         """From now on, what the member has is counted here."""
         self._members.add(member)
+
+    def hold(self, memory: Memory) -> None:
+        """From now on, what the device has set aside for results is counted here."""
+        self._memories.add(memory)
 
     @property
     def recordings(self) -> int:
@@ -220,7 +225,7 @@ class RecordedGraphs:
     @property
     def held_bytes(self) -> int:
         """Bytes of the device that are held for recordings: results' memory and buffers; intermediates are shared."""
-        return sum(member.held_bytes for member in tuple(self._members))
+        return sum(each.held_bytes for each in (*self._members, *self._memories))
 
     def make_room(self, recording: _Member) -> None:
         """Before a member makes another recording: the one that was used the longest ago loses its own."""

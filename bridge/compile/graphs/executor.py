@@ -265,18 +265,12 @@ class EntryGraphs:
     There is a memory for each use: who keeps outputs, or gradients, is not to move the addresses of the others. Where
     sizes vary, each result that varies has one of its own. What is let go together lies in one block: new values of
     buffers, and captures.
-
-    Attributes:
-        last_used: never: there is nothing to drop; ``recording_bytes``, ``graph_bytes``: none.
     """
-
-    last_used = recording_bytes = graph_bytes = 0
 
     def __init__(self, control: RecordedGraphs):
         self._control = control
         self._memories: dict[Hashable, Memory] = {}
         self._shared: dict[Program, Shared] = {}
-        control.enroll(self)
 
     def forward(self, program: Program, execute: Execute, whole: Program, outputs: int, captures: int) -> Execute:
         """What runs a forward program.
@@ -330,22 +324,14 @@ class EntryGraphs:
 
     def _memory(self, use: Hashable, recorder: GraphRecorder, varies: bool = False, joined: bool = False) -> Memory:
         found = self._memories.get(use)
-        return self._memories.setdefault(use, recorder.memory(varies, joined)) if found is None else found
+        if found is None:
+            found = self._memories.setdefault(use, recorder.memory(varies, joined))
+            self._control.hold(found)
+        return found
 
     def _moves(self) -> int:
         """How often memory of results had to move."""
         return sum(memory.grown for memory in tuple(self._memories.values()))
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that the device has set aside for results."""
-        return sum(memory.held_bytes for memory in tuple(self._memories.values()))
-
-    def __len__(self) -> int:
-        return 0
-
-    def drop(self) -> None:
-        """Nothing: who holds a tensor keeps its memory."""
 
 
 def _varying(program: Program) -> frozenset[int]:
