@@ -22,10 +22,10 @@ MOST_LINES = 500
 _MOST_CODE_LINES, _MOST_FIELDS = 60, 14
 BOUNDS = {
     "files": 378,
-    "lines": 82_674,
+    "lines": 82_335,
     "class names of several files": 0,
     "functions of over 60 code lines": 1,
-    "classes of over 14 fields": 14,
+    "classes of over 14 fields": 12,
     "loop provers": 1,
 }
 """Sizes of the product as a whole: lower a bound when the tree has shrunk; take something out rather than raise one."""
