@@ -74,14 +74,14 @@ class BindingRows(Rows):
         value = binding.value
         if type(value) is TupleGetItem:
             split = self._body.binding(value.tuple_value)
-            if split is None or split.op != "relax.split":
+            if split is None or split.op != "relax.split" or not split.reads:  # of a constant
                 return None
             base, axis, before = split.reads[0], int(split.value.attrs.axis), split.value.ty.fields[: value.index]
             axis %= len(shape(base.var))
             begin = sum(int(field.shape.values[axis]) for field in before)
         elif value is not None and binding.op == _SLICE:
             axes, begins, _, steps = ([int(number) for number in arg.fields] for arg in value.args[1:5])
-            if len(axes) != 1 or steps != [1]:
+            if len(axes) != 1 or steps != [1] or not binding.reads:
                 return None
             base, axis = binding.reads[0], axes[0] % len(shape(binding.var))
             begin = begins[0] + (shape(base.var)[axis] if begins[0] < 0 else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -114,11 +115,21 @@ def two_loops(scope, h, x, w):
     return [last]
 
 
+def constants_parts(scope, h, x, w):
+    """A part of a constant and an item of its pieces stand before the loop, and are none of its."""
+    whole = relax.const(np.arange(12.0).reshape(3, 4), "float64")
+    pieces = scope.emit(op.split(relax.const(np.ones((2, 6)), "float64"), 2, axis=1))
+    h = scope.emit(op.add(h, part(scope, whole, 1, axis=1)))
+    h = scope.emit(op.add(h, scope.emit(relax.TupleGetItem(pieces, 1))))
+    return forward(scope, h, x, w)
+
+
 LOOPS = {
     each.__name__: (each, scans)
     for each, scans in (
         *((forward, 1), (backward, 1), (parts_before, 1), (looks_back, 1), (of_middle_axis, 1)),
         *((other_steps_first, 1), (inputs_products, 1), (inputs_products_and_bias, 1), (two_loops, 2)),
+        (constants_parts, 1),
     )
 }
 
