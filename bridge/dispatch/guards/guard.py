@@ -136,7 +136,7 @@ class EntryGuard:
         if self.frozen is not None:
             holds = source.name(self.frozen.holds, "frozen tensors hold")
             failure = source.name(self.frozen.failure, "frozen tensor that changed")
-            source.refuse(f"thorough is not {_BUT_FROZEN} and not {holds}(owned)", f"{failure}(owned)")
+            source.refuse(f"thorough != {_BUT_FROZEN} and not {holds}(owned)", f"{failure}(owned)")
         numbers = f"*{source.name(self._number_inputs, 'numbers of')}(module, leaves), " if self.numbers else ""
         source.add(f"inputs = [*owned, {numbers}*tensors]")
         if self._asked:

@@ -399,6 +399,12 @@ def test_explain_says_what_is_frozen(changing):
     assert "7 parameters and buffers are the tensors that were frozen" in told and "fold scales" in told
 
 
+def test_the_check_is_compiled_without_a_warning(changing, recwarn):
+    module, x = changing
+    compile(entry_of(frozen(module, x)).guard.check.source, "<check>", "exec")
+    assert not [each for each in recwarn if each.category is SyntaxWarning]
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="memory is the host's")
 def test_nothing_but_what_is_folded_is_copied():
     module, x = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8)).eval(), torch.randn(5, 64)
