@@ -21,11 +21,11 @@ PACKAGES = ("bridge", "autodiff", "partition")
 MOST_LINES = 500
 _MOST_CODE_LINES, _MOST_FIELDS = 60, 14
 BOUNDS = {
-    "files": 378,
-    "lines": 82_335,
+    "files": 371,
+    "lines": 81_850,
     "class names of several files": 0,
-    "functions of over 60 code lines": 1,
-    "classes of over 14 fields": 12,
+    "functions of over 60 code lines": 0,
+    "classes of over 14 fields": 10,
     "loop provers": 1,
 }
 """Sizes of the product as a whole: lower a bound when the tree has shrunk; take something out rather than raise one."""
@@ -111,7 +111,7 @@ class Tree:
         return dict(zip(BOUNDS, counts, strict=True))
 
     def room(self, module: str) -> str:
-        """``bridge.capture.passes.autocast`` → ``capture``; a package of its own stands for itself."""
+        """``bridge.capture.passes.decompositions`` → ``capture``; a package of its own stands for itself."""
         first, *rest = module.split(".")
         return (rest[0] if rest else "__init__") if first == "bridge" else first
 

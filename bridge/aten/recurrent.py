@@ -10,7 +10,7 @@ A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is taken apart here. It 
 launch a step (:mod:`bridge.aten.recurrent`); where the batch varies, a library function, cells step by step. An
 LSTM on the processor stays oneDNN's kernel, where :func:`layers_chosen_by` says so. On a GPU a call stays whole where
 cuDNN's kernels are quicker (:mod:`bridge.aten.conv`). Dropout between layers has been taken out before
-(:mod:`bridge.capture.passes.recurrent`).
+(:mod:`bridge.capture.passes.decompositions`).
 
 Marks of one step of a loop (``tvm_dispatch::loop_..``) → the library calls that :mod:`autodiff.scan.roll` reads.
 """

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -233,46 +233,6 @@ _PARAMETRIZE = find("torch.nn.utils.parametrize")
 find("torch.nn.utils.parametrize._cache_enabled")
 parametrization_caches: Callable[[], int] = functools.partial(getattr, _PARAMETRIZE, "_cache_enabled")
 """In how many ``parametrize.cached()`` contexts this process is: parametrizations run once there, whoever asks."""
-
-
-# autograd.Function
-
-_APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-PROBES["torch.autograd.Function.apply.__func__.__code__"] = _APPLY is not None
-
-
-def applied_function(frame: FrameType | None) -> tuple[str, FrameType] | None:
-    """Inside the forward of a custom ``autograd.Function``: its name, and the user's frame that applied it.
-
-    Up to torch 2.13 ``apply`` is a Python function with a frame of its own; later it is C code, and the frame to be
-    found is that of the class's ``forward``.
-    """
-    while frame is not None:
-        if _APPLY is not None:
-            if frame.f_code is _APPLY and frame.f_back is not None:
-                return getattr(frame.f_locals.get("cls"), "__name__", "?"), frame.f_back
-        elif frame.f_code.co_name == "forward" and frame.f_back is not None and not _is_of_a_module(frame):
-            for kind in _function_classes():
-                if getattr(getattr(kind, "forward", None), "__code__", None) is frame.f_code:
-                    return kind.__name__, frame.f_back
-        frame = frame.f_back
-    return None
-
-
-def _is_of_a_module(frame: FrameType) -> bool:
-    """Whether a frame is that of a module's ``forward``: nearly all are, and the classes need not be gone through."""
-    owner = frame.f_locals.get("self")
-    return isinstance(owner, torch.nn.Module) and getattr(type(owner).forward, "__code__", None) is frame.f_code
-
-
-def _function_classes() -> Iterable[type]:
-    todo, seen = [torch.autograd.Function], set()
-    while todo:
-        kind = todo.pop()
-        if kind not in seen:
-            seen.add(kind)
-            todo += kind.__subclasses__()
-            yield kind
 
 
 # torch.export and torch.fx

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from bridge.base.devices import current_device
 from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel, no_torch_function, schema
 
 __all__ = ["BelowFunctionalMode", "FunctionalTensorMode", "PreDispatchMode", "below_autograd", "called_below"]
-__all__ += ["composite_kernel", "functional_of", "has_wrapper", "in_functional", "is_only_mapped", "is_written"]
-__all__ += ["no_python_kernels", "unrecorded"]
+__all__ += ["composite_kernel", "functional_of", "has_casts", "has_wrapper", "in_functional", "is_below_autocast"]
+__all__ += ["is_only_mapped", "is_written", "no_python_kernels", "unrecorded"]
 
 _Proxy: type = find("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode")
 _PRE_DISPATCH = find("torch._C.DispatchKey.PreDispatch")
@@ -112,6 +113,20 @@ def is_only_mapped() -> bool:
     return all(each.key() == _VMAP for each in _transforms() or ())
 
 
+_AUTOCAST = {kind: find(f"torch._C.DispatchKey.Autocast{kind.upper()}") for kind in ("cpu", "cuda")}
+_is_excluded = find("torch._C._dispatch_tls_is_dispatch_key_excluded")
+
+
+def is_below_autocast() -> bool:
+    """Whether an operator is called by autocast, which has cast what it is given."""
+    return _is_excluded(_AUTOCAST[current_device().type])
+
+
+def has_casts(op: Any) -> bool:
+    """Whether autocast has a kernel for an operator, which casts its operands or asks it for another type."""
+    return has_kernel(op.name(), _AUTOCAST[current_device().type].name)
+
+
 _after = find("torch._C._dispatch_keyset_full_after")(_PRE_DISPATCH)
 _included = find("torch._C._dispatch_tls_local_include_set")
 _excluded = find("torch._C._dispatch_tls_local_exclude_set")
@@ -148,12 +163,11 @@ def called_below(op: Any, tensors: Sequence[Any], args: tuple, kwargs: dict[str,
     for tensor in tensors:
         keys = keys | _keys_of(tensor)
     keys = ((keys - _excluded()) & _after).remove(_PYTHON_DISPATCHER)
-    while True:
-        key = keys.highestPriorityTypeId()
+    left = keys
+    while (key := left.highestPriorityTypeId()).name != "Undefined":
         if has_kernel(op.name(), key.name):
-            stops = not _passes_on(op.name(), key)
+            passes = _passes_on(op.name(), key)
         else:  # the kernel for all operators, which passes on
-            stops = key.name != "FuncTorchVmapMode" and not key.name.startswith("Autocast")
-        if stops:
-            return op.redispatch(keys, *args, **kwargs)
-        keys = keys.remove(key)
+            passes = key.name == "FuncTorchVmapMode" or key.name.startswith("Autocast")
+        keys, left = keys.remove(key) if passes else keys, left.remove(key)
+    return op.redispatch(keys, *args, **kwargs)

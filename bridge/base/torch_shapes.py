@@ -22,13 +22,17 @@ from bridge.base.torch_internals import PROBES, MissingInternalError, find
 
 __all__ = ["SYMBOLIC", "Conclusion", "check_places", "conclusions", "environment", "expression"]
 __all__ += ["fake_results_not_kept", "fixed", "hint", "is_decided", "pooled_by_division", "range_of"]
-__all__ += ["size_environment", "symbolic_fake"]
+__all__ += ["size_environment", "symbolic_fake", "upsampled_sizes"]
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _USED = ("guards", "var_to_range", "replace", "backed_var_to_val")
 
 Conclusion = tuple[Any, FrameSummary | None]
+
+
+upsampled_sizes = find("torch._decomp.decompositions.upsample_compute_output_size")
+"""Sizes of what is interpolated, those that are asked for or ``None``, factors → those of the result."""
 
 
 def expression(value: Any, *, original: bool = False) -> Any:

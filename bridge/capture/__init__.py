@@ -2,8 +2,8 @@
 
 from bridge.capture.captured import Captured
 from bridge.capture.counted_dims import sized
+from bridge.capture.draws import IsolatedRNG, attends_by_products, with_generator
 from bridge.capture.inplace_rules import share_elements
-from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import LoopedCall, looped_run
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
@@ -18,21 +18,19 @@ from bridge.capture.numbers import (
 from bridge.capture.observation import Draw, DropoutOperand, Observation, Output, Parameter, StepMasks
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.packed import PACKED_LAYERS, packed_layers
-from bridge.capture.passes.attention import attends_by_products
-from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPSAMPLES, WHOLE
-from bridge.capture.passes.recurrent import RECURRENT_LAYERS
+from bridge.capture.passes.decompositions import COMPUTED_DRAWS, RECURRENT_LAYERS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pre_hooks import after_pre_hooks
-from bridge.capture.preconditions import check_call, device_of_call, uninitialized
 from bridge.capture.prepared_twin import copier
 from bridge.capture.readings import ScalarGuard, same_numbers
 from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, OperatorCall, PreCallExpression, ValueIndex, shown
 from bridge.capture.record_call import RecordedCall, capture, record_call
+from bridge.capture.refusals import check_call, device_of_call, uninitialized
 from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim, dynamic_dims, normalize_sample
+from bridge.capture.steady_call import loops_tell
 from bridge.capture.symbolic_sizes import TensorForm
 from bridge.capture.thread_isolation import CAPTURES, is_capturing, is_traced_here, one_capture_at_a_time
 from bridge.capture.twin import Twin
-from bridge.capture.unrolled import loops_tell
 from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 
 __all__ = ["ALL_COUNTS", "CAPTURES", "COMPUTED_DRAWS", "CUSTOM_GRADIENT", "LEAST", "LITERAL", "LOOP_MARKS", "ONCE"]

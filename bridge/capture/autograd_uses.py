@@ -118,7 +118,7 @@ class SavedMemory:
     """The memory that autograd saves, as it would in eager, and which parts of it; ``is_all``: whatever is asked of."""
 
     def __init__(self, is_all: bool) -> None:
-        self._is_all, self._looks = is_all, dict[int, tuple[StorageWeakRef, set[tuple]]]()
+        self.is_all, self._looks = is_all, dict[int, tuple[StorageWeakRef, set[tuple]]]()
         self._held: dict[int, weakref.ref] = {}
 
     def note(self, tensor: torch.Tensor) -> None:
@@ -131,7 +131,7 @@ class SavedMemory:
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], frozenset[int]]:
         """Indices of the inputs that are saved as they are, and of those that another view is saved of."""
-        if self._is_all:
+        if self.is_all:
             return frozenset(range(len(tensors))), frozenset()
         looks = [(index, _look(each), self._looks_at(each)) for index, each in enumerate(tensors)]
         themselves = frozenset(index for index, look, found in looks if look in found)
@@ -139,7 +139,7 @@ class SavedMemory:
 
     def results(self, leaves: Sequence[Any]) -> tuple[set[int], set[int]]:
         """Indices of the leaves in whose memory something is saved, and of those that are saved themselves."""
-        if self._is_all:
+        if self.is_all:
             return set(range(len(leaves))), set(range(len(leaves)))
         tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         held = {index for index, leaf in tensors.items() if self._held.get(id(leaf), lambda: None)() is leaf}

@@ -1,7 +1,7 @@
 """Functional graph: a training graph → core ATen operators that write nothing, with composite ones decomposed.
 
 Each operator of the training graph runs once on fake tensors, under torch's functionalization; what it calls is written
-down, but for operators that are left whole (:mod:`bridge.capture.passes.preserved_ops`).
+down, but for operators that are left whole (:mod:`bridge.capture.passes.decompositions`).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from bridge.base.torch_recording import (
     is_written,
 )
 from bridge.base.torch_shapes import SYMBOLIC
-from bridge.capture.draw_recorder import draws_at
-from bridge.capture.explain_error import explain_error
+from bridge.capture.draws import draws_at
 from bridge.capture.loops.operators import MARKS
-from bridge.capture.passes.alias_analysis import OF, ROW, memory_at, written
+from bridge.capture.passes.alias_analysis import OF, ROW, aliased, memory_at, written
 from bridge.capture.passes.decompositions import composite_formulas, formulas, whole_operators
+from bridge.capture.refusals import explain_error
 from bridge.capture.rows import key_of, mapped
 from bridge.capture.symbolic_run import POOLINGS
 from bridge.capture.training_graph import SizeNodes, TrainingGraph
@@ -126,18 +126,29 @@ def _other_than_eagers(
     """What an operator gives on fake tensors in other forms than in eager, or in other memory, of some that is written:
     ``reshape`` copies or views by strides, which fake tensors may have others of."""
     where, ours, found = user_line(node.meta.get("stack_trace")), _tensors(node.meta["val"]), _tensors(made)
+    if type(made) is tuple and len(ours) == len(found) == len(made):  # of those that are read: oneDNN has a workspace
+        read = {user.args[1] for user in node.users if user.target is getitem and user.users}
+        ours, found = ([each for place, each in enumerate(kind) if place in read] for kind in (ours, found))
     if [(each.shape, each.dtype) for each in ours] != [(each.shape, each.dtype) for each in found]:
         words = [", ".join(f"{each.dtype} of shape {list(each.shape)}" for each in forms) for forms in (ours, found)]
         reason = f"on the sample eager gives {words[0]}, and torch's formula {words[1]}"
         return NotFunctional(Unsupported(str(node.target), where or "forward", reason))
     there, here = [each for source in node.all_input_nodes for each in memory_at(source)], memory_at(node)
-    if memory.isdisjoint((*there, *here)):
+    if memory.isdisjoint((*there, *here)) or (aliased(node) is None and _is_given_away(node, there)):
         return None
     operands = {storage_id(each.elem) for each in _tensors((args, kwargs))}
     if [each in there for each in here] == [storage_id(each.elem) in operands for each in found]:
         return None
     reason = "copies in eager what it views on fake tensors, or the reverse, and one of the two is written"
     return NotFunctional(Unsupported(str(node.target), where or "forward", reason, "clone before the write"))
+
+
+def _is_given_away(node: fx.Node, memory: Sequence[int | None]) -> bool:
+    """Whether nothing but what an operator gives is left of memory: ``unsafe_chunk`` gives views, and its caller takes
+    them for tensors of their own."""
+    before = takewhile(lambda each: each is not node, node.graph.nodes)
+    owners = {each for each in before if not set(memory).isdisjoint(memory_at(each))}
+    return all(each.op == "call_function" and owners.issuperset({*each.users} - {node}) for each in owners)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ writes judged (:mod:`bridge.capture.inplace_rules`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
@@ -33,7 +34,7 @@ from bridge.base.torch_internals import (
 )
 from bridge.base.torch_script import ScriptFunction, run_unfused
 from bridge.capture.autograd_uses import use_of_autograd
-from bridge.capture.generator_watch import unwatched
+from bridge.capture.draws import unwatched
 from bridge.capture.inplace_rules import InPlaceRules, overlaps_itself
 from bridge.capture.observation import Output
 from bridge.capture.own_functions import function_running
@@ -49,6 +50,8 @@ __all__ = ["Functions"]
 
 _SETTERS = {torch.Tensor.data.__set__: "data", torch.Tensor.grad.__set__: "grad", torch.Tensor.grad.__delete__: "grad"}
 """What assigning to an attribute of a tensor calls, and the attribute."""
+_SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__, torch.Tensor.detach_)
+"""What may change whether autograd follows a tensor."""
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 _OTHER_MEMORY = "gives a tensor other memory or another gradient inside forward"
 _OLD_NAME = "what had the old memory of a tensor is read after it: it has the new numbers in a compiled call"
@@ -82,6 +85,7 @@ class Functions(TorchFunctionMode):
         self.recorder, self.rules = recorder, rules
         self.old_names: list[tuple[int, set[int]]] = []
         self._uses: list[tuple] = []
+        self._running: Any = None
         self._before: list[tuple[torch.Tensor, str, Any]] = []
         self.bases: set[int] = set()
         self.arrays = SharedArrays()
@@ -117,16 +121,17 @@ class Functions(TorchFunctionMode):
         if func in _BACKWARDS:
             reason = "runs a backward inside forward, which adds to gradients that are the caller's"
             raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", _line(), reason)])
-        if innermost_transform() is not None:  # what it does to plain tensors is judged
+        if innermost_transform() is not None:
             return func(*args, **kwargs)
         return self._called(func, args, kwargs) if self.rules is None else self._watched(func, args, kwargs)
 
-    def _judge(self, op: Any, tensors: list, written: list, results: list) -> None:
-        """An operator has run on plain tensors, inside of ``vmap``."""
-        for tensor in written:
-            self.rules.mutated(str(op), tensor)
+    def _judge(self, op: Any, tensors: Sequence, written: Iterable, results: Iterable) -> None:
+        """An operator has run: what it wrote is judged."""
+        self.rules.checkpointed.note(tensors)
+        for tensor in written if self._running is not F.gaussian_nll_loss else ():
+            self.rules.mutated(op.overloadpacket.__name__, tensor)
         for result in results:
-            self.rules.returned(str(op), tensors, result)
+            self.rules.returned(tensors, result)
 
     def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a function gives, in the form that a graph can hold."""
@@ -158,7 +163,7 @@ class Functions(TorchFunctionMode):
         if self.rules is None:
             return
         self.rules.unsupported += self.arrays.written()
-        number_of, rows = self.recorder.number_of, self.recorder.record.rows
+        number_of, rows = self.recorder.values.number_of, self.recorder.record.rows
         returned = {number_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)}
         for first, names in self.old_names:
             read = (values_in((row.args, row.kwargs)) for row in rows[first:])
@@ -237,14 +242,9 @@ class Functions(TorchFunctionMode):
     # Writes
 
     def _watched(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a function gives; what it writes is judged."""
+        """What a function gives that is told what a graph does not hold of its call."""
         with unwatched() as quiet:
-            rules = self.rules
-            rules.look_for_custom_function()
-            name = getattr(func, "__name__", str(func))
-            values = _leaves((args, kwargs))
-            tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
-            rules.checkpointed.note(tensors)
+            rules, name = self.rules, getattr(func, "__name__", str(func))
             if (use := use_of_autograd(func, name, args, rules.without_grad)) is not None and use not in self._uses:
                 self._uses.append(use)  # said once
                 rules.complain(*use)
@@ -254,19 +254,13 @@ class Functions(TorchFunctionMode):
             with no_torch_function():
                 if attribute is not None and rules.is_given(args[0]):
                     self._before.append((args[0], attribute, getattr(args[0], attribute)))
-                states = [(tensor._version, tensor.requires_grad) for tensor in tensors]
-            is_watched = use is not None or _runs_users_code(func, name, values)
-            called = self._called
+                followed = args[0].requires_grad if func in _SWITCHES else None
+            is_watched = use is not None or _runs_users_code(func, name, _leaves((args, kwargs)))
+            self._running, called = func, self._called
             result = quiet.call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
             with no_torch_function():  # what is asked of tensors here is no call of forward's
-                for tensor, (version, follows) in zip(tensors, states, strict=True):
-                    if tensor._version != version:
-                        rules.mutated(name, tensor)
-                    if tensor.requires_grad != follows and tensor.is_leaf:
-                        rules.switched(tensor)
-                for leaf in _leaves(result):
-                    if isinstance(leaf, torch.Tensor):
-                        rules.returned(name, tensors, leaf)
+                if followed is not None and args[0].is_leaf and args[0].requires_grad != followed:
+                    rules.switched(args[0])
         return result
 
 
@@ -390,10 +384,10 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
     """
     recorder, rules = run.recorder, run.rules
     if _is_same_data(x, value):
-        if any(recorder.number_of(value) in names for _, names in run.old_names):
+        if any(recorder.values.number_of(value) in names for _, names in run.old_names):
             run.complain("Tensor.data =", _OLD_NAME, "clone it")
         return None
-    number, value = recorder.number_of(x), value.detach()
+    number, value = recorder.values.number_of(x), value.detach()
     if number is None or number >= recorder.record.inputs:
         if not x.is_leaf:  # autograd follows it on; what has read it before has saved it, and has other numbers now
             forms, rows = recorder.record.forms, recorder.record.rows
@@ -414,7 +408,6 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
         run.complain("Tensor.data =", _OTHER_MEMORY, "keep its form")
         return NotImplemented
     if rules is not None:
-        rules.mutated("Tensor.data =", x)
         rules.given_to_input("Tensor.data =", value)
         memory = recorder.record.memory
         names = {each for each, first in enumerate(memory) if each != number and first == memory[number]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,13 +18,13 @@ from torch.distributions import Distribution
 from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, user_line
 from bridge.base.threads import stack_of
 from bridge.base.torch_internals import pytree
+from bridge.capture.draws import IsolatedRNG
 from bridge.capture.inplace_rules import InPlaceRules
-from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.thread_isolation import note_change_of_generator
 from bridge.guards import ABSENT, Reads, audited, in_its_place, profiled
 from bridge.state import moved_generators
 
-__all__ = ["CachedFunctions", "generator_watch", "unwatched"]
+__all__ = ["CachedFunctions", "generator_watch"]
 
 # Without setstate: Dynamo puts the generator back whenever it looks at a frame. A state that moves is seen anyway.
 _PYTHONS_DRAWS = ("random", "getrandbits", "seed")
@@ -41,8 +40,8 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
     Replayed draws would not follow it.
 
     Nothing of this passes torch's dispatcher, so this listens to the interpreter's calls of C functions: those of
-    the user's Python code, not those that a function of torch's makes on tensors (:class:`unwatched`).
-    ``reads`` hears the same.
+    the user's Python code, not those that a function of torch's makes on tensors, where it pauses
+    (:class:`bridge.capture.draws.unwatched`). ``reads`` hears the same.
     """
 
     def listen(frame: FrameType, event: str, called: Any) -> None:
@@ -87,37 +86,6 @@ def _is_of_no_numbers(frame: FrameType | None) -> bool:
             return True
         frame = frame and frame.f_back
     return False
-
-
-# Pauses of the watch, a profiler of the interpreter.
-
-
-class unwatched:
-    """While torch's or our code works for forward: a listener would be called for each of its thousands of calls."""
-
-    __slots__ = ("_listener",)
-
-    def __init__(self) -> None:
-        self._listener = sys.getprofile()
-
-    def __enter__(self) -> unwatched:
-        if self._listener is not None:
-            sys.setprofile(None)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._listener is not None:
-            sys.setprofile(self._listener)
-
-    @in_its_place
-    def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What ``func`` returns; it is watched: code of the user's may run in it."""
-        sys.setprofile(self._listener)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            if self._listener is not None:
-                sys.setprofile(None)
 
 
 # Cached functions: ``functools.lru_cache`` around what forward calls → the function itself, for the time of the runs.

@@ -6,9 +6,7 @@ view) would be lost in it.
 
 from __future__ import annotations
 
-import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.threads import is_alone, stack_of
-from bridge.base.torch_internals import applied_function, storage_id
+from bridge.base.torch_internals import storage_id
 from bridge.capture.autograd_uses import CheckpointedReads
 from bridge.capture.own_functions import function_running
 
@@ -43,7 +41,6 @@ class InPlaceRules:
 
     Attributes:
         unsupported: everything found, in order.
-        custom_functions: name of each custom ``autograd.Function`` that was applied -> the user's line.
         checkpointed: what functions in checkpoints read.
         without_grad: tensors, by id, of which forward was told that they have no ``.grad``.
         shared_by_functions: the memory that such a Function's outputs share with its arguments.
@@ -65,18 +62,10 @@ class InPlaceRules:
         self._underived: list[tuple[str, str]] = []
         self._shared: set[int] = set()
         self.without_grad: dict[int, torch.Tensor] = {}
-        self.custom_functions: dict[str, str] = {}
         self.shared_by_functions: set[int] = set()
         self.written_parameters: set[int] = set()
         self._thread = threading.get_ident()
         self.checkpointed = CheckpointedReads(self._thread)
-
-    def look_for_custom_function(self) -> None:
-        """Inside the forward of a custom autograd.Function: remembers where the user applied it."""
-        applied = applied_function(sys._getframe(2))
-        if applied is not None and applied[0] not in self.custom_functions:
-            name, caller = applied
-            self.custom_functions[name] = user_line(traceback.extract_stack(caller)) or name
 
     def complain(self, op: str, reason: str, hint: str | None = None) -> None:
         where = user_line(stack_of(self._thread)) or "a line outside the module's own code"
@@ -93,11 +82,10 @@ class InPlaceRules:
         self.unsupported += [Unsupported(op, where, reason) for op, where in self._underived[:1]]
         self._underived.clear()
 
-    def custom_function(self, name: str) -> None:
+    def custom_function(self, name: str, where: str) -> None:
         op = f"autograd.Function {name}"
         if any(known.op == op for known in self.unsupported):
             return
-        where = self.custom_functions.get(name, "forward")
         reason = "a custom autograd.Function: its backward is Python code that a graph does not hold"
         extra = {"hint": _NOT_REENTRANT} if name == "CheckpointFunction" else {}
         self.unsupported.append(Unsupported(op, where, reason, **extra))
@@ -152,7 +140,7 @@ class InPlaceRules:
         elif not torch.is_grad_enabled() and self._is_followed(tensor) and not _is_functions_copy(storage):
             self.complain(name, "changes a tensor in place behind autograd's back (no_grad)", "clone first")
 
-    def returned(self, name: str, sources: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+    def returned(self, sources: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         if result.requires_grad:
             return
         if any(self._is_followed(source) and storage_id(source) == storage_id(result) for source in sources):

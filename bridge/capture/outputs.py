@@ -18,8 +18,8 @@ from bridge.base.torch_internals import is_dense, storage_id
 from bridge.capture.inplace_rules import InPlaceRules, overlaps, overlaps_itself
 from bridge.capture.observation import Observation, Output
 from bridge.capture.own_functions import Applied
-from bridge.capture.preconditions import CACHES, NO_CACHE
 from bridge.capture.recorder import OperatorRecorder
+from bridge.capture.refusals import CACHES, NO_CACHE
 from bridge.capture.rows import Form, ValueRef
 
 __all__ = ["describe_outputs", "geometry_of", "judge_replaced"]
@@ -133,7 +133,7 @@ def whole_tensors(
         if any(map(_spans, group)) or not (any(map(overlaps_itself, group)) or overlaps(group)):
             continue
         of = next((leaf for leaf in group if leaf.requires_grad), group[0])
-        number = recorder.number_of(of)
+        number = recorder.values.number_of(of)
         first = -1 if number is None else record.memory[number]
         if first < 0 or first in record.free or not _is_whole(record.forms[first], of):
             reason = "returns a tensor whose elements share memory, of which the whole is not known"
@@ -164,7 +164,7 @@ def values_of(leaves: Sequence[Any], recorder: OperatorRecorder, wholes: Collect
     """Leaves of a result with values for tensors; the last ones are whole tensors, of which the values are known."""
     own = leaves[: len(leaves) - len(wholes)]
     return [
-        *(recorder.value_of(each) if isinstance(each, torch.Tensor) else each for each in own),
+        *(recorder.values.of(each) if isinstance(each, torch.Tensor) else each for each in own),
         *map(ValueRef, wholes),
     ]
 
@@ -226,7 +226,8 @@ def _reachable(
         is_operators = type(node).__name__.startswith(GENERATED)
         use = applied.nodes.get(node)
         if isinstance(node, FunctionNode) and use is None and not is_operators:
-            rules.custom_function(type(node).__name__.removesuffix("Backward"))
+            name = type(node).__name__.removesuffix("Backward")
+            rules.custom_function(name, applied.lines.get(name, "forward"))
         without = use.without if use is not None else ()
         ways = [each for place, each in enumerate(node.next_functions) if each[0] is not None and place not in without]
         edges.update(ways)

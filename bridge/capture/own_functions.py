@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from textwrap import shorten
@@ -37,6 +37,8 @@ from bridge.base.modes import replaced
 from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function, node_class
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
 from bridge.capture.autograd_uses import SavedTensorsNeededError
+from bridge.capture.rows import Record, values_in, written
+from bridge.capture.values import Values
 from bridge.guards import read_later
 
 __all__ = ["AGAIN", "CUSTOM_GRADIENT", "FUNCTION", "ONCE", "OWN", "TANGENT", "UNKNOWN", "WITH_GRADIENT", "Applied"]
@@ -103,10 +105,12 @@ class Applied:
         nodes: autograd's node of each application → how it was traced. One that was not traced, or that is of another
             Function than there, is none of them.
         shared: the memory of outputs that are views of an argument.
+        lines: by the name of a Function that is not traced, the user's line.
     """
 
     nodes: dict[Any, Use] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)
+    lines: dict[str, str] = field(default_factory=dict)
 
 
 class _Refused(Exception):
@@ -138,6 +142,7 @@ class OwnFunctions:
 
     Args:
         module_name: what a refusal names.
+        record, values: of the run, whose rows tell what forward and backward read and write.
         writing: classes of Functions that write their arguments, as :class:`WritesArgumentsError` tells.
 
     Attributes:
@@ -146,29 +151,49 @@ class OwnFunctions:
     """
 
     def __init__(
-        self, module_name: str, writing: Mapping[type, tuple[frozenset[int], frozenset[int]]] = MappingProxyType({})
+        self,
+        module_name: str,
+        record: Record,
+        values: Values,
+        writing: Mapping[type, tuple[frozenset[int], frozenset[int]]] = MappingProxyType({}),
     ) -> None:
         self._module_name, self.writing = module_name, writing
+        self._record, self._values = record, values
         self.uses: list[Use] = []
         self.problems: list[Unsupported] = []
         self.applied = Applied()
-        self._read: list[tuple[str, str, torch.Tensor, int]] = []
+        self._read: list[tuple[str, str, set[int], int]] = []
 
     @contextmanager
     def traced(self) -> Iterator[None]:
         """While active, in this thread: Functions leave the operators of their backward in the graph being traced."""
         with _handled_by(self._trace):
             yield
-            for name, where, tensor, version in self._read:
-                if tensor._version != version:
+            for name, where, memory, end in self._read:
+                if not memory.isdisjoint(self._written(end)):
                     reason = "its backward reads a tensor that forward changes in place afterwards"
                     problem = Unsupported(f"autograd.Function {name}", where, reason, "clone what it saves")
                     self.problems.append(problem)
                     break
             self._read.clear()
 
+    def _memory(self, numbers: Iterable[int]) -> set[int]:
+        """The memory of values."""
+        record = self._record
+        return {record.memory[record.same.get(number, number)] for number in numbers}
+
+    def _written(self, start: int) -> set[int]:
+        """The memory that rows write, from one on."""
+        return self._memory(number for row in self._record.rows[start:] for number in values_in(written(row)))
+
+    def _numbers(self, tensors: Iterable[Any]) -> set[int | None]:
+        return {self._values.number_of(each) for each in tensors if isinstance(each, torch.Tensor)}
+
     def _trace(self, kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         name, where = kind.__name__, user_line(traceback.extract_stack()) or "forward"
+        if name.startswith(_TORCHS_OWN):
+            self.applied.lines[name] = where
+            return apply_function(kind, args, kwargs)
         try:
             return self._traced_application(kind, args, kwargs, name, where)
         except _Refused as refused:
@@ -181,7 +206,6 @@ class OwnFunctions:
         inside, ctx = Inside(), NotedContext(kind)
         tensors = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
         given, followed = [*tensors.values()], {place: arg for place, arg in tensors.items() if arg.requires_grad}
-        before = {place: arg._version for place, arg in followed.items()}
         returned, others = self.writing.get(kind, (frozenset(), frozenset()))
         copies = {place: args[place].clone() for place in others & followed.keys()}
         number = len(self.uses)
@@ -189,15 +213,16 @@ class OwnFunctions:
             FUNCTION(number)
             copies |= {place: args[place].clone() for place in returned & followed.keys()}
             inside.copies = {storage_id(each) for each in copies.values()}
-            inside.runs_forward = True
+            inside.runs_forward, start, first = True, len(self._record.rows), len(self._record.forms)
             made = apply_function(kind, tuple(copies.get(place, arg) for place, arg in enumerate(args)), kwargs)
             inside.runs_forward = False
-            written = {place for place, arg in followed.items() if arg._version != before[place]}
-            if any(followed[place].is_leaf or place in copies for place in written):
+            memory = self._written(start)
+            changed = {n for n, arg in followed.items() if not memory.isdisjoint(self._memory(self._numbers([arg])))}
+            if any(followed[place].is_leaf or place in copies for place in changed):
                 raise _Refused("changes its arguments in place")
-            if written:
-                same = {place for place in written if any(each is args[place] for each in tensors_in(made))}
-                raise WritesArgumentsError(kind, frozenset(same) | returned, frozenset(written - same) | others)
+            if changed:
+                same = {place for place in changed if any(each is args[place] for each in tensors_in(made))}
+                raise WritesArgumentsError(kind, frozenset(same) | returned, frozenset(changed - same) | others)
             outputs = list({id(each): each for each in tensors_in(made)}.values())
             nodes = {each.grad_fn for each in outputs if isinstance(each.grad_fn, FunctionNode)}
             if not nodes:
@@ -207,7 +232,7 @@ class OwnFunctions:
                         WITH_GRADIENT(each, None)
             else:
                 (node,) = nodes
-                without = self._backward(node, made, args, number, inside, ctx, name, where)
+                without = self._backward(node, made, args, (number, first), inside, ctx, name, where)
         again = ONCE if _is_once(kind) else UNKNOWN if inside.sets_modes else AGAIN
         self.uses.append(Use(name, without, again))
         memory = {storage_id(each) for each in given}
@@ -227,13 +252,17 @@ class OwnFunctions:
         node: Any,
         made: Any,
         args: tuple,
-        number: int,
+        begun: tuple[int, int],
         inside: Inside,
         ctx: NotedContext,
         name: str,
         where: str,
     ) -> frozenset[int]:
-        """Leaves backward in the graph; the places of the tensor arguments that get no gradient from it."""
+        """Leaves backward in the graph; the places of the tensor arguments that get no gradient from it.
+
+        ``begun``: the number of its application, and of the first value that forward made.
+        """
+        (number, made_first), record = begun, self._record
         results, partial = made if isinstance(made, tuple) else (made,), ctx.partial
         followed = [each for each in results if isinstance(each, torch.Tensor) and each.grad_fn is node]
         if len({id(each) for each in followed}) != len(followed):
@@ -249,25 +278,25 @@ class OwnFunctions:
                 )
                 for each in results
             ]
-            versions = {id(each): each._version for each in upstream if each is not None}
-            with inside.reading() as read, read_later():
-                found, used = _gradients(node, upstream, len(args), inside)
+            start, first = len(record.rows), len(record.forms)
+            with inside.backward(), read_later():
+                found = _gradients(node, upstream, len(args))
+            used = {number for row in record.rows[start:] for number in values_in((row.args, row.kwargs))}
+            used = {number for number in used if number < first or number in record.free}
             found = [_fitting(each, args[i]) if i in needed else None for i, each in enumerate(found)]
             if inside.unheld is not None:
                 raise _Refused(f"its backward cannot be traced: it {inside.unheld}")
-            known = {*map(id, ctx.saved), *map(id, results), *inside.made_by_forward}
-            memory = {storage_id(each) for each in upstream if each is not None}
-            if any(id(each) not in known and storage_id(each) not in memory for each in used):
+            known = self._numbers((*ctx.saved, *results)) | {*range(made_first, first)} - record.free.keys()
+            if not used <= known:
                 raise _Refused("its backward reads a tensor that forward did not save, and that may change until then")
-            read = [*read, *((each, versions[id(each)]) for each in upstream if each is not None)]
-            if any(each._version != version for each, version in read):
+            if any(memory < first for memory in self._written(start)):
                 raise _Refused("its backward changes a tensor in place that was there before")
             with_one = [index for index in needed if found[index] is not None]
             fields = CUSTOM_GRADIENT([args[i] for i in with_one], [found[i] for i in with_one], list(tangents.values()))
             field = dict(zip(tangents, fields, strict=True))
             for each in {id(each): each for each in tensors_in(results)}.values():
                 WITH_GRADIENT(each, field.get(id(each)))
-        self._read += [(name, where, *pair) for pair in read]
+        self._read.append((name, where, self._memory(used), len(record.rows)))
         tensors = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         return frozenset(place for place, index in enumerate(tensors) if index not in with_one)
 
@@ -277,10 +306,8 @@ def _is_once(kind: type) -> bool:
     return getattr(kind.backward, "__code__", None) is once_differentiable(lambda *_: None).__code__
 
 
-def _gradients(
-    node: Any, upstream: Sequence[torch.Tensor | None], count: int, inside: Inside
-) -> tuple[list[Any], list[torch.Tensor]]:
-    """What backward gives for each of ``count`` arguments, and the tensors that it used."""
+def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], count: int) -> list[Any]:
+    """What backward gives for each of ``count`` arguments."""
     try:
         found = node.apply(*upstream)
     except (UnsupportedModule, SavedTensorsNeededError):  # or it runs once more, with what autograd saves
@@ -289,10 +316,10 @@ def _gradients(
         swallowed(error)
         words = shorten(str(error), 200, placeholder=" …")
         raise _Refused(f"its backward cannot be traced: {type(error).__name__}: {words}") from error
-    found, used = list(found) if isinstance(found, tuple) else [found], inside.used
+    found = list(found) if isinstance(found, tuple) else [found]
     if len(found) < count or any(each is not None for each in found[count:]):
         raise _Refused(f"its backward returns {len(found)} gradients for {count} arguments")
-    return found[:count], used
+    return found[:count]
 
 
 def _fitting(gradient: Any, argument: torch.Tensor) -> torch.Tensor | None:
@@ -338,7 +365,7 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterat
         current, inside = getattr(_thread, "handler", None), backward_running()
         if inside is not None:
             inside.sets_modes = True
-        if current is None or not torch.is_grad_enabled() or kind.__name__.startswith((GENERATED, *_TORCHS_OWN)):
+        if current is None or not torch.is_grad_enabled() or kind.__name__.startswith(GENERATED):
             return apply_function(kind, args, kwargs)
         _thread.handler = None
         try:
@@ -370,12 +397,12 @@ def backward_running() -> Inside | None:
 
 
 class Inside:
-    """Inside a Function: grad modes are not the graph's, since autograd follows nothing; notes what backward reads.
+    """Inside a Function: grad modes are not the graph's, since autograd follows nothing.
 
     While active, :meth:`called` is asked by the mode of torch functions (:mod:`bridge.capture.functions`).
 
     Attributes:
-        runs_forward: whether forward is being run.
+        runs_forward, runs_backward: whether forward is being run, or backward.
         unheld: what backward does and no graph holds: read a number, draw.
         copies: the memory of those of its arguments that are copies, which it may write.
         sets_modes: whether forward switches grad mode on, or backward sets it or applies another Function, which a
@@ -383,13 +410,9 @@ class Inside:
     """
 
     def __init__(self) -> None:
-        self.sets_modes = self.runs_forward = False
+        self.sets_modes = self.runs_forward = self.runs_backward = False
         self.unheld: str | None = None
         self.copies: set[int] = set()
-        self._made: set[int] | None = None
-        self._kept: list[Any] = []
-        self._own: list[Any] = []
-        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
 
     def __enter__(self) -> None:
         self._before, _running.inside = function_running(), self
@@ -403,43 +426,16 @@ class Inside:
             self.sets_modes |= self.runs_backward or (self.runs_forward and args[0])
             with no_torch_function():
                 return func(*args)
-        if self._made is None:
-            result = call(func, args, kwargs)
-            if self.runs_forward:
-                self._own.append(result)
-            return result
-        for each in pytree.tree_leaves((args, kwargs)):
-            if isinstance(each, torch.Tensor) and id(each) not in self._made:
-                self._seen.setdefault(id(each), (each, each._version))
-        result = call(func, args, kwargs)
-        self._kept.append(result)  # while it lives, nothing else has its id
-        self._made.update(id(each) for each in tensors_in(result) if id(each) not in self._seen)
-        return result
-
-    @property
-    def used(self) -> list[torch.Tensor]:
-        """Tensors from elsewhere that backward has used so far."""
-        return [each for each, _ in self._seen.values()]
-
-    @property
-    def made_by_forward(self) -> set[int]:
-        """Ids of what forward computed."""
-        return {id(each) for made in self._own for each in tensors_in(made)}
-
-    @property
-    def runs_backward(self) -> bool:
-        """Whether backward is being run."""
-        return self._made is not None
+        return call(func, args, kwargs)
 
     @contextmanager
-    def reading(self) -> Iterator[list[tuple[torch.Tensor, int]]]:
-        """Around backward; then the list has the tensors from elsewhere that it used, and their versions before."""
-        self._made, found = set(), []
+    def backward(self) -> Iterator[None]:
+        """While active, backward is being run."""
+        self.runs_backward = True
         try:
-            yield found
+            yield
         finally:
-            found += self._seen.values()
-            self._made, self._kept = None, []
+            self.runs_backward = False
 
 
 class NotedContext:

@@ -8,7 +8,7 @@ and undoes that when it ends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,11 @@ from torch import nn
 
 from bridge.base.errors import swallowed
 from bridge.base.torch_internals import COMPILED_CALL, has_storage, storage_id
-from bridge.capture.isolated_rng import IsolatedRNG, watched_operators
-from bridge.capture.preconditions import check_call
+from bridge.capture.draws import IsolatedRNG
+from bridge.capture.refusals import check_call
 from bridge.capture.rows import written_operands
 from bridge.guards import Reads, recorded_reads, undo
-from bridge.state import SampleCall, derived_attribute, generators_put_back
+from bridge.state import SampleCall, generators_put_back
 
 __all__ = ["after_pre_hooks"]
 
@@ -31,7 +31,7 @@ def after_pre_hooks(call: SampleCall) -> Iterator[SampleCall]:
     """Gives the call of forward; attributes that the module's own forward pre-hooks set are set meanwhile."""
     module = call.module
     args, kwargs = _as_called(module, call.args, call.kwargs)
-    hooks = {key: hook for key, hook in module._forward_pre_hooks.items() if derived_attribute(hook) is None}
+    hooks = module._forward_pre_hooks
     if not hooks:
         yield SampleCall(module, args, kwargs)
         return
@@ -39,7 +39,7 @@ def after_pre_hooks(call: SampleCall) -> Iterator[SampleCall]:
     with undo(module) as before:
         reads = recorded_reads(Reads({}, module.named_modules()))
         try:
-            with numbers_put_back(), IsolatedRNG(), generators_put_back(), reads.recorded():
+            with _Aside(), generators_put_back(), reads.recorded():
                 for key, hook in hooks.items():
                     args, kwargs = _hooked(module, key in module._forward_pre_hooks_with_kwargs, hook, args, kwargs)
         except BaseException:
@@ -74,7 +74,7 @@ def _as_called(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[
 
     own[COMPILED_CALL] = given
     try:
-        with numbers_put_back(), IsolatedRNG(), generators_put_back():
+        with _Aside(), generators_put_back():
             module(*args, **kwargs)
     except _Given as found:
         return found.args
@@ -96,21 +96,22 @@ def _hooked(module: nn.Module, keywords: bool, hook: Any, args: tuple, kwargs: d
     return (result if isinstance(result, tuple) else (result,)), kwargs
 
 
-@contextmanager
-def numbers_put_back() -> Iterator[None]:
-    """Undoes what operators write while active, but for memory that they make themselves."""
-    before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+class _Aside(IsolatedRNG):
+    """While active, draws come from other generators; what operators write is undone at the end, but for memory that
+    they make themselves."""
 
-    def watch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         for tensor in written_operands(func, args, kwargs):
-            if isinstance(tensor, torch.Tensor) and has_storage(tensor) and storage_id(tensor) not in before:
+            if isinstance(tensor, torch.Tensor) and has_storage(tensor) and storage_id(tensor) not in self._before:
                 storage = tensor.untyped_storage()
-                before[storage_id(tensor)] = storage, storage.clone()
-        return func(*args, **kwargs)
+                self._before[storage_id(tensor)] = storage, storage.clone()
+        return call(*args, **kwargs)
 
-    try:
-        with watched_operators(watch):
-            yield
-    finally:
-        for storage, numbers in before.values():
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for storage, numbers in self._before.values():
             storage.copy_(numbers)

@@ -6,7 +6,6 @@ are part of what is recorded.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
@@ -18,14 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
-from bridge.base.modes import autocast_setting, cuda_autocast_setting
 from bridge.base.threads import stack_of
 from bridge.base.torch_internals import MODULE_HOOKS, BatchNormBase, has_storage, pytree, storage_id
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.rows import memory_of
 from bridge.capture.twin import Twin
 from bridge.guards import in_its_place
-from bridge.state import Snapshot, derived_attribute, derived_attributes
+from bridge.state import Snapshot
 
 __all__ = ["PreparedTwin", "Protected", "copier", "own_leaves", "with_attributes"]
 
@@ -55,23 +53,11 @@ class PreparedTwin:
         for kind in MODULE_HOOKS:
             self.module.__dict__[kind] = type(self.module.__dict__[kind])()
         self.before = Snapshot(self.module) if watched else None
-        self._layers: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._layers: list[nn.Module] = []
         for layer in self.module.modules():
             if "forward" not in layer.__dict__ and averages_cumulatively(layer):
-                self._put(layer, "forward", MethodType(cumulative_forward, layer))
-        self._derived = DerivedAttributes(self.module)
-        for layer in self.module.modules():
-            for kind in MODULE_HOOKS if layer is not self.module else ():
-                for key, hook in list(layer.__dict__[kind].items()):
-                    watched = self._derived.watched(hook) or hook
-                    if watched is not hook:
-                        self._layers.append((layer, {kind: {key: hook}}))
-                        layer.__dict__[kind][key] = watched
-        self._derived.hide()
-
-    def _put(self, layer: nn.Module, name: str, value: Any) -> None:
-        self._layers.append((layer, {name: None}))
-        layer.__dict__[name] = value
+                self._layers.append(layer)
+                layer.__dict__["forward"] = MethodType(cumulative_forward, layer)
 
     @in_its_place
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,20 +65,12 @@ class PreparedTwin:
 
         Context variables that it sets are the run's own.
         """
-        self._derived.begin()
-        result = copy_context().run(nn.Module.__call__, self.module, *args, **kwargs)
-        self._derived.check()
-        return result
+        return copy_context().run(nn.Module.__call__, self.module, *args, **kwargs)
 
     def finish(self) -> None:
         """Puts back what was there before it was prepared: the twin may be the start of another one."""
-        for layer, before in reversed(self._layers):
-            for name, value in before.items():
-                if value is None:
-                    layer.__dict__.pop(name, None)
-                else:
-                    layer.__dict__[name].update(value)
-        self._derived.put_back()
+        for layer in self._layers:
+            del layer.__dict__["forward"]
 
 
 # Batch normalization with ``momentum=None``: running averages over all batches seen so far.
@@ -230,128 +208,3 @@ class Protected:
     def restore(self) -> None:
         for storage, before in self._before.values():
             storage.copy_(before)
-
-
-# Derived attributes while a module is captured: hidden until their hooks set them, put back when forward ends.
-#
-# After a compiled call the attribute is computed from the module's tensors (:func:`bridge.state.renew_derived`). That
-# is what eager leaves if the hook ran, in the modes of the call, and nobody changed the attribute or the tensors
-# afterwards. Anything else is refused by name.
-
-
-_HINT = "use torch.nn.utils.parametrizations, or make it permanent (remove_weight_norm, prune.remove)"
-
-
-class DerivedAttributes:
-    """The derived attributes of the modules inside ``root``."""
-
-    def __init__(self, root: nn.Module):
-        self._root = root
-        self._places = {
-            (module, name): f"{path}.{name}"
-            for path, module in root.named_modules()
-            if module is not root
-            for name in derived_attributes(module)
-        }
-        self._set: dict[tuple[nn.Module, str], tuple[Any, list[tuple[torch.Tensor, int]]]] = {}
-        self._modes: tuple | None = None
-        self._early: tuple[nn.Module, str] | None = None
-
-    def watched(self, hook: Callable[..., Any]) -> Callable[..., Any] | None:
-        """The hook, observed, if it sets a derived attribute."""
-        name = derived_attribute(hook)
-        if name is None:
-            return None
-
-        @in_its_place
-        def run(module: nn.Module, args: tuple) -> None:
-            hook(module, args)
-            own = (*module._parameters.items(), *module._buffers.items())
-            read = [tensor for held, tensor in own if held.startswith(f"{name}_") and tensor is not None]
-            self._set[module, name] = module.__dict__[name], [(tensor, tensor._version) for tensor in read]
-            if self._modes not in (None, _modes()):
-                self._refuse((module, name), "is computed under another grad mode or autocast than the call's")
-
-        return run
-
-    def hide(self) -> None:
-        """The module finds no derived attribute before its hook has set it."""
-        self._before = [(module.__dict__, name, module.__dict__.get(name)) for module, name in self._places]
-
-    def begin(self) -> None:
-        """To be called before forward runs."""
-        self._set.clear()
-        for module, name in self._places:
-            module.__dict__[name] = _Unset(functools.partial(self._used, (module, name)))
-        self._modes, self._early = _modes(), None
-
-    def check(self) -> None:
-        """Raises what stands in the way, once forward has run."""
-        self._check()
-        self._modes = None
-        self._set.clear()
-
-    def put_back(self) -> None:
-        """The module has the attributes that it had."""
-        for attributes, name, value in self._before:
-            attributes.pop(name, None)
-            if value is not None:
-                attributes[name] = value
-
-    def _check(self) -> None:
-        self._refuse_early()  # forward may have caught it
-        for module, name in self._places:
-            value, read = self._set.get((module, name), (None, []))
-            if value is None:
-                self._refuse((module, name), "is left as it was: forward does not call the module that it belongs to")
-            if module.__dict__.get(name) is not value or any(tensor._version != then for tensor, then in read):
-                self._refuse((module, name), "is changed by forward after its hook has set it, or what it is made of")
-
-    def _refuse(self, place: tuple[nn.Module, str], reason: str) -> None:
-        name = type(self._root).__name__
-        problem = Unsupported(f"attribute '{self._places[place]}'", f"{name}.forward", reason, _HINT)
-        raise UnsupportedModule(name, [problem])
-
-    def _used(self, place: tuple[nn.Module, str]) -> None:
-        self._early = place
-        self._refuse_early()
-
-    def _refuse_early(self) -> None:
-        if self._early is not None:
-            self._refuse(self._early, "is read before its hook sets it; what an earlier call left is no input")
-
-
-def _modes() -> tuple:
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_setting(), cuda_autocast_setting()
-
-
-class _Unset:
-    """Stands for a derived attribute before its hook has run; any use of it is a refusal."""
-
-    def __init__(self, used: Callable[[], None]):
-        self._used = used
-
-    def __getattr__(self, name: str) -> Any:
-        self._used()
-
-    @property
-    def __class__(self) -> Any:  # isinstance
-        self._used()
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, *arguments: Any) -> Any:
-        for each in pytree.tree_leaves(arguments):
-            if type(each) is _Unset:
-                each._used()
-
-
-def _use(self: _Unset, *_: Any) -> Any:
-    self._used()
-
-
-_USES = (
-    "abs add bool eq float ge getitem gt index int iter le len lt matmul mul ne neg pow radd rmatmul rmul rsub "
-    "rtruediv setitem sub truediv"
-)
-for _name in _USES.split():
-    setattr(_Unset, f"__{_name}__", _use)

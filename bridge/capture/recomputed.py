@@ -24,9 +24,9 @@ from bridge.base.devices import HOST
 from bridge.base.errors import BY_NUMBERS, Unsupported
 from bridge.base.torch_internals import OpOverload, aten, schema
 from bridge.base.torch_shapes import hint
-from bridge.capture.explain_error import shape_by_numbers
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT
 from bridge.capture.readings import ScalarGuard
+from bridge.capture.refusals import shape_by_numbers
 from bridge.capture.rows import NumberRead
 from bridge.state import ModuleTensor
 

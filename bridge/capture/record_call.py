@@ -15,8 +15,8 @@ from bridge.base.torch_shapes import SYMBOLIC, conclusions, fixed
 from bridge.capture.captured import Captured
 from bridge.capture.loops.lengths import LoopedCall, comparable
 from bridge.capture.observation import Draw, Observation, Output
-from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.recorded import captured_of, captured_of_any_length
+from bridge.capture.refusals import check_call, device_of_call
 from bridge.capture.rows import Record, ValueRef, key_of
 from bridge.capture.sample import refuse_numbers
 from bridge.capture.steady_call import SteadyCall, steady_call
@@ -73,7 +73,12 @@ class RecordedCall:
         Where sizes vary, for all sizes that a call with these conditions serves; asked before :meth:`captured`.
         """
         real, fake = self.steady.real, self.steady.fake
-        if self.steady.counters or self.steady.problems or real.kept or len(real.tensors) > len(real.real_tensors):
+        if (
+            self.steady.counters
+            or self.steady.problems
+            or real.kept
+            or len(real.given.tensors) > len(real.given.real_tensors)
+        ):
             return None
         reads = tuple(each.reading.key for each in real.record.reads)
         key = observed_key(real.record, real.results, real.final, real.observation, reads)
@@ -88,11 +93,11 @@ class RecordedCall:
         real, fake = self.steady.real, self.steady.fake
         return {
             "module_name": self.call.name,
-            "module_tensors": tuple(real.tensors),
+            "module_tensors": tuple(real.given.tensors),
             "arguments": tuple(fake.arguments),
-            "argument_leaves": tuple(real.argument_leaves),
+            "argument_leaves": tuple(real.given.constants),
             "argument_is_tensor": tuple(isinstance(leaf, torch.Tensor) for leaf in self.call.leaves),
-            "in_spec": real.in_spec,
+            "in_spec": real.given.in_spec,
             "observation": real.observation,
             "readings": tuple(each.reading for each in real.record.reads),
             "recording": comparable(real) if real.loops is not None else None,
@@ -143,7 +148,7 @@ def record_key(record: Record, results: Any) -> str | None:
     made = hashlib.sha256()
     try:
         for row in record.rows:
-            told = str(row.op), _plain((row.args, row.kwargs)), _plain(row.results), row.grad, row.autocast, row.draws
+            told = str(row.op), _plain((row.args, row.kwargs)), _plain(row.results), row.grad, row.draws
             made.update(repr(told).encode())
         made.update(repr(record.forms).encode())
         made.update(repr(_plain(results)).encode())

@@ -24,14 +24,14 @@ from bridge.base.torch_fakes import clear_fake_memo
 from bridge.base.torch_internals import pytree
 from bridge.capture.autograd_uses import written_and_read
 from bridge.capture.captured import Captured
-from bridge.capture.draw_recorder import match_draws
+from bridge.capture.draws import match_draws
+from bridge.capture.fake_run import FakeRecord
 from bridge.capture.functional import FunctionalGraph, NotFunctional, drop_unused, functional_graph
 from bridge.capture.loops.lengths import LoopedCall, comparable, run_of_any_length
 from bridge.capture.observation import Observation
 from bridge.capture.own_functions import OwnFunctions
-from bridge.capture.passes.autocast import spell_out_casts, without_casts
 from bridge.capture.passes.stop_gradient import link_functions, prepare
-from bridge.capture.quiet import quiet
+from bridge.capture.real_run import RealRun
 from bridge.capture.recomputed import recomputed, too_many, uncounted
 from bridge.capture.replay import fakes_of
 from bridge.capture.rows import Record, form_of
@@ -39,8 +39,8 @@ from bridge.capture.sample import DynamicDim
 from bridge.capture.select_at import spell_selections
 from bridge.capture.steady_call import SteadyCall
 from bridge.capture.symbolic_capture import recorded_with_extents
+from bridge.capture.thread_isolation import quiet
 from bridge.capture.training_graph import TrainingGraph, training_graph
-from bridge.capture.two_runs import FakeRecord, RealRun
 from bridge.state import tensor_problem
 
 __all__ = ["captured_of", "captured_of_any_length"]
@@ -89,7 +89,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     replaced, read = functional.results[count : count + len(real.final)], functional.results[count + len(real.final) :]
     finals = zip([index_of[place] for place in real.final], replaced, strict=True)
     mutated = [*((bound[name], node) for name, node in functional.written.items()), *finals]
-    owned_names = [tensor.names[0] for tensor in real.tensors]
+    owned_names = [tensor.names[0] for tensor in real.given.tensors]
     written = [index for index, _ in mutated]
     observation.unsupported += written_and_read(observation.checkpointed, written, owned_names)
     functional.graph.output((*(node for _, node in mutated), *functional.results[:count], *read))
@@ -98,7 +98,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     observation.unsupported += too_many(record.reads, read, bound)
     sizes = [() if counts is None else counts.of(place) for place in range(len(readings))]
     conditions, read = recomputed(
-        functional.graph, read, readings, real.tensors, bound, made.literals, sizes, len(real.order)
+        functional.graph, read, readings, real.given.tensors, bound, made.literals, sizes, len(real.order)
     )
     observation.unsupported += uncounted(read, readings, sizes, fake.symbols is not None and counts is None)
     present = {node.name for node in functional.graph.nodes}
@@ -106,12 +106,12 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
         module_name=name,
         graph=functional.graph,
         placeholders=bound,
-        module_tensors=tuple(real.tensors),
+        module_tensors=tuple(real.given.tensors),
         arguments=(*fake.arguments, *counted.values()),
         counted=len(counted),
-        argument_leaves=tuple(real.argument_leaves),
+        argument_leaves=tuple(real.given.constants),
         argument_is_tensor=tuple(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))),
-        in_spec=real.in_spec,
+        in_spec=real.given.in_spec,
         results=tuple(functional.results[:count]),
         mutated=tuple(mutated),
         observation=observation,
@@ -165,15 +165,14 @@ def _traced(
 def _prepared(
     graph: fx.Graph, record: Record, functions: OwnFunctions, placeholders: dict[str, int]
 ) -> list[Unsupported]:
-    """Rewrites a training graph so that nothing in it depends on grad modes or autocast; what that cannot express."""
+    """Rewrites a training graph so that nothing in it depends on grad modes; what that cannot express."""
 
     def needs_grad(node: fx.Node) -> bool:
         return node.name in placeholders and record.forms[placeholders[node.name]].requires_grad
 
     problems = [*functions.problems]
     if functions.uses:
-        problems += link_functions(graph, functions.uses, without_casts)
-    problems += spell_out_casts(graph, needs_grad)
+        problems += link_functions(graph, functions.uses)
     return problems + prepare(graph, needs_grad)
 
 
@@ -211,9 +210,9 @@ def _free(real: RealRun) -> list[Unsupported]:
 def _input_names(module: nn.Module, args: tuple, kwargs: dict[str, Any], real: RealRun) -> list[str]:
     """A name of each input of the run, as torch.export would call its placeholder."""
     prefixes = {"parameter": "p_", "buffer": "b_"}
-    found = [prefixes[each.kind] + _word(each.names[0]) for each in real.tensors[: len(real.real_tensors)]]
+    found = [prefixes[each.kind] + _word(each.names[0]) for each in real.given.tensors[: len(real.given.real_tensors)]]
     signature = inspect.signature(module.forward)
-    spec = real.in_spec
+    spec = real.given.in_spec
     positional, keywords = spec.children()
     given = list(signature.parameters.values())
     words: list[str] = []
@@ -227,7 +226,7 @@ def _input_names(module: nn.Module, args: tuple, kwargs: dict[str, Any], real: R
         words += [_word(str(key) + rest) for rest in _paths(child)]
     leaves = pytree.tree_leaves((args, kwargs))
     found += [word for word, leaf in zip(words, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    return found + ["c_" + _word(path) for path in real.attributes]
+    return found + ["c_" + _word(path) for path in real.given.attributes]
 
 
 def _paths(spec: pytree.TreeSpec) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -16,43 +15,47 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge.base.collector import give_back_pages
-from bridge.base.devices import HOST, current_device
+from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of
 from bridge.base.torch_autograd import no_torch_dispatch
-from bridge.base.torch_fakes import outside_graph
 from bridge.base.torch_internals import (
     MODULE_CALL,
     FakeTensor,
     aten,
+    current_graph_task_id,
     innermost_transform,
     len_dispatch_stack,
     len_function_stack,
     no_torch_function,
     schema,
 )
-from bridge.base.torch_recording import PreDispatchMode, called_below, has_wrapper, is_only_mapped, no_python_kernels
+from bridge.base.torch_recording import (
+    PreDispatchMode,
+    called_below,
+    has_wrapper,
+    is_below_autocast,
+    is_only_mapped,
+    no_python_kernels,
+)
+from bridge.capture.opened import CAST, Opening, opening
 from bridge.capture.own_functions import backward_running
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.readings import ReadsDifferError, ScalarGuard, frozen, line_of_reading, numbers_of
-from bridge.capture.replay import Replayed, has_form
+from bridge.capture.replay import Replayed
 from bridge.capture.rows import (
-    Form,
     FunctionCall,
     NumberRead,
     Record,
     Row,
     ValueRef,
     errors_noted,
-    form_of,
     mapped,
     may_write,
-    memory_of,
     values_in,
     written_operands,
 )
+from bridge.capture.values import Values, without_graph
 
 if TYPE_CHECKING:
     from bridge.base.torch_internals import FakeTensorMode
@@ -72,11 +75,11 @@ _OF_TWO = ("equal", "allclose")
 """Those that compare two tensors; the others are for one number."""
 _FRESH = (aten.lift_fresh.default,)
 """What takes a tensor made of numbers in the code: the very tensor in eager, another one among fakes."""
-_HOLES = 2**26
-"""Bytes of memory that rows make after which what is free of it is given back."""
 _QUESTIONS = ("prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel")
 _QUESTIONS += ("aten::sym_storage_offset", "aten::is_contiguous", "aten::_version", "aten::dim", "aten::size")
 """Operators that ask for metadata: no rows."""
+_CAST_BEFORE = "torch keeps a cast to another type, made before the call", "dispatch it outside of torch.autocast"
+"""Why autocast cannot be followed, and what to do."""
 _OUTSIDE = PreparedTwin.__call__.__code__
 """The code of what calls forward."""
 
@@ -111,7 +114,7 @@ class OperatorRecorder(PreDispatchMode):
 
     Attributes:
         record: what was recorded so far.
-        judge: is told, inside of ``vmap``, of each operator on plain tensors: these, what it wrote and what it gave.
+        judge: is told of each operator in the run on real numbers: its tensors, what it wrote and what it gave.
         asked: what the function that is called reads, of :data:`bridge.capture.readings.numbers_of`, where that is not
             what the operator reads that it calls.
         paused: whether operators that are called are none of forward's.
@@ -131,80 +134,18 @@ class OperatorRecorder(PreDispatchMode):
         self.record = Record(inputs=len(inputs))
         self._paths, self._draws, self._protected, self.answers = paths, draws, protected, answers
         self._symbols, self._replayed = symbols, None if mode is None else Replayed(answers, mode, self.record.fakes)
-        self._known: dict[int, tuple[weakref.ref, int]] = {}
-        self._made: dict[tuple, tuple[StorageWeakRef, int]] = {}
         self.asked: str | None = None
         self.paused = False
-        self.judge: Callable[[Any, list, list, list], None] | None = None
-        self._kept: list[torch.Tensor] = []
+        self.judge: Callable[[Any, Iterable, Iterable, Iterable], None] | None = None
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._memory: dict[int, tuple[int, StorageWeakRef]] = {}
-        self._allocated = 0
-        for tensor in inputs:
-            self._new(tensor, once=False)
-
-    # Values
-
-    def number_of(self, tensor: torch.Tensor) -> int | None:
-        """The value that a tensor is; ``None`` for one that no row has seen."""
-        found = self._known.get(id(tensor))
-        if found is not None and found[0]() is tensor:
-            return found[1]
-        same = self._made.get(place := _place(tensor))  # a factory's result, which Python has a shallow copy of
-        if same is None and len(place) > 1 and tensor.requires_grad and tensor.is_leaf:  # autograd follows it from here
-            same = self._made.get((place[0], False, place[2]))
-        if same is not None and not same[0].expired():
-            self._note(tensor, same[1])
-            return same[1]
-        return None
-
-    def _new(self, tensor: torch.Tensor, *, once: bool = True, made: bool = False, of_row: bool = False) -> int:
-        record, number, form, memory = self.record, len(self.record.forms), form_of(tensor), memory_of(tensor)
-        record.forms.append(form)
-        first = -1 - number, None
-        if memory is not None:  # the first value, of those so far, that lies in it
-            first = self._memory.get(memory)
-            if first is None or first[1].expired():
-                storage = tensor.untyped_storage()
-                first = self._memory[memory] = number, StorageWeakRef(storage)
-                if self.answers is None and form.device == HOST:
-                    self._allocated += storage.nbytes()
-        record.memory.append(first[0])
-        if once or id(tensor) not in self._known:
-            self._note(tensor, number)
-        if made and memory is not None and tensor.layout is torch.strided:
-            known = self._made.get(place := (memory, form.requires_grad, form[:4]))
-            if known is None or known[0].expired():
-                self._made[place] = first[1], number
-        if self.answers is not None and not (of_row and self._replayed is not None and has_form(tensor)):
-            record.fakes[number] = _outside_graph(tensor)
-        return number
-
-    def _note(self, tensor: torch.Tensor, number: int) -> None:
-        self._known[id(tensor)] = weakref.ref(tensor), number
-        if self.answers is not None:
-            self._kept.append(tensor)
+        self._openings: list[Opening] = []
+        self._depths: tuple[int, int] | None = None
+        met = (lambda tensor: None) if protected is None else protected.add
+        self.values = Values(self.record, inputs, answers is None, self._replayed is not None, met)
 
     def stand_for(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """A tensor that no row has made has the numbers and the memory of another one."""
-        self._note(tensor, self.value_of(value).number)
-
-    def note_cast(self, tensor: torch.Tensor) -> None:
-        """The operator that runs is about to cast a tensor."""
-        number = self.number_of(tensor)
-        if number is not None and (number < self.record.inputs or number in self.record.free):
-            self.record.casts.setdefault(len(self.record.rows), set()).add(number)
-
-    def value_of(self, tensor: torch.Tensor) -> ValueRef:
-        """The value of an operand."""
-        number = self.number_of(tensor)
-        if number is None:
-            number = self._new(tensor)
-            self._kept.append(tensor)
-            self.record.free[number] = tensor, len(self.record.rows)
-            if self._protected is not None:
-                self._protected.add(tensor)
-        return ValueRef(number)
+        self.values.note(tensor, self.values.of(value).number)
 
     def expect(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
         """In a run on fake tensors: what a real tensor from elsewhere is there."""
@@ -219,8 +160,8 @@ class OperatorRecorder(PreDispatchMode):
         kwargs, facts, is_mapped = kwargs or {}, _facts(func), innermost_transform() is not None
         if self.paused or facts.is_question:
             return func(*args, **kwargs)
+        tensors = list(_tensors_in((args, kwargs)))
         if is_mapped:
-            tensors = list(_tensors_in((args, kwargs)))
             if not is_only_mapped():
                 raise UnsupportedModule("", [_transform(self._place_of_call()[0])])
             if any(map(has_wrapper, tensors)):  # what this calls on plain tensors are the rows
@@ -231,37 +172,45 @@ class OperatorRecorder(PreDispatchMode):
         if self.answers is not None and func is aten.contiguous.default and self._is_contiguous(*args, **kwargs):
             return args[0]  # no operator is called for real tensors that are
         place, before = self._place_of_call(), len(self._draws)
-        grad, autocast = torch.is_grad_enabled(), _autocast()
+        grad = torch.is_grad_enabled()
         if facts.is_fresh:
             return self._literal(func, args, kwargs)
         if self._expected:
             args, kwargs = mapped(args, torch.Tensor, self._as_fake), mapped(kwargs, torch.Tensor, self._as_fake)
-        operands = mapped(args, torch.Tensor, self.value_of), mapped(kwargs, torch.Tensor, self.value_of)
+            tensors = list(map(self._as_fake, tensors))
+        if self._openings and is_below_autocast() and (kept := self._casts(func, tensors, args)) is not None:
+            return kept
+        operands = mapped(args, torch.Tensor, self.values.of), mapped(kwargs, torch.Tensor, self.values.of)
         if (it := self._symbols) and it.is_whole_slice(func, operands, args, self.record, self._answer()):
-            return self._whole_slice(func, operands, args, (grad, autocast, (before, before), *place))
+            return self._whole_slice(func, operands, args, (grad, (before, before), *place))
         if self._protected is not None and facts.writes:
             for tensor in _tensors_in(written_operands(func, args, kwargs)):
                 self._protected.note(tensor)
-        with errors_noted(self.record, func, self.answers):
-            if self.answers is None:
-                with nullcontext() if is_mapped else no_python_kernels():  # vmap puts them back
-                    result = func(*args, **kwargs)
-            else:
-                result = self._told(func, args, kwargs, operands, place[0])
-        results = mapped(result, torch.Tensor, self._result)
+        result, is_open = self._inside(func, tensors, args, kwargs)
+        if is_open:
+            return result
+        if result is NotImplemented:
+            with errors_noted(self.record, func, self.answers):
+                if self.answers is None:
+                    with nullcontext() if is_mapped else no_python_kernels():  # vmap puts them back
+                        result = func(*args, **kwargs)
+                else:
+                    result = self._told(func, args, kwargs, operands, place[0])
+        results = mapped(result, torch.Tensor, self.values.result)
         draws = before, len(self._draws)
-        if draws[1] != before and (inside := backward_running()) is not None:
-            inside.unheld = "draws random numbers"
+        if (inside := backward_running()) is not None:
+            if current_graph_task_id() != -1 and not grad:
+                inside.unheld = "runs autograd inside forward, whose result is a constant"
+            elif draws[1] != before:
+                inside.unheld = "draws random numbers"
         if is_mapped and draws[0] != draws[1]:
             reason = "draws inside of torch.vmap"
             raise UnsupportedModule("", [Unsupported(str(func), _line(place[0]), reason, "draw before it")])
-        if self.judge is not None and is_mapped:
-            written = _tensors_in(written_operands(func, args, kwargs))
-            self.judge(func, tensors, list(written), list(_tensors_in(result)))
-        self.record.rows.append(Row(func, *operands, results, grad, autocast, draws, *place))
-        if self._allocated > _HOLES:
-            self._allocated = 0
-            give_back_pages()
+        if self.judge is not None:
+            written = _tensors_in(written_operands(func, args, kwargs)) if facts.writes else ()
+            self.judge(func, tensors, written, _tensors_in(result))
+        self.record.rows.append(Row(func, *operands, results, grad, draws, *place))
+        self.values.give_back()
         return result
 
     def _answer(self) -> Row | None:
@@ -271,7 +220,7 @@ class OperatorRecorder(PreDispatchMode):
 
     def _is_contiguous(self, tensor: torch.Tensor, **memory_format: Any) -> bool:
         """Whether what a fake tensor is in the run on real ones is contiguous, and no row says that it was made so."""
-        number, known = self.number_of(tensor), self._answer()
+        number, known = self.values.number_of(tensor), self._answer()
         number = self.record.same.get(number, number)
         is_made = known is not None and known.op is aten.contiguous.default and known.args[0] == ValueRef(number)
         if number is None or number >= len(self.answers.forms) or is_made:
@@ -299,10 +248,61 @@ class OperatorRecorder(PreDispatchMode):
                 result = func(*args, **kwargs)
         return result if known is None else _own_results(func, args, result, known)
 
+    # Opened operators
+
+    def _inside(self, func: Any, tensors: Sequence, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """What an operator gives that may be opened, ``NotImplemented`` for any other; whether what it calls is in the
+        record in its place."""
+        opened = opening(func, tensors, args, kwargs)
+        if opened is not None and not opened.is_certain and self.answers is not None:
+            known = self._answer()
+            opened = Opening(tensors, True) if known is not None and known.op is not func else None
+        if opened is None:
+            return NotImplemented, False
+        begun = self.values.begin()
+        self._openings.append(opened)
+        keep = True  # an error leaves what came before it
+        try:
+            with self:
+                if self._symbols is not None and (formula := self._symbols.inside(func)) is not None:
+                    result = formula(*args, **kwargs)
+                else:
+                    result = called_below(func, opened.tensors, args, kwargs)
+            keep = opened.is_open
+        finally:
+            self._openings.pop()
+            self.values.end(begun, keep=keep)
+        return result, keep
+
+    def _casts(self, func: Any, tensors: Sequence[torch.Tensor], args: tuple) -> torch.Tensor | None:
+        """Autocast calls an operator: it may have kept casts of operands since before this run, or, of a call that was
+        replayed, in the run on real numbers alone, which are returned."""
+        for each in self._openings:
+            each.has_cast = True
+        record, place = self.record, self._place_of_call()
+        if func is not CAST:
+            for source, tensor in zip(self._openings[-1].tensors, tensors, strict=False):
+                if source.dtype != tensor.dtype and self.values.number_of(tensor) is None:
+                    if tensor.dtype is not _autocast()[0]:
+                        raise UnsupportedModule("", [Unsupported("autocast", _line(place[0]), *_CAST_BEFORE)])
+                    cast, made = (self.values.of(source), tensor.dtype), self.values.result(tensor)
+                    record.rows.append(Row(CAST, cast, {}, made, True, (len(self._draws),) * 2, *place))
+            return None
+        known, cast = None if self.answers is None else self._answer(), (self.values.of(args[0]), args[1])
+        if self._replayed is None or (known is not None and known.op is CAST and known.args[:2] == cast):
+            return None
+        kept = next((row for row in reversed(record.rows) if row.op is CAST and row.args[:2] == cast), None)
+        if kept is None:
+            return None
+        tensor = self._replayed.tensor(kept.results.number)
+        self.values.note_replayed(tensor, kept.results.number)
+        return tensor
+
     # Calls of functions
 
     def __enter__(self) -> OperatorRecorder:
-        self._depths = len_dispatch_stack(), len_function_stack() - 1  # that of functions is left while they are called
+        if self._depths is None:  # that of functions is left while they are called
+            self._depths = len_dispatch_stack(), len_function_stack() - 1
         return super().__enter__()
 
     def modes(self) -> tuple | None:
@@ -324,9 +324,7 @@ class OperatorRecorder(PreDispatchMode):
         record.memory += answers.memory[call.first : call.end]
         made = [self._replayed.tensor(number) for number in call.results]
         for number, tensor in zip(call.results, made, strict=True):
-            self._note(tensor, number)
-            if (memory := memory_of(tensor)) not in self._memory:
-                self._memory[memory] = record.memory[number], StorageWeakRef(tensor.untyped_storage())
+            self.values.note_replayed(tensor, number)
         return made[0] if call.kind is None else call.kind(made)
 
     def _whole_slice(self, func: Any, operands: tuple, args: tuple, rest: tuple) -> torch.Tensor:
@@ -335,8 +333,8 @@ class OperatorRecorder(PreDispatchMode):
         result = func(*args)
         number = -1 - len(record.same)
         record.same[number] = record.same.get(whole.number, whole.number)
-        record.fakes[number] = _outside_graph(result)
-        self._note(result, number)
+        record.fakes[number] = without_graph(result)
+        self.values.note(result, number)
         record.rows.append(Row(func, *operands, ValueRef(number), *rest))
         return result
 
@@ -375,7 +373,7 @@ class OperatorRecorder(PreDispatchMode):
         """
         if (inside := backward_running()) is not None:
             inside.unheld = "reads a number"
-        number, reads = self.value_of(numbers), self.record.reads
+        number, reads = self.values.of(numbers), self.record.reads
         where, count = line_of_reading(), numbers.numel()
         form = numbers.dtype, count if self._symbols is None else self._symbols.fixed(count, where)
         if self.answers is None:
@@ -405,18 +403,10 @@ class OperatorRecorder(PreDispatchMode):
     def _literal(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A tensor made of numbers that are written in the code."""
         result = func(*args, **kwargs)
-        if self.number_of(result) is None:
-            number = self._new(result, made=True)
+        if self.values.number_of(result) is None:
+            number = self.values.new(result, made=True)
             self.record.literals[number] = args[0].clone() if self.answers is None else args[0]
         return result
-
-    def _result(self, tensor: torch.Tensor) -> ValueRef:
-        found = self._known.get(id(tensor))
-        if found is None or found[0]() is not tensor:
-            return ValueRef(self._new(tensor, made=True, of_row=True))
-        if len(place := _place(tensor)) > 1 and place not in self._made:  # autograd follows it from now on
-            self._made[place] = StorageWeakRef(tensor.untyped_storage()), found[1]
-        return ValueRef(found[1])
 
     def _place_of_call(self) -> tuple[tuple[str, int] | None, str]:
         """The user's line, and the path of the innermost module that runs."""
@@ -477,24 +467,3 @@ def _own_results(func: Any, args: tuple, result: Any, known: Row) -> Any:
     if not set(values_in(known.results)).isdisjoint(values_in(known.args)):
         return result
     return mapped(result, torch.Tensor, lambda each: each.clone() if id(each) in given else each)
-
-
-def _place(tensor: torch.Tensor) -> tuple:
-    """What a shallow copy has in common with a tensor; see :meth:`OperatorRecorder._new`."""
-    memory = memory_of(tensor)
-    if memory is None or tensor.layout is not torch.strided:
-        return (id(tensor),)
-    return memory, tensor.requires_grad, form_of(tensor)[:4]
-
-
-def _like(form: Form) -> torch.Tensor:
-    """A new tensor of this form."""
-    made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
-    return made.requires_grad_().clone() if form.requires_grad else made
-
-
-def _outside_graph(tensor: torch.Tensor) -> torch.Tensor:
-    if type(tensor) is FakeTensor and tensor.layout is torch.strided and innermost_transform() is None:
-        return outside_graph(tensor)
-    with torch.no_grad():
-        return tensor.detach() if not has_wrapper(tensor) else tensor

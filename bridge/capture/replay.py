@@ -51,7 +51,7 @@ class FunctionReplay:
 
     def _note(self, record: Record, start: int, first: int, called: tuple, modes: tuple, result: Any) -> None:
         """Notes a call that made rows, where all that it gave are new tensors, each once."""
-        kind, number_of = None if type(result) is torch.Tensor else type(result), self._recorder.number_of
+        kind, number_of = None if type(result) is torch.Tensor else type(result), self._recorder.values.number_of
         results = [result] if kind is None else result
         if not (kind is None or issubclass(kind, tuple | list)) or {*map(type, results)} != {torch.Tensor}:
             return
@@ -67,7 +67,7 @@ class FunctionReplay:
     def _is_same(self, given: Any, known: Any) -> bool:
         """Whether arguments are those of a call: the same constants, and the same values."""
         if isinstance(given, torch.Tensor):
-            number = self._recorder.number_of(given)
+            number = self._recorder.values.number_of(given)
             return type(known) is ValueRef and known.number == number is not None
         kind = type(given)
         if kind is not type(known):
@@ -83,7 +83,7 @@ class FunctionReplay:
 
 def _sizes(record: Record) -> list[int]:
     """How much a record has of what calls add to beside rows."""
-    return [len(each) for each in (record.reads, record.literals, record.free, record.casts)]
+    return [len(each) for each in (record.reads, record.literals, record.free)]
 
 
 class _MadeOf(torch.autograd.Function):

@@ -76,8 +76,6 @@ class Row(NamedTuple):
         args, kwargs: its operands: constants, and values for tensors.
         results: what it returned: values for tensors, numbers, in the structure that it has.
         grad: whether grad mode was on.
-        autocast: the element type that autocast cast to on the device of the call, ``None`` where it was off; and
-            whether it kept the casts of parameters.
         draws: how many draws were made before it, and after.
         where: the user's line, as ``(file name, line)``.
         path: dotted path of the innermost module that ran.
@@ -89,7 +87,6 @@ class Row(NamedTuple):
     kwargs: dict[str, Any]
     results: Any
     grad: bool
-    autocast: tuple[torch.dtype | None, bool]
     draws: tuple[int, int]
     where: tuple[str, int] | None
     path: str
@@ -129,7 +126,6 @@ class Record:
             first read it.
         reads: numbers that Python was given, in order.
         calls: of functions, by the row that each begins with.
-        casts: of a row by its index, the inputs of the run that autocast cast there, for it had kept no cast of them.
         fakes: of a run on fake tensors, those of values, outside of autograd's graph; but for what rows have made where
             another record tells that.
         raised: by the number of rows before it and the operator, the errors of calls in place of a row.
@@ -145,7 +141,6 @@ class Record:
     free: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     reads: list[NumberRead] = field(default_factory=list)
     calls: dict[int, FunctionCall] = field(default_factory=dict)
-    casts: dict[int, set[int]] = field(default_factory=dict)
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)
     raised: dict[tuple[int, Any], list[type[Exception]]] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)

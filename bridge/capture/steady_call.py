@@ -15,7 +15,10 @@ A user's module is touched at the end, if at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,21 +33,20 @@ from bridge.base.errors import (
     swallowed,
 )
 from bridge.base.log import channel
-from bridge.capture.differences import differences, same_numbers
-from bridge.capture.explain_error import explain_error
+from bridge.capture.fake_run import FakeRecord, differences, fake_run_of, same_numbers
 from bridge.capture.inplace_rules import OTHER_NAME
 from bridge.capture.kept_state import KeptState, kept_state
 from bridge.capture.loops.rolled import rolled_up
 from bridge.capture.numbers import Counted, Counter
 from bridge.capture.own_functions import WritesArgumentsError
 from bridge.capture.packed import PackedUseError
+from bridge.capture.real_run import RealRun, real_run_of
+from bridge.capture.refusals import explain_error
 from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
 from bridge.capture.sample import DynamicDim
-from bridge.capture.two_runs import FakeRecord, RealRun, fake_run_of, real_run_of
-from bridge.capture.unrolled import loops_found, unrolled_rows
 from bridge.guards import Undo, contents_of, needs_first_call, put_back, undo
 
-__all__ = ["SteadyCall", "steady_call"]
+__all__ = ["MOST_OPERATORS", "SteadyCall", "loops_found", "loops_tell", "steady_call", "unrolled_rows"]
 
 log = channel("dispatch")
 
@@ -141,8 +143,8 @@ def _started(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[
     for row in reversed(real.record.rows):
         if not asked.isdisjoint(values_in(row.results)):
             asked.update(values_in((row.args, row.kwargs)))
-    flags = {id(real.inputs[number]) for number in asked if number < len(real.real_tensors)}
-    if all(id(made) not in flags or torch.equal(made, before) for made, before in real.buffers):
+    flags = {id(real.given.inputs[number]) for number in asked if number < len(real.given.real_tensors)}
+    if all(id(made) not in flags or torch.equal(made, before) for made, before in real.given.buffers):
         return real
     later = _in_eager(real.twin, args, kwargs, origin=real.observation.reads.originals)
     for each in (real, later):
@@ -165,7 +167,7 @@ def _find_loops(real: RealRun, dims: Sequence[DynamicDim]) -> None:
     if not (real.functions.uses or dims):
         real.loops = rolled_up(real.record, real.made, real.observation.draws)
     if real.loops is None:
-        parameters = [each for each in real.tensors if each.kind == "parameter"]
+        parameters = [each for each in real.given.tensors if each.kind == "parameter"]
         problems = unrolled_rows(real.record, len(parameters), f"{type(real.twin).__name__}.forward")
         real.observation.unsupported.extend(problems)
     else:
@@ -211,13 +213,15 @@ def _keeping(
     first: RealRun, second: RealRun, args: tuple, kwargs: dict[str, Any], counts: Sequence[str]
 ) -> RealRun | None:
     """Another run of the call, whose results have what it leaves in the places that it sets; ``None``: no such call."""
-    kept = kept_state(second.twin, second.before, second.observation.reads, counts)
+    kept = kept_state(second.twin, second.prepared.before, second.observation.reads, counts)
     if kept is None or (found := _with_places(second, kept, args, kwargs)) is not None:
         return None if kept is None else found
-    found = _with_places(second, kept.reading_tensors(second.before), args, kwargs)
+    found = _with_places(second, kept.reading_tensors(second.prepared.before), args, kwargs)
     if found is None:
         return None
-    read = kept.reading_tensors(second.before, [each.name for each in found.tensors if each.kind == "attribute"])
+    read = kept.reading_tensors(
+        second.prepared.before, [each.name for each in found.given.tensors if each.kind == "attribute"]
+    )
     return _with_places(second, read, args, kwargs) or found
 
 
@@ -240,15 +244,15 @@ def _same_function(first: RealRun, later: RealRun) -> bool:
     first that read no input have no place in the later one.
     """
     known: dict[int, int] = {}
-    count = first.record.inputs - len(first.attributes)
-    paths = dict(enumerate(later.attributes, later.record.inputs - len(later.attributes)))
-    carried = () if later.kept is None else set(later.kept.carried).intersection(first.attributes)
+    count = first.record.inputs - len(first.given.attributes)
+    paths = dict(enumerate(later.given.attributes, later.record.inputs - len(later.given.attributes)))
+    carried = () if later.kept is None else set(later.kept.carried).intersection(first.given.attributes)
     for place in range(later.record.inputs):
         if place < count:
             known[place] = place
         elif paths.get(place) in carried:
-            known[place] = count + first.attributes.index(paths[place])
-        elif (number := first.number_of(later.inputs[place])) is not None:
+            known[place] = count + first.given.attributes.index(paths[place])
+        elif (number := first.values.number_of(later.given.inputs[place])) is not None:
             known[place] = number
     held = {id(tensor): number for number, (tensor, _) in first.record.free.items()}
     known.update((number, held[id(each)]) for number, (each, _) in later.record.free.items() if id(each) in held)
@@ -281,7 +285,7 @@ def _constants(record: Record) -> set[int]:
 
 
 def _matches(a: Row, b: Row, first: Record, later: Record, known: dict[int, int]) -> bool:
-    if a.op is not b.op or a.grad != b.grad or a.autocast != b.autocast:
+    if a.op is not b.op or a.grad != b.grad:
         return False
     if repr((a.args, a.kwargs)) != repr(_renamed((b.args, b.kwargs), known)):
         return False
@@ -328,7 +332,7 @@ def _integers(real: RealRun, changed: Sequence[str]) -> list[str]:
     for what in changed:
         path, name = _place(what)
         held = modules[path].__dict__ if what.startswith("self.") and path in modules else {}
-        if type(held.get(name)) is int and type(real.before.value_of(path, name)) is int:
+        if type(held.get(name)) is int and type(real.prepared.before.value_of(path, name)) is int:
             found.append(what)
     return found
 
@@ -364,3 +368,65 @@ def _counted(
     problems = list(differences(real, fake))
     counters = tuple(Counter(path, name, end.step) for (path, name), end in zip(places, ends, strict=True))
     return None if problems else SteadyCall(real, fake, counters, problems)
+
+
+# Unrolled loops: a record → whether the steps of a loop stand in it one after the other, by the thousand.
+#
+# Each operator of such a step is captured, lowered and planned by itself, which takes some hundredths of a second. A
+# loop is told from a deep network by its weights: every step reads the same ones.
+
+
+log = channel("dispatch")
+
+#: Operators of a graph with unrolled steps that are compiled: of about five minutes.
+MOST_OPERATORS = 1 << 13
+#: Operators from which on it is told that it takes long: about a minute.
+_MANY = MOST_OPERATORS >> 2
+_STEPS = 32
+"""Readers of one parameter from which on they are steps."""
+_HINT = "dispatch the cell that a step calls, or write the step so that it is found to repeat (docs/loops.md)"
+
+
+def unrolled_rows(record: Record, parameters: int, forward: str) -> list[Unsupported]:
+    """A refusal where unrolled steps are more than :data:`MOST_OPERATORS`; where they are many, it is logged.
+
+    Args:
+        parameters: so many of the record's first inputs are parameters.
+        forward: what is recorded, in words.
+    """
+    count = len(record.rows)
+    if count <= _MANY:
+        return []
+    readers = collections.Counter(number for row in record.rows for number in set(values_in((row.args, row.kwargs))))
+    if all(readers[number] < _STEPS for number in range(parameters)):
+        return []
+    if count <= MOST_OPERATORS:
+        words = "%s: a loop of %d operators is compiled step by step, which takes minutes: %s"
+        log.warning(words, forward, count, _HINT)
+        return []
+    reason = f"{count} operators of steps that are not proven to be equal, at most {MOST_OPERATORS} are compiled"
+    return [Unsupported("a long loop", forward, reason, _HINT)]
+
+
+# Listener for loops: who compiles a call is told as soon as it is seen to have loops, long before it is traced.
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def loops_tell(do: Callable[[], object]) -> Iterator[None]:
+    """While active, ``do`` is called in this thread when loops have been found in a recorded call."""
+    before = getattr(_thread, "do", None)
+    _thread.do = do
+    try:
+        yield
+    finally:
+        _thread.do = before
+
+
+def loops_found() -> None:
+    """Calls the innermost listener."""
+    do = getattr(_thread, "do", None)
+    if do is not None:
+        do()

@@ -24,7 +24,8 @@ from bridge.capture.sample import ALL_COUNTS, DynamicDim
 from bridge.capture.symbolic_sizes import NotTranslatedError, SymbolicSizes, at_sample
 
 if TYPE_CHECKING:
-    from bridge.capture.two_runs import FakeRecord, RealRun
+    from bridge.capture.fake_run import FakeRecord
+from bridge.capture.real_run import RealRun
 
 __all__ = ["recorded_with_extents"]
 

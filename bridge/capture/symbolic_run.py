@@ -18,12 +18,12 @@ from bridge.base.devices import HOST
 from bridge.base.errors import BY_NUMBERS, Unsupported, UnsupportedModule, line_of
 from bridge.base.torch_internals import FakeTensorMode, aten, python_kernels
 from bridge.base.torch_recording import no_python_kernels
-from bridge.base.torch_shapes import check_places, expression, hint, is_decided, symbolic_fake
+from bridge.base.torch_shapes import check_places, expression, hint, is_decided, symbolic_fake, upsampled_sizes
 from bridge.capture.counted_dims import CountedDims
-from bridge.capture.draw_recorder import DrawRecorder
+from bridge.capture.draws import DrawRecorder
 from bridge.capture.observation import Draw
-from bridge.capture.passes.preserved_ops import UPSAMPLES
-from bridge.capture.passes.recurrent import LAYERED
+from bridge.capture.opened import LAYERED
+from bridge.capture.passes.decompositions import UPSAMPLES
 from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, mapped, renamed
 from bridge.capture.sample import DynamicDim
 
@@ -55,6 +55,11 @@ class Symbols:
         self._environment = mode.shape_env
         self.draws: list[Draw] = []
         self.lines: dict[int, str] = {}
+
+    @staticmethod
+    def inside(func: Any) -> Callable[..., Any] | None:
+        """What calls what an operator that is opened calls, where its own kernel fixes sizes."""
+        return _INSIDE.get(func)
 
     def recording(self, inputs: Sequence[torch.Tensor]) -> DrawRecorder:
         """While active, draws are recorded."""
@@ -92,8 +97,6 @@ class Symbols:
             result = NotImplemented if formula is None or known is None else formula(forms, *args, **kwargs)
             if result is NotImplemented:
                 result = func(*args, **kwargs)
-        if len(forms) == 1 and isinstance(result, torch.Tensor) and result.dtype is not forms[0].dtype:
-            result = result.to(forms[0].dtype)  # torch's formula in Python passes autocast's cast by
         if where is not None:
             self.lines.update(dict.fromkeys(range(before, len(self._environment.guards)), line_of(where)))
         mapped(result, torch.Tensor, lambda tensor: self._is_decided(func, tensor, where))
@@ -142,8 +145,6 @@ def _layers(
         return NotImplemented  # a packed sequence
     first, *finals = forms
     shape = x.shape
-    if first.dtype.itemsize < 4 and first.device == HOST:
-        shape = list(map(int, shape))  # what these do there is written down step by step
     steps, batch = (shape[1], shape[0]) if batch_first else shape[:2]
     width = first.shape[2]
     for _ in range(layers - 1 if train and dropout else 0):
@@ -172,11 +173,6 @@ def _max_pool1d(
     return pooled[0].squeeze(-2)
 
 
-def _upsampled(func: Any, forms: Sequence[Form], x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """An interpolation: torch's formula in Python goes past the operator to whose argument autocast gives float32."""
-    return func(x.to(forms[0].dtype), *args) if x.dtype != forms[0].dtype else NotImplemented
-
-
 def _attention(
     forms: Sequence[Form], query, key, value, mask=None, rate=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
@@ -193,6 +189,13 @@ def _attention(
         is_bool = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, float("-inf")) if is_bool else scores + mask
     return _product(torch.dropout(scores.softmax(-1), rate, True).to(value.dtype), value)
+
+
+def _upsampled(packet: Any, x: torch.Tensor, size: Any, *rest: Any) -> torch.Tensor:
+    """What an interpolation calls, whose sizes its kernel in C++ takes for numbers."""
+    *options, factors = rest
+    shape = upsampled_sizes(x.shape, size, factors)
+    return packet.default(x, shape, *options, *(factors or [None] * len(shape)))
 
 
 def _diagonal_filled(forms: Sequence[Form], x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
@@ -219,6 +222,9 @@ def _number(value: Any) -> Any:
 POOLINGS: dict[Any, Callable[..., Any]] = {aten.max_pool1d.default: _max_pool1d}
 """Those that functionalization takes too, where they depend on no results."""
 
+_INSIDE: dict[Any, Callable[..., Any]] = {packet.vec: partial(_upsampled, packet) for packet in UPSAMPLES}
+"""What opened operators (:mod:`bridge.capture.opened`) call, where their own kernels fix sizes."""
+
 FORMULAS: dict[Any, Callable[..., Any]] = {
     **{op: partial(lambda pooled, forms, *args: pooled(*args), pooled) for op, pooled in POOLINGS.items()},
     **dict.fromkeys(LAYERED, _layers),
@@ -226,5 +232,4 @@ FORMULAS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default), _placed),
     aten.as_strided_scatter.default: lambda forms, x, written, *places: _placed(forms, x, *places),
     **({aten.scaled_dot_product_attention.default: _attention} if _READS_SIZES else {}),
-    **{packet.vec: partial(_upsampled, packet.vec) for packet in UPSAMPLES},
 }

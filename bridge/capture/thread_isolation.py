@@ -9,15 +9,21 @@ and ``torch.jit`` take no lock.
 
 from __future__ import annotations
 
+import builtins
+import io
+import logging
 import sys
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.base.generators import of_gpus
+from bridge.base.modes import replaced
 from bridge.base.threads import free_in_children, held, raise_deferred
 from bridge.base.torch_internals import (
     compile_lock,
@@ -28,7 +34,7 @@ from bridge.base.torch_shapes import pooled_by_division
 from bridge.state import generators_put_back
 
 __all__ = ["CAPTURES", "is_capturing", "is_traced_here", "note_change_of_generator", "one_capture_at_a_time"]
-__all__ += ["recording"]
+__all__ += ["quiet", "recording"]
 
 
 @contextmanager
@@ -138,3 +144,35 @@ def one_capture_at_a_time() -> Iterator[None]:
                     yield
             finally:
                 CAPTURES.holds = False
+
+
+# Quiet runs: a run that eager does not make → it prints, logs and warns nothing.
+#
+# Other threads find what was there before, since each call asks which thread it is of.
+
+
+_print = print
+_SPOKEN = (builtins, "print"), (logging.Logger, "handle"), (warnings, "_showwarnmsg")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While active, this thread prints nothing to the standard streams, logs nothing and shows no warnings."""
+    here = threading.get_ident()
+
+    def silent(spoken: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != here or kwargs.get("file") not in (None, sys.stdout, sys.stderr):
+                return spoken(*args, **kwargs)
+            if spoken is _print:  # what is printed is read
+                spoken(*args, **{**kwargs, "file": io.StringIO()})
+            elif isinstance(args[-1], logging.LogRecord):
+                args[-1].getMessage()
+            return None
+
+        return run
+
+    with ExitStack() as stack:
+        for owner, name in _SPOKEN:
+            stack.enter_context(replaced(owner, **{name: silent(getattr(owner, name))}))
+        yield

@@ -1,7 +1,7 @@
 """Training graph: the record of a run → an fx graph of its operators, with writes in place, views and ``detach``.
 
-Grad modes and autocast are metadata of its nodes (:func:`bridge.capture.passes.alias_analysis.told`): the passes that
-follow make nodes of what they mean.
+Grad modes are metadata of its nodes (:func:`bridge.capture.passes.alias_analysis.told`): the passes that follow make
+nodes of what they mean.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, fixed
 from bridge.capture.own_functions import FUNCTION, WITH_GRADIENT
-from bridge.capture.passes.alias_analysis import AUTOCAST, MEMORY, OF, ROW, STOPPED
-from bridge.capture.passes.autocast import autocast_of_row
+from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, STOPPED
 from bridge.capture.recorder import READS
 from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
 
@@ -76,7 +75,6 @@ class _Builder:
         self.names: set[str] = set()
         self.function = _Parts()
         self.sizes = SizeNodes(self.made.graph)
-        self.parts = 0
 
     def build(self, names: Mapping[int, str], order: Any, results: Sequence[Any]) -> TrainingGraph:
         before, behind = order
@@ -141,10 +139,7 @@ class _Builder:
             node.meta["val"] = row.results
 
     def _told(self, index: int, row: Row) -> dict[str, Any]:
-        if isinstance(row.results, ValueRef) and row.results.number in self.record.same:
-            self.parts += 1  # the run that casts were noted in has no such row
-        anew = [self.env[each] for each in self.record.casts.get(index - self.parts, ())]
-        told: dict[str, Any] = {ROW: index, AUTOCAST: autocast_of_row(row, anew)}
+        told: dict[str, Any] = {ROW: index}
         if row.where is not None:
             file, line = row.where
             code = linecache.getline(file, line).strip()

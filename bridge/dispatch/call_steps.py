@@ -259,22 +259,20 @@ class Results(CallStep):
 
 @dataclass(frozen=True)
 class SetAttributes(CallStep):
-    """Python state that forward counts up, sets or that hooks derive.
+    """Python state that forward counts up or sets.
 
     Attributes:
         counters: with what a call adds.
-        derived: names of attributes that are computed again for whoever reads them.
         kept: names of the places that get the results behind the module's own.
     """
 
     kind = "attributes"
     counters: tuple[Counter, ...]
-    derived: tuple[str, ...]
     kept: tuple[str, ...] = ()
 
     def text(self) -> str:
         counted = (f"{f'{each.path}.{each.name}'.strip('.')} += {each.step}" for each in self.counters)
-        return _list([*counted, *(f"{name} anew" for name in (*self.derived, *self.kept))])
+        return _list([*counted, *(f"{name} anew" for name in self.kept)])
 
 
 @dataclass(frozen=True)
@@ -399,7 +397,7 @@ def plan_call(
     spec = captured.observation.out_spec
     found.append(Results(observed.outputs, imported.output_of, spec, inputs))
     if guard is not None and guard.sets_attributes:
-        found.append(SetAttributes(captured.counters, guard.derived, tuple(each.name for each in captured.kept)))
+        found.append(SetAttributes(captured.counters, tuple(each.name for each in captured.kept)))
     return tuple(found)
 
 

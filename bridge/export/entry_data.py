@@ -316,7 +316,7 @@ def _refuse(entry: Entry, module: nn.Module) -> None:
         (f"an entry for the module as it was ({stale})", stale is not None, anew),
         ("sizes that vary", captured.extents is not None, "add the dispatch for the sizes that are to be saved"),
         (f"numbers that are inputs ({guard.numbers})", bool(guard.numbers), _HINT),
-        (f"attributes that a call sets ({captured.counters or guard.derived})", guard.sets_attributes, _HINT),
+        (f"attributes that a call sets ({captured.counters or captured.kept})", guard.sets_attributes, _HINT),
         ("deterministic algorithms", modes["deterministic algorithms"], "switch them off before the dispatch is added"),
         ("arguments on the host beside a GPU's", is_elsewhere, _HINT),
         ("a default device", guard.has_default_device, "add the dispatch without it"),

@@ -4,12 +4,9 @@ from bridge.state.call import SampleCall
 from bridge.state.module import (
     ModuleTensor,
     Snapshot,
-    derived_attribute,
-    derived_attributes,
     hooks_of,
     module_tensors,
     own_attributes,
-    renew_derived,
     tensor_problem,
     written_class,
 )
@@ -25,7 +22,7 @@ from bridge.state.values import (
 )
 from bridge.state.write_counts import dict_behind, dict_versions, write_counter
 
-__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "constant_key", "derived_attribute", "derived_attributes"]
+__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "constant_key"]
 __all__ += ["dict_behind", "dict_of", "dict_versions", "generators_put_back", "hooks_of", "kept", "kind_of_container"]
-__all__ += ["module_tensors", "moved_generators", "own_attributes", "renew_derived", "same"]
+__all__ += ["module_tensors", "moved_generators", "own_attributes", "same"]
 __all__ += ["same_inside", "tensor_problem", "write_counter", "written_class"]

@@ -20,52 +20,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from bridge.base.devices import TYPES
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
 from bridge.state.values import CONTAINERS, same_inside, snapshot
 
-__all__ = ["ModuleTensor", "Snapshot", "derived_attribute", "derived_attributes", "hooks_of", "module_tensors"]
-__all__ += ["own_attributes", "renew_derived", "tensor_attribute", "tensor_problem", "written_class"]
-
-_PRUNES = ("__call__", "apply_mask")
-
-
-def derived_attribute(hook: Any) -> str | None:
-    """The attribute that this forward pre-hook of torch's sets; ``None`` for any other hook."""
-    kind = type(hook)
-    if kind in (WeightNorm, SpectralNorm):
-        return hook.name
-    if isinstance(hook, BasePruningMethod) and all(getattr(kind, m) is getattr(BasePruningMethod, m) for m in _PRUNES):
-        return hook._tensor_name
-    return None
-
-
-def derived_attributes(module: nn.Module) -> dict[str, Any]:
-    """Name of each derived attribute of ``module`` → the hook that sets it, in the order in which they run."""
-    hooks = module.__dict__.get("_forward_pre_hooks")
-    return {name: hook for hook in hooks.values() if (name := derived_attribute(hook))} if hooks else {}
-
-
-def renew_derived(module: nn.Module, hook: Any) -> None:
-    """Sets what ``hook`` left on ``module`` in the call that is over: same value, same autograd graph.
-
-    ``spectral_norm`` has moved its buffers in that call; they are not moved again. Like the hook, this computes with
-    copies of them, because the next call moves them before somebody may differentiate.
-    """
-    if not isinstance(hook, SpectralNorm):
-        hook(module, ())
-        return
-    weight, u, v = (getattr(module, f"{hook.name}_{part}") for part in ("orig", "u", "v"))
-    if module.training:
-        u, v = u.clone(), v.clone()
-    sigma = torch.dot(u, torch.mv(hook.reshape_weight_to_matrix(weight), v))
-    setattr(module, hook.name, weight / sigma)
-
+__all__ = ["ModuleTensor", "Snapshot", "hooks_of", "module_tensors"]
+__all__ += ["own_attributes", "tensor_attribute", "tensor_problem", "written_class"]
 
 # What nn.Module keeps in __dict__ for itself; parameters, buffers, submodules and flags are guarded separately.
 # torch.compile(module) notes on the module that it did.
@@ -77,7 +39,7 @@ _SHARDING_NOTES = ("__composable_api_state", "_fsdp_use_orig_params", "_is_fsdp_
 
 
 def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes that a module's own code put on it: all in ``__dict__`` that is not nn.Module's or derived."""
+    """The attributes that a module's own code put on it: all in ``__dict__`` that is not nn.Module's."""
     for name, value in module.__dict__.items():
         if name not in _INTERNAL and not name.startswith(_SHARDING_NOTES) and not _is_renewed(module, name):
             yield name, value
@@ -91,7 +53,7 @@ def written_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _is_renewed(module: nn.Module, name: str) -> bool:
     """Whether forward computes the attribute of the module's tensors, or renews it where it is stale."""
-    return (name in _RECURRENT_CACHES and isinstance(module, nn.RNNBase)) or name in derived_attributes(module)
+    return name in _RECURRENT_CACHES and isinstance(module, nn.RNNBase)
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from tvm import relax
 from bridge import add_tvm_dispatch, stats
 from bridge.base.generators import default_generator
 from bridge.capture import Draw, DropoutOperand
-from bridge.capture.isolated_rng import IsolatedRNG
+from bridge.capture.draws import IsolatedRNG
 from bridge.compile import CompileOptions, DrawnMask, backend_for, compile_function, gpu_of
 from bridge.rng import Draws, checked_gpu
 from bridge.rng.computed import NATIVE_DROPOUT

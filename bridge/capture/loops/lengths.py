@@ -19,20 +19,21 @@ from bridge.base.log import channel
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import pytree
 from bridge.base.torch_shapes import fake_results_not_kept, size_environment
+from bridge.capture.fake_run import FakeRecord
 from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 from bridge.capture.loops.rolled import Rolled, rolled_up
 from bridge.capture.observation import Observation, Output
 from bridge.capture.prepared_twin import own_leaves
+from bridge.capture.real_run import real_run_of
 from bridge.capture.rows import Record, ValueRef, mapped, values_in
 from bridge.capture.sample import DynamicDim
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.thread_isolation import recording
-from bridge.capture.two_runs import FakeRecord, real_run_of
 from bridge.guards import undo
 from bridge.state import SampleCall, constant_key
 
 if TYPE_CHECKING:
-    from bridge.capture.two_runs import RealRun
+    from bridge.capture.real_run import RealRun
 
 __all__ = ["AnyLength", "LoopedCall", "OfAnyLength", "Varying", "comparable", "of_any_length"]
 
@@ -42,7 +43,7 @@ class RolledForm(NamedTuple):
 
     Attributes:
         inputs: values below are inputs, the others what rows make.
-        rows: operator, operands, results, grad mode and autocast of each.
+        rows: operator, operands, results and grad mode of each.
         layouts: of the values that they make, in order.
         results: what it returns, values for tensors.
     """
@@ -161,7 +162,7 @@ def _form_of(rolled: Rolled, first: int) -> RolledForm | None:
             others.append(value)
         return value if value.number < first else ValueRef(value.number - first + record.inputs)
 
-    told = [(row.op, row.args, row.kwargs, row.results, row.grad, row.autocast) for row in record.rows]
+    told = [(row.op, row.args, row.kwargs, row.results, row.grad) for row in record.rows]
     layouts = [(form.shape, form.stride, form.dtype, form.device, form.requires_grad) for form in record.forms[first:]]
     rows, results = mapped((told, rolled.results), ValueRef, renamed)
     return None if others else RolledForm(record.inputs, rows, layouts, results)
@@ -287,14 +288,14 @@ def run_of_any_length(call: LoopedCall, args: tuple, kwargs: dict[str, Any], dim
     with fake_results_not_kept():
         mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True, shape_env=size_environment())
     try:
-        own_args, own_kwargs = own_leaves(args, kwargs, real.real_tensors)
+        own_args, own_kwargs = own_leaves(args, kwargs, real.given.real_tensors)
         given = [
             symbolic_leaf(mode, each, index, dims) if isinstance(each, torch.Tensor) else each
             for index, each in enumerate(pytree.tree_leaves((own_args, own_kwargs)))
         ]
         arguments = [each for each in given if isinstance(each, torch.Tensor)]
-        count, behind = len(real.real_tensors), len(real.real_tensors) + len(arguments)
-        owned, others = real.inputs[:count], real.inputs[behind:]
+        count, behind = len(real.given.real_tensors), len(real.given.real_tensors) + len(arguments)
+        owned, others = real.given.inputs[:count], real.given.inputs[behind:]
         inputs = [*(_fake(mode, each) for each in owned), *arguments, *(_fake(mode, each) for each in others)]
         form, *_ = length.form.at(given[length.leaf].shape[length.dimension])
         record, fakes = Record(inputs=form.inputs), dict(enumerate(inputs))

@@ -71,7 +71,7 @@ class MadeRows:
         if draw is not None:
             self.draws.append(draw)
         draws = before, len(self.draws)
-        self.record.rows.append(Row(op, args, kwargs, results, like.grad, like.autocast, draws, like.where, like.path))
+        self.record.rows.append(Row(op, args, kwargs, results, like.grad, draws, like.where, like.path))
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """A row of an operator that is none of the record's."""

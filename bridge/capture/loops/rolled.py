@@ -42,6 +42,7 @@ from bridge.capture.loops.row_calls import (
     filled,
 )
 from bridge.capture.observation import Draw
+from bridge.capture.opened import casts_first
 from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, values_in
 
 __all__ = ["LEAST_ROWS", "Rolled", "rolled_up"]
@@ -88,6 +89,7 @@ def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> 
     if len(record.rows) < LEAST_ROWS:
         return None
     try:
+        record = casts_first(record)
         calls = calls_of(record, results, draws)
         loops = find_loops(calls)
         left_out = sum(loop.period * (loop.steps - 1) for loop in loops)

@@ -302,7 +302,7 @@ class _Reader:
             args, number = _numbered(row, args, [calls.forms[value] for value in reads])
             if number is not None:
                 constants = _constants(args)[1]
-        key = row.op, constants, named, part is None, row.grad, row.autocast, repr(gives), through, targets
+        key = row.op, constants, named, part is None, row.grad, repr(gives), through, targets
         key += tuple([calls.forms[value].layout for value in (*reads, *makes)])
         if barred or _is_barred(row) or (len(calls.rows) in calls.drawn and row.op is not aten.dropout.default):
             key = "barred", len(calls.rows)
@@ -340,7 +340,7 @@ class _Reader:
         calls.rows.pop()
         calls.made[made] = Producer(here, 0)
         part = last.part
-        key = "into", part[1:2] + part[3:], whole.layout, value.layout, row.grad, row.autocast
+        key = "into", part[1:2] + part[3:], whole.layout, value.layout, row.grad
         kind = self._kind(key, CallKind(row.op, (HERE, HERE), {}, -1, (0,), 1))
         calls.rows.append(RowCall(kind, (part.of, reads[1]), (made,), None, part, None, row))
         return True

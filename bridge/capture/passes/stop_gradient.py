@@ -31,11 +31,10 @@ from bridge.capture.passes.alias_analysis import (
     is_detach,
     is_view,
     told,
+    write_through_views,
     written,
 )
-from bridge.capture.passes.attention import choose_for_learned_masks
-from bridge.capture.passes.recurrent import keep_layers_whole
-from bridge.capture.passes.written_views import write_through_views
+from bridge.capture.passes.decompositions import keep_layers_whole
 
 __all__ = ["STOP_GRADIENT", "link_functions", "prepare", "where_is"]
 
@@ -45,7 +44,6 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
     problems = _parameters_written_first(graph, requires_grad)
     _detach_stopped(graph)
     keep_layers_whole(graph)
-    choose_for_learned_masks(graph, requires_grad)
     _pass_through(graph)
     _word_assertions(graph)
     write_straight_through(graph, requires_grad, STOP_GRADIENT)
@@ -263,11 +261,11 @@ def write_straight_through(
 # value of in between that is read elsewhere would be one that autograd follows in the graph and not in eager.
 
 
-def link_functions(graph: fx.Graph, uses: Sequence[Use], tag: Callable[[fx.Node], None]) -> list[Unsupported]:
+def link_functions(graph: fx.Graph, uses: Sequence[Use]) -> list[Unsupported]:
     """Rewrites one graph."""
     problems: list[Unsupported] = []
     for begin in [node for node in graph.nodes if node.target is FUNCTION]:
-        problem = _link(graph, begin, uses[begin.args[0]].again, tag)
+        problem = _link(graph, begin, uses[begin.args[0]].again)
         if problem is not None:
             where = user_line(begin.meta.get("stack_trace")) or "forward"
             problems.append(Unsupported(f"autograd.Function {uses[begin.args[0]].name}", where, problem))
@@ -275,7 +273,7 @@ def link_functions(graph: fx.Graph, uses: Sequence[Use], tag: Callable[[fx.Node]
     return problems
 
 
-def _link(graph: fx.Graph, begin: fx.Node, again: str, tag: Callable[[fx.Node], None]) -> str | None:
+def _link(graph: fx.Graph, begin: fx.Node, again: str) -> str | None:
     """Why one Function cannot be linked, or ``None``."""
     inside, outputs = _parts(begin)
     if not outputs:
@@ -288,8 +286,6 @@ def _link(graph: fx.Graph, begin: fx.Node, again: str, tag: Callable[[fx.Node], 
     for node in inside:
         backward = backward or node.target is TANGENT
         node.meta[OWN] = f"{begin.args[0]}:{'backward' if backward else 'forward'}:{again}"
-        if backward:
-            tag(node)
     for output, mark in of.items():
         for user in [user for user in output.users if user not in ours]:
             user.replace_input_with(output, mark)

@@ -88,7 +88,7 @@ class EntryGuard:
             reads=reads,
         )
         self.later = self._tree.later
-        self.sets_attributes = bool(captured.counters or captured.kept or self._tree.derived)
+        self.sets_attributes = bool(captured.counters or captured.kept)
         exact = exact_modes or self._tree.reads_grad_mode
         self._modes = modes_as_now(requires_grad, exact, captured.observation.reads_validation, captured.device)
         self.has_default_device = isinstance(function_modes(), torch.device)
@@ -260,13 +260,8 @@ class EntryGuard:
         """
         return self._arguments.compiled_shapes(call)
 
-    @property
-    def derived(self) -> tuple[str, ...]:
-        """Names of the attributes that :meth:`set_attributes` derives anew."""
-        return self._tree.derived
-
     def set_attributes(self, module: nn.Module, kept: Sequence[Any] = ()) -> None:
-        """What the call does to the module's counters and derived attributes, and to places that it sets."""
+        """What the call does to the module's counters, and to places that it sets."""
         self._tree.set_attributes(module, kept)
 
     def _number_inputs(self, module: nn.Module, leaves: Sequence[Any]) -> list[torch.Tensor]:

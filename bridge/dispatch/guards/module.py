@@ -36,9 +36,7 @@ from bridge.dispatch.guards.tensors import TensorGuard
 from bridge.guards import ReadGuard, Reads
 from bridge.state import (
     ModuleTensor,
-    derived_attributes,
     dict_versions,
-    renew_derived,
     write_counter,
 )
 
@@ -134,11 +132,6 @@ class ModuleGuard:
             if name not in names[i].but
             if isinstance(value, torch.Tensor) or was_read(names[i], name) or (paths[id(modules[i])], name) in numbers
         ]
-        self._derived = {
-            f"{paths[id(each)]}.{name}": (i, hook)
-            for i, each in enumerate(modules[1:], 1)
-            for name, hook in derived_attributes(each).items()
-        }
         places = {id(module): i for i, module in enumerate(modules)}
         index = {path: places[id(module)] for path, module in named}
         lie = tensor_places(tensors, index)[0]
@@ -283,16 +276,9 @@ class ModuleGuard:
         modules = [root, *self._modules]
         return [modules[owner].__dict__[name] for owner, name in self._number_places]
 
-    @property
-    def derived(self) -> tuple[str, ...]:
-        """Names of the derived attributes of modules inside."""
-        return tuple(self._derived)
-
     def set_attributes(self, root: nn.Module, kept: Sequence[Any] = ()) -> None:
-        """Counts the counters up, renews the derived attributes and sets the places, as a call of forward does."""
+        """Counts the counters up and sets the places, as a call of forward does."""
         modules = [root, *self._modules]
-        for owner, hook in self._derived.values():
-            renew_derived(modules[owner], hook)
         for owner, name, step in self._counters:
             modules[owner].__dict__[name] += step
         for (owner, place), value in zip(self._kept, kept, strict=True):

@@ -64,7 +64,7 @@ def test_layers(name):
 def on_a_gpu(monkeypatch):
     """To recurrent layers; lowerings of the processor are not found, nor kept for it."""
     SESSION.reset("lowerings")
-    for module in ("aten.recurrent", "capture.passes.recurrent"):
+    for module in ("aten.recurrent", "capture.opened"):
         monkeypatch.setattr(f"bridge.{module}.HOST", torch.device("meta"))
     monkeypatch.setattr("bridge.aten.recurrent.cudnn_is_quicker", lambda *_: False)
     yield

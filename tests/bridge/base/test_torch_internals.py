@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import bridge
 from bridge.base import torch_internals
@@ -67,25 +66,3 @@ def test_a_missing_name_is_an_error_that_says_so_or_takes_its_fallback():
     with pytest.raises(MissingInternalError, match=r"has no torch\._C\.no_such_thing; .* was run with torch 2\."):
         torch_internals.find("torch._C.no_such_thing")
     assert torch_internals.find("torch._C.no_such_thing", None) is None
-
-
-class Halved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        Halved.seen = torch_internals.applied_function(__import__("sys")._getframe())
-        return x / 2
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        return grad_out / 2
-
-
-class Uses(nn.Module):
-    def forward(self, x):
-        return Halved.apply(x)  # the line
-
-
-def test_a_custom_function_knows_who_applied_it():
-    Uses()(torch.ones(2, requires_grad=True))
-    name, frame = Halved.seen
-    assert name == "Halved" and frame.f_code is Uses.forward.__code__

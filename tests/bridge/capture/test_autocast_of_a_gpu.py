@@ -1,14 +1,13 @@
-"""What a GPU's autocast does to operators, asked of fake tensors: without a GPU."""
+"""What a GPU's autocast does to operators, recorded on fake tensors: without a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import fx
 
 from bridge.base.devices import working_for
-from bridge.base.torch_internals import FakeTensorMode, aten
-from bridge.capture.passes.autocast import AutocastState, spell_out_casts
+from bridge.base.torch_internals import FakeTensorMode, aten, python_kernels
+from bridge.capture.recorder import OperatorRecorder
 
 WIDENED = {
     "sum": (aten.sum.default, ()),
@@ -33,34 +32,27 @@ def gpu(monkeypatch):
         yield FakeTensorMode()
 
 
-def graph_of(mode, target, args, dtype):
-    """A graph of one operator of one tensor, as it was traced under autocast, and its node."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    node = graph.call_function(target, (x, *args))
-    node.meta["autocast"] = AutocastState(torch.bfloat16)
-    graph.output(node)
-    with mode, torch.autocast("cuda", torch.bfloat16):
-        x.meta["val"] = torch.empty(4, 4, dtype=dtype, device="cuda")
-        node.meta["val"] = target(x.meta["val"], *args)
-    return fx.GraphModule(torch.nn.Module(), graph), node
+def recorded(mode, target, args, dtype):
+    """The rows of one operator of one tensor under autocast."""
+    with mode, torch.autocast("cuda", torch.bfloat16), python_kernels():
+        x = torch.empty(4, 4, dtype=dtype, device="cuda")
+        with OperatorRecorder([x], {}) as recorder:
+            target(x, *args)
+    return recorder.record.rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", WIDENED)
 def test_results_are_asked_for_in_float32(name, dtype, gpu):
     target, args = WIDENED[name]
-    module, node = graph_of(gpu, target, args, dtype)
-    assert spell_out_casts(module.graph, lambda _: False) == []
-    assert node.target.overloadpacket is target.overloadpacket
-    assert node.kwargs.get("dtype", dtype) is torch.float32
+    (row,) = recorded(gpu, target, args, dtype)
+    assert row.op.overloadpacket is target.overloadpacket
+    assert torch.float32 in (*row.args, *row.kwargs.values(), dtype)
     torch.manual_seed(0)
     x = torch.randn(4, 4).to(dtype)
-    module.recompile()
-    torch.testing.assert_close(module(x), target(x.float(), *args))
+    torch.testing.assert_close(row.op(x, *row.args[1:], **row.kwargs), target(x.float(), *args))
 
 
 def test_doubles_are_left_alone(gpu):
-    module, node = graph_of(gpu, aten.sum.default, (), torch.float64)
-    assert spell_out_casts(module.graph, lambda _: False) == []
-    assert node.kwargs == {} and node.target is aten.sum.default
+    (row,) = recorded(gpu, aten.sum.default, (), torch.float64)
+    assert row.kwargs == {} and row.op is aten.sum.default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -128,6 +129,35 @@ def test_equal_modules_share_what_was_lowered():
     other.rates[2] = 0.7
     assert lowered(other) is not first
     assert lowered(Numbers(), 15) is not first
+
+
+class Cell(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = torch.nn.LSTMCell(3, 4)
+
+    def forward(self, x):
+        state, found = (x.new_zeros(x.shape[0], 4), x.new_zeros(x.shape[0], 4)), []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            found.append(state[0])
+        return torch.stack(found, 1)
+
+
+@pytest.mark.cpu("half layers are whole on a GPU")
+@pytest.mark.parametrize("make", [Cell, lambda: torch.nn.GRU(3, 4, batch_first=True).bfloat16()], ids=["cell", "gru"])
+def test_casts_and_half_layers_are_steps(make):
+    """Autocast casts a weight at the first step that reads it alone; layers of half types are recorded step by step."""
+    torch.manual_seed(0)
+    eager, x = make(), torch.randn(2, 12, 3)
+    x = x.to(torch.bfloat16) if isinstance(eager, torch.nn.GRU) else x
+    module = copy.deepcopy(eager)
+    with torch.autocast("cpu", torch.bfloat16, enabled=isinstance(eager, Cell)):
+        add_tvm_dispatch(module, x)
+        results = [each(x) for each in (eager, module)]
+    assert stats(module).hits == 1 and marks_of(stats(module).entries[0].lowered)
+    expected, actual = (each[0] if isinstance(each, tuple) else each for each in results)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_a_call_of_few_operators_is_traced_as_it_is(monkeypatch):

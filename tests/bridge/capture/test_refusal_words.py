@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
-from bridge.capture.explain_error import explain_error
+from bridge.capture.refusals import explain_error
 from tests.bridge.capture.refused_modules import EAGERS_ERROR, REFUSED
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu("modules of a process of its own")]

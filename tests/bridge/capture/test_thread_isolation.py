@@ -21,7 +21,7 @@ from torch import nn
 from torch.fx import _symbolic_trace
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
-from bridge.capture.isolated_rng import IsolatedRNG
+from bridge.capture.draws import IsolatedRNG
 from bridge.capture.thread_isolation import is_capturing
 from bridge.dispatch import options
 from tests.bridge.models import MLP

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
-from bridge.capture import draw_recorder
-from bridge.capture.passes import attention as attention_pass
+from bridge.capture import draws as captured_draws
 from bridge.compile import IN_A_ROW, CallLibrary, DrawnMask
 from bridge.dispatch import recompute
 from bridge.library import attention
@@ -31,11 +30,13 @@ pytestmark = pytest.mark.cpu("kernels for the CPU under the names of CUDA's")
 CUDA = torch.device("cuda", 0)
 EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention
 
+BY_PRODUCTS = captured_draws.attends_by_products
+
 
 def on_gpu(operator, query, key, value, rate=0.0):
     """The rule's answer for tensors that lie on the host, as if they lay on a GPU."""
     forms = [SimpleNamespace(shape=each.shape, dtype=each.dtype, device=CUDA) for each in (query, key, value)]
-    return attention_pass.attends_by_products(operator, *forms, rate)
+    return BY_PRODUCTS(operator, *forms, rate)
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def products(generator, monkeypatch):
 
     monkeypatch.setattr(generator, "advance", lambda _, q, k: -(-q.shape[:3].numel() * k.shape[2] // 4) * 4)
     monkeypatch.setattr(attention, "_noise", kept)
-    monkeypatch.setattr(draw_recorder, "attends_by_products", on_gpu)
+    monkeypatch.setattr(captured_draws, "attends_by_products", on_gpu)
     monkeypatch.setattr("bridge.aten.attention.attends_by_products", on_gpu)
     return generator
 
@@ -151,7 +152,7 @@ def test_where_products_are_taken(shapes, chosen):
 def test_where_they_are_not():
     given = [torch.empty(2, 3, 8, 8)] * 3
     assert on_gpu(EFFICIENT.default, *given)
-    assert not attention_pass.attends_by_products(EFFICIENT.default, *given)  # on the host
+    assert not captured_draws.attends_by_products(EFFICIENT.default, *given)  # on the host
     assert not on_gpu(EFFICIENT.default, *(each.bfloat16() for each in given))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
         assert not on_gpu(EFFICIENT.default, *given)
@@ -160,7 +161,7 @@ def test_where_they_are_not():
 def test_weights_that_would_fill_the_gpu_are_the_kernels(monkeypatch):
     given = [torch.empty(16, 8, 64, 64)] * 3
     for total, chosen in ((256 * given[0].nbytes, True), (256 * given[0].nbytes - 256, False)):
-        monkeypatch.setattr(attention_pass, "memory_of", lambda _, total=total: total)
+        monkeypatch.setattr(captured_draws, "memory_of", lambda _, total=total: total)
         assert on_gpu(EFFICIENT.default, *given) is chosen
 
 

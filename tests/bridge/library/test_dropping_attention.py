@@ -14,8 +14,7 @@ from torch.export import Dim
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.base import generators
-from bridge.capture import isolated_rng
-from bridge.capture.passes import attention as attention_pass
+from bridge.capture import draws as captured_draws
 from bridge.compile import CallLibrary
 from bridge.library import attention
 from bridge.library.attention import FORMULA, KERNELS, SUMS, Dropout
@@ -105,7 +104,7 @@ def generator(monkeypatch):
     for place, (name, compute) in enumerate(kernels_of(made)):
         direction = "" if place < len(KERNELS) else "_backward"
         library.impl(f"_scaled_dot_product_{name}_attention{direction}", compute, "CPU")
-    for module in (generators, isolated_rng, engine, draws, attention, aten_graph):
+    for module in (generators, captured_draws, engine, draws, attention, aten_graph):
         monkeypatch.setattr(module, "default_generator", lambda device: made)
 
     def undo(before, draw_again, device):
@@ -118,7 +117,7 @@ def generator(monkeypatch):
     seeded = torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda seed: made.manual_seed(seed) or seeded(seed))
     monkeypatch.setattr(draws, "undo_draws", undo)
-    monkeypatch.setattr(isolated_rng, "_twin", lambda device: Counting(made.seed, made.offset))
+    monkeypatch.setattr(captured_draws, "_twin", lambda device: Counting(made.seed, made.offset))
     monkeypatch.setattr(attention, "_kernel", lambda name, q: KERNELS[name])
     monkeypatch.setattr(attention, "_state_at", lambda device, dropout: dropout.state)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -282,7 +281,7 @@ def sized(batch, length):
 @pytest.mark.parametrize("name", sampled(KERNELS, spread(KERNELS, 3)))
 def test_sizes_that_vary(name, generator):
     """Where the kernel moves its generator as the rule says: one entry for all sizes."""
-    generator.advance = attention_pass.attention_advance
+    generator.advance = captured_draws.attention_advance
     module, eager = Layers(name).double(), Layers(name).double()
     eager.load_state_dict(module.state_dict())
     batch, length = Dim("batch"), Dim("length")

@@ -188,9 +188,24 @@ class TwoTypes(nn.Module):
             return x + y + self.left @ self.right
 
 
-def test_casts_to_two_types_are_refused():
-    with autocast(), pytest.raises(UnsupportedModule, match=r"float16 of what is cast to torch\.bfloat16"):
-        add_tvm_dispatch(TwoTypes(), torch.randn(4, 4))
+def test_a_cast_that_is_kept_is_used_in_a_region_of_another_type():
+    torch.manual_seed(0)
+    eager, x = TwoTypes(), torch.randn(4, 4)
+    ours = copy.deepcopy(eager)
+    with autocast():
+        add_tvm_dispatch(ours, x)
+        results = ours(x), eager(x)
+    assert stats(ours).hits == 1
+    torch.testing.assert_close(*results)
+
+
+def test_a_cast_to_another_type_that_was_kept_before_is_refused():
+    module = nn.Linear(4, 4)
+    with autocast():
+        with torch.autocast(DEVICE.type, dtype=torch.float16):
+            module(torch.randn(4, 4))
+        with pytest.raises(UnsupportedModule, match="keeps a cast to another type"):
+            add_tvm_dispatch(module, torch.randn(4, 4))
 
 
 def test_a_cache_of_casts_is_part_of_the_state():

@@ -13,7 +13,7 @@ from torch import nn
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.base.torch_internals import FakeTensorMode
 from bridge.capture import Draw, DropoutOperand, StepMasks
-from bridge.capture.draw_recorder import DrawRecorder
+from bridge.capture.draws import DrawRecorder
 from bridge.compile import Gpu
 from bridge.rng.computed import NATIVE_DROPOUT, FusedDropout, FusedSteps
 from bridge.rng.draws import Draws

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import re
+import traceback
 from typing import Any
 
 import torch
 from torch import nn
 
 from bridge.base.devices import HOST, devices_of, may_be_on_host
-from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.errors import BY_NUMBERS, TORCH_DIR, Unsupported, UnsupportedModule, line_of, user_line
 from bridge.base.pytrees import leaf_names
 from bridge.base.torch_internals import pytree
-from bridge.state import SampleCall, derived_attribute, hooks_of, tensor_problem
+from bridge.capture.packed import PackedUseError
+from bridge.capture.readings import ReadsDifferError
+from bridge.state import SampleCall, hooks_of, tensor_problem
 
-__all__ = ["CACHES", "NO_CACHE", "check_call", "device_of_call", "uninitialized"]
+__all__ = ["CACHES", "NO_CACHE", "check_call", "device_of_call", "explain_error", "shape_by_numbers"]
+__all__ += ["uninitialized"]
 
 #: Where transformers' caches of keys and values live, and what to do about one.
 CACHES = "transformers.cache_utils"
 NO_CACHE = "set model.config.use_cache = False: training has no use for the keys and values of earlier tokens"
 
-_OTHERWISE = "use torch.nn.utils.parametrizations, or make it permanent (remove_weight_norm, prune.remove)"
 _PASS_CONTENTS = "make it an attribute of the module, or pass what forward takes from it"
 _PASS_TUPLE = "pass a tuple of its numbers: tuple(x.shape)"
 _PLAIN_ARGUMENTS = (type(None), bool, int, float, str)
@@ -119,36 +124,16 @@ def _refuse_parallel(module: nn.Module, name: str) -> None:
 
 
 def _refuse_hooks(module: nn.Module, name: str) -> None:
-    """Forward hooks on inner modules are traced as forward is; those that are not functions of tensors are refused."""
+    """Forward hooks on inner modules are recorded as forward is; the others are refused."""
+    reason = "a backward hook on an inner module is Python code in the middle of the backward"
     found = [
-        Unsupported(f"{kind} on '{path}'" if path else kind, f"{name}.{path}" if path else name, *problem)
+        Unsupported(f"{kind} on '{path}'", f"{name}.{path}", reason, "remove it")
         for path, child in module.named_modules()
-        for kind, hook in hooks_of(child)
-        if (problem := _problem_of_hook(kind, hook, child) if path else _problem_of_own_hook(hook)) is not None
+        for kind, _ in hooks_of(child)
+        if path and not kind.startswith("forward")
     ]
     if found:
         raise UnsupportedModule(name, found)
-
-
-def _problem_of_hook(kind: str, hook: Any, module: nn.Module) -> tuple[str, str] | None:
-    """Why a hook on an inner module cannot be traced, and what to do about it."""
-    if not kind.startswith("forward"):
-        return "a backward hook on an inner module is Python code in the middle of the backward", "remove it"
-    if derived_attribute(hook) is not None:
-        if type(module).__setattr__ is not nn.Module.__setattr__:  # recurrent modules keep their weights elsewhere too
-            return f"{type(hook).__name__} on a module that does more where an attribute is set", _OTHERWISE
-        return None
-    if type(hook).__module__.startswith("torch.nn.utils."):
-        return f"{type(hook).__name__} sets an attribute of the module at every call", _OTHERWISE
-    return None
-
-
-def _problem_of_own_hook(hook: Any) -> tuple[str, str] | None:
-    """The module's own hooks run around the compiled call, which would take what they set as an input."""
-    if derived_attribute(hook) is None:
-        return None
-    hint = "dispatch a module around it: nn.Sequential(module)"
-    return f"{type(hook).__name__} on the dispatched module itself", hint
 
 
 def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
@@ -170,3 +155,91 @@ def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
 def _is_size(value: Any) -> bool:
     """Whether pytree takes it for a tuple, and gives a tuple back, which has less to it."""
     return isinstance(value, torch.Size)
+
+
+# Errors in the user's terms: an exception of a run on fake tensors → :class:`bridge.base.errors.Unsupported`.
+
+
+_BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
+
+_PACKED = (
+    "a packed sequence",
+    "its shapes are the numbers in the lengths; pack_padded_sequence, recurrent layers in float32 or float64, without "
+    "dropout between them, without projections, and pad_packed_sequence alone keep it padded",
+    "run the recurrent layer on the padded batch and mask what it gives, or dispatch the other layers",
+)
+
+#: Patterns in the user's line that makes a shape of numbers -> what helps.
+_MAKES_SHAPES = (
+    (r"\bexpert_mask\b", 'model.set_experts_implementation("grouped_mm") keeps the shapes fixed'),
+    (r"repeat_interleave\(", "pass output_size=, the sum of the repeats, as a Python number"),
+    (r"\bnonzero\(", "torch.nonzero_static(x, size=…) has a fixed shape"),
+)
+
+_DATA_DEPENDENT = "data-dependent control flow or shape"
+_BRANCH = "use torch.where, or dispatch the submodules on either side of it"
+_SHAPE = "keep the shape (torch.where, masked_fill, a multiplication by the mask), or dispatch the rest: whole=False"
+
+#: What begins advice on exporting, compiling, or how to report a bug of torch's: not the user's to follow.
+_ADVICE = re.compile(
+    r"please|if you('re| are)|for (more|the|potential)|see |to fix|this typically|consider|hint|potential|you can"
+    r"|TORCH_|torch\._|https?:",
+    re.IGNORECASE,
+)
+_LONGEST = 200
+
+
+def explain_error(error: BaseException, where: str | None = None) -> Unsupported:
+    """What tracing a module, or running it on fake tensors, stumbled over; ``where``: the user's line, if known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = where or user_line(error) or _torch_line(frames)
+    kind = type(error).__name__
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), kind)
+    if isinstance(error, ReadsDifferError):
+        reason = "forward reads other numbers on fake tensors than on real ones"
+        return Unsupported("a number that forward reads", first_line, reason, "do not let it depend on numbers")
+    if isinstance(error, PackedUseError):
+        op, reason, hint = _PACKED
+        return Unsupported(op, where, reason, hint)
+    if kind == "DynamicOutputShapeException":
+        return shape_by_numbers(where)
+    if kind in _BY_NUMBERS:
+        return Unsupported(_DATA_DEPENDENT, where, f"what happens next {BY_NUMBERS}", _BRANCH)
+    if first_line.startswith("Cannot access data pointer of Tensor"):
+        reason = "a tensor's address is asked for: to copy it in Python, or for a kernel that torch does not know of"
+        hint = "make a kernel an operator (torch.library.custom_op, triton_op); copy outside of forward"
+        return Unsupported("Tensor.data_ptr", where, reason, hint)
+    if first_line.startswith("The tensor has a non-zero number of elements, but its data is not allocated"):
+        reason = "torch reads the numbers in C++, as LongTensor([t]) and x.new([t]) do: a graph would not hold them"
+        return Unsupported("a tensor of tensors' numbers", where, reason, "make it by torch.tensor([t]) or torch.stack")
+    if kind == "UnsupportedOperatorException":
+        return Unsupported(str(error).splitlines()[0], where, "an operator that has no shapes for fake tensors")
+    return Unsupported("a run on fake tensors", where, f"{kind}: {_without_advice(first_line)}")
+
+
+def shape_by_numbers(where: str, reason: str = f"the shape of what comes out {BY_NUMBERS}") -> Unsupported:
+    """A shape that is not known before the call computes it."""
+    code = re.sub(r"^.*?:\d+: ", "", where)
+    hint = next((hint for words, hint in _MAKES_SHAPES if re.search(words, code)), _SHAPE)
+    return Unsupported(_DATA_DEPENDENT, where, reason, hint)
+
+
+def _torch_line(frames: traceback.StackSummary) -> str:
+    """The innermost line of a module or a function of torch's, where no line of the user's is known."""
+    inside = f"{TORCH_DIR}nn/".replace(os.sep, "/")
+    of_modules = [frame for frame in frames if frame.filename.replace(os.sep, "/").startswith(inside)]
+    if not of_modules:
+        return "code of torch's; the exception is this one's .cause"
+    line = line_of((of_modules[-1].filename, of_modules[-1].lineno or 0))
+    return line[len(TORCH_DIR) - len("torch/") :]
+
+
+def _without_advice(message: str) -> str:
+    """The first sentences of a message of torch's: what happened, not what to file or to set."""
+    kept: list[str] = []
+    for sentence in re.split(r"(?<=[.!?;]) +", message):
+        if _ADVICE.search(sentence):
+            break
+        kept.append(sentence)
+    words = " ".join(kept).strip() or "no more is known; the exception is this one's .cause"
+    return words if len(words) <= _LONGEST else words[: _LONGEST - 1] + "…"

@@ -1,0 +1,469 @@
+"""Draws: eager code runs on the side → the default generators, those of GPUs included, are where they were.
+
+Drawing from it and putting its state back would do in a process of one thread. Where another one draws meanwhile, that
+would make its numbers come again.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from autodiff.extents import sample_of
+from bridge.base.devices import HOST, current_device
+from bridge.base.errors import Unsupported, line_of
+from bridge.base.generators import default_generator, generator_device, offset_of, on_side_states
+from bridge.base.torch_cuda import attention_may_be_formula, memory_of
+from bridge.base.torch_internals import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    aten,
+    current_graph_task_id,
+    overload_packet,
+    pytree,
+    schema,
+    storage_id,
+)
+from bridge.base.torch_recording import unrecorded
+from bridge.base.torch_shapes import hint
+from bridge.capture.autograd_uses import DRAWS_ANEW, draws_anew
+from bridge.capture.observation import Draw, DropoutOperand, Parameter
+from bridge.capture.passes.alias_analysis import ROW
+from bridge.capture.passes.decompositions import COMPUTED_DRAWS, CUDA_ATTENTION, SLOPE_DRAWS
+from bridge.capture.rows import Row, form_of
+from bridge.guards import in_its_place
+
+__all__ = ["TORCHS", "UNTOLD", "DrawRecorder", "IsolatedRNG", "attends_by_products", "attention_advance"]
+__all__ += ["attention_rate", "draws", "draws_at", "is_attention", "match_draws", "unwatched"]
+__all__ += ["with_generator"]
+
+TORCHS = ("aten", "prims", "tvm_dispatch")
+"""Namespaces of operators whose tags say whether they draw."""
+
+
+class IsolatedRNG(TorchDispatchMode):
+    """While active, what this thread draws from a default generator comes from one of its own, at the same state.
+
+    Args:
+        isolates: whether draws are that; operators on fake tensors draw nothing.
+
+    An operator that takes no generator (``native_dropout``, which is a GPU's dropout) moves the default one, which is
+    put back; so is, at the end, a generator that the code itself passes to an operator.
+
+    Attributes:
+        advance: how far the last draw moved a GPU's offset.
+        passed: generators that were passed to operators, and their states before.
+    """
+
+    advance: int | None = None
+
+    def __init__(self, isolates: bool = True) -> None:
+        super().__init__()
+        self._isolates = isolates
+        # a branch on a draw is the one that comes next
+        devices = {HOST, generator_device(current_device())} if isolates else ()
+        self._generators = {device: _twin(device) for device in devices}
+        self.passed: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        call = func
+        if self._isolates and (draws(func) or func.namespace not in TORCHS):
+            call = partial(self._drawn if draws(func) else self._on_side, func)
+        return self.called(call, func, args, kwargs)
+
+    def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What an operator gives that runs; ``call``: what to call for it."""
+        return call(*args, **kwargs)
+
+    def _drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if (passed := kwargs.get("generator")) is not None:
+            self.passed.append((passed, passed.get_state()))
+            return func(*args, **kwargs)
+        device = generator_device(_device(args, kwargs))
+        if device not in self._generators:
+            self._generators[device] = _twin(device)
+        generator = self._generators[device]
+        before = offset_of(generator)
+        if (taker := with_generator(func)) is not None:
+            result = taker(*args, **{**kwargs, "generator": generator})
+        else:
+            with on_side_states(default_generator(device), generator):
+                result = func(*args, **kwargs)
+        self.advance = None if before is None else offset_of(generator) - before
+        return result
+
+    def _on_side(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """An operator of the user's, which may draw without saying so."""
+        with ExitStack() as stack:
+            for device, generator in self._generators.items():
+                stack.enter_context(on_side_states(default_generator(device), generator))
+            return func(*args, **kwargs)
+
+    def states(self) -> list[torch.Tensor]:
+        """Where what is drawn takes its numbers from."""
+        return [generator.get_state() for generator in self._generators.values()]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for generator, state in reversed(self.passed):
+            generator.set_state(state)
+
+
+def _twin(device: torch.device) -> torch.Generator:
+    """A generator in the state of the default one."""
+    twin = torch.Generator(device)
+    twin.set_state(default_generator(device).get_state())
+    return twin
+
+
+def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
+    """Where an operator draws: on the device that it is told, or that of its first tensor."""
+    if (told := kwargs.get("device")) is not None:
+        return torch.device(told)
+    tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors), HOST)
+
+
+@functools.cache
+def draws(func: Any) -> bool:
+    """Whether an operator is told to draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@functools.cache
+def with_generator(func: Any) -> Any:
+    """The operator with an argument for a generator, or its overload that differs in that only; ``None`` without."""
+
+    def arguments(operator: Any) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in schema(operator).arguments]
+
+    generator, wanted = ("generator", "Optional[Generator]"), arguments(func)
+    if generator in wanted:
+        return func
+    packet = overload_packet(func)
+    for overload in map(partial(getattr, packet), packet.overloads()):
+        found = arguments(overload)
+        if generator in found and [argument for argument in found if argument != generator] == wanted:
+            return overload
+    return None
+
+
+# Pauses of the watch over forward (:mod:`bridge.capture.generator_watch`), a profiler of the interpreter.
+
+
+class unwatched:
+    """While torch's or our code works for forward: a listener would be called for each of its thousands of calls."""
+
+    __slots__ = ("_listener",)
+
+    def __init__(self) -> None:
+        self._listener = sys.getprofile()
+
+    def __enter__(self) -> unwatched:
+        if self._listener is not None:
+            sys.setprofile(None)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._listener is not None:
+            sys.setprofile(self._listener)
+
+    @in_its_place
+    def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What ``func`` returns; it is watched: code of the user's may run in it."""
+        sys.setprofile(self._listener)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            if self._listener is not None:
+                sys.setprofile(None)
+
+
+# Recorder of random draws: operators that run → a :class:`Draw` for each that draws.
+
+
+_OWN_GENERATOR = "draw from torch's default generator, or outside of the module and pass the numbers in"
+
+
+_DEVICE = torch.ops.prim.device.default
+
+UNTOLD = "draws random numbers, and has no tag that says so"
+
+
+class DrawRecorder(IsolatedRNG):
+    """While active, appends a :class:`Draw` for every random operator that runs; tells what it cannot express.
+
+    ``differentiates``: whether one ran in a backward.
+    ``inputs``: module tensors and arguments, in whose memory a dropout may read. ``real``: whether operators compute;
+    then draws come from generators of their own, and operators that are not torch's, whose tags may say too little, are
+    watched.
+    """
+
+    def __init__(
+        self,
+        draws: list[Draw],
+        complain: Callable[[str, str], None],
+        inputs: Sequence[torch.Tensor] = (),
+        real: bool = False,
+    ):
+        super().__init__(real)
+        self._inputs: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for index, tensor in enumerate(inputs):
+            self._inputs.setdefault(storage_id(tensor), []).append((index, tensor))
+        self.draws = draws
+        self.complain = complain
+        self.underived: Callable[[str], None] = lambda op: None
+        self.differentiates = False
+        self.in_backward = False
+
+    def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func is _DEVICE:  # two of three calls: torch asks fake tensors for it all the time
+            (tensor,) = args
+            if type(tensor) is FakeTensor and not tensor.fake_mode.in_kernel_invocation:
+                return tensor.fake_device
+            with unwatched():
+                return func(*args)
+        before = None if func.namespace in TORCHS or not self._isolates else self.states()
+        if before is not None and schema(func).is_mutable:
+            self.complain(str(func), "writes into its arguments, by an operator that is not torch's")
+        result = unrecorded(call, args, kwargs)
+        if before is not None and not all(map(torch.equal, before, self.states())):
+            self.complain(str(func), UNTOLD)
+        if current_graph_task_id() != -1:
+            self.differentiates = True
+            if not torch.is_grad_enabled() and not self.in_backward:
+                self.in_backward = True  # said once
+                reason = "runs autograd inside forward: its result is a constant"
+                self.complain("torch.autograd.grad or backward", reason)
+        if draws(func) and not _draws_nothing(func, args, kwargs):
+            self.record(func, args, kwargs, result)
+        return result
+
+    def record(self, func, args, kwargs, result) -> None:
+        """Appends the draw of an operator that has run."""
+        if draws_anew():
+            self.complain(str(func), DRAWS_ANEW)
+        if func in CUDA_ATTENTION:
+            self._record_attention(func, *args[:3], attention_rate(func, args, kwargs), result[0])
+            return
+        if func in _OF_CUDNN:
+            self.complain(*_DROPPED_BY_CUDNN)
+            return
+        if func in SLOPE_DRAWS:
+            self._record_slopes(func, *args[:4])
+            return
+        operand = None
+        if func is aten.native_dropout.default:  # on a GPU, or called by name: the mask is what was drawn
+            if not 0 < args[1] < 1:  # torch.nn.functional.dropout does not get here
+                self.complain(str(func), f"draws a mask for the rate {args[1]}, which says what it is")
+                return
+            operand = self._operand(args[0])
+        elif with_generator(func) is None:
+            self.complain(str(func), "draws inside of a kernel that takes no generator")
+            return
+        if isinstance(result, tuple):
+            result = result[0 if operand is None else 1]
+        # the dispatcher drops arguments that equal their default
+        defaults = [a.default_value for a in schema(func).arguments[len(args) :] if not a.kwarg_only]
+        args = (*args, *(value for value in defaults if value is not None))
+        if str(func) == "aten.bernoulli.p" and args[0].requires_grad:
+            self.underived(str(func))
+        rest = args[1:] if _only_filled(func) else args
+        if kwargs.get("generator") is not None:
+            self.complain(str(func), "a random draw from a generator of its own", _OWN_GENERATOR)
+            return
+        if any(isinstance(value, torch.Tensor) for value in (*rest, *kwargs.values())):
+            if func not in COMPUTED_DRAWS:
+                self.complain(str(func), "a random draw whose distribution is computed")
+                return
+            rest = [_parameter(value) if isinstance(value, torch.Tensor) else value for value in rest]
+        shape, given = tuple(result.shape), tuple(kwargs.items())
+        form = str(func), shape, result.stride(), result.dtype, tuple(rest), given, result.device, operand
+        self.draws.append(Draw(*form, advance=self.advance))
+
+    def _record_attention(self, func, query, key, value, rate, out) -> None:
+        """The state that its kernel begins with; where products take the kernel's place, the mask of the weights."""
+        shape, stride, dtype = tuple(out.shape), (), out.dtype
+        if attends_by_products(func, query, key, value, rate):
+            _, heads, rows, columns = shape = (*query.shape[:3], key.shape[2])
+            stride, dtype = (heads * rows * columns, rows * columns, columns, 1), torch.bool
+        measured = self.advance
+        advance = attention_advance(func, query, key) if measured is None else measured
+        self.draws.append(Draw(str(func), shape, stride, dtype, (rate,), (), out.device, advance=advance))
+
+    def _record_slopes(self, func, x, slopes, lower, upper) -> None:
+        """What was drawn is what the operator multiplies by, which it writes into its second argument."""
+        if not slopes.is_contiguous():
+            self.complain(str(func), "draws slopes into memory that is not contiguous")
+            return
+        form = tuple(slopes.shape), slopes.stride(), slopes.dtype, (_parameter(x), lower, upper, True), ()
+        self.draws.append(Draw(str(SLOPE_DRAWS[0]), *form, slopes.device, advance=self.advance))
+
+    def _operand(self, tensor: torch.Tensor) -> DropoutOperand:
+        """Where a tensor lies: behind the beginning of the input that begins last before it, of those in its memory."""
+        offset = tensor.storage_offset() * tensor.element_size()
+        inputs = self._inputs.get(storage_id(tensor), [])
+        begins = [(first.storage_offset() * first.element_size(), -index) for index, first in inputs]
+        if not begins:
+            return DropoutOperand(tensor.dtype, tensor.stride(), offset, None)
+        begin, index = max((each for each in begins if each[0] <= offset), default=min(begins))
+        return DropoutOperand(tensor.dtype, tensor.stride(), offset - begin, -index)
+
+
+_OF_CUDNN = (aten._cudnn_rnn.default, aten._cudnn_init_dropout_state.default)
+_DROPPED_BY_CUDNN = (
+    "a recurrent layer with dropout between its layers",
+    "on a GPU its numbers are cuDNN's own, which nothing else computes alike",
+    "compute the layer in float32, outside of autocast, with dropout in a module of its own",
+)
+
+
+def _parameter(value: torch.Tensor) -> Parameter:
+    return Parameter(tuple(value.shape), value.dtype, value.stride())
+
+
+def _only_filled(func) -> bool:
+    """Whether the operator's first tensor only says what to fill, and is no parameter of the distribution."""
+    _, packet, _ = str(func).split(".")
+    return packet.endswith(("_", "_like", "dropout")) or str(func) == "aten.bernoulli.p"
+
+
+def _draws_nothing(func, args, kwargs) -> bool:
+    if func is aten.native_dropout.default:  # train=None is true
+        return args[2] is False or args[0].numel() == 0
+    if func is aten._cudnn_rnn.default:  # layers, dropout, training
+        return args[9] == 1 or not (args[11] and args[12])
+    if func is aten._cudnn_init_dropout_state.default:
+        return not (args[0] and args[1])
+    if func in SLOPE_DRAWS:  # training is the fifth argument
+        return not any(args[4:5])
+    return is_attention(func) and not attention_rate(func, args, kwargs)
+
+
+# Draws of a record: each node of the functional graph that draws → which of eager's draws it makes.
+#
+# The nodes that come from one row draw in the order in which that row drew.
+
+
+def match_draws(
+    drawing: Sequence[fx.Node], rows: Sequence[Row], made: Sequence[Draw], forward: str
+) -> tuple[dict[str, int], list[Unsupported]]:
+    """The draw of every node that draws, by its name; and what was drawn otherwise.
+
+    Args:
+        drawing: the nodes, in order, those among them whose numbers nobody reads.
+        made: eager's draws.
+        forward: what to name where no source line is known, as in ``"Block.forward"``.
+    """
+    nodes_of: dict[int, list[fx.Node]] = {}
+    for node in drawing:
+        nodes_of.setdefault(node.meta[ROW], []).append(node)
+    draw_of: dict[str, int] = {}
+    problems = []
+    for index, row in enumerate(rows):
+        nodes, own = nodes_of.get(index, []), range(*row.draws)
+        if len(nodes) != len(own) or not all(map(_may_be, nodes, (made[draw] for draw in own))):
+            where = forward if row.where is None else line_of(row.where)
+            eager = [made[draw] for draw in own]
+            reason = f"{len(nodes)} random nodes in the graph for what eager draws: {eager}"
+            problems.append(Unsupported(str(row.op), where, reason))
+        draw_of.update((node.name, draw) for node, draw in zip(nodes, own, strict=False))
+    return draw_of, problems
+
+
+def _may_be(node: fx.Node, draw: Draw) -> bool:
+    """Whether a node may make a draw: it gives as many numbers."""
+    value: Any = node.meta["val"]
+    return not isinstance(value, torch.Tensor) or form_of(value).shape == tuple(map(hint, draw.shape))
+
+
+def draws_at(node: fx.Node) -> bool:
+    """Whether a node draws."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if node.target is aten.native_dropout.default:
+        value, rate, train = node.args
+        return bool(train) and 0 < rate < 1 and value.meta["val"].numel() > 0
+    if node.target in SLOPE_DRAWS:
+        return any(node.args[4:5])
+    return not is_attention(node.target) or attention_rate(node.target, node.args, node.kwargs) > 0
+
+
+# Fused attention of CUDA: a call of a torch operator → its rate of dropout, how far its kernel moves a generator, and
+# whether it is computed by products, as a formula, in the kernel's place.
+
+
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+
+
+_RATE = "dropout_p"
+_MOST_WEIGHTS = 2
+"""Bytes of attention's weights, as a part of those of queries, keys, values and results, up to which products take
+less time and their memory is no matter: 512 rows of 64 elements each."""
+_PART_OF_MEMORY = 256
+"""Of the GPU, that the weights of one attention take at most."""
+_FLASH = 32
+"""How far flash attention moves a generator for each head of each element of a batch."""
+
+
+def is_attention(operator: Any) -> bool:
+    """Whether it is tagged as random, and is only where it is asked for dropout."""
+    return "scaled_dot_product" in str(operator)
+
+
+def attention_rate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The rate of a call of an operator that :func:`is_attention`."""
+    names = [argument.name for argument in schema(operator).arguments]
+    place = names.index(_RATE) if _RATE in names else len(args)
+    return args[place] if place < len(args) else kwargs.get(_RATE, 0.0)
+
+
+def attention_advance(operator: Any, query: torch.Tensor, key: torch.Tensor) -> int | torch.SymInt:
+    """How far one of CUDA's kernels that drops moves its generator's offset: the rule that was seen to hold.
+
+    For sizes that vary. At the sample it is compared with what was measured, and in each call with where the kernel
+    leaves the generator.
+    """
+    heads = query.shape[0] * query.shape[1]
+    if "flash" in str(operator):
+        return heads * _FLASH
+    return (heads * query.shape[2] * key.shape[2] + 3) // 4 * 4
+
+
+def attends_by_products(operator: Any, query: Any, key: Any, value: Any, rate: float = 0.0) -> bool:
+    """Whether the weights are computed: two products and a softmax take the efficient kernel's place.
+
+    In float32 they take less time, in TF32 a third, and the kernel's dropout is known by a rule
+    (:mod:`bridge.rng.computed`); but the weights lie in memory. Where sizes vary, those of the sample decide:
+    either is right. Who forbids torch the formula (``torch.backends.cuda.enable_math_sdp``, ``sdpa_kernel``) gets the
+    kernel.
+
+    Args:
+        query, key, value: tensors or their forms, of (batch, head, row, column).
+        rate: of its dropout.
+    """
+    if operator is not _EFFICIENT or query.dtype != torch.float32 or query.device.type != "cuda":
+        return False
+    if np.float32(rate) == 1:  # the kernel divides by zero
+        return False
+    sizes = [[sample_of(hint(extent)) for extent in each.shape] for each in (query, key, value)]
+    if any(len(each) != 4 or None in each for each in sizes) or len({tuple(each[:2]) for each in sizes}) > 1:
+        return False
+    (batch, heads, rows, depth), (*_, columns, _), (*_, width) = sizes
+    weights, others = rows * columns, rows * (depth + width) + columns * (depth + width)
+    if not 0 < weights <= _MOST_WEIGHTS * others or not attention_may_be_formula():
+        return False
+    total = memory_of(query.device)
+    return total is None or 4 * batch * heads * weights <= total // _PART_OF_MEMORY

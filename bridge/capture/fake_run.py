@@ -1,0 +1,257 @@
+"""Run on fake tensors: the call of a real run once more, in the state that it left → its record, and refusals of what
+the two runs did differently.
+
+The second run sees no numbers but those that the first one read: equal rows mean that nothing else decided about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.devices import HOST
+from bridge.base.errors import Unsupported, line_of
+from bridge.base.log import channel
+from bridge.base.modes import modes_put_back
+from bridge.base.pytrees import objects_of, packed
+from bridge.base.torch_fakes import clear_fake_memo, fake_mode
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python_kernels, pytree
+from bridge.base.torch_shapes import SYMBOLIC, fake_results_not_kept, hint, size_environment
+from bridge.capture.counted_dims import CountedDims, integers_as_symbols
+from bridge.capture.functions import Functions
+from bridge.capture.outputs import values_of, with_wholes
+from bridge.capture.own_functions import OwnFunctions
+from bridge.capture.prepared_twin import PreparedTwin, own_leaves, with_attributes
+from bridge.capture.real_run import RealRun, attributes_of, paths_of, saved_here
+from bridge.capture.recorder import OperatorRecorder
+from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, renamed, values_in
+from bridge.capture.sample import ALL_COUNTS, DynamicDim
+from bridge.capture.symbolic_run import Symbols, symbolic_leaf
+from bridge.capture.thread_isolation import quiet
+from bridge.capture.twin import Twin
+
+__all__ = ["FakeRecord", "differences", "fake_run_of", "same_numbers"]
+
+log = channel("dispatch")
+
+_SLICE = aten.slice.Tensor
+_NOTHING = object()
+
+
+@dataclass
+class FakeRecord:
+    """A run on fake tensors: its record, the mode; the objects in its result, and what the twin has copied."""
+
+    record: Record
+    mode: FakeTensorMode
+    results: Sequence[Any]
+    arguments: Sequence[torch.Tensor]
+    twin: nn.Module
+    out_spec: Any = None
+    leaves: Sequence[Any] = ()
+    symbols: Symbols | None = None
+    objects: Sequence[Any] = ()
+    copies: Twin | None = None
+
+
+def _fake_mode(real: RealRun, dims: Sequence[DynamicDim]) -> tuple[FakeTensorMode, Symbols | None]:
+    """The mode of a run on fake tensors, and where sizes vary, what takes care of their symbols."""
+    with fake_results_not_kept() if dims else nullcontext():
+        sizes = {"shape_env": size_environment()} if dims else {}
+        mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True, **sizes)
+    counts = None
+    if ALL_COUNTS in dims:
+        trains = [place for place, each in zip(real.order, real.given.tensors, strict=False) if each.requires_grad]
+        counts = CountedDims(mode, real.record, trains)
+    return mode, Symbols(real.record, mode, counts) if dims else None
+
+
+def _faking(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A tensor → its fake one in a mode, the same for the same tensor."""
+    fakes: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            kept.append(tensor)
+            made = mode.from_tensor(tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad))
+            fakes[id(tensor)] = with_attributes(made, tensor)
+        return fakes[id(tensor)]
+
+    return fake
+
+
+def fake_run_of(
+    real: RealRun,
+    args: tuple,
+    kwargs: dict[str, Any],
+    change: Callable[[nn.Module], Any] = lambda twin: None,
+    dims: Sequence[DynamicDim] = (),
+) -> FakeRecord:
+    """Runs the twin of a real run once more, on fake tensors, in the state that it was left in.
+
+    Args:
+        change: called with this run's own twin before it runs.
+        dims: dimensions of the arguments that have symbols for sizes.
+    """
+    mode, symbols = _fake_mode(real, dims)
+    fake = _faking(mode)
+    try:
+        owned = [fake(each) for each in real.given.inputs[: len(real.given.real_tensors)]]
+        own_args, own_kwargs = own_leaves(args, kwargs, real.given.real_tensors)
+        given, spec = pytree.tree_flatten((own_args, own_kwargs))
+        given = [
+            with_attributes(symbolic_leaf(mode, each, index, dims), each) if isinstance(each, torch.Tensor) else each
+            for index, each in enumerate(given)
+        ]
+        fake_args, fake_kwargs = pytree.tree_unflatten(given, spec)
+        arguments = [each for each in given if isinstance(each, torch.Tensor)]
+        prepared = PreparedTwin(real.twin, fake)
+        twin = prepared.module
+        places = None if real.kept is None else real.kept.of(prepared.twin)
+        if places is not None:
+            places.empty()
+        change(twin)
+        attributes = attributes_of(twin, [*owned, *arguments])
+        inputs = [*owned, *arguments, *attributes.values()]
+        draws: list[Any] = [] if symbols is None else symbols.draws
+        replays = symbols is None and not real.observation.differentiates
+        answers = {"answers": real.record, "symbols": symbols, "mode": mode if replays else None}
+        recorder = OperatorRecorder(inputs, paths_of(twin), draws, **answers)
+        functions = OwnFunctions(type(real.twin).__name__, recorder.record, recorder.values, real.functions.writing)
+        functions_called = Functions(recorder)
+        drawing = nullcontext() if symbols is None else symbols.recording(inputs)
+        modes = modes_put_back(), quiet(), saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder
+        for tensor, _ in real.record.free.values():  # the very tensor in both runs
+            recorder.expect(tensor, fake(tensor))
+        symbolic, asked = symbols is not None, functions_called.integer
+        integers = integers_as_symbols(real.integers, asked) if symbolic else nullcontext()
+        with ExitStack() as stack:
+            watching = functions_called.of_fakes(), functions_called.scripts(), functions_called.parameters()
+            for each in (*watching, integers, functions_called, *modes):
+                stack.enter_context(each)
+            result = prepared(*fake_args, **fake_kwargs)
+        if places is not None:
+            result = result, places.values()
+        if symbols is not None and symbols.counts is not None:
+            symbols.counts.end()
+        made = packed(result)
+        leaves, out_spec = pytree.tree_flatten(with_wholes(made, real.wholes, dims))
+        results = values_of(leaves, recorder, real.wholes)
+        run = recorder.record, mode, results, arguments, twin, out_spec, given, symbols
+        return FakeRecord(*run, objects_of(made), prepared.twin)
+    finally:
+        clear_fake_memo(mode)
+
+
+# Differences: what a call did on real numbers and on fake tensors → refusals of what the two did differently.
+
+
+def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
+    """What the two runs did differently; the first row that is not the same."""
+    ours, theirs = real.record, fake.record
+    rows = [row for row in theirs.rows if row.op is not _SLICE or row.results.number not in theirs.same]
+    for index, (a, b) in enumerate(zip(ours.rows, rows, strict=False)):
+        if a is not b and not _is_same(ours, a, theirs, b):
+            where = "forward" if a.where is None else line_of(a.where)
+            there = "gives it other operands" if a.op is b.op else f"calls {b.op}"
+            log.debug("row %d: %s\n%s", index, a, b)
+            if _is_same(ours, a, theirs, b, given=True):
+                reason = f"on the sample eager gives {_results(ours, a)}, and torch's formula {_results(theirs, b)}"
+                yield Unsupported(str(a.op), where, reason)
+                return
+            reason = f"forward goes another way on fake tensors than on real ones: there it {there}"
+            yield Unsupported(str(a.op), where, reason, "do not let it depend on numbers")
+            return
+    if len(ours.rows) != len(rows):
+        reason = f"forward makes {len(rows)} calls on fake tensors and {len(ours.rows)} on real ones"
+        yield Unsupported("forward", "forward", reason, "do not let it depend on numbers")
+    else:
+        yield from _result(real, fake)
+
+
+def _result(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
+    """What differs in the two results; rows are the same."""
+    ours, theirs = real.record, fake.record
+    objects = list(zip(real.observation.objects, fake.objects, strict=False))
+    real.observation.objects, fake.objects = [], []
+    for one, other in objects:
+        if one is other or real.prepared.twin.has_copied(one) or fake.copies.has_copied(other):
+            reason = "is not made by the call; a compiled call would return a copy of it"
+            yield Unsupported(f"a result of type {type(one).__name__}", "the module's result", reason)
+            return
+    found = at_hints(renamed(fake.results, theirs))
+    pairs = zip_longest(real.results, found, fillvalue=_NOTHING)
+    if not all(_is_same_constant(*pair) for pair in pairs) or real.observation.out_spec != fake.out_spec:
+        reason = "forward returns something else each time: a time, a counter, a number from elsewhere"
+        yield Unsupported("a result", "the module's result", reason, "return tensors")
+        return
+    if fake.symbols is None and not _same_literals(ours, theirs):
+        reason = "a tensor is made of numbers in Python that are others each time that forward runs"
+        yield Unsupported("a tensor of numbers", "forward", reason, "pass the numbers to forward, or keep them")
+
+
+def _is_same_constant(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one is other or one == other or (one != one and other != other))
+
+
+def _same_literals(ours: Record, theirs: Record) -> bool:
+    """Whether two runs wrote the same numbers into the tensors that they made, bit by bit."""
+    pairs = ((literal, theirs.literals.get(number)) for number, literal in ours.literals.items())
+    return all(other is not None and same_numbers(literal, other) for literal, other in pairs)
+
+
+def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that were made of numbers in Python hold the same, bit by bit."""
+    return one.dtype == other.dtype and one.shape == other.shape and _bits(one) == _bits(other)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    known = getattr(tensor, "constant", None) if isinstance(tensor, FakeTensor) else tensor
+    return b"" if known is None else bytes(known.detach().to(HOST).contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def _is_same(ours: Record, a: Row, theirs: Record, b: Row, *, given: bool = False) -> bool:
+    """Whether two rows are the same at the sample's sizes; ``given``: but for their results.
+
+    A part that is the whole there is an alias, as torch's indexing has it for static sizes.
+    """
+    op, args, kwargs = b.op, b.args, b.kwargs
+    if a.op is aten.alias.default and op is _SLICE and _form(theirs, args[0]).shape == _form(theirs, b.results).shape:
+        op, args, kwargs = aten.alias.default, args[:1], {}
+    if a.op is not op or a.grad != b.grad:
+        return False
+    pairs = ((a.args, args), (a.kwargs, kwargs), *(() if given else ((a.results, b.results),)))
+    return all(_is_same_tree(ours, one, theirs, other) for one, other in pairs)
+
+
+def _is_same_tree(ours: Record, one: Any, theirs: Record, other: Any) -> bool:
+    """Whether operands or results are: constants, values, and the shapes and types of these."""
+    if type(other) in SYMBOLIC:
+        other = hint(other)
+    if type(one) is ValueRef and type(other) is ValueRef:
+        number = theirs.same.get(other.number, other.number)
+        return one.number == number and ours.forms[number][:4:3] == theirs.forms[number][:4:3]
+    if isinstance(one, tuple | list) and type(one) is type(other):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_is_same_tree(ours, a, theirs, b) for a, b in pairs)
+    if type(one) is dict and type(other) is dict:
+        return list(one) == list(other) and all(_is_same_tree(ours, one[key], theirs, other[key]) for key in one)
+    is_constant = type(one) is type(other) and not isinstance(one, torch.UntypedStorage)
+    return one is other or (is_constant and repr(one) == repr(other))
+
+
+def _results(record: Record, row: Row) -> str:
+    """The results of a row as a user reads of them."""
+    forms = [record.forms[number] for number in values_in(renamed(row.results, record))]
+    return ", ".join(f"{form.dtype} of shape {list(form.shape)}" for form in forms) or repr(row.results)
+
+
+def _form(record: Record, value: ValueRef) -> Form:
+    return record.forms[renamed(value, record).number]

@@ -1,0 +1,86 @@
+"""Opened operators: those that are recorded as what they call, since eager decides there what no graph repeats.
+
+    what autocast casts                     the casts, of which eager keeps some, and the operator on these
+    what is composed of that                a recurrent layer, ``einsum``
+    attention whose mask autograd follows   the kernel that has a gradient for it
+    recurrent layers of half types          steps that round, on the host
+
+What they call goes through torch's dispatcher once more, so the recorder sees it as it sees forward's own calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bridge.base.devices import HOST, current_device
+from bridge.base.torch_internals import aten, implements_composite, overload_packet
+from bridge.base.torch_recording import has_casts, is_below_autocast
+from bridge.capture.rows import Record, Row, ValueRef, values_in, written
+
+__all__ = ["CAST", "LAYERED", "Opening", "casts_first", "opening"]
+
+CAST = aten.to.dtype
+"""What autocast calls to cast."""
+LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+"""What ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call."""
+_CONVERSIONS = (aten.to, aten.type_as)
+"""The user's own casts, composite ones in which autocast has no part."""
+_ATTENTION, _MASK = aten.scaled_dot_product_attention.default, "attn_mask"
+
+
+@dataclass
+class Opening:
+    """An operator while it is opened.
+
+    Attributes:
+        tensors: among its operands, in order.
+        is_certain: whether it is opened whatever is found inside.
+        has_cast: whether autocast has called something inside.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    is_certain: bool
+    has_cast: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what was recorded inside takes its place."""
+        return self.is_certain or self.has_cast
+
+
+def opening(func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Opening | None:
+    """How an operator with these operands is opened; ``None``: it is recorded itself."""
+    if torch.is_autocast_enabled(current_device().type) and not is_below_autocast():
+        if any(each.is_floating_point() for each in tensors):
+            if has_casts(func):
+                return Opening(tensors, True)
+            if implements_composite(func) and overload_packet(func) not in _CONVERSIONS:
+                return Opening(tensors, False)
+    if func is _ATTENTION and torch.is_grad_enabled():
+        mask = args[3] if len(args) > 3 else kwargs.get(_MASK)
+        return Opening(tensors, True) if isinstance(mask, torch.Tensor) and mask.requires_grad else None
+    if func in LAYERED and current_device() == HOST and all(each.itemsize < 4 for each in tensors):
+        return Opening(tensors, True)
+    return None
+
+
+def casts_first(record: Record) -> Record:
+    """A record with casts of its inputs, as autocast keeps them, in front: else the step of a loop that is the first to
+    read a weight would be another than the later ones."""
+    casts = Counter(number for row in record.rows if (number := _input_cast(row, record)) is not None)
+    memory = {record.memory[number] for row in record.rows for number in values_in(written(row))}
+    kept = {number for number, count in casts.items() if count == 1 and record.memory[number] not in memory}
+    rows = [row for row in record.rows if _input_cast(row, record) not in kept]
+    first = [row._replace(draws=(0, 0)) for row in record.rows if _input_cast(row, record) in kept]
+    return replace(record, rows=[*first, *rows]) if first else record
+
+
+def _input_cast(row: Row, record: Record) -> int | None:
+    """The input that a row casts, if it does."""
+    source = row.args[0] if row.op is CAST else None
+    return source.number if type(source) is ValueRef and source.number < record.inputs else None

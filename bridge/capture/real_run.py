@@ -1,0 +1,470 @@
+"""Real run: a call is made once on real numbers, in eager's branches, on a twin of the module → its record, and what
+eager does."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, UnsupportedModule, line_of
+from bridge.base.modes import modes_put_back
+from bridge.base.pytrees import objects_of, packed
+from bridge.base.torch_internals import python_kernels, pytree, storage_id
+from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
+from bridge.capture.autograd_uses import SavedMemory, SavedTensorsNeededError
+from bridge.capture.draws import DrawRecorder
+from bridge.capture.functions import Functions
+from bridge.capture.generator_watch import CachedFunctions, generator_watch
+from bridge.capture.inplace_rules import SWITCHED, InPlaceRules, overlaps
+from bridge.capture.kept_state import KeptState
+from bridge.capture.loops.rolled import Rolled
+from bridge.capture.observation import Observation
+from bridge.capture.outputs import (
+    describe_outputs,
+    geometry_of,
+    judge_replaced,
+    unknown_results,
+    values_of,
+    version_of,
+    whole_tensors,
+    with_wholes,
+)
+from bridge.capture.own_functions import OwnFunctions
+from bridge.capture.prepared_twin import PreparedTwin, Protected, copier, own_leaves
+from bridge.capture.recorder import OperatorRecorder
+from bridge.capture.rows import Record, ValueRef, values_in
+from bridge.capture.values import Values
+from bridge.guards import Place, Reads, recorded_reads, told_otherwise
+from bridge.state import ModuleTensor, hooks_of, module_tensors, own_attributes
+
+__all__ = ["Given", "RealRun", "attributes_of", "paths_of", "real_run_of", "saved_here"]
+
+
+class Given:
+    """What a run is given: the module's tensors, its arguments, and the tensors among the attributes of modules.
+
+    Attributes:
+        tensors, real_tensors: the module's parameters and buffers; behind them, of what the compiled code takes beside
+            the arguments, plain attributes and free tensors that are read.
+        buffers: copies that the run has, each with the module's own.
+        computed: by the id of a leaf, the tensor with a graph that it stands for.
+        callers: the tensors among the arguments; ``args``, ``kwargs``: what the run has for these; ``leaves``,
+            ``in_spec``, ``arguments``: that flat, and the tensors in it.
+        owned: what the run has for the module's tensors.
+        attributes: paths of the tensors among the attributes of modules.
+        inputs: the run's: owned, arguments, attributes.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        self.tensors, self.real_tensors = module_tensors(module)
+        copied, pairs = copier(), zip(self.tensors, self.real_tensors, strict=True)
+        self.buffers = [(copied(each), each) for spec, each in pairs if spec.kind == "buffer"]
+        self._copies = {id(each): made for made, each in self.buffers}
+        self.computed: dict[int, torch.Tensor] = {}
+        self.callers = _tensors((args, kwargs))
+        self.args, self.kwargs = own_leaves(args, kwargs, self.real_tensors)
+        self.leaves, self.in_spec = pytree.tree_flatten((self.args, self.kwargs))
+        self.arguments = _tensors(self.leaves)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the twin has: a tensor that was computed with a gradient is an input, a leaf over the same memory."""
+        if id(tensor) not in self._copies and not tensor.is_leaf:
+            leaf = self._copies[id(tensor)] = tensor.detach().requires_grad_()
+            self.computed[id(leaf)] = tensor
+        return self._copies.get(id(tensor), tensor)
+
+    def complete(self, twin: nn.Module) -> None:
+        """To be called when there is a twin, with :meth:`own` for tensors."""
+        self.owned = list(map(self.own, self.real_tensors))
+        attributes = attributes_of(twin, [*self.owned, *self.arguments])
+        self.attributes = list(attributes)
+        self.inputs = [*self.owned, *self.arguments, *attributes.values()]
+
+    def originals(self, prepared: PreparedTwin, origin: Mapping[int, Any]) -> dict[int, Any]:
+        """By the id of each copy, what it is a copy of; ``origin``: that of what is a copy itself."""
+        found = {id(made): each for each in self.real_tensors if (made := self._copies.get(id(each))) is not None}
+        return found | {made: origin.get(id(each), each) for made, each in prepared.twin.originals.items()}
+
+    def protected(self) -> Protected:
+        """The memory that the run may write, and that is not its own."""
+        inner = [
+            leaf
+            for each, leaf in zip(self.callers, self.arguments, strict=True)
+            if each.requires_grad and not each.is_leaf
+        ]
+        inner += map(self.own, self.computed.values())
+        return Protected(set(map(storage_id, self.parameters)), self.inputs[len(self.owned) :], inner)
+
+    @property
+    def constants(self) -> list[Any]:
+        """The leaves of the arguments, ``None`` for tensors."""
+        return [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The run's."""
+        return [each for spec, each in zip(self.tensors, self.owned, strict=False) if spec.kind == "parameter"]
+
+    def ordered(self, record: Record, read: Collection[int]) -> list[int]:
+        """The values of what the compiled code takes, in its order: of attributes those that are ``read``.
+
+        :attr:`tensors` has attributes and free tensors from then on.
+        """
+        behind = len(self.owned) + len(self.arguments)
+        used = [place for place in range(behind, len(self.inputs)) if place in read]
+        self.tensors += [_spec("attribute", self.attributes[place - behind], self.inputs[place]) for place in used]
+        for tensor, row in record.free.values():
+            held = weakref.ref(self.computed.get(id(tensor), tensor))
+            self.tensors.append(_spec("free", _reader(record, row), tensor, held))
+        return [*range(len(self.owned)), *used, *record.free, *range(len(self.owned), behind)]
+
+
+@dataclass
+class RealRun:
+    """A run on real numbers.
+
+    Attributes:
+        record, values: its rows, and the values that tensors are.
+        given: what it was given.
+        prepared: the module that ran, in the state that the run left.
+        observation: what eager does.
+        integers: the global names of code that made an integer of a tensor or asked for its length.
+        kept: places that it sets, whose values are results behind its own; ``left``: their structure and constants.
+        order: the values of what the compiled code takes.
+        results: the leaves of its result, values for tensors; the last of them are ``wholes``, results only for others
+            to be views of them.
+        final: of buffers that it sets to another tensor, and of parameters that it writes, what becomes of them.
+        loops: its record with the loops rolled up, if it has some.
+    """
+
+    record: Record
+    values: Values
+    given: Given
+    prepared: PreparedTwin
+    observation: Observation
+    functions: OwnFunctions
+    integers: Sequence[dict[str, Any]]
+    kept: KeptState | None = None
+    left: Any = None
+    order: Sequence[int] = ()
+    results: Sequence[Any] = ()
+    final: dict[int, ValueRef] = field(default_factory=dict)
+    wholes: tuple[int, ...] = ()
+    loops: Rolled | None = None
+
+    @property
+    def twin(self) -> nn.Module:
+        return self.prepared.module
+
+    def changed(self) -> list[str]:
+        """What it changed of the module's Python state, and outside of the module: ``"self.log"``, ``"global 'N'"``."""
+        attributes = [f"self.{name}" for name in self.prepared.before.changes()]
+        return list(dict.fromkeys((*attributes, *self.observation.reads.changes())))
+
+    @property
+    def made(self) -> list[Any]:
+        """All that the run gives: results, buffers that are set to another tensor, and numbers that are read."""
+        return [*self.results, *self.final.values(), *(each.numbers for each in self.record.reads)]
+
+    def reset(self) -> None:
+        """Buffers of the twin hold the numbers that they had before the run."""
+        with torch.no_grad():
+            for copy, original in self.given.buffers:
+                copy.detach().copy_(original)
+
+
+@contextmanager
+def _nothing_saved(note: Callable[[torch.Tensor], None]) -> Iterator[list[bool]]:
+    """While active, autograd saves no tensors; the list is empty as long as none is asked for."""
+    asked: list[bool] = []
+
+    def unpack(saved: None) -> torch.Tensor:
+        asked.append(True)
+        raise SavedTensorsNeededError
+
+    with saved_tensors_hooks(note, unpack):
+        yield asked
+
+
+@contextmanager
+def saved_here() -> Iterator[None]:
+    """While active, what autograd saves is no concern of a checkpoint around the call, which counts that."""
+    with nullcontext() if hooks_of_saved() is None else saved_tensors_hooks(_itself, _itself):
+        yield
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def paths_of(module: nn.Module) -> dict[int, str]:
+    return {id(each): path for path, each in module.named_modules()}
+
+
+def attributes_of(module: nn.Module, known: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that are plain attributes of modules, by path; each once."""
+    seen = set(map(id, known))
+    found: dict[str, torch.Tensor] = {}
+    for path, each in module.named_modules():
+        for name, value in own_attributes(each):
+            if isinstance(value, torch.Tensor) and id(value) not in seen:
+                seen.add(id(value))
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+def real_run_of(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    saves: bool = False,
+    kept: KeptState | None = None,
+    origin: Mapping[int, Any] = MappingProxyType({}),
+    writing: Mapping[type, Any] = MappingProxyType({}),
+) -> RealRun:
+    """Runs ``module(*args, **kwargs)`` on real numbers; neither its tensors nor the generators change.
+
+    Args:
+        saves: whether autograd saves tensors, as it has to where forward runs a backward. Else its graphs have their
+            nodes alone, and the run takes no more memory than one without grad mode.
+
+        kept: places that the call sets (:mod:`bridge.capture.kept_state`), as the module has them.
+        origin: where the module is the twin of an earlier run: of its copies, by id, what they are copies of.
+        writing: of Functions that write what autograd follows, see :class:`bridge.capture.own_functions.OwnFunctions`.
+
+    Raises:
+        SavedTensorsNeededError: without them forward may have gone another way.
+    """
+    given = Given(module, args, kwargs)
+    prepared = PreparedTwin(module, given.own, watched=True)
+    given.complete(prepared.module)
+    watch = _Watch(given, prepared, saves, writing)
+    result, left = watch.run(module, origin), None
+    if kept is not None:
+        kept = kept.of(prepared.twin)
+        left = kept.values()
+        result, left = (result, left), kept.constants(left)
+    watch.cached.check()
+    if watch.asked:
+        raise SavedTensorsNeededError
+    watch.judge(type(module).__name__)
+    recorder, integers = watch.recorder, [*watch.calls.integers.values()]
+    run = RealRun(
+        recorder.record, recorder.values, given, prepared, watch.observation, watch.functions, integers, kept, left
+    )
+    run.final = watch.finals(is_first=not origin)
+    watch.describe(run, packed(result), type(module).__name__)
+    return run
+
+
+class _Before(NamedTuple):
+    """What a run may change: geometries and versions of its inputs, buffers by name, the twin's registries of these."""
+
+    geometry: list[tuple]
+    versions: list[int]
+    named: dict[str, torch.Tensor]
+    registries: list[tuple[dict, dict]]
+
+
+class _Watch:
+    """A run of a twin on real numbers, and what is seen of it.
+
+    Attributes:
+        rules, observation: what stands in the way, and what eager does.
+        recorder, functions, calls, draws, saved, cached: what notes rows, the user's Functions, torch's functions,
+            draws, what autograd saves, and functions that cache.
+        asked: whether autograd was asked for what was saved.
+    """
+
+    def __init__(self, given: Given, prepared: PreparedTwin, saves: bool, writing: Mapping[type, Any]):
+        self.given, self.prepared = given, prepared
+        inputs, twin = given.inputs, prepared.module
+        followed = [each for each in given.parameters if each.requires_grad]
+        self.rules = rules = InPlaceRules(given.leaves, followed, inputs)
+        self.observation = Observation(unsupported=rules.unsupported)
+        geometry, versions = [geometry_of(each) for each in inputs], [version_of(each) for each in inputs]
+        registries = [(each._buffers, dict(each._buffers)) for each in twin.modules()]
+        self.before = _Before(geometry, versions, dict(twin.named_buffers(remove_duplicate=False)), registries)
+        self.saved = SavedMemory(saves)
+        self.protected, self.cached = given.protected(), CachedFunctions()
+        self.recorder = OperatorRecorder(inputs, paths_of(twin), self.observation.draws, self.protected)
+        name, recorder = type(twin).__name__, self.recorder
+        self.functions = OwnFunctions(name, recorder.record, recorder.values, writing)
+        self.calls = Functions(recorder, rules)
+        self.draws = DrawRecorder(self.observation.draws, rules.complain, inputs, True)
+        self.draws.underived = rules.underived
+
+    def run(self, module: nn.Module, origin: Mapping[int, Any]) -> Any:
+        """What forward returns; ``module``: that the twin is of."""
+        given, prepared, rules, calls = self.given, self.prepared, self.rules, self.calls
+        followed = [each for each in given.inputs if each.is_leaf and each.requires_grad]
+        self.now: list[tuple] = []
+        with ExitStack() as stack:
+            stack.callback(self.protected.restore)
+            stack.callback(prepared.finish)
+            stack.callback(lambda: [each.requires_grad_() for each in followed])
+            stack.callback(lambda: self.now.extend(map(geometry_of, given.inputs)))
+            self.modes = stack.enter_context(modes_put_back())
+            stack.enter_context(self.draws)
+            stack.enter_context(self.functions.traced())
+            originals = given.originals(prepared, origin)
+            reads = recorded_reads(Reads(originals, prepared.module.named_modules(), self.cached.instead))
+            self.observation.reads = reads
+            for path, each in module.named_modules():
+                for _, hook in hooks_of(each):
+                    place = Place("", f"a hook on {f'submodule {path!r}' if path else 'the module'}")
+                    reads.know(prepared.twin.in_place_of(hook), place)
+            for place, each in enumerate(given.inputs):
+                reads.know(each)
+                reads.inputs.setdefault(id(each), place)
+            stack.enter_context(generator_watch(rules, reads))
+            saves = self.saved.is_all
+            self.asked = stack.enter_context(saved_here() if saves else _nothing_saved(self.saved.note))
+            for each in (calls.scripts(), calls.parameters(), calls, python_kernels(), self.recorder):
+                stack.enter_context(each)
+            result = prepared(*given.args, **given.kwargs)
+            calls.finish(result)
+        return result
+
+    def judge(self, module_name: str) -> None:
+        """Notes what the run has changed of what it was given, and of modes."""
+        given, rules, observation = self.given, self.rules, self.observation
+        inputs, before, now = given.inputs, self.before, self.now
+        rules.shared_by_functions |= self.functions.applied.shared
+        moved = enumerate(zip(inputs, before.versions, strict=True))
+        observation.counted = frozenset(index for index, (tensor, then) in moved if version_of(tensor) != then)
+        at_first = [  # statistics that the first batch gives a size; a buffer whose gradient forward asks for
+            Unsupported(f"{spec.kind} '{spec.name}'", "forward", f"forward {what}", CALL_BEFORE)
+            for spec, then, each in zip(given.tensors, before.geometry, now, strict=False)
+            if (what := _SHAPED if then[0] != each[0] else _FOLLOWED if then[:-1] == each[:-1] and then != each else "")
+        ]
+        if at_first and all(each.reason == SWITCHED for each in rules.unsupported):
+            raise CacheNotFilled(module_name, at_first)
+        if before.geometry != now and not rules.unsupported:
+            reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
+            rules.complain(
+                "detach_, requires_grad_, set_ or a view in place", reason, "work on a view or a clone of it"
+            )
+        for changed in self.modes:
+            reason = "forward leaves it changed for what comes after the call"
+            rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
+        observation.checkpointed = rules.checkpointed.of(inputs)
+        observation.saved, observation.saved_views = self.saved.inputs(inputs)
+        observation.differentiates, observation.reads_validation = (
+            self.draws.differentiates,
+            observation.reads.validates,
+        )
+        leaves, spec = pytree.tree_flatten((given.args, given.kwargs))
+        if spec != given.in_spec or any(now is not then for now, then in zip(leaves, given.leaves, strict=True)):
+            reason = "changes a list, a dict or an object that was passed to the module"
+            rules.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
+
+    def finals(self, *, is_first: bool) -> dict[int, ValueRef]:
+        """Buffers that forward sets to another tensor, and parameters that it writes: what becomes of each; the old one
+        is put back, with its numbers.
+
+        A buffer that was none before, or that the first run gives another form, stays as it is for the next run.
+        """
+        inputs, rules, named = self.given.inputs, self.rules, self.before.named
+        now = dict(self.prepared.module.named_buffers(remove_duplicate=False))
+        found: dict[int, ValueRef] = {}
+        for name, before in named.items():
+            after = now.get(name)
+            if after is before or _is_filled(before, after, is_first):
+                continue
+            self.observation.replaced.append(name)
+            judge_replaced(name, before, after, inputs, rules)
+            if any(each is before and now.get(other) is not after for other, each in named.items()):
+                reason = "is set to another tensor, where the old one has a second name"
+                rules.complain(f"buffer '{name}'", reason, "write into it (copy_)")
+            index = next((index for index, each in enumerate(inputs) if each is before), None)
+            if isinstance(after, torch.Tensor) and index is not None:
+                found[index] = self.recorder.values.of(after)
+                if before.shape == after.shape:
+                    before.data.copy_(after.detach().clone())
+        for registry, before in self.before.registries:
+            for name, each in before.items():
+                if not _is_filled(each, registry.get(name), is_first):
+                    registry[name] = each
+        written = enumerate(self.given.owned)
+        return found | {n: ValueRef(n) for n, each in written if storage_id(each) in rules.written_parameters}
+
+    def describe(self, run: RealRun, result: Any, module_name: str) -> None:
+        """Notes what the run returns, and in which order the compiled code takes what it reads."""
+        given, rules, observation, record = self.given, self.rules, self.observation, run.record
+        observation.objects = objects_of(result)
+        leaves, observation.out_spec = pytree.tree_flatten(result)
+        known = set(map(id, given.inputs))
+        for leaf in leaves:
+            if type(leaf) is torch.Tensor and leaf.__dict__ and id(leaf) not in known:
+                reason = "sets attributes of a tensor that the module returns; a compiled call makes another tensor"
+                rules.complain(f"result.{next(iter(leaf.__dict__))}", reason, "return them")
+        if unknown := unknown_results(leaves):
+            raise UnsupportedModule("", [*observation.unsupported, *unknown])
+        wholes = whole_tensors(leaves, self.recorder, given.inputs, rules)
+        leaves, observation.out_spec = pytree.tree_flatten(with_wholes(result, wholes.values()))
+        run.results, run.wholes = values_of(leaves, self.recorder, wholes), tuple(wholes)
+        read = {number for row in record.rows for number in values_in((row.args, row.kwargs))}
+        run.order = given.ordered(record, read.union(values_in([*run.results, *run.final.values()])))
+        places = range(len(given.owned), len(given.owned) + len(given.arguments))
+        callers = list(zip(places, given.callers, given.arguments, strict=True))
+        rules.unsupported += told_otherwise(observation.reads, callers, given.real_tensors, module_name)
+        asked = [place for place, each in enumerate(given.inputs) if id(each) in rules.without_grad]
+        observation.reads.tensors.update(((place, "grad"), None) for place in asked)
+        _in_order(observation, {place: index for index, place in enumerate(run.order)})
+        described = [record.free[n][0] if n in record.free else given.inputs[n] for n in run.order]
+        saved = self.saved.results(leaves)
+        describe_outputs(leaves, described, observation, rules, self.functions.applied, saved)
+        returned = [pair for pair in zip(leaves, observation.outputs, strict=True) if pair[1].is_tensor]
+        observation.unsupported += self.calls.shared_views(returned)
+        observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])
+
+
+def _spec(kind: str, name: str, tensor: torch.Tensor, held: Any = None) -> ModuleTensor:
+    layout = tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return ModuleTensor(kind, (name,), *layout, tensor.requires_grad, held)
+
+
+def _reader(record: Record, row: int) -> str:
+    """What a free tensor is called: the line that reads it first."""
+    where = record.rows[row].where if row < len(record.rows) else None
+    return "forward" if where is None else line_of(where)
+
+
+def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
+    """Inputs that an observation speaks of, by their places in the run → by those in the compiled code's order."""
+    reads = observation.reads
+    reads.tensors = {(index_of[place], name): None for place, name in reads.tensors if place in index_of}
+    for name in ("counted", "saved", "saved_views"):
+        places = getattr(observation, name)
+        setattr(observation, name, frozenset(index_of[each] for each in places if each in index_of))
+    observation.checkpointed = {
+        index_of[each]: line for each, line in observation.checkpointed.items() if each in index_of
+    }
+    for place, draw in enumerate(observation.draws):
+        if draw.operand is not None and draw.operand.of is not None:
+            operand = replace(draw.operand, of=index_of.get(draw.operand.of))
+            observation.draws[place] = replace(draw, operand=operand)
+
+
+_SHAPED, _FOLLOWED = "gives it another shape", "sets requires_grad of it"
+
+
+def _is_filled(before: torch.Tensor | None, after: Any, is_first: bool) -> bool:
+    """Whether it is a first call that sets a buffer: it was none, or has another form from then on."""
+    if before is None or not (is_first and isinstance(after, torch.Tensor)):
+        return before is None
+    return (before.dtype, before.shape) != (after.dtype, after.shape)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

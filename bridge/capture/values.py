@@ -1,0 +1,171 @@
+"""Values of a run: its tensors → the numbers that the :class:`bridge.capture.rows.Record` has for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bridge.base.collector import give_back_pages
+from bridge.base.devices import HOST
+from bridge.base.torch_fakes import outside_graph
+from bridge.base.torch_internals import FakeTensor, innermost_transform
+from bridge.base.torch_recording import has_wrapper
+from bridge.capture.replay import has_form
+from bridge.capture.rows import Record, ValueRef, form_of, memory_of
+
+__all__ = ["Values"]
+
+_HOLES = 2**26
+"""Bytes of memory that rows make after which what is free of it is given back."""
+
+
+class Values:
+    """The values of a record that is being made.
+
+    Args:
+        inputs: the tensors that the run is given, in order; of one object that is there twice the first place counts.
+        real: whether it is the run on real numbers; else tensors are kept, and the record has the fake ones.
+        replays: whether the fake tensors of rows need not be kept: their forms tell them.
+        met: called with each tensor from elsewhere.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        inputs: Sequence[torch.Tensor],
+        real: bool,
+        replays: bool,
+        met: Callable[[torch.Tensor], None],
+    ):
+        self._record, self._real, self._replays, self._met = record, real, replays, met
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._made: dict[tuple, tuple[Any, int]] = {}
+        self._memory: dict[int, tuple[Any, int]] = {}
+        self._put_last: list[tuple[dict, Any]] | None = None
+        self._kept: list[torch.Tensor] = []
+        self._allocated = 0
+        for tensor in inputs:
+            self.new(tensor, once=False)
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The value that a tensor is; ``None`` for one that no row has seen."""
+        found = self._known.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        same = self._made.get(place := _place(tensor))  # a factory's result, which Python has a shallow copy of
+        if same is None and len(place) > 1 and tensor.requires_grad and tensor.is_leaf:  # autograd follows it from here
+            same = self._made.get((place[0], False, place[2]))
+        if same is not None and not same[0].expired():
+            self.note(tensor, same[1])
+            return same[1]
+        return None
+
+    def new(self, tensor: torch.Tensor, *, once: bool = True, made: bool = False, of_row: bool = False) -> int:
+        """A number for a tensor."""
+        record, number, form, memory = self._record, len(self._record.forms), form_of(tensor), memory_of(tensor)
+        record.forms.append(form)
+        first = None, -1 - number
+        if memory is not None:  # the first value, of those so far, that lies in it
+            first = self._memory.get(memory)
+            if first is None or first[0].expired():
+                storage = tensor.untyped_storage()
+                first = self._put(self._memory, memory, StorageWeakRef(storage), number)
+                if self._real and form.device == HOST:
+                    self._allocated += storage.nbytes()
+        record.memory.append(first[1])
+        if once or id(tensor) not in self._known:
+            self.note(tensor, number)
+        if made and memory is not None and tensor.layout is torch.strided:
+            known = self._made.get(place := (memory, form.requires_grad, form[:4]))
+            if known is None or known[0].expired():
+                self._put(self._made, place, first[0], number)
+        if not (self._real or (of_row and self._replays and has_form(tensor))):
+            record.fakes[number] = without_graph(tensor)
+        return number
+
+    def note(self, tensor: torch.Tensor, number: int) -> None:
+        """A tensor is a value."""
+        self._put(self._known, id(tensor), weakref.ref(tensor), number)
+        if not self._real:
+            self._kept.append(tensor)
+
+    def note_replayed(self, tensor: torch.Tensor, number: int) -> None:
+        """A tensor is a value that the record of the other run has told."""
+        self.note(tensor, number)
+        if (memory := memory_of(tensor)) not in self._memory:
+            self._put(self._memory, memory, StorageWeakRef(tensor.untyped_storage()), self._record.memory[number])
+
+    def of(self, tensor: torch.Tensor) -> ValueRef:
+        """The value of an operand."""
+        number = self.number_of(tensor)
+        if number is None:
+            number = self.new(tensor)
+            self._kept.append(tensor)
+            self._record.free[number] = tensor, len(self._record.rows)
+            self._met(tensor)
+        return ValueRef(number)
+
+    def result(self, tensor: torch.Tensor) -> ValueRef:
+        """The value of a result."""
+        found = self._known.get(id(tensor))
+        if found is None or found[0]() is not tensor:
+            return ValueRef(self.new(tensor, made=True, of_row=True))
+        if len(place := _place(tensor)) > 1 and place not in self._made:  # autograd follows it from now on
+            self._put(self._made, place, StorageWeakRef(tensor.untyped_storage()), found[1])
+        return ValueRef(found[1])
+
+    def give_back(self) -> None:
+        """Gives free memory back, once rows have made much."""
+        if self._allocated > _HOLES:
+            self._allocated = 0
+            give_back_pages()
+
+    # Attempts
+
+    def begin(self) -> tuple:
+        """What is recorded from here on may be taken back; what :meth:`end` wants."""
+        record, before = self._record, self._put_last
+        self._put_last = []
+        return before, [len(each) for each in (record.rows, record.forms, record.memory, record.reads)]
+
+    def end(self, begun: tuple, *, keep: bool) -> None:
+        """Keeps what was recorded since, or takes it back."""
+        record, (before, lengths), put = self._record, begun, self._put_last
+        self._put_last = before if before is None or not keep else before + put
+        if keep:
+            return
+        for each, length in zip((record.rows, record.forms, record.memory, record.reads), lengths, strict=True):
+            del each[length:]
+        first = lengths[1]
+        for table, key in put:
+            if key in table and table[key][1] >= first:
+                del table[key]
+        for known in (record.free, record.literals):
+            for number in [number for number in known if number >= first]:
+                del known[number]
+
+    def _put(self, table: dict, key: Any, held: Any, number: int) -> tuple[Any, int]:
+        table[key] = held, number
+        if self._put_last is not None:
+            self._put_last.append((table, key))
+        return table[key]
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    """What a shallow copy has in common with a tensor; see :meth:`Values.new`."""
+    memory = memory_of(tensor)
+    if memory is None or tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return memory, tensor.requires_grad, form_of(tensor)[:4]
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor as it is outside of autograd's graph."""
+    if type(tensor) is FakeTensor and tensor.layout is torch.strided and innermost_transform() is None:
+        return outside_graph(tensor)
+    with torch.no_grad():
+        return tensor.detach() if not has_wrapper(tensor) else tensor
