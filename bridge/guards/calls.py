@@ -487,4 +487,6 @@ class CallAnalysis(Sources):
         if type(value) is tuple and not self.knows(value):
             kept = tuple(map(self._kept, value))
             return kept if any(one is not other for one, other in zip(kept, value, strict=True)) else value
+        if type(value) is FunctionType:
+            return self.cached_function(value)
         return Instance(type(value)) if is_a(value, torch.Tensor) and not self.knows(value) else value

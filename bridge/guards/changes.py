@@ -55,10 +55,20 @@ class Changes:
         """Notes a place, and what it holds in the run, once: key, item → the item of that key."""
         if key not in self.items:
             self.items[key] = item
-            self.first[key] = item.read(run=True)
+            self.first[key] = self._read(item)
         if reads_later():
             self.later.add(key)
         return self.items[key]
+
+    def _read(self, item: Any) -> Any:
+        """What a place holds in the run, with cached functions in it as they were before."""
+        replaced = [(each, made) for each, _, made in self._replaced if each.read() is made]
+        self.put_back_functions()
+        try:
+            return item.read(run=True)
+        finally:
+            for each, made in replaced:
+                each.write(made)
 
     def ask(self, function: Any, args: tuple, kwargs: dict[str, Any], words: str) -> None:
         """A function in C that tells hidden state, which is asked again."""
@@ -102,17 +112,21 @@ class Changes:
         state, changed = self.state(), []
         for item, _, made in self._replaced:
             item.write(made)
-        own = {id(item) for item, *_ in self._replaced}
         try:
             yield changed
         finally:
-            changed += [str(item.place) for item in self.restore(state) if id(item) not in own]
+            self.put_back_functions()  # first: a container that holds one is compared with all that is in it
+            changed += [str(item.place) for item in self.restore(state)]
 
     def put_back_functions(self) -> None:
         """Names lead to cached functions again, as they did before the run."""
         for item, value, made in self._replaced:
             if item.read() is made:
                 item.write(value)
+
+    def cached_function(self, value: Any) -> Any:
+        """The cached function in whose place one is called; any other object itself."""
+        return next((own for _, own, made in self._replaced if made is value), value)
 
     def _replace(self, item: Any, value: Any) -> None:
         """A name of a function that keeps its results leads to another one, for the time of the run."""

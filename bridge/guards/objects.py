@@ -11,6 +11,9 @@ from types import FrameType, FunctionType
 from typing import Any
 from weakref import ProxyTypes, ref
 
+import torch
+from torch import nn
+
 from bridge.guards.kinds import PLAIN, is_a
 from bridge.state import dict_of
 
@@ -90,9 +93,10 @@ def names_of(kind: type) -> list[tuple[str, Any]]:
 
 
 def fields_of(value: Any) -> list[str]:
-    """Names in an object's class, or in a class, that are none of methods."""
+    """Names in an object's class, or in a class, but for methods of a module or a tensor."""
     kind = value if is_a(value, type) else type(value)
-    return [name for name, held in names_of(kind) if not name.startswith("__") and not is_a(held, FunctionType)]
+    methods = FunctionType if issubclass(kind, nn.Module | torch.Tensor) else ()
+    return [name for name, held in names_of(kind) if not name.startswith("__") and not is_a(held, methods)]
 
 
 def identity_of(value: Any) -> Any:

@@ -133,6 +133,12 @@ iterator of one's own: class C: __iter__ = lambda s: iter([s.held])~H = C()
   ~H.held = types.ModuleType('t'); H.held.k = 2. | [*H][0].k | H.held.k = 3.
 attribute of a method's function: class C:~    def f(s): return 0~    f.k = [2.]~H = C()
   | getattr(H.f, chr(107))[0] | C.f.k[0] = 3.
+cache held in a container: L = [2.]
+  ~U = collections.UserDict(f=functools.lru_cache(functools.partial(operator.getitem, L)))
+  | U['f'](0) | L[0] = 3.; U['f'].cache_clear()
+variable around a method: def cell(k):~    def get(): return k~    def put(v):~        nonlocal k; k = v
+  ~    return get, put~F, PUT = cell(2.)~class C: get = F~H = C()
+  | getattr(H, chr(103) + 'et').__closure__[0].cell_contents | PUT(3.)
 method's attribute passed on: class C:~    def f(s): return 0~    f.k = NS(v=2.)~H = C()
   | (lambda f: f.k.v)(H.f) | C.f.k.v = 3.
 pairs of a list of its own: H = collections.UserList([NS(k=[2.]), 1]) | list(zip(H, H))[0][1].k[0] | H[0].k[0] = 3.
