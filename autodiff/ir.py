@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from tvm import relax
@@ -40,8 +40,19 @@ from autodiff.extents import Dim, from_tir, is_symbol
 __all__ = ["VARS", "Call", "Constant", "DataflowBlock", "DataflowVar", "Expr", "ExternFunc", "Function", "IRModule"]
 __all__ += ["Op", "SeqExpr", "ShapeExpr", "StringImm", "TensorType", "Tuple", "TupleGetItem", "TupleType", "Var"]
 __all__ += ["VarBinding", "bindings", "build_function", "dtype", "extents_of", "is_float", "itemsize", "library_name"]
-__all__ += ["nbytes", "numel", "numpy_value", "op_name", "permutation", "results", "shape", "substitute", "used_vars"]
-__all__ += ["with_outputs"]
+__all__ += [
+    "nbytes",
+    "numel",
+    "numpy_value",
+    "op_name",
+    "operands",
+    "permutation",
+    "results",
+    "shape",
+    "substitute",
+    "used_vars",
+]
+__all__ += ["with_operands", "with_outputs"]
 
 LIBRARY_PREFIX = "library."
 VARS = frozenset({Var, DataflowVar})  # the type of every variable: quicker to look up than to ask isinstance
@@ -162,6 +173,36 @@ def used_vars(value: Expr) -> list[Var]:
         elif kind not in _LEAVES:
             relax.analysis.post_order_visit(expr, lambda part: seen.setdefault(part) if isinstance(part, Var) else None)
     return list(seen)
+
+
+def operands(value: Expr) -> Iterator[Expr]:
+    """The variables that a value reads, in order, as often as it does."""
+    kind = type(value)
+    if kind in VARS:
+        yield value
+    elif kind is Call:
+        for arg in value.args[:]:
+            yield from operands(arg)
+    elif kind is Tuple:
+        for each in value.fields[:]:
+            yield from operands(each)
+    elif kind is TupleGetItem:
+        yield from operands(value.tuple_value)
+
+
+def with_operands(value: Expr, given: Iterator[Expr]) -> Expr:
+    """The value with these in the place of the variables that it reads, in order."""
+    again = partial(with_operands, given=given)
+    kind = type(value)
+    if kind in VARS:
+        return next(given)
+    if kind is Call:
+        return Call(value.op, [again(arg) for arg in value.args[:]], value.attrs, value.ty_args, ret_ty=value.ty)
+    if kind is Tuple:
+        return Tuple([again(each) for each in value.fields[:]])
+    if kind is TupleGetItem:
+        return TupleGetItem(again(value.tuple_value), value.index)
+    return value
 
 
 def build_function(

@@ -32,7 +32,7 @@ guesses: the partition saves the results of such operators.
 
 from __future__ import annotations
 
-__all__ = ["POINTWISE", "having", "traits"]
+__all__ = ["POINTWISE", "RESHAPES", "having", "traits"]
 
 #: Words on the left, operators (without ``relax.``, or with ``library.``) on the right; an operator stands in one line.
 _TABLE = (
@@ -98,3 +98,6 @@ def having(*words: str) -> frozenset[str]:
 
 #: Relax's own point-wise operators.
 POINTWISE = frozenset(name for name in having("elementwise") if name.startswith("relax."))
+
+#: Operators that keep the elements in order.
+RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")

@@ -30,11 +30,12 @@ from autodiff.ir import (
     build_function,
     dtype,
     op_name,
+    operands,
     results,
     shape,
+    with_operands,
 )
-from autodiff.ops import having
-from autodiff.scan.binding_rows import RESHAPES, operands, with_operands
+from autodiff.ops import RESHAPES, having
 from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
 
 __all__ = ["batched", "batches", "hoist", "is_product"]

@@ -20,14 +20,14 @@ trying.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["FURTHEST", "Carry", "Constant", "Local", "Part", "PeriodicRun", "ProvenLoop", "Rows", "StepParts"]
-__all__ += ["find_loops", "step_parts"]
+__all__ = ["FURTHEST", "Carry", "Constant", "Local", "Part", "PeriodicRun", "Producer", "ProvenLoop"]
+__all__ += ["Rows", "StepParts", "find_loops", "step_parts"]
 
 LEAST_STEPS = 4
 """Shorter loops stay as they are."""
@@ -99,6 +99,13 @@ def _repeats(run: PeriodicRun, other: PeriodicRun) -> bool:
     """Whether a run lies in another one whose period divides its own."""
     inside = other.start <= run.start and run.start + run.length <= other.start + other.length
     return inside and run.period % other.period == 0
+
+
+class Producer(NamedTuple):
+    """Where a value comes from: the ``leaf``-th that a row makes; a negative row: none makes it."""
+
+    row: int
+    leaf: int
 
 
 class Local(NamedTuple):
@@ -196,6 +203,17 @@ class ProvenLoop:
         return list(found)
 
     @property
+    def carried(self) -> set[Producer]:
+        """The results of a step that are carries of the next one."""
+        return {Producer(carry.row, carry.leaf) for carry in self.carries if carry.of is None}
+
+    @property
+    def given(self) -> list[Any]:
+        """Values from before the loop."""
+        values = [carry.first for carry in self.carries] + [role.value for role in self.of_kind(Constant)]
+        return values + [parts.of for parts in self.parts if not isinstance(parts.of, tuple)]
+
+    @property
     def parts(self) -> list[StepParts]:
         """Each once."""
         return list(dict.fromkeys([*self.taken.values(), *self.of_kind(StepParts)]))
@@ -210,9 +228,17 @@ class Rows:
 
     Attributes:
         kinds: of each row; equal for rows that do the same, but for where a part that they take begins.
+        reads: of each row, the values that it reads.
+        taken: of each row, the part of a value that it takes, if it does that.
+        made: of each value, where it comes from.
+        needed: values that are read when all rows are made.
     """
 
     kinds: Sequence[Hashable]
+    reads: Sequence[Sequence[Any]]
+    taken: Sequence[Part | None]
+    made: Mapping[Any, Producer] | Sequence[Producer]
+    needed: Iterable[Any]
 
     def loop(self, start: int, period: int, steps: int) -> ProvenLoop:
         """A loop without roles yet."""
@@ -221,14 +247,6 @@ class Rows:
     def columns(self, loop: ProvenLoop, index: int) -> Sequence[Sequence[Any]] | None:
         """The values that a row of a step reads: of each operand those of all steps; ``None`` if no step may have such
         rows."""
-        raise NotImplementedError
-
-    def made(self, value: Any) -> tuple[int, int]:
-        """The row that makes a value, negative for one that no row makes, and which of its results it is."""
-        raise NotImplementedError
-
-    def taken(self, row: int) -> Part | None:
-        """The part of a value that a row takes, if it does that."""
         raise NotImplementedError
 
     def part(self, value: Any) -> Part | None:
@@ -358,7 +376,7 @@ class _Finder:
                 if (role := self._role(column, loop)) is None:
                     return None
                 roles.append(role)
-            parts = [rows.taken(row) for row in loop.group(index)]
+            parts = [rows.taken[row] for row in loop.group(index)]
             if len(set(parts)) > 1:
                 found = self._readable(parts)
                 if found is not None and all(isinstance(role, Constant) for role in roles):
@@ -373,7 +391,7 @@ class _Finder:
         return loop if rows.is_whole(loop) else None
 
     def _role(self, values: Sequence[Any], loop: ProvenLoop) -> Any | None:
-        made = [self.rows.made(value) for value in values]
+        made = [self.rows.made[value] for value in values]
         if made[-1][0] >= loop.start:
             return _made_inside(values, made, loop)
         if all(value == values[0] for value in values):
@@ -382,7 +400,7 @@ class _Finder:
             return None
         return self._parts_before(values, made) or self.rows.gathered(values)
 
-    def _parts_before(self, values: Sequence[Any], made: Sequence[tuple[int, int]]) -> StepParts | None:
+    def _parts_before(self, values: Sequence[Any], made: Sequence[Producer]) -> StepParts | None:
         """Parts that were taken before the loop, or that an earlier loop has made."""
         parts = [self.rows.part(value) for value in values]
         if None not in parts and (found := self._readable(parts)) is not None:
@@ -392,8 +410,9 @@ class _Finder:
             if all(0 <= step < other.steps for step, *_ in places) and len({place[1:] for place in places}) == 1:
                 (begin, row, leaf), step = places[0], places[1][0] - places[0][0]
                 regular = all(at == begin + step * index for index, (at, *_) in enumerate(places))
-                if step and regular and row not in other.taken:
-                    return StepParts((number, row, leaf), 0, begin, step, 1, True)
+                parts = StepParts((number, row, leaf), 0, begin, step, 1, True)
+                if step and regular and row not in other.taken and self.rows.is_readable(parts):
+                    return parts
         return None
 
     def _readable(self, parts: Sequence[Part]) -> StepParts | None:
@@ -401,7 +420,7 @@ class _Finder:
         return found if found is not None and self.rows.is_readable(found) else None
 
 
-def _made_inside(values: Sequence[Any], made: Sequence[tuple[int, int]], loop: ProvenLoop) -> Local | Carry | None:
+def _made_inside(values: Sequence[Any], made: Sequence[Producer], loop: ProvenLoop) -> Local | Carry | None:
     """The role of values, one for each step, of which the last is made in the loop; ``None`` if it has none."""
     start, period = loop.start, loop.period
     back = next((step for step, (row, _) in enumerate(made) if row >= start), FURTHEST + 1)

@@ -4,6 +4,10 @@ A run of bindings that is proven to be a loop (:mod:`autodiff.scan.prove`) becom
 read and make becomes tensors with the steps in front. Exact: the scan runs the same operators on the same values. What
 cannot be proven stays as it is.
 
+Bindings as rows: two are of one kind if they call the same operator with the same attributes and literals, on operands
+of the same types: where a slice begins, and which item of a split is taken, may differ. Values are bindings and
+parameters.
+
 Marked loops: a function in which one step of a loop stands between marks -> the same with scans.
 
     library.loop_first(first, loop, place, length, reverse)    a carry as the step sees it
@@ -16,14 +20,17 @@ What depends on the first two and is read by the last two, of one ``loop``, is i
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tvm.relax import op
+from tvm_ffi import StructuralKey
 
 from autodiff.body import Binding, Body, NameSupply, Scope, on_functions
 from autodiff.extents import Dim, from_tir
 from autodiff.ir import (
+    VARS,
     Call,
     DataflowVar,
     Expr,
@@ -36,235 +43,272 @@ from autodiff.ir import (
     build_function,
     dtype,
     library_name,
+    op_name,
+    operands,
     results,
     shape,
     substitute,
     used_vars,
+    with_operands,
     with_outputs,
 )
-from autodiff.scan.binding_rows import BindingRows, Gathered, unviewed, with_operands
+from autodiff.ops import RESHAPES
 from autodiff.scan.operator import Scan, body_text, scan_call
-from autodiff.scan.prove import Carry, Constant, Local, ProvenLoop, StepParts, find_loops
+from autodiff.scan.prove import Constant, Local, Part, Producer, ProvenLoop, Rows, StepParts, find_loops
+from autodiff.scan.replay import LoopReplay, Movements, ReplayedLoop
 
 __all__ = ["from_marks", "roll_up"]
 
 
 @on_functions
 def roll_up(body: Body) -> None:
-    """Rolls loops up, one after the other: a later one reads what the scan of an earlier one makes.
+    """Rolls loops up, until there are none: a later one may read what the scan of an earlier one makes.
 
     Safe: see the module's docstring. All types are to be static.
     """
-    while any(_Roller(body, loop).roll() for loop in find_loops(BindingRows(body)) if _is_of_bindings(loop)):
+    while (loops := find_loops(rows := _BindingRows(body))) and _Roller(body, rows, loops).roll():
         body.prune()
 
 
-def _is_of_bindings(loop: ProvenLoop) -> bool:
-    """Whether a loop reads no parts of what another one makes, which is no scan yet."""
-    return not any(isinstance(parts.of, tuple) for parts in loop.parts)
+_SLICE, _MASK = "relax.strided_slice", "mask_"
 
 
-class _Roller:
-    """One loop on its way to a scan."""
+class _Gathered(NamedTuple):
+    """A mask for each step, each a parameter. Only those are copied to be together: copying weights would cost more
+    than a loop saves."""
 
-    def __init__(self, body: Body, loop: ProvenLoop):
-        self.body, self.loop = body, loop
-        self.run = body.bindings[loop.start : loop.stop]
-        self.reverse = bool(loop.parts) and all(each.falls for each in loop.parts)
-        self.names = NameSupply(body.names())
+    values: tuple[Binding, ...]
+
+
+class _BindingRows(Rows):
+    """The bindings of a body; the form of a part is its shape."""
+
+    def __init__(self, body: Body):
+        self._body, self.needed = body, body.returned()
+        self.made = dict.fromkeys(body.parameters(), Producer(-1, 0))
+        self.made.update((binding, Producer(row, 0)) for row, binding in enumerate(body.bindings))
+        self.reads = [binding.reads for binding in body.bindings]
+        self.taken = [self._taken(binding) for binding in body.bindings]
+        self.kinds = list(map(self._kind, body.bindings, self.taken))
+
+    def columns(self, loop: ProvenLoop, index: int) -> list[Sequence[Binding]] | None:
+        """What a binding reads; ``None`` where Relax takes an extent of 0 for another thing in a reshape."""
+        group = [self._body.bindings[row] for row in loop.group(index)]
+        if isinstance(group[0].var.ty, TensorType) and 0 in shape(group[0].var):
+            return None
+        read = [[self._body.binding(operand) for operand in operands(each.value)] for each in group]
+        return None if any(None in each for each in read) else list(zip(*read, strict=True))
+
+    def part(self, value: Binding) -> Part | None:
+        """That, maybe reshaped."""
+        found = self._taken(_unviewed(value))
+        return None if found is None else found._replace(form=shape(value.var))
+
+    def is_readable(self, parts: StepParts) -> bool:
+        """Parts are adjacent."""
+        return abs(parts.step) == parts.extent
+
+    def gathered(self, values: Sequence[Binding]) -> _Gathered | None:
+        params = [each for each in values if each.value is None and each.name.startswith(_MASK)]
+        are_masks = len(params) == len(values) and all(dtype(each.var) == "bool" for each in params)
+        return _Gathered(tuple(values)) if are_masks else None
+
+    def _taken(self, binding: Binding) -> Part | None:
+        value = binding.value
+        if type(value) is TupleGetItem:
+            split = self._body.binding(value.tuple_value)
+            if split is None or split.op != "relax.split" or not split.reads:  # of a constant
+                return None
+            base, axis, before = split.reads[0], int(split.value.attrs.axis), split.value.ty.fields[: value.index]
+            axis %= len(shape(base.var))
+            begin = sum(int(field.shape.values[axis]) for field in before)
+        elif value is not None and binding.op == _SLICE:
+            axes, begins, _, steps = ([int(number) for number in arg.fields] for arg in value.args[1:5])
+            if len(axes) != 1 or steps != [1] or not binding.reads:
+                return None
+            base, axis = binding.reads[0], axes[0] % len(shape(binding.var))
+            begin = max(begins[0] + (shape(base.var)[axis] if begins[0] < 0 else 0), 0)
+        else:
+            return None
+        return Part(base, axis, begin, shape(binding.var)[axis], shape(binding.var))
+
+    def _kind(self, binding: Binding, part: Part | None) -> Hashable:
+        value = binding.value
+        if part is None:
+            return _key(value)
+        if type(value) is TupleGetItem:
+            return "part", StructuralKey(value.ty), _key(value.tuple_value)
+        return "part", StructuralKey(value.ty), *map(_key, (*value.args[:2], *value.args[4:]))
+
+
+def _key(value: Expr) -> Hashable:
+    kind = type(value)
+    if kind is Call:
+        attrs = None if value.attrs is None else StructuralKey(value.attrs)
+        return (op_name(value) or StructuralKey(value.op), attrs, StructuralKey(value.ty), *map(_key, value.args[:]))
+    if kind in VARS:
+        return "var", StructuralKey(value.ty)
+    if kind is Tuple:
+        return ("tuple", *map(_key, value.fields[:]))
+    if kind is TupleGetItem:
+        return "item", value.index, StructuralKey(value.ty), _key(value.tuple_value)
+    return StructuralKey(value)
+
+
+def _unviewed(part: Binding) -> Binding:
+    """What a binding is, up to its shape."""
+    while part.value is not None and part.op in RESHAPES:
+        (part,) = part.reads
+    return part
+
+
+class _NotWrittenError(Exception):
+    """A body with a literal that TVM's JSON cannot hold."""
+
+
+class _MadeBindings(Movements):
+    """Bindings in the order in which they are made, or kept."""
+
+    def __init__(self, body: Body):
+        self.body, self.names = body, NameSupply(body.names())
+        self.all: list[Binding] = []
         self.new: list[Binding] = []
-        self.stacks: dict[StepParts | Gathered, Var] = {}
 
     def emit(self, value: Expr, name: str) -> Var:
-        """A binding before, or right after, the scan."""
+        """A new binding."""
         value = self.body.normalize(value)
         var = DataflowVar(self.names.fresh(name), value.ty)
         self.new.append(self.body.define(var, value))
+        self.all.append(self.new[-1])
         return var
 
-    def template(self, index: int) -> Expr:
-        """A binding of a step, as it is in the second one."""
-        return self.run[self.loop.period + index].value
+    def shape(self, value: Var) -> tuple[int, ...]:
+        return shape(value)
+
+    def slice(self, value: Var, dim: int, begin: int, end: int, step: int = 1) -> Var:
+        return self.emit(op.strided_slice(value, [dim], [begin], [end], [step]), f"{value.name}_section")
+
+    def permute(self, value: Var, axes: list[int]) -> Var:
+        return self.emit(op.permute_dims(value, axes), value.name)
+
+    def flip(self, value: Var) -> Var:
+        return self.emit(op.flip(value, 0), f"{value.name}_flipped")
+
+    def windows(self, value: Var, parts: StepParts, steps: int) -> Var:
+        """Parts are adjacent."""
+        extents, dim = shape(value), parts.dim
+        if dim:
+            value = self.reshaped(value, (*extents[:dim], steps, parts.extent, *extents[dim + 1 :]))
+            value = self.to_front(value, dim)
+        return self.reshaped(value, (steps, *parts.form))
+
+    def reshaped(self, value: Var, extents: tuple[int, ...]) -> Var:
+        """The value in another shape."""
+        return value if shape(value) == extents else self.emit(op.reshape(value, extents), f"{value.name}_steps")
+
+
+class _Roller(LoopReplay):
+    """Loops on their way to scans."""
+
+    def __init__(self, body: Body, rows: _BindingRows, loops: list[ProvenLoop]):
+        self.body, self.out, self.emit = body, (out := _MadeBindings(body)), out.emit
+        self.changed: dict[Binding, Expr] = {}
+        super().__init__(rows, loops, out)
 
     def roll(self) -> bool:
-        """Replaces the run by the scan."""
-        made = self._body()
-        if made is None:
-            for binding in reversed(self.new):
-                self.body.undefine(binding)
+        """Replaces all steps by scans; ``False`` if a body cannot be written down."""
+        body = self.body
+        try:
+            self.run()
+        except _NotWrittenError:
+            for binding in reversed(self.out.new):
+                body.undefine(binding)
             return False
-        self._replace(*made)
+        steps = {body.bindings[row]: None for row in self.loop_of}
+        replaced = {each: self.value(each) for each in self.rows.needed if each in steps}
+        for binding, value in self.changed.items():
+            body.assign(binding, value)
+        kept = {*self.out.all}
+        gone = [each for each in body.bindings if each in steps and each not in kept and each not in replaced]
+        body.finish(self.out.all, {each: value for each, value in replaced.items() if each not in kept})
+        for binding in reversed(gone):
+            body.undefine(binding)
         return True
 
-    def of_outer(self, role: Constant | StepParts | Gathered) -> Expr:
-        """A constant, or the parts of all steps with the steps in front, outside of the loop."""
-        if isinstance(role, Constant):
-            return role.value.var
-        if role not in self.stacks:
-            self.stacks[role] = self._stacked(role)
-        return self.stacks[role]
+    def outside(self, value: Binding) -> Expr:
+        return value.var
 
-    def _stacked(self, role: StepParts | Gathered) -> Var:
-        if isinstance(role, Gathered):
-            values = role.values[::-1] if self.reverse else role.values
-            return self.emit(op.stack(Tuple([each.var for each in values]), 0), "masks")
-        whole = self._section(role)
-        return self.emit(op.flip(whole, 0), f"{role.of.name}_flipped") if role.falls and not self.reverse else whole
+    def of_step(self, whole: Var, position: int, value: Binding) -> Var:
+        part = self.emit(op.strided_slice(whole, [0], [position], [position + 1], [1]), f"{value.name}_part")
+        return self.emit(op.reshape(part, shape(value.var)), value.name)
 
-    def _section(self, parts: StepParts) -> Var:
-        """The parts of all steps with the steps in front, in the order in which they lie in the binding."""
-        name, value, count, extent = parts.of.name, parts.of.var, self.loop.steps, parts.extent
-        extents, axis = shape(value), parts.dim
-        begin = min(parts.first, parts.first + parts.step * (count - 1))
-        end = begin + count * extent
-        if (begin, end) != (0, extents[axis]):
-            value = self.emit(op.strided_slice(value, [axis], [begin], [end], [1]), f"{name}_section")
-        if axis:
-            value = self._reshaped(value, (*extents[:axis], count, extent, *extents[axis + 1 :]), f"{name}_steps")
-            order = [axis, *(each for each in range(len(extents) + 1) if each != axis)]
-            value = self.emit(op.permute_dims(value, order), f"{name}_steps")
-        return self._reshaped(value, (count, *parts.form), f"{name}_steps")
+    def row(self, row: int) -> None:
+        binding = self.body.bindings[row]
+        value = self._joined(binding)
+        if value is None:
+            new = {read.var: self.value(read) for read in binding.reads}
+            new = {var: value for var, value in new.items() if value is not var}
+            value = substitute(binding.value, new) if new else None
+        if value is not None:
+            self.changed[binding] = value
+        self.out.all.append(binding)
 
-    def _reshaped(self, value: Var, extents: tuple[int, ...], name: str) -> Var:
-        return value if shape(value) == extents else self.emit(op.reshape(value, extents), name)
-
-    def _is_inside(self, index: int) -> bool:
-        """Whether the loop computes a binding of a step."""
-        return index not in self.loop.taken
-
-    def _leaving(self) -> list[int]:
-        """Bindings of a step whose results are read after the loop."""
-        inside, returned = set(self.run), self.body.returned()
-        found = [
-            place % self.loop.period
-            for place, binding in enumerate(self.run)
-            if binding in returned or any(user not in inside for user in binding.users)
-        ]
-        return sorted(set(found))
-
-    def _body(self) -> tuple[Var, list[Carry], list[int]] | None:
-        """The scan's result, its carries and its ys; ``None`` if the body cannot be written down."""
-        loop = self.loop
-        carries = loop.carries
-        carried = {carry: Var(f"{self.run[carry.row].name}_before", carry.first.var.ty) for carry in carries}
-        xs: dict[Expr, Var] = {}
-        constants: dict[Expr, Var] = {}
-        local: dict[int, Var] = {}
-
-        def part(whole: Expr, name: str) -> Var:
-            if whole not in xs:
-                xs[whole] = Var(name, _part_type(whole))
-            return xs[whole]
-
-        def inner(role: Any) -> Expr:
-            if isinstance(role, Carry):
-                return carried[role]
-            if isinstance(role, Local) and role.row in local:
-                return local[role.row]
-            outside = self.of_outer(loop.taken[role.row] if isinstance(role, Local) else role)
-            if isinstance(role, Constant):
-                return constants.setdefault(outside, Var(outside.name, outside.ty))
-            return part(outside, outside.name)
-
-        bound = []
-        for index in filter(self._is_inside, range(loop.period)):
-            old = self.run[index]
-            operands = iter([inner(role) for role in loop.roles[index]])
-            local[index] = DataflowVar(old.name, old.var.ty)
-            bound.append((local[index], with_operands(self.template(index), operands)))
-        ys = [index for index in self._leaving() if self._is_inside(index) and not self._is_last(index, carries)]
-        made = [inner(Local(carry.row)) if carry.of is None else carried[carry.of] for carry in carries] + [
-            local[index] for index in ys
-        ]
-        params = [*carried.values(), *xs.values(), *constants.values()]
-        text = body_text(build_function(params, bound, made))
-        if text is None:
-            return None
-        scan = Scan(text, len(carries), len(xs), loop.steps, self.reverse)
-        tensors = [*(carry.first.var for carry in carries), *xs, *constants]
-        return self.emit(scan_call(scan, tensors), "scan"), carries, ys
-
-    def _is_last(self, index: int, carries: list[Carry]) -> bool:
-        """Whether after the loop only the last step's result of a binding is read, and that is a carry."""
-        if not any(carry.row == index and carry.of is None for carry in carries):
-            return False
-        inside, returned = set(self.run), self.body.returned()
-        earlier = self.run[index :: self.loop.period][:-1]
-        return not any(each in returned or any(user not in inside for user in each.users) for each in earlier)
-
-    def _replace(self, scan: Var, carries: list[Carry], ys: list[int]) -> None:
-        body, loop = self.body, self.loop
-        last = {
-            carry.row: self.emit(TupleGetItem(scan, place), self.run[carry.row].name)
-            for place, carry in enumerate(carries)
-            if carry.of is None
-        }
-        whole: dict[int, Expr] = {}
-        for place, index in enumerate(ys):
-            item = TupleGetItem(scan, len(carries) + place)
-            whole[index] = self.emit(item, f"{self.run[index].name}_steps")
-        after = body.bindings[loop.start + len(self.run) :]
-        for binding in after:
-            self._join(binding, whole)
-        inside, returned = set(self.run), body.returned()
-        replaced: dict[Binding, Expr] = {}
-        for place, binding in enumerate(self.run):
-            step, index = divmod(place, loop.period)
-            if index in loop.taken or not (binding in returned or any(user not in inside for user in binding.users)):
-                continue
-            if step == loop.steps - 1 and index in last:
-                replaced[binding] = last[index]
-            else:
-                replaced[binding] = self._part(whole[index], self._position(step), binding)
-        kept = [binding for place, binding in enumerate(self.run) if place % loop.period in loop.taken]
-        for binding in after:
-            body.substitute(binding, replaced)
-        gone = [binding for binding in self.run if binding not in replaced]
-        body.finish([*body.bindings[: loop.start], *kept, *self.new, *after], replaced)
-        for binding in reversed(gone):
-            if binding not in kept:
-                body.undefine(binding)
-
-    def _position(self, step: int) -> int:
-        return self.loop.steps - 1 - step if self.reverse else step
-
-    def _part(self, whole: Expr, position: int, binding: Binding) -> Var:
-        """One step's part of a tensor."""
-        value = self.emit(op.strided_slice(whole, [0], [position], [position + 1], [1]), f"{binding.name}_part")
-        return self.emit(op.reshape(value, shape(binding.var)), binding.name)
-
-    def _join(self, binding: Binding, whole: dict[int, Expr]) -> None:
+    def _joined(self, binding: Binding) -> Expr | None:
         """A concatenation of the results of adjacent steps reads them as one tensor."""
         if binding.op != "relax.concat" or not isinstance(binding.value.args[0], Tuple):
-            return
+            return None
         fields = [self.body.binding(field) for field in binding.value.args[0].fields]
         if None in fields or len({shape(field.var) for field in fields}) > 1:
-            return
-        place = {each: divmod(index, self.loop.period) for index, each in enumerate(self.run)}
-        found = [place.get(unviewed(field)) for field in fields]
-        if len(found) < 2 or None in found or len({index for _, index in found}) > 1 or found[0][1] not in whole:
-            return
-        positions = [self._position(step) for step, _ in found]
-        first, step = positions[0], positions[1] - positions[0]
-        if abs(step) != 1 or positions != [first + step * index for index in range(len(positions))]:
-            return
-        value, begin = whole[found[0][1]], min(positions)
-        if len(positions) < self.loop.steps:
-            value = self.emit(op.strided_slice(value, [0], [begin], [begin + len(positions)], [1]), "part")
-        if step < 0:
-            value = self.emit(op.flip(value, 0), "flipped")
-        part = shape(fields[0].var)
-        axis = binding.value.attrs.axis
-        axis = 0 if axis is None else int(axis) % len(part)
-        value = self._reshaped(value, (len(positions), *part), "joined")
-        if axis:
-            order = [*range(1, axis + 1), 0, *range(axis + 1, len(part) + 1)]
-            value = self.emit(op.permute_dims(value, order), "joined")
-        self.body.assign(binding, op.reshape(value, shape(binding.var)))
+            return None
+        values = [_unviewed(field) for field in fields]
+        part, axis = shape(fields[0].var), binding.value.attrs.axis
+        if len(fields) < 2 or len(self.adjacent(values)) > 1 or self._is_taken(values[0]):
+            return None
+        whole = self.out.reshaped(self.of_steps(values), (len(fields), *part))
+        return op.reshape(self.out.to_dim(whole, 0 if axis is None else int(axis) % len(part)), shape(binding.var))
 
+    def _is_taken(self, value: Binding) -> bool:
+        number, _, producer = self.place(value)
+        return producer.row in self.loops[number].taken
 
-def _part_type(whole: Expr) -> TensorType:
-    return TensorType(shape(whole)[1:], dtype(whole))
+    def loop(self, number: int, loop: ProvenLoop, known: ReplayedLoop) -> None:
+        run, carries = self.body.bindings[loop.start : loop.stop], loop.carries
+        self.out.all += [run[row - loop.start] for index in loop.taken for row in loop.group(index)]
+        carried = {carry: Var(f"{run[carry.row].name}_before", carry.first.var.ty) for carry in carries}
+        firsts = [self.value(carry.first) for carry in carries]
+        whole = {role: self._of_all_steps(role, known) for role in (*loop.parts, *loop.of_kind(_Gathered))}
+        xs = {value: Var(value.name, TensorType(shape(value)[1:], dtype(value))) for value in whole.values()}
+        outer = {role: self.value(role.value) for role in loop.of_kind(Constant)}
+        constants = {value: Var(value.name, value.ty) for value in outer.values()}
+        inner: dict[Any, Expr] = {**carried, **{role: xs[value] for role, value in whole.items()}}
+        inner.update((role, constants[value]) for role, value in outer.items())
+        inner.update((Local(index), inner[parts]) for index, parts in loop.taken.items())
+        bound = []
+        for index, roles in enumerate(loop.roles):
+            if roles is not None:
+                old, template = run[index], run[loop.period + index].value
+                inner[Local(index)] = var = DataflowVar(old.name, old.var.ty)
+                bound.append((var, with_operands(template, iter([inner[role] for role in roles]))))
+        ys = sorted(self.leaving(number))
+        made = [inner[Local(carry.row)] if carry.of is None else carried[carry.of] for carry in carries]
+        made += [inner[Local(*y)] for y in ys]
+        text = body_text(build_function([*carried.values(), *xs.values(), *constants.values()], bound, made))
+        if text is None:
+            raise _NotWrittenError
+        scan = Scan(text, len(carries), len(xs), loop.steps, known.reverse)
+        called = self.emit(scan_call(scan, [*firsts, *xs, *constants]), "scan")
+        for place, carry in enumerate(carries):
+            if carry.of is None:
+                last = self.emit(TupleGetItem(called, place), run[carry.row].name)
+                known.last.setdefault(Producer(carry.row, 0), last)
+        for place, y in enumerate(ys, start=len(carries)):
+            known.whole[y] = self.emit(TupleGetItem(called, place), f"{run[y.row].name}_steps")
+
+    def _of_all_steps(self, role: StepParts | _Gathered, known: ReplayedLoop) -> Var:
+        if isinstance(role, StepParts):
+            return self.in_front(role, known)
+        values = role.values[::-1] if known.reverse else role.values
+        return self.emit(op.stack(Tuple([self.value(each) for each in values]), 0), "masks")
 
 
 _GIVEN, _MADE = ("library.loop_first", "library.loop_part"), ("library.loop_last", "library.loop_steps")

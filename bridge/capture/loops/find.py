@@ -16,28 +16,27 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from autodiff.scan import prove
-from autodiff.scan.prove import FURTHEST, Carry, Constant, Local, Part, ProvenLoop, Rows, StepParts, step_parts
-from bridge.base.torch_internals import is_dense
-from bridge.capture.loops.row_calls import NotRolledError, Producer, RowCalls
+from autodiff.scan.prove import (
+    FURTHEST,
+    Carry,
+    Constant,
+    Local,
+    Part,
+    Producer,
+    ProvenLoop,
+    Rows,
+    StepParts,
+    step_parts,
+)
+from bridge.base.torch_internals import aten, is_dense
+from bridge.capture.loops.row_calls import NotRolledError, RowCalls
 from bridge.capture.observation import Draw, StepMasks
 
-__all__ = ["FUSED", "CallLoop", "Role", "Written", "draw_of_steps", "dropping", "find_loops", "reached_from"]
-
-
-class Written(NamedTuple):
-    """A value, ``first`` before the loop, of which each step writes a part; as :class:`StepParts`."""
-
-    first: int
-    dim: int
-    begin: int
-    step: int
-    extent: int
-    squeezed: bool
+__all__ = ["FUSED", "CallLoop", "CallRows", "Role", "draw_of_steps", "dropping", "reached_from"]
 
 
 Role = Local | Carry | Constant | StepParts
@@ -48,29 +47,39 @@ class CallLoop(ProvenLoop):
     """A proven loop.
 
     Attributes:
-        written: what rows write; they have the role of the part's new value.
+        written: of what rows write parts, in each step the next one; they have the role of the part's new value.
         numbers: of rows that have another number in some step, those of all steps.
     """
 
-    written: dict[int, Written] = field(default_factory=dict)
+    written: dict[int, StepParts] = field(default_factory=dict)
     numbers: dict[int, tuple[int | float, ...]] = field(default_factory=dict)
 
+    @property
+    def carried(self) -> set[Producer]:
+        """Also what rows write."""
+        return super().carried | {Producer(row, 0) for row in self.written}
 
-def find_loops(calls: RowCalls) -> list[CallLoop]:
-    """Loops that do not overlap, in order."""
-    return prove.find_loops(_CallRows(calls))
+    @property
+    def given(self) -> list[Any]:
+        """Also what rows write."""
+        return super().given + [parts.of for parts in self.written.values()]
 
 
-class _CallRows(Rows):
+class CallRows(Rows):
     """Recorded calls, whose values are numbers."""
 
     def __init__(self, calls: RowCalls):
-        self.calls, self.kinds = calls, [row.kind for row in calls.rows]
+        self.calls, self.made, self.needed = calls, calls.made, calls.needed
+        self.kinds, self.reads = [row.kind for row in calls.rows], [row.reads for row in calls.rows]
+        self.taken = [row.part for row in calls.rows]
         self.readers = Counter(value for row in calls.rows for value in row.reads)
-        self.readers.update(calls.needed)
+        self.readers.update(self.needed)
 
     def loop(self, start: int, period: int, steps: int) -> CallLoop:
         return CallLoop(start, period, steps)
+
+    def part(self, value: int) -> Part | None:
+        return self.calls.part(value)
 
     def columns(self, loop: CallLoop, index: int) -> list[Sequence[int]] | None:
         """What a row reads; where it writes a part of a tensor, that part's new value."""
@@ -88,15 +97,6 @@ class _CallRows(Rows):
             return None
         loop.written[index] = written
         return columns[1:2]
-
-    def made(self, value: int) -> Producer:
-        return self.calls.made[value]
-
-    def taken(self, row: int) -> Part | None:
-        return self.calls.rows[row].part
-
-    def part(self, value: int) -> Part | None:
-        return self.calls.part(value)
 
     def is_own(self, loop: CallLoop, index: int, roles: Sequence[Role]) -> bool:
         """Whether a row of a step writes nothing, or memory that was made in the step or is carried, and that is shared
@@ -119,10 +119,10 @@ class _CallRows(Rows):
     def _draws_alike(self, numbers: Sequence[int]) -> bool:
         """Whether rows draw nothing, or masks of one form for dropout."""
         found = {self.calls.drawn.get(number) for number in numbers if self.calls.drawn}
-        drops = self.calls.kinds[self.calls.rows[numbers[0]].kind].name == "dropout"
+        drops = self.calls.kinds[self.calls.rows[numbers[0]].kind].op is aten.dropout.default
         return not found - {None} or (len(found) == 1 and drops)
 
-    def _written(self, group: Sequence[Any], loop: CallLoop) -> Written | None:
+    def _written(self, group: Sequence[Any], loop: CallLoop) -> StepParts | None:
         """What rows write, each into what the one before has made, which nothing else reads."""
         first = group[0].reads[0]
         if self.calls.made[first].row >= loop.start:
@@ -132,7 +132,7 @@ class _CallRows(Rows):
         if any(self.readers[each.makes[0]] > 1 for each in group[:-1]):
             return None
         parts = step_parts([each.into._replace(of=first) for each in group])
-        return None if parts is None or abs(parts.step) != parts.extent else Written(*parts)
+        return None if parts is None or abs(parts.step) != parts.extent else parts
 
     def _is_followed_alike(self, loop: CallLoop, index: int) -> bool:
         """Whether autograd follows what a row makes in all steps or in none, up to the first ones."""

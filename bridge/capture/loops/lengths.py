@@ -2,7 +2,7 @@
 
 They are one forward of that size if they are equal but for integers, each of which is the same multiple of the size
 plus the same number in both (:func:`of_any_length`). A further record is proven to be that forward by
-:meth:`OfAnyLength.holds`: rolled up, it is this one at its size, so that it makes the same calls in the same order,
+:meth:`AnyLength.prove`: rolled up, it is this one at its size, so that it makes the same calls in the same order,
 as often as this one says.
 """
 
@@ -35,7 +35,7 @@ from bridge.state import SampleCall, constant_key
 if TYPE_CHECKING:
     from bridge.capture.real_run import RealRun
 
-__all__ = ["AnyLength", "LoopedCall", "OfAnyLength", "Varying", "comparable", "of_any_length"]
+__all__ = ["AnyLength", "LoopedCall", "Varying", "comparable", "of_any_length"]
 
 
 class RolledForm(NamedTuple):
@@ -62,39 +62,28 @@ class Varying:
     offset: int
 
 
-@dataclass(frozen=True)
-class OfAnyLength:
-    """A form in which integers may be :class:`Varying`."""
-
-    form: Any
-
-    def at(self, size: Any) -> Any:
-        """The form of a size, a number or torch's symbol."""
-        return _mapped(self.form, lambda value: value.factor * size + value.offset)
-
-    def holds(self, form: Any, size: int) -> bool:
-        """Whether the form of a record, on arguments of that size, is this one."""
-        return _pair(self.at(size), form, _same_numbers) is not _DIFFERENT
-
-
 @dataclass(frozen=True, eq=False)
 class AnyLength:
     """The forward of a module for all sizes.
 
     Attributes:
-        form: what it does, and what eager returns.
+        form: what it does, and what eager returns; integers in it may be :class:`Varying`.
         leaf, dimension: where the size is read, a leaf of the arguments and one of its dimensions.
         proven: sizes for which a record has told that the module's forward is this one.
     """
 
-    form: OfAnyLength
+    form: Any
     leaf: int
     dimension: int
     proven: set[int]
 
+    def at(self, size: Any) -> Any:
+        """The form of a size, a number or torch's symbol."""
+        return _mapped(self.form, lambda value: value.factor * size + value.offset)
+
     def prove(self, form: Any, size: int) -> bool:
         """Whether the forward of a size is this one, as its record tells; noted if so."""
-        if self.form.holds(form, size):
+        if _pair(self.at(size), form, _same_numbers) is not _DIFFERENT:
             self.proven.add(size)
         return size in self.proven
 
@@ -168,7 +157,7 @@ def _form_of(rolled: Rolled, first: int) -> RolledForm | None:
     return None if others else RolledForm(record.inputs, rows, layouts, results)
 
 
-def of_any_length(one: Any, size: int, other: Any, other_size: int) -> OfAnyLength | None:
+def of_any_length(one: Any, size: int, other: Any, other_size: int) -> Any | None:
     """The form that two are of their sizes; ``None`` if they differ in more than such integers, if no loop is longer
     for it, or if what a step does depends on the size, but for strides: a body is compiled for one."""
 
@@ -183,7 +172,7 @@ def of_any_length(one: Any, size: int, other: Any, other_size: int) -> OfAnyLeng
         return None
     form = found[0]
     is_longer = any(op is FIRST and _varies(args) for op, args, *_ in form.rows)
-    return OfAnyLength(found) if is_longer and not _has_steps_that_vary(form) else None
+    return found if is_longer and not _has_steps_that_vary(form) else None
 
 
 def _has_steps_that_vary(form: RolledForm) -> bool:
@@ -297,7 +286,7 @@ def run_of_any_length(call: LoopedCall, args: tuple, kwargs: dict[str, Any], dim
         count, behind = len(real.given.real_tensors), len(real.given.real_tensors) + len(arguments)
         owned, others = real.given.inputs[:count], real.given.inputs[behind:]
         inputs = [*(_fake(mode, each) for each in owned), *arguments, *(_fake(mode, each) for each in others)]
-        form, *_ = length.form.at(given[length.leaf].shape[length.dimension])
+        form, *_ = length.at(given[length.leaf].shape[length.dimension])
         record, fakes = Record(inputs=form.inputs), dict(enumerate(inputs))
         for like, (op, args, kwargs, made, *_) in zip(real.loops.record.rows, form.rows, strict=True):
             record.rows.append(like._replace(op=op, args=args, kwargs=kwargs, results=made))

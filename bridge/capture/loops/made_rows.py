@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from autodiff.scan.prove import StepParts
+from autodiff.scan.replay import Movements
 from bridge.base.torch_fakes import meta_tensor
 from bridge.base.torch_internals import aten, storage_id
 from bridge.capture.observation import Draw
@@ -20,7 +22,7 @@ __all__ = ["MadeRows"]
 _META = torch.device("meta")
 
 
-class MadeRows:
+class MadeRows(Movements):
     """Rows of a record that is made; the layouts of their results are those of tensors without numbers."""
 
     def __init__(self, of: Record):
@@ -88,21 +90,29 @@ class MadeRows:
             return self.call(aten.select.int, whole, dim, begin)
         return self.narrowed(whole, dim, begin, extent)
 
-    def narrowed(self, whole: ValueRef, dim: int, begin: int, extent: int) -> ValueRef:
-        if extent == self.shape(whole)[dim]:
-            return whole
-        return self.call(aten.slice.Tensor, whole, dim, begin, begin + extent)
-
-    def in_order(self, whole: ValueRef, axes: list[int]) -> ValueRef:
-        return whole if axes == sorted(axes) else self.call(aten.permute.default, whole, axes)
-
-    def moved(self, steps: ValueRef, dim: int) -> ValueRef:
-        """A tensor whose first axis has become this one."""
-        rank = len(self.shape(steps))
-        return self.in_order(steps, [*range(1, dim + 1), 0, *range(dim + 1, rank)])
-
-    def flipped(self, whole: ValueRef) -> ValueRef:
-        return self.call(aten.flip.default, whole, [0])
-
     def contiguous(self, value: ValueRef) -> ValueRef:
+        """A copy whose elements lie in order."""
         return self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+    def slice(self, value: ValueRef, dim: int, begin: int, end: int, step: int = 1) -> ValueRef:
+        return self.call(aten.slice.Tensor, value, dim, begin, end, *[step] * (step > 1))
+
+    def permute(self, value: ValueRef, axes: list[int]) -> ValueRef:
+        return self.call(aten.permute.default, value, axes)
+
+    def flip(self, value: ValueRef) -> ValueRef:
+        return self.call(aten.flip.default, value, [0])
+
+    def windows(self, value: ValueRef, parts: StepParts, steps: int) -> ValueRef:
+        """Parts may overlap or leave gaps."""
+        dim, extent, apart, squeezed = parts.dim, parts.extent, abs(parts.step), parts.form
+        if apart == extent and not squeezed:
+            value = self.call(aten.unflatten.int, value, dim, [steps, extent])
+        elif apart != extent:
+            value = self.call(aten.unfold.default, value, dim, extent, apart)
+            rank = len(self.shape(value))
+            if squeezed:
+                value = self.call(aten.squeeze.dim, value, -1)
+            else:
+                value = self.in_order(value, [*range(dim + 1), rank - 1, *range(dim + 1, rank - 1)])
+        return self.to_front(value, dim)

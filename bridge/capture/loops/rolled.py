@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from autodiff.scan.prove import Carry, Constant, Local, StepParts
+from autodiff.scan.prove import Carry, Constant, Local, Producer, StepParts, find_loops
+from autodiff.scan.replay import LoopReplay, ReplayedLoop
 from bridge.base.log import channel
 from bridge.base.torch_internals import OpOverload, aten, schema
 from bridge.capture.loops.find import (
     FUSED,
     CallLoop,
-    Written,
+    CallRows,
     draw_of_steps,
     dropping,
-    find_loops,
     reached_from,
 )
 from bridge.capture.loops.made_rows import MadeRows
@@ -35,7 +35,6 @@ from bridge.capture.loops.row_calls import (
     CREATING,
     CallKind,
     NotRolledError,
-    Producer,
     RowCall,
     RowCalls,
     calls_of,
@@ -91,121 +90,53 @@ def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> 
     try:
         record = casts_first(record)
         calls = calls_of(record, results, draws)
-        loops = find_loops(calls)
+        loops = find_loops(rows := CallRows(calls))
         left_out = sum(loop.period * (loop.steps - 1) for loop in loops)
         if 2 * left_out < len(calls.rows) or not loops:
             return None
-        return _Roller(record, calls, loops).rolled
+        return _Roller(record, calls, rows, loops).rolled
     except NotRolledError as error:
         log.debug("loops are left as they are: %s", error)
         return None
 
 
-@dataclass
-class _Looped:
-    """What is known of a loop whose rows are made: its last carries, and its results of all steps."""
-
-    steps: int
-    reverse: bool
-    last: dict[Producer, ValueRef] = field(default_factory=dict)
-    whole: dict[Producer, ValueRef] = field(default_factory=dict)
-
-    def position(self, step: int) -> int:
-        """Where a step lies in its tensors."""
-        return self.steps - 1 - step if self.reverse else step
-
-
-class _Roller:
+class _Roller(LoopReplay):
     """The rows of a record's calls, of which some are loops."""
 
-    def __init__(self, record: Record, calls: RowCalls, loops: Sequence[CallLoop]):
-        self.calls, self.loops, self.rows, self.call = calls, loops, (rows := MadeRows(record)), rows.call
-        self.rolled = Rolled(rows.record, sets=bool(calls.last))
-        self._loop_of = {row: number for number, loop in enumerate(loops) for row in range(loop.start, loop.stop)}
-        self._others = [row for row in range(len(calls.rows)) if row not in self._loop_of]
-        self._made = {value: ValueRef(leaf) for value, (row, leaf) in enumerate(calls.made) if row < 0}
-        self._looped: list[_Looped] = []
-        outside = iter([*self._others, len(calls.rows)])
-        row = next(outside)
-        for number, loop in enumerate([*loops, None]):
-            while row < (len(calls.rows) if loop is None else loop.start):
-                self._outside(row)
-                row = next(outside)
-            if loop is not None:
-                self._looped.append(self._loop(number, loop))
-        self.rolled.draws = rows.draws
-        self.rolled.results = [self._value(each.number) if type(each) is ValueRef else each for each in calls.results]
+    def __init__(self, record: Record, calls: RowCalls, rows: CallRows, loops: Sequence[CallLoop]):
+        self.calls, self.out, self.call = calls, (out := MadeRows(record)), out.call
+        super().__init__(rows, loops, out)
+        self.rolled = Rolled(out.record, sets=bool(calls.last))
+        self.made.update((value, ValueRef(leaf)) for value, (row, leaf) in enumerate(calls.made) if row < 0)
+        self.run()
+        self.rolled.draws = out.draws
+        self.rolled.results = [self.value(each.number) if type(each) is ValueRef else each for each in calls.results]
 
-    # Values of the record
-
-    def _value(self, value: int) -> ValueRef:
-        """What stands for a value of the calls; a part, or one of a step, is taken where it is first read."""
-        if value not in self._made:
-            self._made[value] = self._taken(value)
-        return self._made[value]
-
-    def _taken(self, value: int) -> ValueRef:
-        if (place := self._place(value)) is not None:
-            number, step, producer = place
-            loop = self._looped[number]
-            if self._is_last(place):
-                return loop.last[producer]
-            part = self.call(aten.select.int, loop.whole[producer], 0, loop.position(step))
-            return self.call(aten.clone.default, part)
+    def outside(self, value: int) -> ValueRef:
         part = self.calls.part(value)
-        return self.rows.part(self._value(part.of), *part[1:])
+        return self.out.part(self.value(part.of), *part[1:])
 
-    def _place(self, value: int) -> tuple[int, int, Producer] | None:
-        """The loop that makes a value: its number, the step, and which result of the step it is."""
-        row, leaf = self.calls.made[value]
-        number = self._loop_of.get(row)
-        if number is None:
-            return None
-        step, index = divmod(row - self.loops[number].start, self.loops[number].period)
-        return number, step, Producer(index, leaf)
-
-    def _is_last(self, place: tuple[int, int, Producer]) -> bool:
-        """Whether a value of a loop is a carry, or what was written, after the last step."""
-        loop = self.loops[place[0]]
-        carried = any((carry.row, carry.leaf) == place[2] and carry.of is None for carry in loop.carries)
-        return place[1] == loop.steps - 1 and (carried or place[2].row in loop.written)
-
-    def _leaving(self, number: int) -> list[Producer]:
-        """The results of a step whose values, of some step, are read after the loop."""
-        found: dict[Producer, None] = {}
-        values: list[int] = []
-        for other, loop in enumerate(self.loops):
-            of_loops = [parts.of for parts in loop.parts if isinstance(parts.of, tuple)]
-            found.update((Producer(row, leaf), None) for of, row, leaf in of_loops if of == number)
-            if other != number:
-                values += [carry.first for carry in loop.carries]
-                values += [role.value for role in loop.of_kind(Constant)]
-                values += [parts.of for parts in loop.parts if not isinstance(parts.of, tuple)]
-                values += [written.first for written in loop.written.values()]
-        values += [value for row in self._others for value in self.calls.rows[row].reads]
-        for place in map(self._place, (*values, *self.calls.needed)):
-            if place is not None and place[0] == number and not self._is_last(place):
-                found.setdefault(place[2])
-        return list(found)
+    def of_step(self, whole: ValueRef, position: int, value: int) -> ValueRef:
+        return self.call(aten.clone.default, self.call(aten.select.int, whole, 0, position))
 
     # Calls
 
-    def _outside(self, row: int) -> None:
+    def row(self, row: int) -> None:
         """Adds a call that is in no loop; a part is taken where it is read."""
         call = self.calls.rows[row]
         if not call.makes and row in self.calls.drawn:
             raise NotRolledError("a draw of what nothing else needs")
         if call.makes and self.calls.part(call.makes[0]) is not None:
             return
-        self.rows.like = call.row
+        self.out.like = call.row
         self._check_memory(row, call)
         joined = self._joined(call)
         if joined is not None:
             made = [joined]
         else:
-            read = [self._value(value) for value in call.reads]
+            read = [self.value(value) for value in call.reads]
             made = self._call(call, read, call, draw=self.calls.drawn.get(row))
-        self._made.update(zip(call.makes, made, strict=True))
+        self.made.update(zip(call.makes, made, strict=True))
 
     def _check_memory(self, row: int, call: RowCall) -> None:
         """A write outside of the loops: what shares the memory does so in what is made, too.
@@ -216,10 +147,10 @@ class _Roller:
         if len(through) < 2:
             return
         rows = [self.calls.made[call.reads[place]].row for place in through]
-        looped = [each for each in rows if each in self._loop_of]
+        looped = [each for each in rows if each in self.loop_of]
         if not looped:
             return
-        stop = self.loops[self._loop_of[looped[0]]].stop
+        stop = self.loops[self.loop_of[looped[0]]].stop
         if len(looped) > 1 or any(each < stop for each in rows if each not in looped):
             raise NotRolledError("a write into memory that a loop shares with other tensors")
 
@@ -233,30 +164,30 @@ class _Roller:
     ) -> list[ValueRef]:
         """Adds a call, and returns the values that it makes; ``like``: that of the last step, whose results it has;
         ``number``: in the place of its own."""
-        self.rows.like = like.row
+        self.out.like = like.row
         if call.into is not None:
-            view = self.rows.part(read[0], *call.into[1:])
-            self.rows.add(aten.copy_.default, (view, read[1]), {}, view)
+            view = self.out.part(read[0], *call.into[1:])
+            self.out.add(aten.copy_.default, (view, read[1]), {}, view)
             self.rolled.writes = True
             return [read[0]]
         if call.part is not None:
-            return [self.rows.part(read[0], *call.part[1:])]
+            return [self.out.part(read[0], *call.part[1:])]
         layouts = [self.calls.forms[value] for value in like.makes]
         kind = _out_of_place(self.calls.kinds[call.kind], layouts)
         self.rolled.writes |= isinstance(kind.op, OpOverload) and schema(kind.op).is_mutable
         layouts = layouts[: len(layouts) - len(kind.through)]
         if number is not None and kind.op in CREATING:
-            return [self.rows.contiguous(self.call(aten.expand.default, number, list(layouts[0].shape)))]
+            return [self.out.contiguous(self.call(aten.expand.default, number, list(layouts[0].shape)))]
         op = kind.op if number is None else _WITH_TENSOR.get(kind.op, kind.op)
         given = iter(read)
         args, kwargs = filled((kind.args, kind.kwargs), given, call.number if number is None else number)
-        made = [self.rows.of_layout(*each) for each in zip_longest(layouts, self._bases(like.row, read, len(layouts)))]
-        self.rows.add(op, args, kwargs, _given(kind.gives, made, read), draw)
+        made = [self.out.of_layout(*each) for each in zip_longest(layouts, self._bases(like.row, read, len(layouts)))]
+        self.out.add(op, args, kwargs, _given(kind.gives, made, read), draw)
         return [*made, *(read[place] for place in kind.through)]
 
     def _bases(self, row: Row, read: Sequence[ValueRef], count: int) -> list[ValueRef | None]:
         """For each new value of a row of the record, which of those that stand for its operands shares its memory."""
-        memory, operands = self.rows.record.memory, list(values_in((row.args, row.kwargs)))
+        memory, operands = self.out.record.memory, list(values_in((row.args, row.kwargs)))
         of = dict(zip((memory[number] for number in operands), read, strict=False))
         fresh = [each for each in dict.fromkeys(values_in(row.results)) if each not in operands]
         return [of.get(memory[each]) for each in fresh[:count]]
@@ -266,53 +197,32 @@ class _Roller:
         kind, values = self.calls.kinds[call.kind], call.reads
         if kind.op not in (aten.stack.default, aten.cat.default):
             return None
-        groups = list(self._groups(values))
+        groups = self.adjacent(values)
         if len(groups) == len(values) or len({self.calls.forms[value].shape for value in values}) > 1:
             return None
         rank, stacks = len(self.calls.forms[values[0]].shape), kind.op is aten.stack.default
         given = kind.args[1] if len(kind.args) > 1 else kind.kwargs.get("dim", 0)
         dim = given % (rank + 1 if stacks else rank)
-        pieces = [self._piece(group, dim, stacks) for group in groups]
-        return self.call(aten.cat.default, pieces, dim) if len(pieces) > 1 else self.rows.contiguous(pieces[0])
-
-    def _groups(self, values: Sequence[int]) -> list[list[int]]:
-        """Values in a row of which each is of the step after (or before) that of the one before."""
-        groups: list[list[int]] = []
-        places = [self._place(value) for value in values]
-        for index, (value, place) in enumerate(zip(values, places, strict=True)):
-            before = places[index - 1] if index else None
-            adjacent = None not in (place, before) and place[::2] == before[::2] and abs(place[1] - before[1]) == 1
-            if adjacent and len(groups[-1]) > 1:
-                adjacent = place[1] - before[1] == before[1] - places[index - 2][1]
-            if adjacent:
-                groups[-1].append(value)
+        pieces = []
+        for group in groups:
+            if len(group) == 1:
+                piece = self.value(group[0])
+                pieces.append(self.call(aten.unsqueeze.default, piece, dim) if stacks else piece)
             else:
-                groups.append([value])
-        return groups
-
-    def _piece(self, values: Sequence[int], dim: int, stacks: bool) -> ValueRef:
-        """Adjacent steps' results, or one value, as they are joined along ``dim``."""
-        if len(values) == 1:
-            piece = self._value(values[0])
-            return self.call(aten.unsqueeze.default, piece, dim) if stacks else piece
-        (number, first, producer), (_, last, _) = self._place(values[0]), self._place(values[-1])
-        loop = self._looped[number]
-        begin, end = loop.position(first), loop.position(last)
-        whole = self.rows.narrowed(loop.whole[producer], 0, min(begin, end), abs(end - begin) + 1)
-        steps = self.rows.moved(self.rows.flipped(whole) if end < begin else whole, dim)
-        return steps if stacks else self.call(aten.flatten.using_ints, steps, dim, dim + 1)
+                piece = self.out.to_dim(self.of_steps(group), dim)
+                pieces.append(piece if stacks else self.call(aten.flatten.using_ints, piece, dim, dim + 1))
+        return self.call(aten.cat.default, pieces, dim) if len(pieces) > 1 else self.out.contiguous(pieces[0])
 
     # Loops
 
-    def _loop(self, number: int, loop: CallLoop) -> _Looped:
+    def loop(self, number: int, loop: CallLoop, known: ReplayedLoop) -> None:
         """Adds one step, with marks around it."""
         calls, period, steps = self.calls, loop.period, loop.steps
-        self.rows.like = calls.rows[loop.stop - period].row
+        self.out.like = calls.rows[loop.stop - period].row
         self.rolled.same_steps &= not (loop.numbers or loop.written or dropping(loop, calls))
-        known = _Looped(steps, bool(loop.parts) and all(map(self._falls, loop.parts)))
-        whole = {parts: self._in_front(parts, steps, known.reverse) for parts in loop.parts}
-        firsts = [self._value(carry.first) for carry in loop.carries]
-        constants = {role: self._value(role.value) for role in loop.of_kind(Constant)}
+        whole = {parts: self.in_front(parts, known) for parts in loop.parts}
+        firsts = [self.value(carry.first) for carry in loop.carries]
+        constants = {role: self.value(role.value) for role in loop.of_kind(Constant)}
         numbers = {index: self._numbers(loop, index, each, known.reverse) for index, each in loop.numbers.items()}
         masks = self._masks(loop, known.reverse)
         given = [*whole.values(), *numbers.values(), *masks]
@@ -338,7 +248,7 @@ class _Roller:
                 results = read
                 self.rolled.writes = True
             elif index in mask_of:
-                self.rows.like = last.row
+                self.out.like = last.row
                 results = [self._dropped(read[0], mask_of[index], calls.drawn[loop.start + index])]
             else:
                 results = self._call(call, read, last, number_of.get(index))
@@ -348,20 +258,19 @@ class _Roller:
             last = self.call(LAST, after, number, place)
             if carry.of is None:
                 known.last.setdefault(Producer(carry.row, carry.leaf), last)
-        leaving = self._leaving(number)
+        leaving = self.leaving(number)
         for place, y in enumerate(leaving):
             known.whole[y] = self.call(STEPS, made[y], number, place, steps)
         for place, (index, written) in enumerate(loop.written.items(), start=len(leaving)):
             values = self.call(STEPS, made[index, 0], number, place, steps)
             known.last[Producer(index, 0)] = self._written(written, values, known.reverse)
-        return known
 
     def _numbers(self, loop: CallLoop, index: int, numbers: Sequence[Any], reverse: bool) -> ValueRef:
         """The numbers of a row in all steps."""
         call, last = self.calls.rows[loop.start + index], self.calls.rows[loop.stop - loop.period + index]
         compares = self.calls.kinds[call.kind].op in COMPARING
         form = self.calls.forms[call.reads[0] if compares else last.makes[0]]
-        return self.rows.literal(
+        return self.out.literal(
             torch.tensor(numbers[::-1] if reverse else numbers, dtype=form.dtype, device=form.device)
         )
 
@@ -370,14 +279,12 @@ class _Roller:
         draw = draw_of_steps(loop, self.calls)
         if draw is None:
             return []
-        whole = self.rows.of_layout(ValueLayout(draw.shape, draw.stride, torch.bool, draw.device, False), None)
-        self.rows.add(
-            aten.empty.memory_format, (list(draw.shape),), {"dtype": torch.bool, "device": draw.device}, whole
-        )
-        self.rows.add(aten.bernoulli_.float, (whole, *draw.args), {}, whole, draw)
+        whole = self.out.of_layout(ValueLayout(draw.shape, draw.stride, torch.bool, draw.device, False), None)
+        self.out.add(aten.empty.memory_format, (list(draw.shape),), {"dtype": torch.bool, "device": draw.device}, whole)
+        self.out.add(aten.bernoulli_.float, (whole, *draw.args), {}, whole, draw)
         if not loop.carries:
             return []
-        return [self.rows.flipped(whole) if reverse else whole]
+        return [self.out.flip(whole) if reverse else whole]
 
     def _mask_of(self, loop: CallLoop, steps: Sequence[ValueRef]) -> dict[int, ValueRef]:
         """The masks of a step by the rows that drop with them."""
@@ -396,55 +303,25 @@ class _Roller:
         else:
             order = sorted(range(len(draw.shape)), key=lambda d: (draw.stride[d], draw.shape[d] > 1), reverse=True)
             mask = self.call(aten.reshape.default, mask, [draw.shape[dim] for dim in order])
-            mask = self.rows.in_order(mask, [order.index(dim) for dim in range(len(order))])
+            mask = self.out.in_order(mask, [order.index(dim) for dim in range(len(order))])
             dtype, (keep,) = draw.dtype, draw.args
         kept = self.call(aten.div.Tensor, self.call(aten.to.dtype, mask, dtype), keep)
         return self.call(aten.mul.Tensor, x, kept)
 
-    def _written(self, written: Written, parts: ValueRef, reverse: bool) -> ValueRef:
+    def _written(self, written: StepParts, parts: ValueRef, reverse: bool) -> ValueRef:
         """A tensor after the loop that writes its parts; these with the steps in front."""
-        first, dim, begin, step, extent, squeezed = written
+        of, dim, begin, step, extent, squeezed = written
         if (step < 0) != reverse:
-            parts = self.rows.flipped(parts)
-        value = self.rows.moved(parts, dim)
+            parts = self.out.flip(parts)
+        value = self.out.to_dim(parts, dim)
         if not squeezed:
             value = self.call(aten.flatten.using_ints, value, dim, dim + 1)
-        length, (shape, stride, *_) = self.rows.shape(value)[dim], self.calls.forms[first]
+        length, (shape, stride, *_) = self.out.shape(value)[dim], self.calls.forms[of]
         begin = begin if step > 0 else begin + extent - length
         if length < shape[dim] or not torch.empty_strided(shape, stride, device="meta").is_contiguous():
-            whole = self._value(first)
+            whole = self.value(of)
             return self.call(aten.slice_scatter.default, whole, value, dim, begin, begin + length)
-        return self.rows.contiguous(value)
-
-    def _falls(self, parts: StepParts) -> bool:
-        """Whether later parts lie before earlier ones."""
-        return parts.falls != (isinstance(parts.of, tuple) and self._looped[parts.of[0]].reverse)
-
-    def _in_front(self, parts: StepParts, steps: int, reverse: bool) -> ValueRef:
-        """A tensor with all parts in front; the last one first where the loop is ``reverse``."""
-        of, dim, first, step, extent, squeezed = parts
-        end, apart = first + step * (steps - 1), abs(step)
-        if isinstance(of, tuple):
-            loop = self._looped[of[0]]
-            begin = min(loop.position(first), loop.position(end))
-            whole, stop = loop.whole[Producer(*of[1:])], begin + apart * (steps - 1) + 1
-            if apart > 1 or stop - begin != self.rows.shape(whole)[0]:
-                whole = self.call(aten.slice.Tensor, whole, 0, begin, stop, apart)
-        else:
-            whole = self.rows.narrowed(self._value(of), dim, min(first, end), apart * (steps - 1) + extent)
-            if apart == extent and not squeezed:
-                whole = self.call(aten.unflatten.int, whole, dim, [steps, extent])
-            elif apart != extent:  # gaps, or windows that overlap
-                whole = self.call(aten.unfold.default, whole, dim, extent, apart)
-                rank = len(self.rows.shape(whole))
-                if squeezed:
-                    whole = self.call(aten.squeeze.dim, whole, -1)
-                else:
-                    axes = [*range(dim + 1), rank - 1, *range(dim + 1, rank - 1)]
-                    whole = self.rows.in_order(whole, axes)
-            rank = len(self.rows.shape(whole))
-            whole = self.rows.in_order(whole, [dim, *(each for each in range(rank) if each != dim)])
-        return self.rows.flipped(whole) if self._falls(parts) != reverse else whole
+        return self.out.contiguous(value)
 
 
 def _out_of_place(kind: CallKind, layouts: Sequence[ValueLayout]) -> CallKind:

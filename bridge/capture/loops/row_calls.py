@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autodiff.scan.prove import Part
+from autodiff.scan.prove import Part, Producer
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.observation import Draw
 from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, key_of, mapped, values_in, written_operands
 
-__all__ = ["COMPARING", "CREATING", "HERE", "NUMBER", "CallKind", "NotRolledError", "Producer", "RowCall", "RowCalls"]
+__all__ = ["COMPARING", "CREATING", "HERE", "NUMBER", "CallKind", "NotRolledError", "RowCall", "RowCalls"]
 __all__ += ["calls_of", "filled"]
 
 
@@ -73,14 +73,6 @@ _NEVER = (
 """What no step may have: it reads or writes more than its operands say, or memory beyond them."""
 
 
-class Producer(NamedTuple):
-    """Where a value comes from: the ``leaf``-th that a call makes; of an input, call -1 and its number; of numbers
-    written in the code and tensors from elsewhere, call -2."""
-
-    row: int
-    leaf: int
-
-
 @dataclass(frozen=True)
 class CallKind:
     """What equal calls do: ``op(*args, **kwargs)``, with :data:`HERE` in the place of each tensor.
@@ -100,11 +92,6 @@ class CallKind:
     through: tuple[int, ...] = ()
     targets: int = 0
     alone: bool = False
-
-    @property
-    def name(self) -> str:
-        """Of the operator."""
-        return self.op.overloadpacket.__name__ if isinstance(self.op, OpOverload) else str(self.op)
 
 
 class RowCall(NamedTuple):
@@ -137,7 +124,8 @@ class RowCalls:
     Attributes:
         rows: in order.
         kinds: by their numbers; of those that no step may have, each call has its own.
-        forms, made: of each value.
+        forms, made: of each value; an input is made by row -1, as its number; numbers written in the code and tensors
+            from elsewhere by row -2.
         drawn: what calls draw, by their numbers.
         effects: numbers of calls that are made whoever reads what they make.
         results: what the run returns, values for tensors; ``last``: of each input that is written, the last value.
