@@ -91,6 +91,9 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  scale:float (0: from the sizes) -> y
 ``upsample_backward``                            grad, (shape of x), then as ``upsample`` -> dx
 ``with_derivative``                              x, linear, of one type -> x; its gradient goes to linear alone
+``ran``                                          x -> true, 0-d: keeps what may raise an error
+``overwritten``                                  x, parameter:int, last:int -> x, what is in the memory of that
+                                                 parameter now: a backward reads what is there in the end (last is 1)
 ``tangent``                                      y, function:int, output:int -> what stands for the gradient of y, an
                                                  output of a function with a gradient of the user's own, until
                                                  ``differentiate`` knows it

@@ -238,6 +238,11 @@ class Node:
         """Number of elements, for the sample."""
         return sample_of(math.prod(self.shape))
 
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether it is what the forward leaves in memory of which the backward reads what is there then."""
+        return self.op == "library.overwritten"
+
     @functools.cached_property
     def op(self) -> str:
         """``"relax.matmul"``, ``"library.embedding"``, or the kind of expression: ``"TupleGetItem"``, ``"param"``."""
@@ -356,6 +361,7 @@ def build_graph(
     gradient_names = tuple(names[body.binding(gradient)] for gradient in gradients)
     forward = _ancestors(nodes, output_names)
     read_again = {primals[index]: viewed for index, viewed in again.items()}
+    read_again |= {name: True for name in output_names if name is not None and nodes[name].is_overwritten}
     tangled = _tangled(nodes, grad_outs, forward, read_again)
     for index, name in enumerate(output_names):
         if name in tangled:

@@ -37,7 +37,9 @@ class CapturedSet:
 
 def captured_set(graph: JointGraph, choice: Choice) -> CapturedSet:
     """Walk from what the backward requires until every path ends at a saved value, a parameter or a constant."""
-    free = graph.free_outputs if choice.use_outputs else {}
+    free = graph.free_outputs
+    if not choice.use_outputs:
+        free = {name: index for name, index in free.items() if graph.nodes[name].is_overwritten}
     seen: set[str] = set()
     read: set[str] = set()
     stack = list(graph.required)

@@ -361,6 +361,12 @@ def custom_gradient(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]
     return [None, *partials, *[None] * (len(gradients) + len(tangents))]
 
 
+@library_gradient("library.overwritten")
+def overwritten(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx = g"""
+    return [g, None, None]
+
+
 @library_gradient("library.with_derivative")
 def with_derivative(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = 0, dlinear = g: the value of the first with the derivative of the second"""

@@ -292,8 +292,9 @@ class _Roller(LoopReplay):
         ys = sorted(self.leaving(number))
         made = [inner[Local(carry.row)] if carry.of is None else carried[carry.of] for carry in carries]
         made += [inner[Local(*y)] for y in ys]
-        text = body_text(build_function([*carried.values(), *xs.values(), *constants.values()], bound, made))
-        if text is None:
+        params = [*carried.values(), *xs.values(), *constants.values()]
+        text = body_text(build_function(params, bound, made))
+        if text is None or not all(isinstance(param.ty, TensorType) for param in params):
             raise _NotWrittenError
         scan = Scan(text, len(carries), len(xs), loop.steps, known.reverse)
         called = self.emit(scan_call(scan, [*firsts, *xs, *constants]), "scan")

@@ -281,6 +281,10 @@ class Importer:
         """What leaves the function: one value, with both parts of a complex one."""
         return joined(self, value) if isinstance(value, Complex) else value
 
+    def in_memory(self, value: Expr, index: int, last: bool = False) -> Expr:
+        """What is in the memory of an input now."""
+        return self.emit(library_call("overwritten", [value, *map(relax.prim_value, (index, int(last)))], value.ty))
+
     def draw(self, node: fx.Node) -> Expr:
         """The input that carries what eager draws at ``node``; the parts of complex numbers in a last dimension."""
         if node.name not in self.captured.draw_of:
@@ -434,7 +438,9 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
         output_of.append(len(results))
         results.append(result)
     num_outputs = len(results)
-    results += [importer.whole_of(env[node]) for _, node in captured.mutated]
+    for place, (index, node) in enumerate(captured.mutated):
+        value = importer.whole_of(env[node])
+        results.append(importer.in_memory(value, index, last=True) if place in captured.left else value)
     try:
         state = importer.draws.last_state()
     except UnsupportedUse as unsupported:

@@ -18,7 +18,7 @@ from tvm.relax import op
 from autodiff.ir import Expr, dtype, numel
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import aten
-from bridge.capture import STOP_GRADIENT, Captured, ScalarGuard
+from bridge.capture import OVERWRITTEN, STOP_GRADIENT, Captured, ScalarGuard
 
 __all__ = ["COMPUTED", "compared", "computed_numbers", "first_broken", "holds"]
 
@@ -33,6 +33,7 @@ _SHOWN = 40
 #: Operators whose results are elements of what they are given, so that no rounding gets in.
 _MOVES = {
     STOP_GRADIENT,
+    OVERWRITTEN,
     *(getattr(aten, name).default for name in "alias amax amin clone detach expand permute squeeze unsqueeze".split()),
     *(getattr(aten, name).default for name in "lift_fresh_copy max min repeat reshape view _unsafe_view".split()),
     aten.item.default,

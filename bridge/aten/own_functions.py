@@ -14,9 +14,9 @@ from tvm import relax
 from autodiff.ir import Expr
 from bridge.aten.activations import with_derivative
 from bridge.aten.complex_arithmetic import COMPLEX
-from bridge.aten.complex_value import Complex
+from bridge.aten.complex_value import Complex, separated
 from bridge.aten.registry import converts
-from bridge.capture import CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT
+from bridge.capture import CUSTOM_GRADIENT, OVERWRITTEN, TANGENT, WITH_GRADIENT
 
 __all__: list[str] = []
 
@@ -41,6 +41,13 @@ def with_gradient(importer, node, output, gradient):
     if gradient is None:
         return importer.emit(op.grad.no_grad(output))
     return with_derivative(importer, output, gradient)
+
+
+@converts(OVERWRITTEN)
+@converts(OVERWRITTEN, table=COMPLEX)
+def overwritten(importer, node, x, name):
+    made = importer.in_memory(importer.whole_of(x), importer.captured.placeholders[name])
+    return separated(importer, made) if isinstance(x, Complex) else made
 
 
 @converts(TANGENT, table=COMPLEX)

@@ -20,7 +20,7 @@ from bridge.aten.any_operator import whole
 from bridge.aten.registry import UnsupportedUse, converts, has_extents
 from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
-from bridge.capture import STOP_GRADIENT, TensorForm
+from bridge.capture import RAN, STOP_GRADIENT, TensorForm
 
 op = relax.op
 
@@ -274,6 +274,11 @@ def identity(importer, node, x, **layout):
 @converts(STOP_GRADIENT)
 def stop_gradient(importer, node, x):
     return importer.emit(op.grad.no_grad(x)) if is_float(x) else x
+
+
+@converts(RAN)
+def ran(importer, node, x):
+    return importer.library("ran", [importer.whole_of(x)], node.meta["val"])
 
 
 @converts(aten.gelu.default)

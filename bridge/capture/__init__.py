@@ -3,6 +3,7 @@
 from bridge.capture.captured import Captured
 from bridge.capture.counted_dims import sized
 from bridge.capture.draws import IsolatedRNG, attends_by_products, with_generator
+from bridge.capture.functional import RAN
 from bridge.capture.inplace_rules import share_elements
 from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import LoopedCall, looped_run
@@ -18,6 +19,7 @@ from bridge.capture.numbers import (
 from bridge.capture.observation import Draw, DropoutOperand, Observation, Output, Parameter, StepMasks
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.packed import PACKED_LAYERS, packed_layers
+from bridge.capture.passes.alias_analysis import OVERWRITTEN
 from bridge.capture.passes.decompositions import COMPUTED_DRAWS, RECURRENT_LAYERS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pre_hooks import after_pre_hooks
@@ -34,7 +36,17 @@ from bridge.capture.twin import Twin
 from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 
 __all__ = ["ALL_COUNTS", "CAPTURES", "COMPUTED_DRAWS", "CUSTOM_GRADIENT", "LEAST", "LITERAL", "LOOP_MARKS", "ONCE"]
-__all__ += ["OWN", "PACKED_LAYERS", "RECURRENT_LAYERS", "SIZE_OPERATORS", "SLOPE_DRAWS", "STOP_GRADIENT", "TANGENT"]
+__all__ += [
+    "OVERWRITTEN",
+    "OWN",
+    "PACKED_LAYERS",
+    "RAN",
+    "RECURRENT_LAYERS",
+    "SIZE_OPERATORS",
+    "SLOPE_DRAWS",
+    "STOP_GRADIENT",
+    "TANGENT",
+]
 __all__ += ["UNKNOWN", "UPSAMPLES", "WHOLE", "WHOLE_FUNCTIONS", "WITH_GRADIENT", "Captured", "Counter", "Draw"]
 __all__ += ["DropoutOperand", "DynamicDim", "IsolatedRNG", "KeptPlace", "LoopedCall", "NotArithmeticError"]
 __all__ += ["NumberPlace", "Observation", "OperatorCall", "Output", "Parameter", "PreCallExpression", "RecordedCall"]

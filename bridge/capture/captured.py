@@ -111,6 +111,12 @@ class Captured:
         return {index: index in seen.saved_views for index in sorted(found)}
 
     @property
+    def left(self) -> dict[int, int]:
+        """Places in :attr:`mutated` of inputs that are overwritten behind autograd's back, each with its input."""
+        written = self.observation.overwritten
+        return {place: index for place, (index, _) in enumerate(self.mutated) if index in written}
+
+    @property
     def apart(self) -> tuple[set[int], set[int]]:
         """Leaves of the result that the caller may change: those of which eager saves nothing at all, and those of
         which it saves another tensor in the same memory, which does not follow ``tensor.data = other``."""

@@ -46,13 +46,13 @@ from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.draws import draws_at
 from bridge.capture.loops.operators import MARKS
 from bridge.capture.passes.alias_analysis import OF, ROW, aliased, memory_at, written
-from bridge.capture.passes.decompositions import composite_formulas, formulas, whole_operators
+from bridge.capture.passes.decompositions import composite_formulas, formulas, may_raise, whole_operators
 from bridge.capture.refusals import explain_error
 from bridge.capture.rows import key_of, mapped
 from bridge.capture.symbolic_run import POOLINGS
 from bridge.capture.training_graph import SizeNodes, TrainingGraph
 
-__all__ = ["FunctionalGraph", "NotFunctional", "drop_unused", "functional_graph"]
+__all__ = ["RAN", "FunctionalGraph", "NotFunctional", "drop_unused", "functional_graph"]
 
 _HANDED_ON = ("custom", "stack_trace", "nn_module_stack", ROW)
 
@@ -256,15 +256,46 @@ def _inner(value: Any) -> Any:
 
 
 def drop_unused(graph: fx.Graph) -> None:
-    """Erases calls whose results nobody reads, and that have no effect."""
+    """Erases calls whose results nobody reads, and that have no effect; that one has run that may raise is asserted."""
     for node in reversed(graph.nodes):  # torch drops unused draws too: who makes a call draws for it (bridge.rng)
         if node.op == "call_function" and not node.users and node.target not in MARKS:
             if isinstance(node.target, OpOverload) and node.target in _EFFECTS:
                 continue
-            graph.erase_node(node)
+            if is_for_errors(node.target, node.args, node.meta.get("val")):
+                _assert_ran(graph, node)
+            else:
+                graph.erase_node(node)
 
 
 _EFFECTS = (aten._assert_async.msg,)
+_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
+_library.define("ran(Tensor x) -> Tensor")
+for _kind in ("CompositeExplicitAutograd", "Meta"):
+    _library.impl("ran", lambda x: torch.ones((), dtype=torch.bool, device=x.device), _kind)
+RAN = torch.ops.tvm_dispatch.ran.default
+"""True, once something has been computed."""
+
+
+def is_for_errors(op: Any, args: Sequence[Any], value: Any) -> bool:
+    """Whether a call whose result nobody reads may raise an error, for which eager makes it."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return False
+    return may_raise(op, tensors[0].dtype, len(args) > 1 and isinstance(args[1], int | float) and args[1] != 0)
+
+
+def _assert_ran(graph: fx.Graph, node: fx.Node) -> None:
+    result, value = node, node.meta["val"]
+    with graph.inserting_after(node):
+        if not isinstance(value, torch.Tensor):
+            place = next(place for place, each in enumerate(value) if isinstance(each, torch.Tensor))
+            result, value = graph.call_function(getitem, (node, place)), value[place]
+            result.meta.update(node.meta, val=value)
+    with graph.inserting_after(result):
+        ran = graph.call_function(RAN, (result,))
+    with graph.inserting_after(ran):
+        graph.call_function(aten._assert_async.msg, (ran, "what nobody reads")).meta.update(node.meta, val=None)
+    ran.meta.update(node.meta, val=RAN(value))
 
 
 _DEVICE = torch.ops.prim.device.default

@@ -128,8 +128,10 @@ class Functions(TorchFunctionMode):
     def _judge(self, op: Any, tensors: Sequence, written: Iterable, results: Iterable) -> None:
         """An operator has run: what it wrote is judged."""
         self.rules.checkpointed.note(tensors)
-        for tensor in written if self._running is not F.gaussian_nll_loss else ():
+        written = [*written] if self._running is not F.gaussian_nll_loss else []
+        for tensor in written:
             self.rules.mutated(op.overloadpacket.__name__, tensor)
+        self.rules.memory.note(map(storage_id, written))
         for result in results:
             self.rules.returned(tensors, result)
 
@@ -408,6 +410,7 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
         run.complain("Tensor.data =", _OTHER_MEMORY, "keep its form")
         return NotImplemented
     if rules is not None:
+        rules.memory.note_exchange(x)
         rules.given_to_input("Tensor.data =", value)
         memory = recorder.record.memory
         names = {each for each, first in enumerate(memory) if each != number and first == memory[number]}

@@ -7,7 +7,7 @@ view) would be lost in it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,15 +45,14 @@ class InPlaceRules:
         without_grad: tensors, by id, of which forward was told that they have no ``.grad``.
         shared_by_functions: the memory that such a Function's outputs share with its arguments.
         written_parameters: the memory of parameters that are written where autograd does not follow the write.
+        memory: of the inputs.
     """
 
     def __init__(
         self, arguments: Sequence[Any], parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
     ):
         self.unsupported: list[Unsupported] = []
-        self._inputs: dict[int, list[torch.Tensor]] = {}
-        for each in inputs:
-            self._inputs.setdefault(storage_id(each), []).append(each)
+        self.memory = InputMemory(inputs)
         given = [each for each in arguments if isinstance(each, torch.Tensor)]
         self._argument_storages = {storage_id(each) for each in given}
         self._followed_storages = {storage_id(each) for each in given if each.requires_grad}
@@ -108,12 +107,17 @@ class InPlaceRules:
 
     def switched(self, leaf: torch.Tensor) -> None:
         """``requires_grad`` of a leaf is set: rows before it are of the other value."""
-        if any(each is leaf for each in self._inputs.get(storage_id(leaf), ())):
+        if any(each is leaf for each in self.memory.inputs.get(storage_id(leaf), ())):
             self.complain("requires_grad_", SWITCHED, "set it outside of forward, or work on x.detach()")
 
     def is_given(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is not forward's own."""
-        return storage_id(tensor) in self._inputs or storage_id(tensor) in self._argument_storages
+        return storage_id(tensor) in self.memory.inputs or storage_id(tensor) in self._argument_storages
+
+    def exchanged(self, name: str) -> None:
+        """An input is set to another tensor, or its ``.data`` is, where its memory is one that autograd reads again."""
+        reason = "is set to another tensor, where autograd saves memory that forward writes by .data"
+        self.unsupported.append(Unsupported(f"'{name}'", "forward", reason, "write into it"))
 
     def given_to_input(self, name: str, value: torch.Tensor) -> None:
         """An input is set to a value: to its numbers, which is the same unless either is written under another name."""
@@ -127,10 +131,10 @@ class InPlaceRules:
             self.complain(name, "changes memory that an input of the call has been set to", "clone it first")
         if storage in self._followed_storages or (storage in self._argument_storages and tensor.requires_grad):
             self.complain(name, CHANGES_ARGUMENT, "work on a clone: x = x.clone() before it")
-        elif any(map(overlaps_itself, self._inputs.get(storage, ()))):
+        elif any(map(overlaps_itself, self.memory.inputs.get(storage, ()))):
             self.complain(name, "changes a tensor whose elements lie in one place (an expanded one)", "clone it first")
         elif storage in self._parameter_storages:
-            if len(self._inputs[storage]) > 1 or function_running() is not None:
+            if len(self.memory.inputs[storage]) > 1 or function_running() is not None:
                 self.complain(name, "changes a parameter that shares its memory, or in a Function", PARAMETER_HINT)
             self.written_parameters.add(storage)
         elif storage in self.shared_by_functions:
@@ -150,7 +154,51 @@ class InPlaceRules:
         """Whether autograd follows a tensor whose gradient can be seen: that of a leaf that forward makes cannot."""
         if not tensor.requires_grad or not tensor.is_leaf:
             return tensor.requires_grad
-        return storage_id(tensor) in self._parameter_storages | self._followed_storages | self._inputs.keys()
+        return storage_id(tensor) in self._parameter_storages | self._followed_storages | self.memory.inputs.keys()
+
+
+class InputMemory:
+    """The memory of the inputs of a run, and how it is written: ``.data`` shows a tensor whose writes nobody counts.
+
+    Attributes:
+        inputs: those that lie in it.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]):
+        self.inputs: dict[int, list[torch.Tensor]] = {}
+        for each in inputs:
+            self.inputs.setdefault(storage_id(each), []).append(each)
+        self._exchanged, self._uncounted = set[int](), set[int]()
+        self._first = list(map(_version, inputs))
+        self._latest = {storage: list(map(_version, found)) for storage, found in self.inputs.items()}
+
+    def note(self, storages: Iterable[int]) -> None:
+        """An operator has written there."""
+        for storage in {*storages} & self.inputs.keys():
+            before, self._latest[storage] = self._latest[storage], list(map(_version, self.inputs[storage]))
+            if before == self._latest[storage]:
+                self._uncounted.add(storage)
+
+    def note_exchange(self, tensor: torch.Tensor) -> None:
+        """The ``.data`` of an input is set to another tensor."""
+        self._exchanged.add(storage_id(tensor))
+
+    def exchanged(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
+        return frozenset(index for index, each in enumerate(inputs) if storage_id(each) in self._exchanged)
+
+    def counted(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Indices of the inputs, in order, whose version has moved on."""
+        pairs = zip(inputs, self._first, strict=True)
+        return frozenset(index for index, (each, then) in enumerate(pairs) if _version(each) != then)
+
+    def uncounted(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Indices of the inputs that are written without that."""
+        return frozenset(index for index, each in enumerate(inputs) if storage_id(each) in self._uncounted)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often autograd has seen the tensor written; 0 for one made in inference mode, of which it keeps no count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 # Overlap: views of one memory → whether they, or the elements of one of them, lie in the same place.

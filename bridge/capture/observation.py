@@ -166,6 +166,8 @@ class Observation:
         counted: indices of the inputs whose version it has moved on. A batch norm writes its running statistics without
             that: autograd takes them for unchanged, and so does a backward that has saved them.
         saved: indices of the inputs that eager's autograd saves as they are; ``saved_views``: of which it saves views.
+        overwritten: indices of the inputs that forward writes by ``.data`` and eager's autograd saves, whose backward
+            reads what is in them when it comes.
         checkpointed: indices of the inputs that checkpoints read which the backward runs again, each with the line.
         replaced: names of the parameters and buffers that forward sets to another tensor.
         reads: what forward read of the state outside of the call (:class:`bridge.guards.Reads`).
@@ -181,6 +183,7 @@ class Observation:
     counted: frozenset[int] = frozenset()
     saved: frozenset[int] = frozenset()
     saved_views: frozenset[int] = frozenset()
+    overwritten: frozenset[int] = frozenset()
     checkpointed: dict[int, str] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
     reads: Any = field(default=None, compare=False, repr=False)

@@ -23,7 +23,7 @@ from bridge.capture.refusals import CACHES, NO_CACHE
 from bridge.capture.rows import Form, ValueRef
 
 __all__ = ["describe_outputs", "geometry_of", "judge_replaced"]
-__all__ += ["unknown_results", "values_of", "version_of", "whole_tensors", "with_wholes"]
+__all__ += ["unknown_results", "values_of", "whole_tensors", "with_wholes"]
 
 """How the reason begins why a buffer cannot be set that gets another shape or type, maybe at the first call alone."""
 _CONTENTS = "return tensors, or a tuple, a list, a dict or a dataclass of them"
@@ -284,8 +284,3 @@ def geometry_of(tensor: torch.Tensor) -> tuple:
     """What an in-place change of a tensor's own description alters; a write of numbers has its own rules."""
     is_leaf_with_grad = tensor.grad_fn is None and tensor.requires_grad
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), storage_id(tensor), is_leaf_with_grad
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often autograd has seen the tensor written; 0 for one made in inference mode, of which it keeps no count."""
-    return 0 if tensor.is_inference() else tensor._version

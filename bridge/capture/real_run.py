@@ -33,7 +33,6 @@ from bridge.capture.outputs import (
     judge_replaced,
     unknown_results,
     values_of,
-    version_of,
     whole_tensors,
     with_wholes,
 )
@@ -267,10 +266,9 @@ def real_run_of(
 
 
 class _Before(NamedTuple):
-    """What a run may change: geometries and versions of its inputs, buffers by name, the twin's registries of these."""
+    """What a run may change: geometries of its inputs, buffers by name, the twin's registries of these."""
 
     geometry: list[tuple]
-    versions: list[int]
     named: dict[str, torch.Tensor]
     registries: list[tuple[dict, dict]]
 
@@ -291,9 +289,9 @@ class _Watch:
         followed = [each for each in given.parameters if each.requires_grad]
         self.rules = rules = InPlaceRules(given.leaves, followed, inputs)
         self.observation = Observation(unsupported=rules.unsupported)
-        geometry, versions = [geometry_of(each) for each in inputs], [version_of(each) for each in inputs]
+        geometry = [geometry_of(each) for each in inputs]
         registries = [(each._buffers, dict(each._buffers)) for each in twin.modules()]
-        self.before = _Before(geometry, versions, dict(twin.named_buffers(remove_duplicate=False)), registries)
+        self.before = _Before(geometry, dict(twin.named_buffers(remove_duplicate=False)), registries)
         self.saved = SavedMemory(saves)
         self.protected, self.cached = given.protected(), CachedFunctions()
         self.recorder = OperatorRecorder(inputs, paths_of(twin), self.observation.draws, self.protected)
@@ -340,8 +338,7 @@ class _Watch:
         given, rules, observation = self.given, self.rules, self.observation
         inputs, before, now = given.inputs, self.before, self.now
         rules.shared_by_functions |= self.functions.applied.shared
-        moved = enumerate(zip(inputs, before.versions, strict=True))
-        observation.counted = frozenset(index for index, (tensor, then) in moved if version_of(tensor) != then)
+        observation.counted = rules.memory.counted(inputs)
         at_first = [  # statistics that the first batch gives a size; a buffer whose gradient forward asks for
             Unsupported(f"{spec.kind} '{spec.name}'", "forward", f"forward {what}", CALL_BEFORE)
             for spec, then, each in zip(given.tensors, before.geometry, now, strict=False)
@@ -359,6 +356,7 @@ class _Watch:
             rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
         observation.checkpointed = rules.checkpointed.of(inputs)
         observation.saved, observation.saved_views = self.saved.inputs(inputs)
+        observation.overwritten = rules.memory.uncounted(inputs) & (observation.saved | observation.saved_views)
         observation.differentiates, observation.reads_validation = (
             self.draws.differentiates,
             observation.reads.validates,
@@ -395,6 +393,10 @@ class _Watch:
             for name, each in before.items():
                 if not _is_filled(each, registry.get(name), is_first):
                     registry[name] = each
+        again = found.keys() | rules.memory.exchanged(inputs) & self.observation.saved_views
+        for index in self.observation.overwritten & again:
+            tensors = self.given.tensors
+            rules.exchanged(tensors[index].name if index < len(tensors) else "an argument")
         written = enumerate(self.given.owned)
         return found | {n: ValueRef(n) for n, each in written if storage_id(each) in rules.written_parameters}
 
@@ -444,7 +446,7 @@ def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
     """Inputs that an observation speaks of, by their places in the run → by those in the compiled code's order."""
     reads = observation.reads
     reads.tensors = {(index_of[place], name): None for place, name in reads.tensors if place in index_of}
-    for name in ("counted", "saved", "saved_views"):
+    for name in ("counted", "saved", "saved_views", "overwritten"):
         places = getattr(observation, name)
         setattr(observation, name, frozenset(index_of[each] for each in places if each in index_of))
     observation.checkpointed = {

@@ -29,8 +29,7 @@ from bridge.capture.fake_run import FakeRecord
 from bridge.capture.functional import FunctionalGraph, NotFunctional, drop_unused, functional_graph
 from bridge.capture.loops.lengths import LoopedCall, comparable, run_of_any_length
 from bridge.capture.observation import Observation
-from bridge.capture.own_functions import OwnFunctions
-from bridge.capture.passes.stop_gradient import link_functions, prepare
+from bridge.capture.passes.stop_gradient import link_functions, mark_overwritten, prepare
 from bridge.capture.real_run import RealRun
 from bridge.capture.recomputed import recomputed, too_many, uncounted
 from bridge.capture.replay import fakes_of
@@ -78,7 +77,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     counted = {} if counts is None else dict(enumerate(counts.fakes, len(record.forms)))
     record, made = _traced(real, fake, rolls, counted, _input_names(module, args, kwargs, real))
     observation.unsupported += spell_selections(made.graph)
-    observation.unsupported += _prepared(made.graph, record, real.functions, made.placeholders)
+    observation.unsupported += _prepared(made.graph, record, real, made.placeholders)
     functional = _functional(made, name, observation)
     draw_of, unmatched = match_draws(functional.drawing, record.rows, observation.draws, f"{name}.forward")
     if not observation.unsupported:
@@ -162,18 +161,19 @@ def _traced(
     return record, training_graph(record, fakes, fake.mode, names, order, results, torch.is_grad_enabled())
 
 
-def _prepared(
-    graph: fx.Graph, record: Record, functions: OwnFunctions, placeholders: dict[str, int]
-) -> list[Unsupported]:
+def _prepared(graph: fx.Graph, record: Record, real: RealRun, placeholders: dict[str, int]) -> list[Unsupported]:
     """Rewrites a training graph so that nothing in it depends on grad modes; what that cannot express."""
 
     def needs_grad(node: fx.Node) -> bool:
         return node.name in placeholders and record.forms[placeholders[node.name]].requires_grad
 
-    problems = [*functions.problems]
-    if functions.uses:
-        problems += link_functions(graph, functions.uses)
-    return problems + prepare(graph, needs_grad)
+    problems = [*real.functions.problems]
+    if real.functions.uses:
+        problems += link_functions(graph, real.functions.uses)
+    problems += prepare(graph, needs_grad)
+    overwritten = {real.order[index] for index in real.observation.overwritten}
+    mark_overwritten(graph, [name for name, number in placeholders.items() if number in overwritten])
+    return problems
 
 
 def _explained(observation: Observation) -> list[Unsupported]:

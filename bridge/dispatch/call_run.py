@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
 from bridge.base.pytrees import picker
@@ -239,7 +237,7 @@ def _generator(step: steps.Generator) -> Action:
 def _save(step: steps.Save) -> Action:
     primals, outputs, copied, captures = picker(step.primals), picker(step.outputs), step.copied, step.captures
     aliased = tuple(place for place in step.aliased if place not in copied)
-    beside = picker(step.beside)
+    beside, left = picker(step.beside), step.left
     is_apart = bool(step.beside_copied or step.beside_followed)
 
     def save(call: CallValues) -> None:
@@ -247,6 +245,8 @@ def _save(step: steps.Save) -> Action:
         call.saved = [*primals(call.primals), *outputs(values), *values[captures:]]
         for place in copied:
             call.saved[place] = call.saved[place].clone()
+        for place, index in left:
+            call.saved[place] = call.primals[index]
         for place in aliased:
             call.saved[place] = call.saved[place].detach()
         call.held = None
@@ -265,12 +265,8 @@ def _save(step: steps.Save) -> Action:
 
 def _write_back(step: steps.WriteBack) -> Action:
     ways = [(index, result, index in step.counted) for index, result, _ in step.buffers]
-    uncounted = [(index, result, name) for index, result, name in step.buffers if index not in step.counted]
 
     def write(call: CallValues) -> None:
-        for index, result, name in uncounted:
-            if call.primals[index].requires_grad:
-                call.later = _WrittenLeaf(call, call.primals[index], call.values[result], name)
         alike: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for index, result, counts in ways:
             tensor = call.primals[index]
@@ -281,31 +277,6 @@ def _write_back(step: steps.WriteBack) -> Action:
             copy_each(targets, sources)
 
     return write
-
-
-class _WrittenLeaf:
-    """What a backward asks first: whether a later call gave a leaf other numbers, which eager's backward would read.
-
-    Only a write through ``.data`` is meant: autograd counts others, and eager raises.
-    """
-
-    _waiting = WeakIdKeyDictionary()
-    """A leaf → the calls that wrote it and whose backward may still run."""
-
-    def __init__(self, call: CallValues, leaf: torch.Tensor, numbers: torch.Tensor, name: str):
-        self._later, self._is_stale, self._name = call.later, False, name
-        earlier = self._waiting.setdefault(leaf, WeakSet())
-        if earlier and not torch.equal(leaf.detach(), numbers):
-            for each in earlier:
-                each._is_stale = True
-        earlier.add(self)
-
-    def __call__(self) -> None:
-        if self._is_stale:
-            told = "by .data, and eager's backward reads its last numbers; call backward before forward again"
-            raise RuntimeError(f"{self._name}: a later call of forward wrote it {told}")
-        if self._later is not None:
-            self._later()
 
 
 def _results(step: steps.Results) -> Action:

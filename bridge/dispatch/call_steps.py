@@ -187,6 +187,7 @@ class Save(CallStep):
         captures: the first capture among the results; all from there on are saved.
         names: of all that is saved.
         aliased: by their places among ``primals`` and ``outputs``, those that are another tensor in the same memory.
+        left: places among these of what an input has in its memory in the end, each with that input, which is saved.
         beside: places of inputs and draws that are held beside, for a backward by eager's operators.
         beside_names: of these; ``beside_copied``: which are buffers that the call changes, by their place there,
             and ``beside_followed``: which are arguments that autograd follows.
@@ -199,6 +200,7 @@ class Save(CallStep):
     captures: int
     names: tuple[str, ...]
     aliased: tuple[int, ...] = ()
+    left: tuple[tuple[int, int], ...] = ()
     beside: tuple[int, ...] = ()
     beside_names: tuple[str, ...] = ()
     beside_copied: tuple[int, ...] = ()
@@ -422,15 +424,18 @@ def _result_names(lowered: LoweredCall) -> tuple[str, ...]:
 def _save(
     lowered: LoweredCall, primals: Sequence[str], values: Sequence[str], beside: Sequence[int], guard: EntryGuard | None
 ) -> Save:
-    plan, changed = lowered.plan, {index for index, _ in lowered.captured.mutated}
-    apart, aliased = saved_apart(lowered.captured)
+    plan, captured = lowered.plan, lowered.captured
+    changed = {index for index, _ in captured.mutated}
+    apart, aliased = saved_apart(captured)
+    memory = {lowered.imported.num_outputs + place: index for place, index in captured.left.items()}
     saved, outputs = tuple(plan.saved_primals), tuple(plan.saved_outputs)
     names = (
         [primals[index] for index in saved] + [values[index] for index in outputs] + [*values[lowered.num_results :]]
     )
-    viewed = {lowered.imported.output_of[leaf] for leaf in lowered.captured.apart[1]}
+    viewed = {lowered.imported.output_of[leaf] for leaf in captured.apart[1]}
+    viewed |= {place for place, index in memory.items() if index in aliased}
     aliased_outputs = (len(saved) + place for place, index in enumerate(outputs) if index in viewed)
-    owned = lowered.captured.module_tensors if guard is not None else ()  # of a guard, parameters are leaves
+    owned = captured.module_tensors if guard is not None else ()  # of a guard, parameters are leaves
     leaves = {index for index, each in enumerate(owned) if each.kind == "parameter"}
     return Save(
         saved,
@@ -439,8 +444,9 @@ def _save(
         lowered.num_results,
         tuple(names),
         (*(place for place, index in enumerate(saved) if index in aliased and index not in changed), *aliased_outputs),
+        tuple((len(saved) + place, memory[index]) for place, index in enumerate(outputs) if index in memory),
         tuple(beside),
         tuple(primals[index] for index in beside),
-        tuple(place for place, index in enumerate(beside) if index in changed),
+        tuple(place for place, index in enumerate(beside) if index in changed and index not in beside[:place]),
         tuple(place for place, index in enumerate(beside) if index in lowered.wanted and index not in leaves),
     )

@@ -43,6 +43,10 @@ _CHANGED = (
     "{shape}, which the backward of a module dispatched to TVM reads under create_graph=True or is_grads_batched=True, "
     "is at version {now}; version {then} is wanted."
 )
+_WRITTEN = (
+    "create_graph=True or is_grads_batched=True through a module dispatched to TVM whose forward writes {name} by "
+    ".data: remove_tvm_dispatch(module) for that"
+)
 _UNCOUNTED = (
     "create_graph=True or is_grads_batched=True through a module dispatched to TVM that was called with an inference "
     "tensor, of which torch does not count changes."
@@ -122,7 +126,8 @@ class EagerBackward:
     Attributes:
         needed: places of the primals (module tensors, arguments, draws) that its gradients are computed from.
         saved: places of those that autograd saves for the compiled backward, in its order.
-        held: those that a call holds for it alone; they come before what is saved of the same.
+        held: those that a call holds for it alone; they come before what is saved of the same. Behind them come those
+            that forward overwrites behind autograd's back, once more: what is in them when the backward comes.
 
     Args:
         masks: that the programs compute: the draw's place holds the generator's state.
@@ -136,7 +141,9 @@ class EagerBackward:
         self.needed = lowered.gradient_inputs
         self.saved = tuple(lowered.plan.saved_primals)
         apart = set().union(*saved_apart(captured)) & {*lowered.wanted}  # autograd cannot follow what is saved of them
-        self.held = tuple(place for place in self.needed if place not in self.saved or place in apart)
+        held = [place for place in self.needed if place not in self.saved or place in apart]
+        self._overwritten = sorted(captured.observation.overwritten)
+        self.held = (*dict.fromkeys([*held, *self._overwritten]), *self._overwritten)
 
     def at(self, sizes: Sizes) -> EagerBackward:
         """The same for certain sizes, where extents are symbolic."""
@@ -147,16 +154,17 @@ class EagerBackward:
         return found
 
     def primals(self, saved: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """All primals in order, ``None`` for those that are not needed.
+        """All primals in order, ``None`` for those that are not needed, and what is in overwritten ones now.
 
         Args:
             saved: what autograd saved; the primals come first.
             held: of the places :attr:`held`.
         """
         found: list[torch.Tensor | None] = [None] * (self._given + len(self._draws))
-        for place, tensor in (*zip(self.saved, saved, strict=False), *zip(self.held, held, strict=True)):
+        count = len(self.held) - len(self._overwritten)
+        for place, tensor in (*zip(self.saved, saved, strict=False), *zip(self.held[:count], held, strict=False)):
             found[place] = tensor
-        return found
+        return [*found, *held[count:]]
 
     def __call__(
         self,
@@ -178,7 +186,11 @@ class EagerBackward:
             RuntimeError: torch's own, where one of its operators has no such derivative.
         """
         lowered, wanted = self._lowered, self._lowered.wanted
-        given = list(primals)
+        count = self._given + len(self._draws)
+        given, now = list(primals[:count]), dict(zip(self._overwritten, primals[count:], strict=True))
+        for place in now:
+            if place in wanted:
+                raise RuntimeError(_WRITTEN.format(name=self._captured.input_name(place)))
         with working_for(self._captured.device), autocast_to(None), torch.enable_grad():  # casts are in the graph
             for place in self._masks:
                 if given[place] is not None:
@@ -187,7 +199,7 @@ class EagerBackward:
                 given[place] = given[place].view_as(given[place])
             ends = _Ends()
             cuts = {place: ends.of(known) for place, known in cut.items()}
-            results = outputs_at(self._captured, lowered.imported, given, [*outputs, *cut], cuts)
+            results = outputs_at(self._captured, lowered.imported, given, [*outputs, *cut], cuts, now)
             results, reads = results[: len(outputs)], results[len(outputs) :]
             pairs = [(each, grad) for each, grad in zip(results, grad_outs, strict=True) if each.requires_grad]
             reached = lowered.gradients_for(outputs)

@@ -40,7 +40,7 @@ NEVER_RAISE = frozenset(
     "max_pool_last avg_pool avg_pool_last adaptive_avg_pool adaptive_avg_pool_last attention flip adaptive_max_pool "
     "upsample upsample_last "
     "scaled_dot_product_flash_attention recurrent_layer recurrent_layers sort sorted_keys topk "
-    "erfc atan2".split()
+    "erfc atan2 ran".split()
 )
 """Calls, of functions and of kernels that write into given tensors, that take any numbers."""
 

@@ -224,6 +224,14 @@ class LoweredCall:
         """The origins of the variables of a forward or backward of this call, by name."""
         return origins(self.captured, self.imported, [self["forward"].function, function])
 
+    @cached_property
+    def owners(self) -> dict[str, str]:
+        """Of each variable of the forward, where some memory is overwritten, the operation that it is a part of."""
+        if not self.captured.observation.overwritten:
+            return {}
+        found = origins(self.captured, self.imported, [self["forward"].function])
+        return {name: origin.node for name, origin in found.items()}
+
     def diff(self, before: str, after: str) -> Diff:
         """What differs between two stages, as operator counts and bindings; ``print`` it."""
         return diff(self[before], self[after])
@@ -267,7 +275,7 @@ class LoweredCall:
         return autodiff.without_grad_outs(self.backward, absent, results)
 
     def _rebuilt_backward(self, outputs: tuple[int, ...], gradients: tuple[int, ...]) -> Function:
-        joint = autodiff.clean_joint(autodiff.differentiate(self.whole_forward, outputs, gradients))
+        joint = autodiff.clean_joint(autodiff.differentiate(self.whole_forward, outputs, gradients, self.owners))
         backward = rebuild_backward(joint, self.plan, num_primals=self.num_primals, num_outputs=self.num_results)
         return autodiff.join_products(backward)
 

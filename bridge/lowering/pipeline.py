@@ -69,7 +69,8 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     wanted = [index for index, needs in enumerate(requires_grad) if needs] if differentiable else []
     if not differentiable:
         autodiff.drop_gradients(body)
-    given = wanted, partition, captured.device != HOST, captured.extents is None
+    rolls = captured.extents is None and not captured.observation.overwritten  # its steps read what each one had
+    given = wanted, partition, captured.device != HOST, rolls
     lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, *given, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
     made_by = "autodiff.channels_behind, heads_behind, clean, unique_names"
@@ -80,7 +81,8 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
         return lowered
     lowered.wanted = tuple(wanted)
     lowered.wanted = lowered.gradients_for(differentiable)
-    lowered.run("joint", "autodiff.differentiate", body, autodiff.differentiate, differentiable, lowered.wanted)
+    asked = differentiable, lowered.wanted, lowered.owners
+    lowered.run("joint", "autodiff.differentiate", body, autodiff.differentiate, *asked)
     lowered.run("cleaned", "autodiff.clean_joint", body, autodiff.clean_joint)
     size = lowered["cleaned"].size
     started = time.perf_counter()

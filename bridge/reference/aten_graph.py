@@ -24,6 +24,7 @@ from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture import (
     CUSTOM_GRADIENT,
     LOOP_MARKS,
+    OVERWRITTEN,
     PACKED_LAYERS,
     RECURRENT_LAYERS,
     SLOPE_DRAWS,
@@ -147,7 +148,8 @@ _VIEWS = {
 """Views that torch makes of tensors with some strides only, and what gives their numbers for any."""
 _OURS = "tvm_dispatch"
 _LAYERS = (RECURRENT_LAYERS, PACKED_LAYERS)
-_TORCH_HAS = (STOP_GRADIENT, CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT, *_LAYERS, *WHOLE_FUNCTIONS, *LOOP_MARKS)
+_TORCH_HAS = (STOP_GRADIENT, OVERWRITTEN, CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT)
+_TORCH_HAS += (*_LAYERS, *WHOLE_FUNCTIONS, *LOOP_MARKS)
 """Operators of ours that torch's are run for."""
 _RUNNING = 3, 4
 """Places of the running statistics among its arguments, and of the new ones among its results."""
@@ -160,6 +162,7 @@ def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[to
     is taken from there.
     """
     env = _run(captured, imported, primals, captured.graph.nodes)
+    _overwrite(captured, env, {index: as_parts(env[captured.mutated[at][1]]) for at, index in captured.left.items()})
     nodes = [node for node, position in _results(captured, imported) if position is not None]
     nodes += [node for _, node in captured.mutated]
     return InterpretedRun([as_parts(env[node]) for node in nodes], {node.name: value for node, value in env.items()})
@@ -176,6 +179,7 @@ def outputs_at(
     primals: Sequence[torch.Tensor | None],
     places: Sequence[int],
     cut: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType({}),
+    now: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> list[torch.Tensor]:
     """Some of the results of :func:`run_graph`; no others are computed, and autograd follows these.
 
@@ -183,6 +187,7 @@ def outputs_at(
         primals: as there; what :func:`needed_nodes` has not may be ``None``.
         places: among the imported function's outputs.
         cut: what is made of some outputs, by their places, for the others to be computed from.
+        now: of inputs that forward overwrites behind autograd's back, what a backward reads in their memory.
 
     Raises:
         RuntimeError: they are computed with an operator of ours that has no form in torch's.
@@ -196,7 +201,16 @@ def outputs_at(
     env = _run(
         captured, imported, primals, nodes, own_calls(nodes), {node_of[place]: made for place, made in cut.items()}
     )
+    _overwrite(captured, env, now)
     return [as_parts(env[root]) for root in roots]
+
+
+def _overwrite(captured: Captured, env: Mapping[fx.Node, Any], now: Mapping[int, torch.Tensor]) -> None:
+    """What lay in overwritten memory shows what is there now: to autograd, which has saved it."""
+    for node, value in env.items():
+        name = node.args[1] if node.target is OVERWRITTEN else node.name
+        if (memory := now.get(captured.placeholders.get(name))) is not None:
+            value.data.copy_(as_complex(memory) if value.is_complex() else memory)
 
 
 def needed_nodes(captured: Captured, roots: Sequence[fx.Node]) -> list[fx.Node]:
@@ -272,6 +286,8 @@ def _results(captured: Captured, imported: Imported) -> list[tuple[fx.Node, int 
 def _placeholder(captured: Captured, node: fx.Node, primals: Sequence[torch.Tensor]) -> Any:
     if node.name in captured.placeholders:
         given = primals[captured.placeholders[node.name]]
+        if captured.placeholders[node.name] in captured.observation.overwritten:
+            given = given.clone()  # who saves it reads in it, in the end, what is there then
         return as_complex(given) if node.meta["val"].dtype.is_complex else given
     if node.name in captured.literals:
         return captured.literals[node.name].detach().clone()
@@ -285,6 +301,8 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return args[0][args[1]]
     if node.target is STOP_GRADIENT:
         return args[0].detach().clone()
+    if node.target is OVERWRITTEN:
+        return args[0].clone()
     if node.target is WITH_GRADIENT:
         return with_own_gradient(*args)
     if node.target is CUSTOM_GRADIENT:

@@ -18,6 +18,7 @@ import torch
 from autodiff.scan.prove import Part, Producer
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.observation import Draw
+from bridge.capture.passes.decompositions import may_raise
 from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, key_of, mapped, values_in, written_operands
 
 __all__ = ["COMPARING", "CREATING", "HERE", "NUMBER", "CallKind", "NotRolledError", "RowCall", "RowCalls"]
@@ -339,14 +340,19 @@ def _alive(calls: RowCalls) -> RowCalls:
 
     What nobody reads has no gradient in eager. In a loop it would have the gradient zero in the steps in which nobody
     reads it, and zero times an infinite factor is not a number. So a step of which fewer rows are needed, as the last
-    one whose state no other reads, is not as the others. Dropout of what is not needed draws alone.
+    one whose state no other reads, is not as the others. Dropout of what is not needed draws alone. What may raise an
+    error is needed for that, and no step has it.
     """
-    needed, alive = calls.needed, [False] * len(calls.rows)
+    needed, alive, for_errors = calls.needed, [False] * len(calls.rows), set()
     for number in range(len(calls.rows) - 1, -1, -1):
         row = calls.rows[number]
         drops = calls.kinds[row.kind].op is aten.dropout.default
         if number in calls.effects or (number in calls.drawn and not drops) or not needed.isdisjoint(row.makes):
             alive[number] = True
+            needed.update(row.reads)
+        elif row.makes and may_raise(row.row.op, calls.forms[row.makes[0]].dtype):
+            alive[number] = True
+            for_errors.add(number)
             needed.update(row.reads)
     left = replace(calls, rows=[], drawn={}, effects=set(), made=list(calls.made), kinds=list(calls.kinds))
     alone: dict[Draw, int] = {}
@@ -358,6 +364,9 @@ def _alive(calls: RowCalls) -> RowCalls:
             row = RowCall(kind, (), (), None, None, None, row.row)
         elif not alive[number] and draw is None:
             continue
+        elif number in for_errors:
+            row = row._replace(kind=len(left.kinds))
+            left.kinds.append(calls.kinds[calls.rows[number].kind])
         if draw is not None:
             left.drawn[here] = draw
         if number in calls.effects:

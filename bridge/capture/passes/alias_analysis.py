@@ -16,14 +16,20 @@ from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import OpOverload, aten, pytree, schema
 from bridge.capture.rows import memory_of
 
-__all__ = ["MEMORY", "OF", "ROW", "STOPPED", "STOP_GRADIENT", "Aliases", "aliased", "is_detach", "is_view"]
-__all__ += ["memory_at", "told", "write_through_views", "written"]
+__all__ = ["MEMORY", "OF", "OVERWRITTEN", "ROW", "STOPPED", "STOP_GRADIENT", "Aliases", "aliased", "is_detach"]
+__all__ += ["is_view", "memory_at", "told", "write_through_views", "written"]
 
 _library = torch.library.Library("tvm_dispatch", "DEF")
 _library.define("stop_gradient(Tensor x) -> Tensor")
 _library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
 _library.impl("stop_gradient", torch.empty_like, "Meta")
 STOP_GRADIENT = torch.ops.tvm_dispatch.stop_gradient.default
+
+_library.define("overwritten(Tensor x, str name) -> Tensor")
+_library.impl("overwritten", lambda x, name: x.clone(), "CompositeExplicitAutograd")
+_library.impl("overwritten", lambda x, name: torch.empty_like(x), "Meta")
+OVERWRITTEN = torch.ops.tvm_dispatch.overwritten.default
+"""What is in an input's memory now; who saves it for the backward reads there what is in it then."""
 
 
 def _schema_arguments(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
@@ -117,6 +123,9 @@ class Aliases:
                         self._followed_though_detached.add(self.root[target])
 
     def _passes_on(self, source: fx.Node) -> bool:
+        value = source.meta.get("val")
+        if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
+            return False  # autograd follows no integers and masks
         root = self.root[source]
         return root in (self._followed_though_detached if source in self._detached else self._followed)
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.export.decomp_utils import PRESERVED_ATEN_CIA_OPS
 from torch.nn.functional import linear
 
+from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import (
     OpOverload,
     aten,
@@ -26,7 +27,8 @@ from bridge.capture.opened import LAYERED
 from bridge.capture.passes.alias_analysis import told
 
 __all__ = ["CELLS", "COMPUTED_DRAWS", "CUDA_ATTENTION", "PRESERVED", "RECURRENT_LAYERS", "UPSAMPLES", "WHOLE"]
-__all__ += ["composite_formulas", "formulas", "instance_norm", "keep_layers_whole", "tables", "whole_operators"]
+__all__ += ["composite_formulas", "formulas", "instance_norm", "keep_layers_whole", "may_raise", "tables"]
+__all__ += ["whole_operators"]
 
 #: Computed by torch's own kernel, with torch's own derivative: see :mod:`bridge.aten.any_operator`. They are
 #: deterministic, functional (no views, no writes), their shapes do not depend on numbers, and a formula of ours would
@@ -444,3 +446,31 @@ def _split(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
         graph.erase_node(user)
     graph.erase_node(node)
     return parts
+
+
+_LOOKED_UP = frozenset(
+    "index index_select index_add index_copy index_fill index_put gather take put scatter scatter_add scatter_reduce "
+    "embedding _embedding_bag _embedding_bag_forward_only one_hot repeat_interleave max_unpool2d max_unpool3d "
+    "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d embedding_bag ctc_loss take_along_dim bincount "
+    "nll_loss_forward nll_loss2d_forward multi_margin_loss multilabel_margin_loss_forward _ctc_loss "
+    "histc binary_cross_entropy".split()
+)
+"""Operators that look at numbers and raise an error for some: on a GPU that is an assertion of a kernel's."""
+_DIVISIONS = frozenset({aten.floor_divide, aten.remainder, aten.fmod, aten.div})
+_DECOMPOSED = frozenset({aten.lu_unpack, aten.linalg_vector_norm, aten.linalg_cross, aten.linalg_diagonal})
+"""Of linear algebra, but take any numbers."""
+
+
+def may_raise(op: object, dtype: torch.dtype, constant_divisor: bool = False) -> bool:
+    """Whether an operator whose result is of a type raises an error for some numbers: what it is called for, though
+    nobody reads the result. Those of other libraries may."""
+    if not isinstance(op, OpOverload) or op.namespace not in ("aten", "tvm_dispatch"):
+        return isinstance(op, OpOverload) and op.namespace not in ("prims", "prim", "profiler")
+    name = op.overloadpacket.__name__
+    if "linalg_" in name or "cholesky" in name or "lstsq" in name:
+        return op.overloadpacket not in _DECOMPOSED
+    if current_device() != HOST:
+        return False
+    if op.overloadpacket in _DIVISIONS:
+        return not (constant_divisor or dtype.is_floating_point or dtype.is_complex)
+    return name in _LOOKED_UP

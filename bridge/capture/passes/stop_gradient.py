@@ -12,7 +12,7 @@ stands in the user's code.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,19 +24,21 @@ from bridge.capture.inplace_rules import PARAMETER_HINT
 from bridge.capture.own_functions import FUNCTION, OWN, TANGENT, WITH_GRADIENT, Use
 from bridge.capture.passes.alias_analysis import (
     MEMORY,
+    OVERWRITTEN,
     STOP_GRADIENT,
     STOPPED,
     Aliases,
     aliased,
     is_detach,
     is_view,
+    memory_at,
     told,
     write_through_views,
     written,
 )
 from bridge.capture.passes.decompositions import keep_layers_whole
 
-__all__ = ["STOP_GRADIENT", "link_functions", "prepare", "where_is"]
+__all__ = ["STOP_GRADIENT", "link_functions", "mark_overwritten", "prepare", "where_is"]
 
 
 def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
@@ -102,6 +104,25 @@ def _write_first(graph: fx.Graph, leaf: fx.Node, last: fx.Node, later: set[fx.No
         node.meta.update(val=leaf.meta["val"].detach(), **{MEMORY: leaf.meta[MEMORY]})
     leaf.replace_all_uses_with(copied, delete_user_cb=lambda user: user not in (copied, made, *later))
     leaf.replace_all_uses_with(made, delete_user_cb=lambda user: user in later)
+
+
+def mark_overwritten(graph: fx.Graph, names: Collection[str]) -> None:
+    """What is in the memory of these inputs after each write passes through ``tvm_dispatch::overwritten``, in place."""
+    aliases = Aliases(graph.nodes, lambda node: False, cut=lambda node: False)
+    for memory in [node for node in graph.nodes if node.op == "placeholder" and node.name in names]:
+        members = set(aliases.class_of(memory))
+        places = [node for node in aliases.order if not members.isdisjoint(written(node))]
+        places += [user for user in memory.users if user.target is WITH_GRADIENT and user.args[1] is memory]
+        for place in places:
+            now = place if place.target is WITH_GRADIENT else memory
+            with graph.inserting_after(place):
+                made = graph.call_function(OVERWRITTEN, (now, memory.name))
+            made.meta.update(told(place), val=now.meta["val"], **{MEMORY: memory_at(now)})
+            if now is memory:
+                with graph.inserting_after(made):
+                    graph.call_function(aten.copy_.default, (memory, made)).meta.update(made.meta)
+            else:
+                now.replace_all_uses_with(made, delete_user_cb=lambda user, made=made: user is not made)
 
 
 def _detach_stopped(graph: fx.Graph) -> None:

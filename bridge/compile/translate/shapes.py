@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autodiff.extents import Dim, Extent
-from autodiff.ir import Call, Constant, Tuple, TupleType, dtype, extents_of, numpy_value, shape
+from autodiff.ir import Call, Constant, Tuple, TupleType, dtype, extents_of, library_name, numpy_value, shape
 from autodiff.library import GENERATOR_STATE
 from autodiff.scan import scan_of
 from bridge.compile.codegen.philox import threshold
@@ -96,9 +96,9 @@ def _identity(builder: Builder, call: Call) -> Operand | Scalar:
     return builder.get(call.args[0])
 
 
-@register("relax.grad.no_grad", "relax.grad.start_checkpoint", "relax.grad.end_checkpoint")
+@register("relax.grad.no_grad", "relax.grad.start_checkpoint", "relax.grad.end_checkpoint", "library.overwritten")
 def _marker(builder: Builder, call: Call) -> Operand | Scalar:
-    return builder.get(call.args[0])
+    return builder.get(call.args[1] if library_name(call) else call.args[0])
 
 
 @register("library.with_derivative")
