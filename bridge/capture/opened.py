@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bridge.base.devices import HOST, current_device
-from bridge.base.torch_internals import aten, implements_composite, overload_packet
+from bridge.base.torch_internals import aten, has_own_kernel, implements_composite, overload_packet
 from bridge.base.torch_recording import has_casts, is_below_autocast
 from bridge.capture.rows import Record, Row, ValueRef, values_in, written
 
@@ -59,7 +59,7 @@ def opening(func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dic
         if any(each.is_floating_point() for each in tensors):
             if has_casts(func):
                 return Opening(tensors, True)
-            if implements_composite(func) and overload_packet(func) not in _CONVERSIONS:
+            if _is_composed(func) and overload_packet(func) not in _CONVERSIONS:
                 return Opening(tensors, False)
     if func is _ATTENTION and torch.is_grad_enabled():
         mask = args[3] if len(args) > 3 else kwargs.get(_MASK)
@@ -67,6 +67,11 @@ def opening(func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dic
     if func in LAYERED and current_device() == HOST and all(each.itemsize < 4 for each in tensors):
         return Opening(tensors, True)
     return None
+
+
+def _is_composed(func: Any) -> bool:
+    """Whether an operator does what others do, and has no kernel of its own on the device (``_fused_rms_norm`` has)."""
+    return implements_composite(func) and not has_own_kernel(func, current_device())
 
 
 def casts_first(record: Record) -> Record:

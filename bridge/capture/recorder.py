@@ -284,7 +284,8 @@ class OperatorRecorder(PreDispatchMode):
             for source, tensor in zip(self._openings[-1].tensors, tensors, strict=False):
                 if source.dtype != tensor.dtype and self.values.number_of(tensor) is None:
                     if tensor.dtype is not _autocast()[0]:
-                        raise UnsupportedModule("", [Unsupported("autocast", _line(place[0]), *_CAST_BEFORE)])
+                        op = f"autocast to {_autocast()[0]}, a cast to {tensor.dtype}"
+                        raise UnsupportedModule("", [Unsupported(op, _line(place[0]), *_CAST_BEFORE)])
                     cast, made = (self.values.of(source), tensor.dtype), self.values.result(tensor)
                     record.rows.append(Row(CAST, cast, {}, made, True, (len(self._draws),) * 2, *place))
             return None

@@ -233,6 +233,7 @@ class Moves(Net):
         return self.b(x)
 
 
+@pytest.mark.cpu("eager's weight_norm of float64 is as exact as float32 on a GPU")
 @pytest.mark.parametrize("make", [AsksEarly, Frozen, Unused, Sets, Moves])
 def test_whatever_forward_does_with_them(make):
     modules, x = pair(make), rows()
@@ -252,6 +253,7 @@ def test_whatever_forward_does_with_them(make):
     assert stats(modules[1]).hits == 2
 
 
+@pytest.mark.cpu("eager's weight_norm of float64 is as exact as float32 on a GPU")
 def test_on_the_dispatched_module_itself():
     modules, x = pair(lambda: weight_norm(nn.Linear(6, 3))), rows()
     add_tvm_dispatch(modules[1], x)
