@@ -306,22 +306,7 @@ class Backward(CallStep):
         return f"{self.program}({given}) -> gradients of {_list(self.gradients)}"
 
 
-STEPS: tuple[type[CallStep], ...] = (
-    *(
-        Inputs,
-        ReadNumbers,
-        MakeDraws,
-        Forward,
-        Checks,
-        Relayout,
-        Generator,
-        Save,
-        WriteBack,
-        Results,
-        SetAttributes,
-        Backward,
-    ),
-)
+STEPS: tuple[type[CallStep], ...] = tuple(CallStep.__subclasses__())
 """Every kind of step."""
 
 

@@ -34,7 +34,7 @@ from bridge.dispatch.guards.tensors import SizedTensorGuard, TensorGuard
 from bridge.guards import alike
 from bridge.state import SampleCall, same
 
-__all__ = ["SAVED", "AnyNumber", "ArgumentGuard", "Spelling", "changed_number", "same_or_any_number", "signature_of"]
+__all__ = ["SAVED", "AnyNumber", "ArgumentGuard", "changed_number", "same_or_any_number", "signature_of"]
 
 
 @dataclass(frozen=True)
@@ -69,46 +69,6 @@ SAVED = "tvm_dispatch_signature"
 """Attribute of a forward that stands for another one: the signature of that, which says how calls may be spelled."""
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-class Spelling:
-    """How the sample of an entry was given.
-
-    Args:
-        forward: the module's forward, bound; that it stays the same is a condition on code.
-        num_positional, keywords: how many arguments the sample gave by position, and the names of the others.
-
-    Example:
-        >>> Spelling(nn.Linear(3, 2).forward, 1, []).respelled((), {"input": x})
-        ((x,), {})
-    """
-
-    def __init__(self, forward: Callable[..., Any], num_positional: int, keywords: list[str]):
-        self._signature = signature_of(forward)
-        if self._signature is None:
-            return
-        parameters = self._signature.parameters
-        self._positional = list(parameters)[:num_positional]
-        self._keywords = keywords
-        given = {*self._positional, *keywords}
-        self._defaults = {name: parameter.default for name, parameter in parameters.items()}
-        self._left_out = [name for name in parameters if name not in given]
-
-    def respelled(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        """The same call, given as the sample was; ``None`` if that cannot be, or the call is none of forward's.
-
-        A parameter that the sample left out must have its default.
-        """
-        if self._signature is None:
-            return None
-        try:
-            bound = self._signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return None
-        if any(name in bound and not same(bound[name], self._defaults[name]) for name in self._left_out):
-            return None
-        values = {**self._defaults, **bound}
-        return tuple([values[name] for name in self._positional]), {name: values[name] for name in self._keywords}
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:
@@ -244,7 +204,10 @@ class _Structure:
         self._is_flat = not any(self._shape)
         #: Number of arguments where they are all positional leaves: then their number is all there is to compare.
         self.flat_count = self._num_positional if self._is_flat and not self._keywords else None
-        self._spelling = Spelling(forward, self._num_positional, self._keywords)
+        self._signature = signature_of(forward)  # that forward stays the same is a condition on code
+        parameters = {} if self._signature is None else self._signature.parameters
+        self._positional = list(parameters)[: self._num_positional]
+        self._defaults = {name: parameter.default for name, parameter in parameters.items()}
         self._other_spellings: set[tuple] = set()  # in which calls came that matched
 
     def write(self, source: CheckSource) -> None:
@@ -294,8 +257,21 @@ class _Structure:
         return leaves
 
     def _as_sampled(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The call in the sample's spelling, if it has one; else as it is."""
-        return self._spelling.respelled(args, kwargs) or (args, kwargs)
+        """The call in the sample's spelling; as it is where it has none, or is none of forward's.
+
+        A parameter that the sample left out must have its default.
+        """
+        if self._signature is None:
+            return args, kwargs
+        try:
+            bound = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return args, kwargs
+        given = {*self._positional, *self._keywords}
+        if any(name not in given and not same(value, self._defaults[name]) for name, value in bound.items()):
+            return args, kwargs
+        values = {**self._defaults, **bound}
+        return tuple([values[name] for name in self._positional]), {name: values[name] for name in self._keywords}
 
 
 def _shape_of(spec: pytree.TreeSpec, index: int) -> tuple | None:
