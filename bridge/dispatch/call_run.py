@@ -19,7 +19,7 @@ from bridge.base.tensor_properties import as_complex, as_parts
 from bridge.base.torch_internals import copy_each, no_torch_function
 from bridge.capture import Captured
 from bridge.dispatch import call_steps as steps
-from bridge.dispatch.chained import Chain, ChainedGradients, chain_results, chains_of, take_hooks
+from bridge.dispatch.chained import ChainedGradients, begin_chains, chain_results, chains_of, take_hooks
 from bridge.dispatch.eager_backward import VERSION, Held, held_apart
 from bridge.dispatch.executable import Execute
 from bridge.dispatch.guards import EntryGuard
@@ -91,10 +91,10 @@ class CallRun:
         moved = host_inputs(captured)
         self.before: list[Action] = [partial(_as_parts, opened)] * bool(opened)
         self.before += [partial(_on_device, moved, captured.device)] * bool(moved)
-        self.before += [_begin_chains] * bool(chains)
+        self.before += [begin_chains] * bool(chains)
         self.forward: list[Action] = []
-        self.after: list[Action] = [partial(_chain, programs, chains)] * bool(chains)
-        self.after += [_take_hooks] * (len(programs.differentiable) > 1)
+        self.after: list[Action] = [partial(chain_results, programs, chains)] * bool(chains)
+        self.after += [take_hooks] * (len(programs.differentiable) > 1)
         self.after += [partial(_as_complex, closed)] * bool(closed)
         makers[steps.ReadNumbers] = self.before, partial(_numbers, device=torch.device(device_type))
         makers[steps.MakeDraws] = self.before, partial(_draws, module_name=captured.module_name)
@@ -104,7 +104,7 @@ class CallRun:
         makers[steps.Generator] = self.forward, _generator
         makers[steps.Save] = self.forward, _save
         makers[steps.WriteBack] = self.forward, _write_back
-        makers[steps.Results] = self.after, _results
+        makers[steps.Results] = self.after, lambda step: assembly(step.outputs, step.computed, step.spec)
         makers[steps.SetAttributes] = self.after, partial(_set_attributes, guard=guard)
         for step in given:
             if type(step) in makers and not (type(step) is steps.ReadNumbers and step.counts):
@@ -138,19 +138,6 @@ def _on_device(places: Sequence[int], device: torch.device, call: CallValues) ->
     call.primals = list(call.primals)
     for place in places:
         call.primals[place] = call.primals[place].to(device)
-
-
-def _begin_chains(call: CallValues) -> None:
-    call.beside = ChainedGradients()
-
-
-def _chain(programs: Programs, chains: Sequence[Chain], call: CallValues) -> None:
-    if torch.is_grad_enabled():
-        call.computed = chain_results(programs, chains, call.beside, call.computed)
-
-
-def _take_hooks(call: CallValues) -> None:
-    take_hooks(call.computed)
 
 
 def _numbers(step: steps.ReadNumbers, device: torch.device) -> Action:
@@ -277,21 +264,6 @@ def _write_back(step: steps.WriteBack) -> Action:
             copy_each(targets, sources)
 
     return write
-
-
-def _results(step: steps.Results) -> Action:
-    assemble = assembly(step.outputs, step.computed, step.spec)
-    if assemble is None:
-        return _first_result
-
-    def put_together(call: CallValues) -> None:
-        call.result = assemble(call.computed, call.inputs)
-
-    return put_together
-
-
-def _first_result(call: CallValues) -> None:
-    call.result = call.computed[0]
 
 
 def _set_attributes(step: steps.SetAttributes, guard: EntryGuard) -> Action:

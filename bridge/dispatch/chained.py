@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -30,7 +30,7 @@ from bridge.base.torch_internals import (
 from bridge.capture import Output
 from bridge.dispatch.eager_backward import saved_of, tensors_of
 
-__all__ = ["LOOKED_AT", "ChainedGradients", "chain_results", "chains_of", "take_hooks"]
+__all__ = ["LOOKED_AT", "ChainedGradients", "begin_chains", "chain_results", "chains_of", "take_hooks"]
 
 LOOKED_AT = "backward through a result that has a hook or is asked for: computed by eager's operators"
 
@@ -92,9 +92,9 @@ class _Hooks(OrderedDict):
         super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
 
 
-def take_hooks(results: Iterable[torch.Tensor]) -> None:
+def take_hooks(call: Any) -> None:
     """Hooks that users register on results of a call come into :class:`_Hooks`, as ``Tensor.register_hook`` does it."""
-    for tensor in results:
+    for tensor in call.computed:
         if tensor.requires_grad and tensor._backward_hooks is None:
             tensor._backward_hooks = _Hooks()
             tensor.grad_fn._register_hook_dict(tensor)
@@ -105,7 +105,9 @@ class _Looked:
 
     def __init__(self, tensor: torch.Tensor):
         self._alive = weakref.ref(tensor)
-        take_hooks([tensor])
+        if tensor.requires_grad and tensor._backward_hooks is None:  # as :func:`take_hooks`
+            tensor._backward_hooks = _Hooks()
+            tensor.grad_fn._register_hook_dict(tensor)
         self._hooks, self._version = tensor._backward_hooks, tensor._version
 
     def tensor(self) -> torch.Tensor | None:
@@ -181,13 +183,18 @@ class _Chained(torch.autograd.Function):
 _chained = applied(_Chained)
 
 
-def chain_results(
-    programs: Any, chains: Sequence[Chain], beside: ChainedGradients, computed: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """The computed tensors of a call, those that are computed from others with nodes of their own."""
-    call, found = computed[chains[0][0]].grad_fn, list(computed)
+def begin_chains(call: Any) -> None:
+    """Before the forward: its node asks for what nodes of chained results will have computed."""
+    call.beside = ChainedGradients()
+
+
+def chain_results(programs: Any, chains: Sequence[Chain], call: Any) -> None:
+    """Those of the computed tensors of a call that are computed from others get nodes of their own."""
+    if not torch.is_grad_enabled():
+        return
+    node, found = call.computed[chains[0][0]].grad_fn, list(call.computed)
     for chain in chains:
         place, through = chain
         given = found[place], *[found[each] for each in through]
-        found[place] = _chained(programs, call, beside, chain, _probe(), *given)
-    return found
+        found[place] = _chained(programs, node, call.beside, chain, _probe(), *given)
+    call.computed = found

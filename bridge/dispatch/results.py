@@ -31,8 +31,8 @@ __all__ += ["relaid", "result_layouts"]
 
 def assembly(
     outputs: Sequence[Output], positions: Sequence[int | None], spec: pytree.TreeSpec
-) -> Callable[[Sequence[torch.Tensor], list[torch.Tensor]], Any] | None:
-    """What makes the module's result of the computed tensors and the inputs; ``None``: it is the first of those.
+) -> Callable[[Any], None]:
+    """What makes the module's result of a call's computed tensors and inputs, and sets it.
 
     Args:
         outputs: the leaves of the result as they were observed.
@@ -41,10 +41,9 @@ def assembly(
     """
     plain = list(positions) == list(range(len(outputs)))
     if plain and spec.is_leaf():
-        return None
+        return _only
     if plain and spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children()):
-        kind, count = spec.type, len(outputs)
-        return lambda computed, inputs: kind(computed[:count])
+        return partial(_several, spec.type, len(outputs))
 
     def depth(leaf: int) -> int:
         """How many results a result is a view of, one through the other: those come first."""
@@ -54,16 +53,24 @@ def assembly(
     objects = has_objects(spec)
     order = sorted(range(len(outputs)), key=depth)
 
-    def assemble(computed: Sequence[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+    def put_together(call: Any) -> None:
         leaves: list[Any] = [None] * len(outputs)
         for leaf in order:
-            leaves[leaf] = _leaf(outputs[leaf], positions[leaf], computed, inputs, leaves)
+            leaves[leaf] = _leaf(outputs[leaf], positions[leaf], call.computed, call.inputs, leaves)
         result = pytree.tree_unflatten(leaves, spec)
         if spec.context is WithWholes:
             result = result.result
-        return unpacked(result) if objects else result
+        call.result = unpacked(result) if objects else result
 
-    return assemble
+    return put_together
+
+
+def _only(call: Any) -> None:
+    call.result = call.computed[0]
+
+
+def _several(kind: type, count: int, call: Any) -> None:
+    call.result = kind(call.computed[:count])
 
 
 def _leaf(observed: Output, position: int | None, computed: Any, inputs: list[torch.Tensor], leaves: list[Any]) -> Any:

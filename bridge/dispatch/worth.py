@@ -156,9 +156,10 @@ def measure_worth(entry: Entry, call: SampleCall) -> Worth | None:
     if any(tensor.grad_fn is not None or tensor._backward_hooks for tensor in wanted):
         return None
     try:
-        with unnoticed(entry, call.module):
-            step, seeds = TimedStep(entry, call), []
-            ours, eager = _quickest([step, lambda: _with_gradients(call.forward(), wanted, seeds)])
+        with unnoticed(entry, module):
+            seeds: list[torch.Tensor] = []
+            steps = [lambda: entry(list(inputs), module), call.forward]  # the call's own: others look otherwise
+            ours, eager = _quickest([lambda step=step: _with_gradients(step(), wanted, seeds) for step in steps])
     except Exception as error:  # noqa: BLE001 - eager's own, of numbers or of what has no derivative: for the call to raise
         swallowed(error)
         return None

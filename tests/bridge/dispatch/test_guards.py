@@ -358,9 +358,19 @@ def test_a_failing_call_fails_as_in_eager():
     assert stats(module).hits == 1
 
 
+class SeveralResults(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.body(x)), self.head(x)
+
+
 FEW_FRAMES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "two layers": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()), (7, 6)),
     "sixteen layers": (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(8))), (7, 6)),
+    "several results": (SeveralResults, (7, 6)),
     "a buffer that is written": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), (7, 6)),
 }
 
