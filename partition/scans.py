@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from autodiff import clean, differentiate, join_products, spell_out, unique_names
 from autodiff.body import Binding, Body, on_functions
@@ -16,6 +16,7 @@ from autodiff.ir import (
     DataflowVar,
     Expr,
     Function,
+    TupleGetItem,
     Var,
     bindings,
     build_function,
@@ -59,25 +60,46 @@ def differentiable_scans(
         UndifferentiableOp: an operator of a body without a gradient.
     """
     active = {body.binding(body.params[index]) for index in required}
+    read = _read_results(body)
     for binding in list(body.bindings):
         if binding.op != _STOP and any(read in active for read in binding.reads):
             active.add(binding)
         if is_scan(binding.value):
-            made = _make_differentiable(body, binding, active, strategy, sums_later)
+            made = _make_differentiable(body, binding, active, read[binding], strategy, sums_later)
             if binding in active:
                 active.add(made)  # what reads it is active, too
 
 
+def _read_results(body: Body) -> dict[Binding, frozenset[int]]:
+    """Of each scan the results that outputs of the function depend on, other than behind a stop of gradients."""
+    live = set(body.returned())
+    read: dict[Binding, set[int]] = {binding: set() for binding in body.bindings if is_scan(binding.value)}
+    for binding in reversed(body.bindings):
+        if binding not in live or binding.op == _STOP:
+            continue
+        live.update(binding.reads)
+        if type(binding.value) is TupleGetItem and binding.reads[0] in read:
+            read[binding.reads[0]].add(binding.value.index)
+    return {binding: frozenset(places) for binding, places in read.items()}
+
+
 def _make_differentiable(
-    body: Body, binding: Binding, active: set[Binding], strategy: str | Strategy, sums_later: bool
+    body: Body,
+    binding: Binding,
+    active: set[Binding],
+    read: Collection[int],
+    strategy: str | Strategy,
+    sums_later: bool,
 ) -> Binding:
     """The binding of the scan with its gradient, in the place of the one without."""
     scan, tensors = scan_of(binding.value)
     given = [isinstance(tensor, Var) and body.binding(tensor) in active for tensor in tensors]
-    wanted, differentiated = _flow(scan, given)
+    active_params, differentiated = _flow(scan, given)
+    wanted, differentiated = _demanded(scan, active_params, differentiated, read or range(len(results(scan.function))))
     made = scan
     if differentiated and wanted:
-        made = _with_gradient(scan, wanted, differentiated, strategy, sums_later)
+        zero = tuple(place for place in active_params if place not in wanted)
+        made = _with_gradient(scan, wanted, differentiated, zero, strategy, sums_later)
     else:
         text = body_text(_simple(scan, merge_casts=True))
         made = scan if text is None else dataclasses.replace(scan, body=text)
@@ -112,6 +134,28 @@ def _flow(scan: Scan, given: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int
             given[place] = True
 
 
+def _demanded(
+    scan: Scan, wanted: tuple[int, ...], differentiated: tuple[int, ...], read: Collection[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Those of the parameters and results that a gradient comes to: of results that are read, by way of the carries.
+
+    The gradient of any other carry is zero in all steps; computed, it is nan where a derivative is infinite.
+    """
+    function, outputs = scan.function, results(scan.function)
+    demanded = {place for place in differentiated if place in read}
+    while True:
+        live = {outputs[place] for place in demanded}
+        for var, value in reversed(list(bindings(function))):
+            if var in live and op_name(value) != _STOP:
+                live.update(used_vars(value))
+        carried = {place for place in differentiated if place < scan.carries and function.params[place] in live}
+        if carried <= demanded:
+            break
+        demanded |= carried
+    reached = tuple(place for place in wanted if function.params[place] in live)
+    return reached, tuple(place for place in differentiated if place in demanded)
+
+
 def _simple(scan: Scan, merge_casts: bool) -> Function:
     """The body, simplified."""
     return unique_names(clean(spell_out(scan.function), merge_casts=merge_casts))
@@ -121,6 +165,7 @@ def _with_gradient(
     scan: Scan,
     wanted: tuple[int, ...],
     differentiated: tuple[int, ...],
+    zero: tuple[int, ...],
     strategy: str | Strategy,
     sums_later: bool,
 ) -> Scan:
@@ -129,7 +174,7 @@ def _with_gradient(
     text, step = make(dataclasses.replace(scan, length=1), wanted, differentiated, strategy)
     if text is None:
         raise ValueError("a literal in the body of a loop cannot be written down")
-    return dataclasses.replace(scan, body=text, gradient=gradient_of(step, sums_later))
+    return dataclasses.replace(scan, body=text, gradient=gradient_of(dataclasses.replace(step, zero=zero), sums_later))
 
 
 def _step(

@@ -25,7 +25,7 @@ def check_gradient(call: Call, active: Collection[Var]) -> str | None:
     scan, tensors = scan_of(call)
     if scan.gradient is None:
         return "the scan has no gradient"
-    wanted = scan.gradient["wanted"]
+    wanted = [*scan.gradient["wanted"], *scan.gradient["zero"]]
     missing = [place for place, tensor in enumerate(tensors) if tensor in active and is_float(tensor)]
     missing = [place for place in missing if place not in wanted]
     return f"the scan has no gradient with respect to its tensors {missing}" if missing else None

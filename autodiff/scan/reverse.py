@@ -75,6 +75,7 @@ class BackwardStep:
         wanted: parameters of the forward body, by number.
         differentiated: results of the forward body that have gradients, by number.
         after: of each carry whose value before the step is read, the y that holds its values after the steps.
+        zero: parameters whose gradient is zero, since no result that is read depends on them.
     """
 
     function: Function
@@ -82,6 +83,7 @@ class BackwardStep:
     wanted: tuple[int, ...]
     differentiated: tuple[int, ...]
     after: dict[int, int]
+    zero: tuple[int, ...] = ()
 
 
 def reverse_scan(scan: Scan, step: BackwardStep, sums_later: bool = False) -> Function | None:
@@ -326,6 +328,7 @@ def gradient_of(step: BackwardStep, sums_later: bool) -> dict[str, Any]:
         "wanted": list(step.wanted),
         "differentiated": list(step.differentiated),
         "after": [list(pair) for pair in step.after.items()],
+        "zero": list(step.zero),
         "sums_later": sums_later,
     }
 
@@ -353,6 +356,7 @@ def partials(call: Call, y: Var, g: Var, emit: Callable[[Expr], Var]) -> list[Ex
     for var, value in bindings(function):
         known[var] = emit(substitute(value, known))
     found = dict(zip(told["wanted"], (known[value] for value in results(function)), strict=True))
+    found |= {place: emit(op.zeros(tensors[place].ty.shape, dtype(tensors[place]))) for place in told["zero"]}
     return [found.get(place) for place in range(len(tensors))]
 
 

@@ -88,6 +88,22 @@ class StateUnused(nn.Module):
         return state
 
 
+class StateStopped(nn.Module):
+    """The results read ``other`` behind a stop of gradients alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, x):
+        state, other, states = x[0], x[1].detach(), []
+        for part in x:
+            state = other.detach() * torch.sigmoid(state * self.factor)
+            other = torch.sin(other * self.factor + part)
+            states.append(state)
+        return torch.stack(states)
+
+
 def gradients(module, x):
     results = module(x)
     results = results if isinstance(results, tuple) else (results,)
@@ -131,6 +147,15 @@ def test_steps_that_nobody_reads_have_no_gradient(kind):
     infinite[8] = float("inf")
     lowered = compare(kind(), x, [infinite])
     assert marks_of(lowered)
+
+
+def test_a_state_that_is_read_behind_a_stop_has_no_gradient():
+    """It is zero in all steps, also where a derivative is infinite."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 2, 4, dtype=torch.float64)
+    infinite = x.clone()
+    infinite[4, 0, 0] = float("inf")
+    assert marks_of(compare(StateStopped(), x, [infinite]))
 
 
 def test_a_gradient_that_a_scan_lacks_is_a_reason():
