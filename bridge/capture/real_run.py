@@ -329,6 +329,7 @@ class _Watch:
             self.asked = stack.enter_context(saved_here() if saves else _nothing_saved(self.saved.note))
             for each in (calls.scripts(), calls.parameters(), calls, python_kernels(), self.recorder):
                 stack.enter_context(each)
+            torch.clear_autocast_cache()  # casts are made in the same order by each run
             result = prepared(*given.args, **given.kwargs)
             calls.finish(result)
         return result

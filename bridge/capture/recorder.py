@@ -78,8 +78,6 @@ _FRESH = (aten.lift_fresh.default,)
 _QUESTIONS = ("prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel")
 _QUESTIONS += ("aten::sym_storage_offset", "aten::is_contiguous", "aten::_version", "aten::dim", "aten::size")
 """Operators that ask for metadata: no rows."""
-_CAST_BEFORE = "torch keeps a cast to another type, made before the call", "dispatch it outside of torch.autocast"
-"""Why autocast cannot be followed, and what to do."""
 _OUTSIDE = PreparedTwin.__call__.__code__
 """The code of what calls forward."""
 
@@ -178,7 +176,7 @@ class OperatorRecorder(PreDispatchMode):
         if self._expected:
             args, kwargs = mapped(args, torch.Tensor, self._as_fake), mapped(kwargs, torch.Tensor, self._as_fake)
             tensors = list(map(self._as_fake, tensors))
-        if self._openings and is_below_autocast() and (kept := self._casts(func, tensors, args)) is not None:
+        if self._openings and is_below_autocast() and (kept := self._casts(func, args)) is not None:
             return kept
         operands = mapped(args, torch.Tensor, self.values.of), mapped(kwargs, torch.Tensor, self.values.of)
         if (it := self._symbols) and it.is_whole_slice(func, operands, args, self.record, self._answer()):
@@ -274,20 +272,13 @@ class OperatorRecorder(PreDispatchMode):
             self.values.end(begun, keep=keep)
         return result, keep
 
-    def _casts(self, func: Any, tensors: Sequence[torch.Tensor], args: tuple) -> torch.Tensor | None:
-        """Autocast calls an operator: it may have kept casts of operands since before this run, or, of a call that was
-        replayed, in the run on real numbers alone, which are returned."""
+    def _casts(self, func: Any, args: tuple) -> torch.Tensor | None:
+        """Autocast calls an operator: a cast that it has kept in the run on real numbers alone, of a call that was
+        replayed, is returned."""
         for each in self._openings:
             each.has_cast = True
-        record, place = self.record, self._place_of_call()
+        record = self.record
         if func is not CAST:
-            for source, tensor in zip(self._openings[-1].tensors, tensors, strict=False):
-                if source.dtype != tensor.dtype and self.values.number_of(tensor) is None:
-                    if tensor.dtype is not _autocast()[0]:
-                        op = f"autocast to {_autocast()[0]}, a cast to {tensor.dtype}"
-                        raise UnsupportedModule("", [Unsupported(op, _line(place[0]), *_CAST_BEFORE)])
-                    cast, made = (self.values.of(source), tensor.dtype), self.values.result(tensor)
-                    record.rows.append(Row(CAST, cast, {}, made, True, (len(self._draws),) * 2, *place))
             return None
         known, cast = None if self.answers is None else self._answer(), (self.values.of(args[0]), args[1])
         if self._replayed is None or (known is not None and known.op is CAST and known.args[:2] == cast):
