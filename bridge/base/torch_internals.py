@@ -171,6 +171,9 @@ python_kernels: Callable[[], AbstractContextManager] = find("torch._dispatch.pyt
 
 # Modes of the interpreter
 
+set_version_counters: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = find(
+    "torch._C._autograd._unsafe_set_version_counter"
+)
 set_grad_enabled: Callable[[bool], None] = find("torch._C._set_grad_enabled")
 len_function_stack: Callable[[], int] = find("torch._C._len_torch_function_stack")
 len_dispatch_stack: Callable[[], int] = find("torch._C._len_torch_dispatch_stack")

@@ -18,7 +18,14 @@ from torch.nn import functional
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
 from bridge.base.threads import stack_of
-from bridge.base.torch_internals import MODULE_HOOKS, BatchNormBase, has_storage, pytree, storage_id
+from bridge.base.torch_internals import (
+    MODULE_HOOKS,
+    BatchNormBase,
+    has_storage,
+    pytree,
+    set_version_counters,
+    storage_id,
+)
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.rows import memory_of
 from bridge.capture.twin import Twin
@@ -176,7 +183,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Protected:
-    """Memory that a run may write and that is not its own: put back afterwards.
+    """Memory that a run may write and that is not its own: put back afterwards, with torch's counts of writes.
 
     Args:
         parameters: the memory of parameters.
@@ -188,6 +195,7 @@ class Protected:
         self._inner = {storage_id(each) for each in inner}
         self._memory = parameters | {storage_id(each) for each in others}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
     def add(self, tensor: torch.Tensor) -> None:
         """A tensor from elsewhere is read."""
@@ -204,7 +212,11 @@ class Protected:
         if memory in self._memory and memory not in self._before:
             storage = tensor.untyped_storage()
             self._before[memory] = storage, storage.clone()
+        if memory in self._memory and not tensor.is_inference():
+            self._versions.append((tensor, tensor._version))
 
     def restore(self) -> None:
         for storage, before in self._before.values():
             storage.copy_(before)
+        for tensor, version in reversed(self._versions):  # the first one counts; views have their base's
+            set_version_counters((tensor,), (version,))

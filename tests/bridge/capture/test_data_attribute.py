@@ -201,6 +201,25 @@ def test_a_parameter_that_is_written_keeps_its_gradient(grad):
     assert lower(Block(halved), (x,)).check().ok
 
 
+def counted(m, x, y):
+    with torch.no_grad():
+        m.scale[1:].mul_(0.5)
+        m.scale.clamp_(-1, 1)
+        m.mean.mul_(0.9)
+    return y * m.scale * m.mean
+
+
+WRITING = [(Block(counted), torch.ones(3, 4)), (nn.Embedding(4, 3, max_norm=0.1), torch.arange(2))]
+
+
+@pytest.mark.parametrize("example", WRITING, ids=["no_grad", "max_norm"])
+def test_adding_does_not_count_as_a_write(example):
+    module, x = example
+    before = [each._version for each in (*module.parameters(), *module.buffers(), x)]
+    add_tvm_dispatch(module, x)
+    assert [each._version for each in (*module.parameters(), *module.buffers(), x)] == before
+
+
 def halves(m, x, y):
     m.scale.data.mul_(0.5)
     return y * m.scale[None] + m.scale.exp()
