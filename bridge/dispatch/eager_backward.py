@@ -24,12 +24,12 @@ import torch
 
 from bridge.base.devices import working_for
 from bridge.base.modes import autocast_to
-from bridge.capture import Captured
+from bridge.capture import OVERWRITTEN, Captured
 from bridge.compile import evaluator
 from bridge.dispatch.guards import Sizes
 from bridge.dispatch.recompute import ComputedMasks
 from bridge.lowering import LoweredCall
-from bridge.reference import outputs_at
+from bridge.reference import needed_nodes, outputs_at
 from bridge.rng import mask_at
 
 __all__ = ["VERSION", "EagerBackward", "Held", "held_apart", "saved_apart", "saved_of", "tensors_of"]
@@ -142,7 +142,11 @@ class EagerBackward:
         self.saved = tuple(lowered.plan.saved_primals)
         apart = set().union(*saved_apart(captured)) & {*lowered.wanted}  # autograd cannot follow what is saved of them
         held = [place for place in self.needed if place not in self.saved or place in apart]
-        self._overwritten = sorted(captured.observation.overwritten)
+        node_of = dict(zip(lowered.imported.output_of, captured.results, strict=True))
+        read = needed_nodes(captured, [node_of[output] for output in lowered.differentiable])
+        names = {node.args[1] if node.target is OVERWRITTEN else node.name for node in read}
+        places = {captured.placeholders.get(name) for name in names}  # none of a batch norm's statistics
+        self._overwritten = sorted(captured.observation.overwritten & places)
         self.held = (*dict.fromkeys([*held, *self._overwritten]), *self._overwritten)
 
     def at(self, sizes: Sizes) -> EagerBackward:
