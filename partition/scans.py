@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from autodiff import clean, differentiate, join_products, spell_out, unique_names
 from autodiff.body import Binding, Body, on_functions
@@ -87,15 +87,16 @@ def _make_differentiable(
     body: Body,
     binding: Binding,
     active: set[Binding],
-    read: Collection[int],
+    read: frozenset[int],
     strategy: str | Strategy,
     sums_later: bool,
 ) -> Binding:
     """The binding of the scan with its gradient, in the place of the one without."""
     scan, tensors = scan_of(binding.value)
     given = [isinstance(tensor, Var) and body.binding(tensor) in active for tensor in tensors]
-    active_params, differentiated = _flow(scan, given)
-    wanted, differentiated = _demanded(scan, active_params, differentiated, read or range(len(results(scan.function))))
+    active_params, active_results = _flow(scan, given)
+    read = read.intersection(active_results) or frozenset(active_results)  # where none is read, all gradients are zero
+    wanted, differentiated = _demanded(scan, active_params, active_results, read)
     made = scan
     if differentiated and wanted:
         zero = tuple(place for place in active_params if place not in wanted)
@@ -135,7 +136,7 @@ def _flow(scan: Scan, given: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int
 
 
 def _demanded(
-    scan: Scan, wanted: tuple[int, ...], differentiated: tuple[int, ...], read: Collection[int]
+    scan: Scan, wanted: tuple[int, ...], differentiated: tuple[int, ...], read: frozenset[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Those of the parameters and results that a gradient comes to: of results that are read, by way of the carries.
 
@@ -152,6 +153,7 @@ def _demanded(
         if carried <= demanded:
             break
         demanded |= carried
+    live |= {function.params[place] for place in demanded if place < scan.carries}  # they carry the gradient back
     reached = tuple(place for place in wanted if function.params[place] in live)
     return reached, tuple(place for place in differentiated if place in demanded)
 
