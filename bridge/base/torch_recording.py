@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bridge.base.devices import current_device
+from bridge.base.devices import TYPES, current_device
 from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel, no_torch_function, schema
 
 __all__ = ["BelowFunctionalMode", "FunctionalTensorMode", "PreDispatchMode", "below_autograd", "called_below"]
@@ -113,7 +113,7 @@ def is_only_mapped() -> bool:
     return all(each.key() == _VMAP for each in _transforms() or ())
 
 
-_AUTOCAST = {kind: find(f"torch._C.DispatchKey.Autocast{kind.upper()}") for kind in ("cpu", "cuda")}
+_AUTOCAST = {kind: find(f"torch._C.DispatchKey.Autocast{kind.upper()}") for kind in TYPES}
 _is_excluded = find("torch._C._dispatch_tls_is_dispatch_key_excluded")
 
 

@@ -168,7 +168,7 @@ class InputMemory:
         self.inputs: dict[int, list[torch.Tensor]] = {}
         for each in inputs:
             self.inputs.setdefault(storage_id(each), []).append(each)
-        self._exchanged, self._uncounted = set[int](), set[int]()
+        self._exchanged, self._exchanging, self._uncounted = set[int](), set[int](), set[int]()
         self._first = list(map(_version, inputs))
         self._latest = {storage: list(map(_version, found)) for storage, found in self.inputs.items()}
 
@@ -176,12 +176,15 @@ class InputMemory:
         """An operator has written there."""
         for storage in {*storages} & self.inputs.keys():
             before, self._latest[storage] = self._latest[storage], list(map(_version, self.inputs[storage]))
-            if before == self._latest[storage]:
+            if storage in self._exchanging:
+                self._exchanging.remove(storage)
+            elif before == self._latest[storage]:
                 self._uncounted.add(storage)
 
     def note_exchange(self, tensor: torch.Tensor) -> None:
-        """The ``.data`` of an input is set to another tensor."""
+        """The ``.data`` of an input is about to be set to another tensor, by a write into its memory."""
         self._exchanged.add(storage_id(tensor))
+        self._exchanging.add(storage_id(tensor))
 
     def exchanged(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
         return frozenset(index for index, each in enumerate(inputs) if storage_id(each) in self._exchanged)

@@ -357,7 +357,9 @@ class _Watch:
             rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
         observation.checkpointed = rules.checkpointed.of(inputs)
         observation.saved, observation.saved_views = self.saved.inputs(inputs)
-        observation.overwritten = rules.memory.uncounted(inputs) & (observation.saved | observation.saved_views)
+        exchanged = rules.memory.exchanged(inputs) & observation.saved  # a view keeps the memory that was exchanged
+        written = rules.memory.uncounted(inputs) & (observation.saved | observation.saved_views)
+        observation.overwritten = written | exchanged
         observation.differentiates, observation.reads_validation = (
             self.draws.differentiates,
             observation.reads.validates,

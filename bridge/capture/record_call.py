@@ -139,7 +139,8 @@ def observed_key(
     if digest is None or None in outputs:
         return None
     drawn = hashlib.sha256(repr(observation.draws).encode()).hexdigest()  # rows do not name the kernels that drew
-    again = tuple(sorted(observation.checkpointed))  # what is refused of them is asked at the capture alone
+    # what is refused of inputs that are read again is asked at the capture alone
+    again = tuple(sorted(observation.checkpointed)), tuple(sorted(observation.overwritten))
     return digest, outputs, observation.out_spec, (reads, observation.reads_validation), again, drawn
 
 

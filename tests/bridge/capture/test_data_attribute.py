@@ -267,8 +267,31 @@ def complex_numbers(m, x, y):
     return torch.view_as_real(y * m.waves)
 
 
+def data_behind_a_view(m, x, y):
+    y = y * m.mean[None]
+    m.mean.data = m.mean * 0.9
+    return y
+
+
+def data_before_a_view(m, x, y):
+    m.mean.data = m.mean * 0.9 + x.mean(0)
+    return y * m.mean[None]
+
+
+def copied_before_a_view(m, x, y):
+    """The same rows as those of the one before."""
+    m.mean.data.copy_(m.mean * 0.9 + x.mean(0))
+    return y * m.mean[None]
+
+
+def data_before_itself(m, x, y):
+    m.mean.data = m.mean * 0.9 + x.mean(0)
+    return y * m.mean
+
+
 OVERWRITTEN = [halves, read_before, written_with_a_result, codebook, shifted, twice_in_a_loop, own_argument]
 OVERWRITTEN += [clipped, normalized, moving_average, complex_numbers]
+EXCHANGED = [data_behind_a_view, data_before_a_view, copied_before_a_view, data_before_itself]
 
 
 class Written(Block):
@@ -280,7 +303,7 @@ class Written(Block):
 
 
 @pytest.mark.parametrize("order", [(0,), (0, 1), (1, 0)])
-@pytest.mark.parametrize("function", sampled(OVERWRITTEN, OVERWRITTEN[:5]))
+@pytest.mark.parametrize("function", [*sampled(OVERWRITTEN, OVERWRITTEN[:5]), *EXCHANGED])
 def test_a_backward_reads_what_data_has_written(function, order):
     """Autograd saves a tensor, not its numbers, and a write through ``.data`` is not counted: also a later call's."""
     module = Written(function).double()
@@ -318,16 +341,17 @@ def distances(m, x, y):
     return y
 
 
+def data_and_itself(m, x, y):
+    """Of what autograd saves, the view keeps the old memory, and the buffer itself gives the new one."""
+    y = y * m.mean[None] + y.exp() * m.mean
+    m.mean.data = m.mean * 0.9
+    return y
+
+
 def another_buffer(m, x, y):
     y = y * m.mean
     m.mean.data.mul_(0.5)
     m.mean = m.mean * 0.9
-    return y
-
-
-def data_of_another(m, x, y):
-    y = y * m.mean[None]
-    m.mean.data = m.mean * 0.9
     return y
 
 
@@ -336,7 +360,7 @@ def data_of_another(m, x, y):
     [
         (distances, r"cdist.*it reads memory that forward overwrites by .data"),
         (another_buffer, r"'mean': is set to another tensor, where autograd saves"),
-        (data_of_another, r"'mean': is set to another tensor, where autograd saves"),
+        (data_and_itself, r"'mean': is set to another tensor, where autograd saves"),
     ],
 )
 def test_memory_that_a_backward_cannot_read_again_is_refused(function, words):
