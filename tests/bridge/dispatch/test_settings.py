@@ -85,15 +85,15 @@ def guards():
 def test_a_setting_is_a_condition_on_a_gpu_and_in_the_key(name, guards):
     module, x, on_host, on_gpu = guards
     keys = {CompileOptions.current(backend).key for backend in (GPU, backend_for(None))}
-    assert on_gpu.match(module, (x,), {})
+    assert on_gpu.match(SampleCall(module, (x,), {}))
     with CHANGES[name]():
         assert on_gpu.check(module, (x,), {}) is None
         with pytest.raises(GuardFailure, match=name):
-            on_gpu.match(module, (x,), {})
-        assert on_host.match(module, (x,), {})
+            on_gpu.match(SampleCall(module, (x,), {}))
+        assert on_host.match(SampleCall(module, (x,), {}))
         keys |= {CompileOptions.current(backend).key for backend in (GPU, backend_for(None))}
     assert len(keys) == 3
-    assert on_gpu.match(module, (x,), {})
+    assert on_gpu.match(SampleCall(module, (x,), {}))
 
 
 def test_every_setting_is_changed_here():
@@ -105,4 +105,4 @@ def test_values_that_mean_the_same_are_one(guards):
     module, x, _, on_gpu = guards
     with put(MATMUL, "allow_tf32", True), put(MATMUL, "allow_tf32", False):
         assert SETTINGS["float32 precision of CUDA products"]() == "ieee"
-        assert on_gpu.match(module, (x,), {})
+        assert on_gpu.match(SampleCall(module, (x,), {}))
