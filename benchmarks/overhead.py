@@ -207,7 +207,7 @@ def decisions(name: str, rounds: int) -> list[str]:
         module.train()
         timed("after train()", guard.check, x)
         timed("decision", guard.check, x)
-        timed("closer look", guard.match, other)
+        timed("closer look", lambda *sample: guard.match(SampleCall(*sample)), other)
     medians = [f"{1e6 * statistics.median(values[rounds // 10 :]):.1f}" for values in times.values()]
     counts = [len(list(module.modules())), len(list(module.parameters())) + len(list(module.buffers()))]
     return [name, *map(str, counts), *medians]
