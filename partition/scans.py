@@ -16,6 +16,7 @@ from autodiff.ir import (
     DataflowVar,
     Expr,
     Function,
+    TensorType,
     TupleGetItem,
     Var,
     bindings,
@@ -71,16 +72,21 @@ def differentiable_scans(
 
 
 def _read_results(body: Body) -> dict[Binding, frozenset[int]]:
-    """Of each scan the results that outputs of the function depend on, other than behind a stop of gradients."""
+    """Of each scan the results that outputs of the function depend on, other than behind what passes no gradient on."""
     live = set(body.returned())
     read: dict[Binding, set[int]] = {binding: set() for binding in body.bindings if is_scan(binding.value)}
     for binding in reversed(body.bindings):
-        if binding not in live or binding.op == _STOP:
+        if binding not in live or _stops(binding.var, binding.op):
             continue
         live.update(binding.reads)
         if type(binding.value) is TupleGetItem and binding.reads[0] in read:
             read[binding.reads[0]].add(binding.value.index)
     return {binding: frozenset(places) for binding, places in read.items()}
+
+
+def _stops(var: Var, op: str | None) -> bool:
+    """Whether no gradient passes an operator: one that says so, or that makes no floats of what it reads."""
+    return op == _STOP or (isinstance(var.ty, TensorType) and not is_float(var))
 
 
 def _make_differentiable(
@@ -147,7 +153,7 @@ def _demanded(
     while True:
         live = {outputs[place] for place in demanded}
         for var, value in reversed(list(bindings(function))):
-            if var in live and op_name(value) != _STOP:
+            if var in live and not _stops(var, op_name(value)):
                 live.update(used_vars(value))
         carried = {place for place in differentiated if place < scan.carries and function.params[place] in live}
         if carried <= demanded:

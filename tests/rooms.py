@@ -22,7 +22,7 @@ MOST_LINES = 500
 _MOST_CODE_LINES, _MOST_FIELDS = 60, 14
 BOUNDS = {
     "files": 371,
-    "lines": 82_151,
+    "lines": 82_157,
     "class names of several files": 0,
     "functions of over 60 code lines": 0,
     "classes of over 14 fields": 10,

@@ -104,6 +104,18 @@ class StateStopped(nn.Module):
         return torch.stack(states)
 
 
+class StateCompared(StateStopped):
+    """The results depend on ``other`` by a comparison alone."""
+
+    def forward(self, x):
+        state, other, states = x[0], x[1].detach(), []
+        for part in x:
+            state = torch.where(other < 0.1, torch.tanh(state * self.factor), part * 0.5)
+            other = torch.sin(other * self.factor + part)
+            states.append(state)
+        return torch.stack(states)
+
+
 def gradients(module, x):
     results = module(x)
     results = results if isinstance(results, tuple) else (results,)
@@ -149,13 +161,14 @@ def test_steps_that_nobody_reads_have_no_gradient(kind):
     assert marks_of(lowered)
 
 
-def test_a_state_that_is_read_behind_a_stop_has_no_gradient():
+@pytest.mark.parametrize("kind", [StateStopped, StateCompared])
+def test_a_state_that_is_read_without_a_gradient_has_none(kind):
     """It is zero in all steps, also where a derivative is infinite."""
     torch.manual_seed(0)
     x = torch.randn(9, 2, 4, dtype=torch.float64)
     infinite = x.clone()
     infinite[4, 0, 0] = float("inf")
-    assert marks_of(compare(StateStopped(), x, [infinite]))
+    assert marks_of(compare(kind(), x, [infinite]))
 
 
 def test_a_gradient_that_a_scan_lacks_is_a_reason():
