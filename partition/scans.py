@@ -72,7 +72,7 @@ def differentiable_scans(
 
 
 def _read_results(body: Body) -> dict[Binding, frozenset[int]]:
-    """Of each scan the results that outputs of the function depend on, other than behind what passes no gradient on."""
+    """Each scan -> its results on which outputs of the function depend by way of operators that pass gradients on."""
     live = set(body.returned())
     read: dict[Binding, set[int]] = {binding: set() for binding in body.bindings if is_scan(binding.value)}
     for binding in reversed(body.bindings):
@@ -85,7 +85,7 @@ def _read_results(body: Body) -> dict[Binding, frozenset[int]]:
 
 
 def _stops(var: Var, op: str | None) -> bool:
-    """Whether no gradient passes an operator: one that says so, or that makes no floats of what it reads."""
+    """Whether an operator passes no gradient on: a stop of gradients, or one whose result is no float."""
     return op == _STOP or (isinstance(var.ty, TensorType) and not is_float(var))
 
 
@@ -144,15 +144,16 @@ def _flow(scan: Scan, given: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int
 def _demanded(
     scan: Scan, wanted: tuple[int, ...], differentiated: tuple[int, ...], read: frozenset[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Those of the parameters and results that a gradient comes to: of results that are read, by way of the carries.
+    """Active parameters and results -> the ones that a gradient reaches from results that are read, through carries.
 
     The gradient of any other carry is zero in all steps; computed, it is nan where a derivative is infinite.
     """
     function, outputs = scan.function, results(scan.function)
-    demanded = {place for place in differentiated if place in read}
+    backwards = list(bindings(function))[::-1]
+    demanded = set(read)
     while True:
         live = {outputs[place] for place in demanded}
-        for var, value in reversed(list(bindings(function))):
+        for var, value in backwards:
             if var in live and not _stops(var, op_name(value)):
                 live.update(used_vars(value))
         carried = {place for place in differentiated if place < scan.carries and function.params[place] in live}
@@ -160,8 +161,7 @@ def _demanded(
             break
         demanded |= carried
     live |= {function.params[place] for place in demanded if place < scan.carries}  # they carry the gradient back
-    reached = tuple(place for place in wanted if function.params[place] in live)
-    return reached, tuple(place for place in differentiated if place in demanded)
+    return tuple(place for place in wanted if function.params[place] in live), tuple(sorted(demanded))
 
 
 def _simple(scan: Scan, merge_casts: bool) -> Function:
