@@ -14,11 +14,12 @@ from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, compile_function, products_and_calls
 from bridge.compile.runtime.build import settle
 from bridge.compile.runtime.cut import Liveness, Segment, cut
+from bridge.compile.runtime.executor import with_constants
 from bridge.compile.runtime.instance import evaluator
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, Operation
 from bridge.compile.runtime.kernel_store import canonical_text, functions_of
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop
-from bridge.compile.runtime.program import Program, same_code, with_constants
+from bridge.compile.runtime.program import Program, same_code
 from bridge.compile.runtime.storage import bytes_of, form_of, tensor_of
 from bridge.compile.runtime.storage import load as load_program
 from bridge.compile.runtime.storage import save as save_program

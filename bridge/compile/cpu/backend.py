@@ -27,7 +27,7 @@ from bridge.compile.cpu.products import CpuProducts, Multiply, generated_types
 from bridge.compile.cpu.threads import step_driver
 from bridge.compile.loop_ir.operations import Packing, PackPlan, ProductPlan
 from bridge.compile.runtime.build import build_kernels
-from bridge.compile.runtime.executor import Executor
+from bridge.compile.runtime.executor import Executor, bind_all
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.loop_frame import RunLoop
 from bridge.compile.runtime.program import Program
@@ -252,10 +252,9 @@ class CpuBackend(Backend):
 
     def executor(self, program: Program) -> Executor:
         # A new thread's OpenMP setting becomes torch's when torch is first asked in it.
-        parts = (program.name, program.steps, program.layout, program.constants, program.code)
         has_loops = any(isinstance(step, RunLoop) for step in program.steps)  # else LLVM need not build the driver
-        drive = step_driver() if has_loops else None
-        return Executor(*parts, device=self.device, prepare=torch.get_num_threads, drive=drive)
+        actions = bind_all(program, step_driver() if has_loops else None)
+        return Executor(program, self.device, prepare=torch.get_num_threads, actions=actions)
 
     def launches(self, function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]:
         return ()

@@ -25,8 +25,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from typing import TypeVar
+from functools import partial
 
 import torch
 
@@ -36,22 +35,20 @@ from bridge.base.tensor_properties import span_of
 from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.copies import bring
-from bridge.compile.runtime.executor import Actions, Executor, bind_all
+from bridge.compile.runtime.executor import Actions, Executor
 from bridge.compile.runtime.instructions import Launch
-from bridge.compile.runtime.layout import ArenaPool
+from bridge.compile.runtime.layout import ArenaPool, PoolUser
 from bridge.compile.runtime.loop_frame import Instruction
 from bridge.compile.runtime.program import Program
 
-__all__ = ["ALIGNMENT", "POOLS", "BoundExecutor", "Branches", "Crossings", "CudaExecutor", "Range", "StreamPools"]
+__all__ = ["ALIGNMENT", "POOLS", "Branches", "Crossings", "CudaExecutor", "Range", "StreamPools"]
 __all__ += ["memory_of"]
 
 #: Bytes, of a kernel's widest access.
 ALIGNMENT = 16
 
 _STREAMS = 8
-"""On which an executor stays bound; those used last."""
-
-Bound = TypeVar("Bound", bound="BoundExecutor")
+"""In whose blocks a program keeps its registers; those used last."""
 
 
 class StreamPools:
@@ -81,21 +78,22 @@ POOLS = SESSION.cache("programs", StreamPools())
 """Of this process."""
 
 
-class CudaExecutor:
-    """Runs one program on one device; safe to call from any thread.
+class CudaExecutor(Executor):
+    """Runs one program on one device; safe to call from any thread. Its first run binds the instructions.
 
-    Attributes:
-        name: of the program.
-        steps: its instructions.
+    Args:
+        pool: whose blocks each run works in, by :class:`Executor`'s ``__call__``; those of the current stream unless
+            given.
     """
 
-    def __init__(self, program: Program, device: torch.device):
-        self.name, self.steps = program.name, program.steps
+    def __init__(
+        self, program: Program, device: torch.device, pool: ArenaPool | None = None, actions: Actions | None = None
+    ):
+        super().__init__(program, device, prepare=_nothing, empty=empty_strided, pool=pool, actions=actions)
         self._device, self._index = device, device.index
-        constants = tuple((slot, tensor.to(device)) for slot, tensor in program.constants)
-        actions = cache(partial(bind_all, program.steps, program.layout, constants, program.code))
-        self._bound: Callable[..., BoundExecutor] = partial(_bound, program, constants, device, actions)
-        self._by_stream: LeastRecentlyUsed[int, BoundExecutor] = LeastRecentlyUsed(_STREAMS)
+        self._by_stream: LeastRecentlyUsed[int, PoolUser] = LeastRecentlyUsed(_STREAMS)
+        read = {slot for step in self.steps if isinstance(step, Launch) for slot in step.reads}
+        self._brought = [param.slot for param in self._layout.params if param.lies_on_host and param.slot in read]
 
     def __call__(
         self,
@@ -111,32 +109,18 @@ class CudaExecutor:
         if torch.cuda.is_current_stream_capturing():
             return self._captured(inputs, consume)
         stream = current_stream(self._index)
-        execute = self._by_stream.get(stream)
-        if execute is None:
-            execute = self._by_stream.put(stream, self._bound(pool=POOLS.of(self._device, stream)))
-        return execute(inputs, consume=consume, fresh=fresh)
-
-    def bound_to(self, pool: ArenaPool, kind: type[Bound]) -> Bound:
-        """The program bound to blocks of a pool, by an executor of this kind."""
-        return self._bound(pool=pool, kind=kind)
+        user = self._by_stream.get(stream)
+        if user is None:
+            user = self._by_stream.put(stream, POOLS.of(self._device, stream).enroll(self._layout.arena_bytes))
+        return super().__call__(inputs, consume=consume, fresh=fresh, user=user)
 
     def _captured(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         """In memory of the graph that is captured, which may serve again once the run is over."""
         pool = ArenaPool(self._device)
         try:
-            return self._bound(pool=pool)(inputs, consume=consume)
+            return super().__call__(inputs, consume=consume, user=pool.enroll(self._layout.arena_bytes))
         finally:
             pool.clear()
-
-
-class BoundExecutor(Executor):
-    """A program bound to one pool."""
-
-    def __init__(self, *parts, device: torch.device, pool: ArenaPool, actions: Actions):
-        super().__init__(*parts, device=device, prepare=_nothing, empty=empty_strided, pool=pool, actions=actions)
-        read = {slot for step in self.steps if isinstance(step, Launch) for slot in step.reads}
-        self._device = device
-        self._brought = [param.slot for param in self._layout.params if param.lies_on_host and param.slot in read]
 
     def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
         super()._load(registers, inputs)
@@ -153,19 +137,6 @@ class BoundExecutor(Executor):
             bring([(state, registers[slot]) for slot, state in there.items()])
             for slot, state in there.items():
                 registers[slot] = state
-
-
-def _bound(
-    program: Program,
-    constants: Sequence[tuple[int, torch.Tensor]],
-    device: torch.device,
-    actions: Callable[[], Actions],
-    *,
-    pool: ArenaPool,
-    kind: type[BoundExecutor] = BoundExecutor,
-) -> BoundExecutor:
-    parts = program.name, program.steps, program.layout, constants, program.code
-    return kind(*parts, device=device, pool=pool, actions=actions())
 
 
 def _nothing() -> None:

@@ -23,12 +23,14 @@ import torch
 from bridge.base.tensor_properties import span_of
 from bridge.compile.cuda.copies import bring, copy
 from bridge.compile.cuda.driver_graphs import MOST_NUMBERS
-from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor, Branches
+from bridge.compile.cuda.executor import ALIGNMENT, Branches, CudaExecutor
 from bridge.compile.graphs.recordings import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.executor import Action, bind
+from bridge.compile.runtime.executor import Action, Actions, Executor, bind
 from bridge.compile.runtime.instructions import CallLibrary, MakeView
+from bridge.compile.runtime.layout import ArenaPool
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop, inner_steps
+from bridge.compile.runtime.program import Program
 from bridge.library import INTO_GIVEN, PLACED_DRAWS, invoke_into
 
 __all__ = ["Pieces", "PiecewiseExecutor", "inside_of_loops", "is_between"]
@@ -203,16 +205,18 @@ class Pieces:
         self.__enter__()
 
 
-class PiecewiseExecutor(BoundExecutor):
-    """A program bound to the memory of one stream's recordings. Its runs are recorded, one at a time.
+class PiecewiseExecutor(CudaExecutor):
+    """A program that works in the memory of one stream's recordings. Its runs are recorded, one at a time.
 
     Attributes:
         brought: generators' states that captured steps read, by slot: their memory on the device.
         captures_states: whether the first graph of the run that is recorded brings them there.
     """
 
-    def __init__(self, *parts: Any, **given: Any):
-        super().__init__(*parts, **given)
+    __call__ = Executor.__call__
+
+    def __init__(self, program: Program, device: torch.device, pool: ArenaPool, actions: Actions | None = None):
+        super().__init__(program, device, pool, actions)
         layout = self._layout
         views = {step.writes[0]: step for step in (*self.steps, *layout.views) if isinstance(step, MakeView)}
         slots = [*range(len(layout.params)), *(made.slot for made in layout.fresh)]

@@ -22,13 +22,13 @@ from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.copies import bring_anew
 from bridge.compile.cuda.driver_graphs import ExecutableGraph, captured, new_stream
-from bridge.compile.cuda.executor import Branches, CudaExecutor
+from bridge.compile.cuda.executor import Branches
 from bridge.compile.cuda.memory import PoolMemory, PrivatePool, SlotMemory, spare_bytes, takes_from
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
 from bridge.compile.graphs.recordings import Form, Replay, nbytes
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.layout import ALIGNMENT as ARENA_ALIGNMENT
-from bridge.compile.runtime.layout import PoolBlock
+from bridge.compile.runtime.layout import PoolBlock, PoolUser
 from bridge.compile.runtime.program import Program
 from bridge.library import DRAWS, REDRAWS, waits_for_the_device
 
@@ -84,11 +84,8 @@ class _GraphArena:
             self.block = PoolBlock(max(size, least), self._device)
         return self.block
 
-    def enroll(self, user: object, size: int) -> int:
-        return next(self._keys)
-
-    def take(self, size: int) -> PoolBlock:
-        return self.reserve(size)
+    def enroll(self, size: int) -> PoolUser:
+        return PoolUser(next(self._keys), partial(self.reserve, size), self.give)
 
     def give(self, block: PoolBlock) -> None:
         block.bound.clear()  # a program is seldom recorded twice
@@ -237,8 +234,8 @@ class CudaRecorder:
         shared = STREAMS.of(self._device, stream)
         of, execute = self._executors.get(stream, (None, None))
         if of is not shared:
-            program: CudaExecutor = self._program.executor
-            execute = program.bound_to(shared.arena, PiecewiseExecutor)
+            actions = self._program.executor.actions
+            execute = PiecewiseExecutor(self._program, self._device, shared.arena, actions)
             self._executors[stream] = shared, execute
         block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()

@@ -27,7 +27,7 @@ from bridge.compile.graphs.recordings import (
     ReplayResults,
     StreamRecordings,
 )
-from bridge.compile.runtime.executor import InputForms, Strided
+from bridge.compile.runtime.layout import InputForms, Strided
 from bridge.compile.runtime.program import Program
 
 __all__ = ["MAX_HELD_BYTES", "MAX_PARAMETER_BYTES", "EntryGraphs", "GraphedExecutor"]

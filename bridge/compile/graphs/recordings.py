@@ -32,8 +32,8 @@ from torch import nn
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.pytrees import picker
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.executor import Strided
 from bridge.compile.runtime.instructions import MakeView
+from bridge.compile.runtime.layout import Strided
 from bridge.compile.runtime.program import Program
 
 __all__ = ["MAX_ADDRESSES", "MAX_LARGE_ADDRESSES", "MAX_MADE", "MAX_OF_A_STREAM", "Form", "GraphRecorder", "Key"]

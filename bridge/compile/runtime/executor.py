@@ -6,121 +6,35 @@ intermediates are filled with tensors in that block, those of constants with the
 views of those are filled during a call and emptied after it. Who has the block has the registers that are bound to it,
 so concurrent and re-entrant calls never share them. Results are never in the block.
 
-Input forms: tensors given to a program → the same ones, dense; or a ``ValueError`` naming the one that differs.
-
 Binding: an instruction → a function of the registers, with everything else that it needs looked up once.
+Of constants: a program and tensors for its last parameters → the program of the other parameters.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from operator import add, attrgetter
+from dataclasses import replace
+from functools import cached_property, partial
+from operator import add
 
 import torch
 from torch.autograd import profiler
 
 from bridge.base.devices import HOST
+from bridge.base.mkl import can_pack, packed
 from bridge.base.pytrees import picker
-from bridge.base.tensor_properties import TensorChecks, is_nested, tensor_checks
 from bridge.base.torch_internals import empty_strided
-from bridge.compile.backend import Built
-from bridge.compile.loop_ir.views import dense_strides, inverse
+from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
-from bridge.compile.runtime.layout import ARENAS, ArenaPool, PoolBlock, Register, RegisterLayout
+from bridge.compile.runtime.layout import ARENAS, ArenaPool, InputForms, PoolBlock, PoolUser
 from bridge.compile.runtime.loop import loop_action
 from bridge.compile.runtime.loop_frame import Drive, Instruction, LoopFrames, RunLoop, is_framed
-from bridge.library import FUNCTIONS, OUT_KERNELS, invoke
+from bridge.compile.runtime.program import Program
+from bridge.compile.schedule.products import PACKED
+from bridge.library import FUNCTIONS, OUT_KERNELS, dense, invoke
 
-__all__ = ["Action", "Actions", "Arrays", "Executor", "InputForms", "Strided", "bind", "bind_all", "last_uses"]
-
-_KIND, _DEVICE = attrgetter("shape", "dtype"), attrgetter("device")
-#: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode, or are strided.
-_MAX_LOOKS = 4
-
-Strided = tuple[tuple[int, tuple[int, ...]], ...]
-"""Places and strides of inputs that are not dense in the order of their slots."""
-
-
-class InputForms:
-    """Shapes, element types and the device of a program's inputs.
-
-    Args:
-        name: of the program.
-        params: its parameters.
-        device: where those are that do not lie on the host.
-    """
-
-    def __init__(self, name: str, params: Sequence[Register], device: torch.device):
-        self._name, self._params = name, params
-        self._kinds = [param.given_kind for param in params]
-        self._devices = [HOST if param.lies_on_host else device for param in params]
-        self._turned = [(place, param.order) for place, param in enumerate(params) if param.order is not None]
-        self._looks: list[tuple[TensorChecks, Strided]] = []  # inputs that look like these fit
-
-    def dense(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The inputs in the orders of their slots, those that lie otherwise as dense copies. Some may require grad:
-        nothing is to record it.
-
-        Raises:
-            ValueError: their number, a shape, an element type or a device is another one.
-        """
-        found = None
-        if not any(map(is_nested, inputs)):
-            for alike, strided in self._looks:
-                if alike.exact(*inputs) or alike.again(inputs):
-                    found = strided
-                    break
-        if found is None:
-            found = self._look(inputs)
-        in_order = self._in_order(inputs) if self._turned else inputs
-        return in_order if found == () else [tensor.contiguous() for tensor in in_order]
-
-    def _in_order(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if not self._turned:
-            return inputs
-        turned = list(inputs)
-        for place, order in self._turned:
-            turned[place] = turned[place].permute(order)
-        return turned
-
-    def as_they_lie(self, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Strided]:
-        """The inputs, with the strides of those that lie otherwise than their slots have them; of too many kinds of
-        strides, copies that lie so. Raises what :meth:`dense` does."""
-        known = () if any(map(is_nested, inputs)) else self._looks
-        strided = next((strided for alike, strided in known if alike(inputs)), None)
-        strided = self._look(inputs) if strided is None else strided
-        if strided is not None:
-            return inputs, strided
-        copies = [tensor.contiguous() for tensor in self._in_order(inputs)]
-        for place, order in self._turned:
-            copies[place] = copies[place].permute(inverse(order))
-        return copies, ()
-
-    def _look(self, inputs: Sequence[torch.Tensor]) -> Strided | None:
-        """Which of inputs of a new look are strided; ``None``: some may be, in one of too many ways."""
-        if list(map(_KIND, inputs)) != self._kinds or list(map(_DEVICE, inputs)) != self._devices:
-            self._reject(inputs)
-        in_order = self._in_order(inputs)
-        strided = tuple(
-            (place, inputs[place].stride()) for place, each in enumerate(in_order) if not each.is_contiguous()
-        )
-        if len(self._looks) < _MAX_LOOKS:
-            self._looks.append((tensor_checks(inputs, given_twice=False), strided))
-            return strided
-        return None if strided else ()
-
-    def _reject(self, inputs: Sequence[torch.Tensor]) -> None:
-        if len(inputs) != len(self._kinds):
-            raise ValueError(f"{self._name}: wanted {len(self._kinds)} inputs, got {len(inputs)}")
-        for slot, (tensor, kind, device) in enumerate(zip(inputs, self._kinds, self._devices, strict=True)):
-            if (_KIND(tensor), tensor.device) != (kind, device):
-                raise ValueError(
-                    f"{self._name}: input {slot} ({self._params[slot].name}) has shape {tuple(tensor.shape)} and"
-                    f" {tensor.dtype} on {tensor.device}, wanted {tuple(kind[0])} and {kind[1]} on {device}"
-                )
-
+__all__ = ["Action", "Actions", "Arrays", "Executor", "bind", "bind_all", "last_uses", "with_constants"]
 
 Action = Callable[[list], None]
 """An instruction as a function of the registers."""
@@ -257,70 +171,62 @@ Actions = Sequence[tuple[Action, tuple[int, ...]]]
 """Instructions as functions of the registers, each with the slots that it is the last to use."""
 
 
-def bind_all(
-    steps: Sequence[Instruction],
-    layout: RegisterLayout,
-    constants: Sequence[tuple[int, torch.Tensor]],
-    code: Mapping[str, Built],
-    drive: Drive | None = None,
-) -> Actions:
-    """The instructions of a program, bound, for any of its executors; arguments as of :class:`Executor`."""
-    functions = {kernel: built.function for kernel, built in code.items()}
-    kept = {*layout.filled, *(slot for slot, _ in constants), *layout.results}
+def bind_all(program: Program, drive: Drive | None = None) -> Actions:
+    """The instructions of a program, bound, for any of its executors; ``drive`` runs the steps of loops."""
+    functions = {kernel: built.function for kernel, built in program.code.items()}
+    kept = {*program.layout.filled, *(slot for slot, _ in program.constants), *program.layout.results}
     arrays: Arrays = {}
-    return tuple(zip([bind(step, functions, arrays, drive) for step in steps], last_uses(steps, kept), strict=True))
+    bound = [bind(step, functions, arrays, drive) for step in program.steps]
+    return tuple(zip(bound, last_uses(program.steps, kept), strict=True))
 
 
 class Executor:
     """Runs one program; safe to call from any thread.
 
     Attributes:
-        steps: the instructions.
-        actions: they, bound.
+        name: of the program; ``steps``: its instructions.
 
     Args:
         device: of the inputs, but for states of generators.
         prepare: called before each run, in the thread that runs.
         empty: shape, strides, element type → memory of a result.
         pool: of blocks on the device; the host's unless given.
-        drive: runs the steps of loops.
-        actions: of another executor of the same program, whose are shared.
+        actions: the instructions, bound: of another executor of the program, say. Its first run binds them else.
     """
 
     def __init__(
         self,
-        name: str,
-        steps: Sequence[Instruction],
-        layout: RegisterLayout,
-        constants: Sequence[tuple[int, torch.Tensor]],
-        code: Mapping[str, Built],
-        *,
+        program: Program,
         device: torch.device,
+        *,
         prepare: Callable[[], object],
         empty: Callable[..., torch.Tensor] = empty_strided,
         pool: ArenaPool | None = None,
-        drive: Drive | None = None,
         actions: Actions | None = None,
     ):
-        self.name = name
-        self._prepare = prepare
-        self.steps = steps
-        self._layout = layout
-        self._constants = constants
-        self._code = code  # alive as long as this
-        self.actions = bind_all(steps, layout, constants, code, drive) if actions is None else actions
+        self.name, self.steps = program.name, program.steps
+        constants = tuple((slot, tensor.to(device)) for slot, tensor in program.constants)
+        self._program = replace(program, constants=constants)  # not the program itself, which holds its executor
+        self._prepare, self._empty, self._pool = prepare, empty, pool
+        self._layout = layout = program.layout
+        if actions is not None:
+            self.actions = actions
         self._static_views = [bind(view, {}, {}) for view in layout.views]
-        self._forms = InputForms(name, layout.params, device)
-        self._empty = empty
+        self._forms = InputForms(program.name, layout.params, device)
         self._fresh = [(made.slot, made.shape, dense_strides(made.shape), made.torch_dtype) for made in layout.fresh]
-        views = {step.writes[0] for step in (*layout.views, *steps) if isinstance(step, MakeView)}
+        views = {step.writes[0] for step in (*layout.views, *self.steps) if isinstance(step, MakeView)}
         self._results = picker(layout.results)
         self._viewed = [i for i, slot in enumerate(layout.results) if slot in views]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
-        self._arena_bytes = layout.arena_bytes
-        pool = ARENAS if pool is None else pool
-        self._key = pool.enroll(self, self._arena_bytes)
-        self._take, self._give = pool.take, pool.give
+
+    @cached_property
+    def actions(self) -> Actions:
+        """The instructions, bound; waits for machine code."""
+        return bind_all(self._program)
+
+    @cached_property
+    def _user(self) -> PoolUser:
+        return (ARENAS if self._pool is None else self._pool).enroll(self._layout.arena_bytes)
 
     def __call__(
         self,
@@ -328,49 +234,43 @@ class Executor:
         *,
         consume: bool = False,
         fresh: Sequence[torch.Tensor] | None = None,
+        user: PoolUser | None = None,
     ) -> list[torch.Tensor]:
         """See :meth:`bridge.compile.runtime.program.Program.__call__`.
 
         ``fresh``: memory for the results in ``layout.fresh``, in their order, dense; new memory if ``None``.
+        ``user``: whose blocks the run works in; its own if ``None``.
         """
-        block = self._take(self._arena_bytes)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return Executor.__call__(self, inputs, consume=consume, fresh=fresh, user=user)
+        user = self._user if user is None else user
+        block = user.take()
         try:
-            registers, between_calls = block.bound.get(self._key) or self._bound_to(block)
+            registers, between_calls = block.bound.get(user.key) or self._bound_to(block, user.key)
             try:
-                if not torch.is_grad_enabled():
-                    return self._run(registers, inputs, consume, fresh)
-                with torch.no_grad():
-                    return self._run(registers, inputs, consume, fresh)
+                self._prepare()
+                self._load(registers, inputs)
+                passed_on = [(i, inputs[slot]) for i, slot in self._passed_on] if self._passed_on else ()
+                if consume:
+                    inputs.clear()
+                if fresh is None:
+                    for slot, shape, strides, dtype in self._fresh:
+                        registers[slot] = self._empty(shape, strides, dtype)
+                else:
+                    for (slot, *_), memory in zip(self._fresh, fresh, strict=True):
+                        registers[slot] = memory
+                self._act(registers)
+                results = [*self._results(registers)]
+                for i in self._viewed:  # autograd lets nobody write into an output that it knows as a view
+                    results[i] = results[i].data
+                for i, tensor in passed_on:
+                    results[i] = tensor
+                return results
             finally:
                 registers[:] = between_calls
         finally:
-            self._give(block)
-
-    def _run(
-        self,
-        registers: list,
-        inputs: Sequence[torch.Tensor],
-        consume: bool,
-        fresh: Sequence[torch.Tensor] | None,
-    ) -> list[torch.Tensor]:
-        self._prepare()
-        self._load(registers, inputs)
-        passed_on = [(i, inputs[slot]) for i, slot in self._passed_on] if self._passed_on else ()
-        if consume:
-            inputs.clear()
-        if fresh is None:
-            for slot, shape, strides, dtype in self._fresh:
-                registers[slot] = self._empty(shape, strides, dtype)
-        else:
-            for (slot, *_), memory in zip(self._fresh, fresh, strict=True):
-                registers[slot] = memory
-        self._act(registers)
-        results = [*self._results(registers)]
-        for i in self._viewed:  # autograd lets nobody write into an output that it knows as a view
-            results[i] = results[i].data
-        for i, tensor in passed_on:
-            results[i] = tensor
-        return results
+            user.give(block)
 
     def _act(self, registers: list) -> None:
         """The actions, in order; slots are emptied after their last use."""
@@ -396,13 +296,108 @@ class Executor:
         registers[: len(inputs)] = self._forms.dense(inputs)
 
     @torch.inference_mode(False)  # its tensors serve calls of any mode
-    def _bound_to(self, block: PoolBlock) -> tuple[list, list]:
+    def _bound_to(self, block: PoolBlock, key: int) -> tuple[list, list]:
         """The registers of runs in a block, and what is in them between runs."""
         registers: list = [None] * self._layout.size
         self._layout.fill(registers, block.memory)
-        for slot, tensor in self._constants:
+        for slot, tensor in self._program.constants:
             registers[slot] = tensor
         for make_view in self._static_views:
             make_view(registers)
-        block.bound[self._key] = bound = registers, registers.copy()
+        block.bound[key] = bound = registers, registers.copy()
         return bound
+
+
+def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program:
+    """The program with ``tensors`` as constants in the place of its last parameters, of the same kernels.
+
+    Views of them are made once. Nothing is copied but tensors that are not dense (or, on a GPU, aligned): who changes
+    one changes what the program computes.
+
+    A factor that only products of the way "packed" read is laid out for them, in memory of its own, and one that
+    generated products read in panels is packed for them; where nothing else reads it, it is no constant then.
+
+    Raises:
+        ValueError: a tensor has another shape or element type than its parameter.
+    """
+    layout = program.layout
+    first = len(layout.params) - len(tensors)
+    constants = []
+    for register, tensor in zip(layout.params[first:], tensors, strict=True):
+        if tuple(tensor.shape) != register.shape or tensor.dtype != register.torch_dtype:
+            wanted = f"{register.torch_dtype} {register.shape}"
+            raise ValueError(f"{register.name}: wanted {wanted}, got {tensor.dtype} {tuple(tensor.shape)}")
+        constants.append((register.slot, dense(tensor.detach())))
+    known = {slot for slot, _ in (*program.constants, *constants)} | {view.writes[0] for view in layout.views}
+    steps: list[Instruction] = []
+    views = list(layout.views)
+    for step in program.steps:
+        if isinstance(step, MakeView) and step.reads[0] in known:
+            views.append(step)
+            known.add(step.writes[0])
+        else:
+            steps.append(step)
+    found = dict((*program.constants, *constants))
+    steps = _in_panels(program, steps, views, found)
+    laid_out = _packed_factors(steps, found, views)
+    return replace(
+        program,
+        steps=tuple(steps),
+        layout=replace(
+            layout,
+            params=layout.params[:first],
+            views=tuple(view for view in views if view.writes[0] not in laid_out),
+            laid_out=(),
+        ),
+        constants=(*(each for each in found.items() if each[0] not in laid_out), *laid_out.items()),
+    )
+
+
+def _in_panels(
+    program: Program, steps: Sequence[Instruction], views: Sequence[MakeView], constants: dict[int, torch.Tensor]
+) -> list[Instruction]:
+    """The instructions but for those that pack constants, which run now: panels become constants, in the place of what
+    only these read."""
+    wanted = {register.slot: register for register in program.layout.laid_out}
+    packs = [step for step in steps if isinstance(step, Launch) and step.writes[0] in wanted]
+    if not packs:
+        return list(steps)
+    program.backend.threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
+    functions, sources = {step.name: program.code[step.name].function for step in packs}, set()
+    for step in packs:
+        register = wanted[step.writes[0]]
+        constants[register.slot] = torch.zeros(register.shape, dtype=register.torch_dtype)
+        bind(step, functions, {})(constants)
+        sources.update(step.reads)
+    left = [step for step in steps if step not in packs]
+    read = {slot for step in (*left, *views) for slot in step.reads} | {*program.layout.memory}
+    for slot in sources - read:
+        del constants[slot]
+    return left
+
+
+def _packed_factors(
+    steps: Sequence[Instruction], constants: Mapping[int, torch.Tensor], views: Sequence[MakeView]
+) -> dict[int, torch.Tensor]:
+    """By slot, what takes the place of constants, and of views of them, that products read packed."""
+    if not can_pack():
+        return {}
+    view_of = {view.writes[0]: view for view in views}
+    others = {slot for step in steps for slot in _others(step)} | {view.reads[0] for view in views}
+    found: dict[int, torch.Tensor] = {}
+    for step in steps:
+        if not (isinstance(step, CallLibrary) and step.name == PACKED) or step.reads[1] in others:
+            continue
+        slot, view = step.reads[1], view_of.get(step.reads[1])
+        if slot in found:
+            continue
+        base = constants.get(slot if view is None else view.reads[0])
+        if base is not None:
+            factor = base if view is None else base.as_strided(view.shape, view.strides, view.offset)
+            found[slot] = packed(factor, step.attrs[0])
+    return found
+
+
+def _others(step: Instruction) -> Sequence[int]:
+    """Slots that an instruction reads in any other way than a packed factor."""
+    return step.reads[:1] if isinstance(step, CallLibrary) and step.name == PACKED else step.reads

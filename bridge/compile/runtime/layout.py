@@ -6,6 +6,8 @@ A run takes a *block* and gives it back; nobody else has it meanwhile, so concur
 memory. Runs one after another take the same block: what is held is the largest arena, not the sum, once for each of the
 runs that were under way together. Taking and giving back are single operations on a list, which Python's global
 interpreter lock makes atomic: no lock that a signal handler, a finalizer or a forked child could find taken.
+
+Input forms: tensors given to a program → the same ones, dense; or a ``ValueError`` naming the one that differs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,12 +28,13 @@ from autodiff.ir import itemsize
 from autodiff.library import GENERATOR_STATE
 from bridge.base.devices import HOST
 from bridge.base.session import SESSION
+from bridge.base.tensor_properties import TensorChecks, is_nested, tensor_checks
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.views import dense, dense_strides, inverse, permute
 from bridge.compile.runtime.instructions import MakeView
 
-__all__ = ["ALIGNMENT", "ARENAS", "ArenaPlan", "ArenaPool", "PoolBlock", "Register", "RegisterLayout", "lying_below"]
-__all__ += ["plan_arena"]
+__all__ = ["ALIGNMENT", "ARENAS", "ArenaPlan", "ArenaPool", "InputForms", "PoolBlock", "PoolUser", "Register"]
+__all__ += ["RegisterLayout", "Strided", "lying_below", "plan_arena"]
 
 ALIGNMENT = 64  # a cache line, and the widest vector
 
@@ -197,6 +201,20 @@ class PoolBlock:
         self.bound: dict[int, Any] = {}
 
 
+class PoolUser:
+    """A user of a pool.
+
+    Attributes:
+        key: in ``bound`` of a block.
+        take: gives a block, of its size at least, for the caller alone; ``give`` takes it back.
+    """
+
+    __slots__ = ("__weakref__", "give", "key", "take")
+
+    def __init__(self, key: int, take: Callable[[], PoolBlock], give: Callable[[PoolBlock], None]):
+        self.key, self.take, self.give = key, take, give
+
+
 class ArenaPool:
     """Blocks on a device for the runs of any number of users, each of whom needs up to a size of its own.
 
@@ -216,11 +234,12 @@ class ArenaPool:
         self._keys = itertools.count()
         self._left, self._uses = _USES, 0  # the fewest blocks left free, among so many uses
 
-    def enroll(self, user: object, size: int) -> int:
-        """The user's key in ``bound`` of a block; what is kept under it is dropped when the user is gone."""
+    def enroll(self, size: int) -> PoolUser:
+        """Somebody who needs up to so many bytes; what is kept under its key is dropped when it is gone."""
         key = next(self._keys)
+        user = PoolUser(key, partial(self.take, size), self.give)
         self._users[key] = weakref.ref(user, lambda _: self._gone(key)), size
-        return key
+        return user
 
     def take(self, size: int) -> PoolBlock:
         """A block of at least ``size`` bytes for the caller alone, to be given back."""
@@ -303,3 +322,90 @@ class ArenaPool:
 
 ARENAS = SESSION.cache("programs", ArenaPool())
 """The host's pool."""
+
+
+_KIND, _DEVICE = attrgetter("shape", "dtype"), attrgetter("device")
+#: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode, or are strided.
+_MAX_LOOKS = 4
+
+Strided = tuple[tuple[int, tuple[int, ...]], ...]
+"""Places and strides of inputs that are not dense in the order of their slots."""
+
+
+class InputForms:
+    """Shapes, element types and the device of a program's inputs.
+
+    Args:
+        name: of the program.
+        params: its parameters.
+        device: where those are that do not lie on the host.
+    """
+
+    def __init__(self, name: str, params: Sequence[Register], device: torch.device):
+        self._name, self._params = name, params
+        self._kinds = [param.given_kind for param in params]
+        self._devices = [HOST if param.lies_on_host else device for param in params]
+        self._turned = [(place, param.order) for place, param in enumerate(params) if param.order is not None]
+        self._looks: list[tuple[TensorChecks, Strided]] = []  # inputs that look like these fit
+
+    def dense(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The inputs in the orders of their slots, those that lie otherwise as dense copies. Some may require grad:
+        nothing is to record it.
+
+        Raises:
+            ValueError: their number, a shape, an element type or a device is another one.
+        """
+        found = None
+        if not any(map(is_nested, inputs)):
+            for alike, strided in self._looks:
+                if alike.exact(*inputs) or alike.again(inputs):
+                    found = strided
+                    break
+        if found is None:
+            found = self._look(inputs)
+        in_order = self._in_order(inputs) if self._turned else inputs
+        return in_order if found == () else [tensor.contiguous() for tensor in in_order]
+
+    def _in_order(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if not self._turned:
+            return inputs
+        turned = list(inputs)
+        for place, order in self._turned:
+            turned[place] = turned[place].permute(order)
+        return turned
+
+    def as_they_lie(self, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Strided]:
+        """The inputs, with the strides of those that lie otherwise than their slots have them; of too many kinds of
+        strides, copies that lie so. Raises what :meth:`dense` does."""
+        known = () if any(map(is_nested, inputs)) else self._looks
+        strided = next((strided for alike, strided in known if alike(inputs)), None)
+        strided = self._look(inputs) if strided is None else strided
+        if strided is not None:
+            return inputs, strided
+        copies = [tensor.contiguous() for tensor in self._in_order(inputs)]
+        for place, order in self._turned:
+            copies[place] = copies[place].permute(inverse(order))
+        return copies, ()
+
+    def _look(self, inputs: Sequence[torch.Tensor]) -> Strided | None:
+        """Which of inputs of a new look are strided; ``None``: some may be, in one of too many ways."""
+        if list(map(_KIND, inputs)) != self._kinds or list(map(_DEVICE, inputs)) != self._devices:
+            self._reject(inputs)
+        in_order = self._in_order(inputs)
+        strided = tuple(
+            (place, inputs[place].stride()) for place, each in enumerate(in_order) if not each.is_contiguous()
+        )
+        if len(self._looks) < _MAX_LOOKS:
+            self._looks.append((tensor_checks(inputs, given_twice=False), strided))
+            return strided
+        return None if strided else ()
+
+    def _reject(self, inputs: Sequence[torch.Tensor]) -> None:
+        if len(inputs) != len(self._kinds):
+            raise ValueError(f"{self._name}: wanted {len(self._kinds)} inputs, got {len(inputs)}")
+        for slot, (tensor, kind, device) in enumerate(zip(inputs, self._kinds, self._devices, strict=True)):
+            if (_KIND(tensor), tensor.device) != (kind, device):
+                raise ValueError(
+                    f"{self._name}: input {slot} ({self._params[slot].name}) has shape {tuple(tensor.shape)} and"
+                    f" {tensor.dtype} on {tensor.device}, wanted {tuple(kind[0])} and {kind[1]} on {device}"
+                )

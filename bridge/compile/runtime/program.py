@@ -1,7 +1,4 @@
-"""Programs as data: instructions over registers, constants, kernels; callable: ``program(inputs) -> results``.
-
-Binding of constants: a program and tensors for its last parameters → the program of the other parameters.
-"""
+"""Programs as data: instructions over registers, constants, kernels; callable: ``program(inputs) -> results``."""
 
 from __future__ import annotations
 
@@ -15,20 +12,17 @@ from tvm_ffi import structural_equal
 
 from autodiff.extents import ExtentScope, SizeGuard, sample_of, state_of_scope
 from bridge.base.lru import LeastRecentlyUsed
-from bridge.base.mkl import can_pack, packed
 from bridge.compile.backend import Backend, Built
 from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.beside import SecondStreamPlan, steps_beside
-from bridge.compile.runtime.executor import bind
 from bridge.compile.runtime.instance import Instances
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
 from bridge.compile.runtime.kernel_store import to_plain
 from bridge.compile.runtime.layout import RegisterLayout
 from bridge.compile.runtime.loop_frame import Instruction, inner_steps
-from bridge.compile.schedule.products import PACKED
-from bridge.library import NEVER_RAISE, dense
+from bridge.library import NEVER_RAISE
 
-__all__ = ["Program", "same_code", "with_constants"]
+__all__ = ["Program", "same_code"]
 
 _MOST_BOUND, _MOST_BOUND_BYTES = 256, 128 * 2**20
 """Sizes that a program stays bound to, and what that may take."""
@@ -267,98 +261,3 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
-def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program:
-    """The program with ``tensors`` as constants in the place of its last parameters, of the same kernels.
-
-    Views of them are made once. Nothing is copied but tensors that are not dense (or, on a GPU, aligned): who changes
-    one changes what the program computes.
-
-    A factor that only products of the way "packed" read is laid out for them, in memory of its own, and one that
-    generated products read in panels is packed for them; where nothing else reads it, it is no constant then.
-
-    Raises:
-        ValueError: a tensor has another shape or element type than its parameter.
-    """
-    layout = program.layout
-    first = len(layout.params) - len(tensors)
-    constants = []
-    for register, tensor in zip(layout.params[first:], tensors, strict=True):
-        if tuple(tensor.shape) != register.shape or tensor.dtype != register.torch_dtype:
-            wanted = f"{register.torch_dtype} {register.shape}"
-            raise ValueError(f"{register.name}: wanted {wanted}, got {tensor.dtype} {tuple(tensor.shape)}")
-        constants.append((register.slot, dense(tensor.detach())))
-    known = {slot for slot, _ in (*program.constants, *constants)} | {view.writes[0] for view in layout.views}
-    steps: list[Instruction] = []
-    views = list(layout.views)
-    for step in program.steps:
-        if isinstance(step, MakeView) and step.reads[0] in known:
-            views.append(step)
-            known.add(step.writes[0])
-        else:
-            steps.append(step)
-    found = dict((*program.constants, *constants))
-    steps = _in_panels(program, steps, views, found)
-    laid_out = _packed_factors(steps, found, views)
-    return replace(
-        program,
-        steps=tuple(steps),
-        layout=replace(
-            layout,
-            params=layout.params[:first],
-            views=tuple(view for view in views if view.writes[0] not in laid_out),
-            laid_out=(),
-        ),
-        constants=(*(each for each in found.items() if each[0] not in laid_out), *laid_out.items()),
-    )
-
-
-def _in_panels(
-    program: Program, steps: Sequence[Instruction], views: Sequence[MakeView], constants: dict[int, torch.Tensor]
-) -> list[Instruction]:
-    """The instructions but for those that pack constants, which run now: panels become constants, in the place of what
-    only these read."""
-    wanted = {register.slot: register for register in program.layout.laid_out}
-    packs = [step for step in steps if isinstance(step, Launch) and step.writes[0] in wanted]
-    if not packs:
-        return list(steps)
-    program.backend.threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
-    functions, sources = {step.name: program.code[step.name].function for step in packs}, set()
-    for step in packs:
-        register = wanted[step.writes[0]]
-        constants[register.slot] = torch.zeros(register.shape, dtype=register.torch_dtype)
-        bind(step, functions, {})(constants)
-        sources.update(step.reads)
-    left = [step for step in steps if step not in packs]
-    read = {slot for step in (*left, *views) for slot in step.reads} | {*program.layout.memory}
-    for slot in sources - read:
-        del constants[slot]
-    return left
-
-
-def _packed_factors(
-    steps: Sequence[Instruction], constants: Mapping[int, torch.Tensor], views: Sequence[MakeView]
-) -> dict[int, torch.Tensor]:
-    """By slot, what takes the place of constants, and of views of them, that products read packed."""
-    if not can_pack():
-        return {}
-    view_of = {view.writes[0]: view for view in views}
-    others = {slot for step in steps for slot in _others(step)} | {view.reads[0] for view in views}
-    found: dict[int, torch.Tensor] = {}
-    for step in steps:
-        if not (isinstance(step, CallLibrary) and step.name == PACKED) or step.reads[1] in others:
-            continue
-        slot, view = step.reads[1], view_of.get(step.reads[1])
-        if slot in found:
-            continue
-        base = constants.get(slot if view is None else view.reads[0])
-        if base is not None:
-            factor = base if view is None else base.as_strided(view.shape, view.strides, view.offset)
-            found[slot] = packed(factor, step.attrs[0])
-    return found
-
-
-def _others(step: Instruction) -> Sequence[int]:
-    """Slots that an instruction reads in any other way than a packed factor."""
-    return step.reads[:1] if isinstance(step, CallLibrary) and step.name == PACKED else step.reads

@@ -153,8 +153,7 @@ class HostRecorder:
         if self.fails is not None:
             raise self.fails
         program = self.program
-        parts = (program.name, program.steps, program.layout, program.constants, program.code)
-        execute = Executor(*parts, device=torch.device("cpu"), prepare=lambda: None)
+        execute = Executor(program, torch.device("cpu"), prepare=lambda: None)
         read, written = list(map(alias, inputs)), list(map(alias, fresh))
         copied = [(place, alias(memory)) for place, memory in copies]
         self.recorded += 1

@@ -22,7 +22,6 @@ from bridge.compile.cuda.executor import Branches, Crossings, memory_of
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, is_between
 from bridge.compile.runtime.beside import SecondStreamPlan, lasting, steps_beside
 from bridge.compile.runtime.cut import Liveness
-from bridge.compile.runtime.executor import bind_all
 from bridge.compile.runtime.layout import ArenaPool
 from tests.bridge.compile.host_recorder import alias
 from tests.bridge.compile.random_functions import build, draw, sample
@@ -90,8 +89,7 @@ class Recorded(PiecewiseExecutor):
     """Steps are launched on queues, new ones for each piece, with the registers that each found."""
 
     def __init__(self, program):
-        parts = (program.name, program.steps, program.layout, program.constants, program.code)
-        super().__init__(*parts, device=HOST, pool=ArenaPool(), actions=bind_all(*parts[1:]))
+        super().__init__(program, HOST, ArenaPool())
         self.queues = Queues()
         self.actions = tuple(
             (self._queued(action, step), last) for (action, last), step in zip(self.actions, self.steps, strict=True)

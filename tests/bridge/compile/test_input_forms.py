@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from bridge.base.devices import HOST
-from bridge.compile.runtime.executor import InputForms
-from bridge.compile.runtime.layout import Register
+from bridge.compile.runtime.layout import InputForms, Register
 
 SHAPE, ORDER = (2, 3, 4, 5), (0, 2, 3, 1)
 

@@ -17,7 +17,6 @@ from bridge.base.devices import HOST
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, _Between, _ones, inside_of_loops, is_between
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.executor import GraphedExecutor
-from bridge.compile.runtime.executor import bind_all
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.layout import ArenaPool
 from tests.bridge.compile.host_recorder import HostMemory, HostRecorder, alias, memories
@@ -82,8 +81,8 @@ class _Logged:
 class _Executor(PiecewiseExecutor):
     """Actions are logged; inputs are known by their addresses alone."""
 
-    def __init__(self, *parts, **given):
-        super().__init__(*parts, **given)
+    def __init__(self, program):
+        super().__init__(program, HOST, ArenaPool())
         self.graphs = []
         self.actions = tuple((self._logging(action), last) for action, last in self.actions)
 
@@ -105,8 +104,7 @@ class _Executor(PiecewiseExecutor):
 
 
 def recorded(compiled, inputs, fresh, copies=()):
-    parts = (compiled.name, compiled.steps, compiled.layout, compiled.constants, compiled.code)
-    execute = _Executor(*parts, device=HOST, pool=ArenaPool(), actions=bind_all(*parts[1:]))
+    execute = _Executor(compiled)
     pieces = Pieces(execute.capture, lambda graph: graph.replay)
     copies = [(place, alias(memory)) for place, memory in copies]
     with pieces, execute.recorded_by(pieces, taken, copies), torch.no_grad():
@@ -201,8 +199,7 @@ def test_a_failure_between_ends_the_recording(compiled):
             finally:
                 open_captures.pop()
 
-    parts = (compiled.name, compiled.steps, compiled.layout, compiled.constants, compiled.code)
-    execute = Failing(*parts, device=HOST, pool=ArenaPool(), actions=bind_all(*parts[1:]))
+    execute = Failing(compiled)
     pieces = Pieces(execute.capture, lambda graph: graph.replay)
     wrong = torch.zeros(1, dtype=torch.uint64)
     with pytest.raises(ValueError, match="shape"), pieces, execute.recorded_by(pieces, taken):

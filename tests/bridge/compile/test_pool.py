@@ -12,20 +12,13 @@ from tvm.relax import op as R
 from bridge.compile import Program
 from bridge.compile.runtime import executor
 from bridge.compile.runtime import layout as pools
-from bridge.compile.runtime.layout import ARENAS, ArenaPool
+from bridge.compile.runtime.layout import ARENAS, ArenaPool, PoolUser
 from tests.bridge.compile_helpers import program
 from tests.threads import together
 
 
-class User:
-    pass
-
-
-def enrolled(pool: ArenaPool, *sizes: int) -> list[User]:
-    users = [User() for _ in sizes]
-    for user, size in zip(users, sizes, strict=True):
-        pool.enroll(user, size)
-    return users
+def enrolled(pool: ArenaPool, *sizes: int) -> list[PoolUser]:
+    return [pool.enroll(size) for size in sizes]
 
 
 def softmax_of_products(rows: int, columns: int = 32) -> Program:
@@ -94,7 +87,7 @@ def test_memory_goes_with_its_users():
     del large
     assert pool.held_bytes == 0, "nobody needs as much"
     block = pool.take(10)
-    block.bound[pool.enroll(small, 10)] = "kept"
+    block.bound[small.key] = "kept"
     del small
     assert not block.bound
     pool.give(block)

@@ -14,7 +14,7 @@ from bridge import lower
 from bridge.base.devices import HOST
 from bridge.compile import MakeView
 from bridge.compile.cuda.executor import memory_of
-from bridge.compile.runtime.executor import Executor, bind_all
+from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.layout import ArenaPool
 from tests.bridge.compile.random_functions import build, draw, sample
 from tests.bridge.compile.test_branches import backward, compiled, inputs_of, programs_of
@@ -27,8 +27,7 @@ class Confined(Executor):
     write has to be that noise still, and gets its numbers back."""
 
     def __init__(self, program):
-        parts = (program.name, program.steps, program.layout, program.constants, program.code)
-        super().__init__(*parts, device=HOST, prepare=lambda: None, pool=ArenaPool(), actions=bind_all(*parts[1:]))
+        super().__init__(program, HOST, prepare=lambda: None, pool=ArenaPool())
 
     def _act(self, registers):
         noise = torch.Generator().manual_seed(0)
