@@ -25,7 +25,7 @@ BOUNDS = {
     "lines": 82_157,
     "class names of several files": 0,
     "functions of over 60 code lines": 0,
-    "classes of over 14 fields": 10,
+    "classes of over 14 fields": 8,
     "loop provers": 1,
 }
 """Sizes of the product as a whole: lower a bound when the tree has shrunk; take something out rather than raise one."""

@@ -147,7 +147,7 @@ def with_choices(entry: Entry, choices: Choices) -> Entry:
     """
     backend, frozen = entry.options.backend.choosing(choices), entry.guard.frozen
     if frozen is None:
-        programs = compile_programs(entry.lowered, backend, addresses=entry.guard.addresses)
+        programs = compile_programs(entry.lowered, backend, addresses=entry.guard.inputs.addresses)
     else:
         programs = freeze_programs(entry.lowered, backend, frozen.tensors)
     return Entry(entry.guard, entry.lowered, programs, EntryOptions(entry.options.partition, entry.options.backend))
@@ -298,7 +298,7 @@ def _compile_entry(
             guard = EntryGuard(module, captured, call.tensors, places, constant, reads=reads)
             frozen, made_for = guard.frozen, backend if choices is None else backend.choosing(choices)
             if frozen is None:
-                programs = compile_programs(lowered, made_for, options.graphs, guard.addresses)
+                programs = compile_programs(lowered, made_for, options.graphs, guard.inputs.addresses)
             else:
                 programs = freeze_programs(lowered, made_for, frozen.tensors, options.graphs)
             entry = Entry(guard, lowered, programs, replace(options, tuned=tuned))

@@ -209,7 +209,7 @@ class Entry:
             steps = _planned(lowered, programs, guard) if self.bound is None else self.bound.steps
         if guard is not None:
             drawn = next((step for step in steps if isinstance(step, MakeDraws)), None)
-            guard.aligned = {} if drawn is None else alignments(drawn.draws, drawn.computed)
+            guard.inputs.aligned = {} if drawn is None else alignments(drawn.draws, drawn.computed)
         backward = programs.backward
         self.steps: tuple[CallStep, ...] = steps if backward is None else (*steps, backward.step)
         if self.bound is None:

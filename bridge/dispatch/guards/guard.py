@@ -23,7 +23,7 @@ from bridge.base.torch_internals import STORAGE_NUMBER, storage_id
 from bridge.capture import Captured, NumberPlace, number_tensor
 from bridge.dispatch.guards.arguments import ArgumentGuard
 from bridge.dispatch.guards.condition import Check, CheckSource
-from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, modes_as_now, settings_as_now
+from bridge.dispatch.guards.interpreter import INFERENCE, MODES, modes_as_now, settings_as_now
 from bridge.dispatch.guards.module import ModuleGuard
 from bridge.dispatch.guards.tensors import FrozenTensors, TensorGuard
 from bridge.guards import Reads, Settling, TensorReads
@@ -33,6 +33,71 @@ __all__ = ["EntryGuard"]
 
 _BUT_FROZEN = 2
 """Of a thorough check: frozen tensors may have changed."""
+
+
+class InputGuard:
+    """The conditions on all inputs of the compiled code together: identities, where they begin, shared memory.
+
+    Args:
+        names: of the inputs.
+        written: places of those that the call changes, with their names.
+        asked: what forward asked of tensors.
+        addresses: see the attribute.
+
+    Attributes:
+        addresses: of the inputs that fused dropouts read, in the sample, by place.
+        aligned: bytes at multiples of which inputs have to begin, by place, for eager's dropout of them.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        written: Sequence[tuple[int, str]],
+        asked: TensorReads,
+        addresses: Mapping[int, int],
+    ):
+        self._names, self._written, self._asked, self.addresses = names, written, asked, addresses
+        self.aligned: Mapping[int, int] = {}
+
+    @property
+    def condition_names(self) -> tuple[str, ...]:
+        """Names of the conditions, in order."""
+        return (*(("alignment",) if self.aligned else ()), "shared memory")
+
+    def write(self, source: CheckSource) -> None:
+        """Writes the conditions on ``inputs``."""
+        if self._asked:
+            _refuse(source, "True", self._other_reads)
+        _refuse(source, f"{source.name(self, 'of inputs')}.aligned", self._alignment)
+        if self._written:
+            storage = source.name(torch.Tensor.untyped_storage, "storage of")
+            number = source.name(STORAGE_NUMBER, "number of")
+            source.add(f"storages = list(map({number}, map({storage}, inputs)))")
+            shared = " or ".join(f"storages.count(storages[{index}]) > 1" for index, _ in self._written)
+            _refuse(source, shared, self._shared_memory)
+
+    def _other_reads(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
+        """What forward read of a tensor, and that is another one."""
+        what = self._asked.difference(inputs)
+        return None if what is None else GuardFailure(ARGUMENTS, what)
+
+    def _alignment(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
+        """An input that a dropout reads, and that begins elsewhere than the sample's."""
+        for place, least in self.aligned.items():
+            if beside := inputs[place].data_ptr() % least:
+                told = f"dropout reads it; compiled for multiples of {least} bytes, called with {beside} more"
+                return GuardFailure(MODULE, f"alignment of {self._names[place]}", told)
+        return None
+
+    def _shared_memory(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
+        """Two inputs in one storage, one of which the call changes: eager reads the new values in both."""
+        storages = list(map(storage_id, inputs))
+        for index, name in self._written:
+            if storages.count(storages[index]) > 1 and inputs[index].numel():
+                other = next(i for i, each in enumerate(storages) if each == storages[index] and i != index)
+                what = f"{self._names[other]} shares memory with {name}, which the call changes"
+                return GuardFailure(MODULE, what)
+        return None
 
 
 class EntryGuard:
@@ -50,14 +115,14 @@ class EntryGuard:
         exact_modes: whether the grad mode has to be the very one, whatever the code says.
 
     Attributes:
+        modes, settings: the conditions on the interpreter's modes, and on a GPU's settings if there is one.
+        inputs: those on all inputs together.
         frozen: the condition that these have not changed; ``None`` where every call reads them.
         reads: what the call read.
         sizes: reads the sizes of the argument tensors; ``None`` where every extent is a number.
         has_default_device: whether calls are made under a default device, which is none of the compiled code's.
-        addresses: of the inputs that fused dropouts read, in the sample, by place.
         settling: what the first call writes into attributes and other objects; :meth:`match` does it.
         is_later: whether eager has to have made the first call, which does something else.
-        aligned: bytes at multiples of which inputs have to begin, by place, for eager's dropout of them.
     """
 
     def __init__(
@@ -70,12 +135,10 @@ class EntryGuard:
         exact_modes: bool = False,
         reads: Reads | None = None,
     ):
-        self.numbers = tuple(numbers)
-        self.reads = reads = reads or captured.observation.reads or Reads({})
-        self._device = captured.device
+        self.reads = reads or captured.observation.reads or Reads({})
+        self.numbers, self._device = tuple(numbers), captured.device
         attributes = {(place.path, place.name): place.kind for place in numbers if place.leaf is None}
         leaves = {place.leaf: place.kind for place in numbers if place.leaf is not None}
-        self._number_leaves = list(leaves)
         requires_grad = any(tensor.requires_grad for tensor in (*captured.module_tensors, *arguments))
         saves = torch.is_grad_enabled() and requires_grad
         self._tree = ModuleGuard(
@@ -85,52 +148,59 @@ class EntryGuard:
             numbers=attributes,
             counters=captured.counters,
             kept=captured.kept,
-            reads=reads,
+            reads=self.reads,
         )
-        self.later = self._tree.later
-        self.sets_attributes = bool(captured.counters or captured.kept)
         exact = exact_modes or self._tree.reads_grad_mode
-        self._modes = modes_as_now(requires_grad, exact, captured.observation.reads_validation, captured.device)
+        self.modes = modes_as_now(requires_grad, exact, captured.observation.reads_validation, captured.device)
+        self.settings = settings_as_now(captured.device) if captured.device.type == "cuda" else None
         self.has_default_device = isinstance(function_modes(), torch.device)
-        self._settings = settings_as_now(captured.device) if captured.device.type == "cuda" else None
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
-        self.sizes = self._arguments.sizes
-        self._written = [(index, captured.written_name(index)) for index, _ in captured.mutated]
-        self._names = [spec.name for spec in captured.module_tensors]
-        self.frozen = None
+        self.sizes, self.later = self._arguments.sizes, self._tree.later
+        owned, self.frozen = self._tree.tensors(module), None
         if frozen is not None:
             kinds = [f"{spec.kind} '{spec.name}'" for spec in captured.module_tensors]
-            self.frozen = FrozenTensors(self._tree.tensors(module), kinds, frozen)
-        self._names += [place.name or self._arguments.paths[place.leaf] for place in numbers]
-        self._names += [self._arguments.paths[i] for i in self._arguments.tensor_leaves]
-        owned = self._tree.tensors(module)
-        shift = len(self.numbers)
+            self.frozen = FrozenTensors(owned, kinds, frozen)
+        self.inputs = self._input_guard(captured, owned, arguments)
+        self.settling: Settling | None = None
+        self.is_later = False
+
+    def _input_guard(
+        self, captured: Captured, owned: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]
+    ) -> InputGuard:
+        numbers, paths, reads = self.numbers, self._arguments.paths, self.reads
+        given = [*owned, *(None for _ in numbers), *arguments]
+        names = [spec.name for spec in captured.module_tensors]
+        names += [place.name or paths[place.leaf] for place in numbers]
+        names += [paths[i] for i in self._arguments.tensor_leaves]
 
         def among(place: int) -> int:
             """A place among the run's tensors -> among the module's, the numbers and the arguments."""
-            return place + shift if place >= len(owned) else place
+            return place + len(numbers) if place >= len(owned) else place
 
         asked = [(among(place), name) for place, name in reads.tensors]
         compared = [among(place) for place in sorted(reads.identities)]
-        given = [*owned, *(None for _ in numbers), *arguments]
-        self._asked = TensorReads(given, self._names, asked, compared, [*reads.others.values()])
+        written = [(index, captured.written_name(index)) for index, _ in captured.mutated]
         read = {draw.operand.of for draw in captured.draws if draw.operand is not None} - {None}
-        inputs = [*self._tree.tensors(module), *(None for _ in numbers), *arguments] if read else []
-        self.addresses = {of: inputs[of].data_ptr() for of in sorted(read)}
-        self.aligned: Mapping[int, int] = {}
-        self.settling: Settling | None = None
-        self.is_later = False
+        addresses = {of: given[of].data_ptr() for of in sorted(read)}
+        return InputGuard(
+            names, written, TensorReads(given, names, asked, compared, [*reads.others.values()]), addresses
+        )
+
+    @property
+    def sets_attributes(self) -> bool:
+        """See :attr:`bridge.dispatch.guards.module.ModuleGuard.sets_attributes`."""
+        return self._tree.sets_attributes
 
     @cached_property
     def check(self) -> Check:
         """The generated check: a call → the inputs of the compiled code if it is exactly like the sample, ``None`` to
         ask :meth:`match`."""
         source = CheckSource()
-        self._modes.write(source, "modes")
+        self.modes.write(source, "modes")
         inference, guard = f"modes[{INFERENCE}]", source.name(self, "guard")
         source.refuse(f"not thorough and {guard}.settling is not None and not {guard}.settling.done")
-        if self._settings is not None:
-            self._settings.write(source, "settings")
+        if self.settings is not None:
+            self.settings.write(source, "settings")
         self._arguments.write(source, inference)
         self._tree.write(source, inference)
         if self.frozen is not None:
@@ -139,15 +209,7 @@ class EntryGuard:
             source.refuse(f"thorough != {_BUT_FROZEN} and not {holds}(owned)", f"{failure}(owned)")
         numbers = f"*{source.name(self._number_inputs, 'numbers of')}(module, leaves), " if self.numbers else ""
         source.add(f"inputs = [*owned, {numbers}*tensors]")
-        if self._asked:
-            _refuse(source, "True", self._other_reads)
-        _refuse(source, f"{guard}.aligned", self._alignment)
-        if self._written:
-            storage = source.name(torch.Tensor.untyped_storage, "storage of")
-            number = source.name(STORAGE_NUMBER, "number of")
-            source.add(f"storages = list(map({number}, map({storage}, inputs)))")
-            shared = " or ".join(f"storages.count(storages[{index}]) > 1" for index, _ in self._written)
-            _refuse(source, shared, self._shared_memory)
+        self.inputs.write(source)
         return source.returned("inputs")
 
     def match(self, call: SampleCall, changed: bool = False) -> list[torch.Tensor]:
@@ -207,7 +269,7 @@ class EntryGuard:
         tensors = self.match(call, changed=True)[: len(self.frozen.tensors)]
         found = copy(self)
         found.__dict__.pop("check", None)  # of the tensors that were frozen before
-        found.frozen = self.frozen.renewed(tensors)
+        found.frozen, found.inputs = self.frozen.renewed(tensors), copy(self.inputs)
         return found, tensors
 
     def tensors(self, module: nn.Module) -> list[torch.Tensor]:
@@ -224,11 +286,6 @@ class EntryGuard:
     def places(self) -> tuple[str, ...]:
         """The places outside of the module tree that forward read, in words."""
         return self._tree.places
-
-    @property
-    def modes(self) -> ModeGuard:
-        """The conditions on the interpreter's modes."""
-        return self._modes
 
     @property
     def training(self) -> dict[str, bool]:
@@ -265,8 +322,8 @@ class EntryGuard:
         self._tree.set_attributes(module, kept)
 
     def _number_inputs(self, module: nn.Module, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        values = [*self._tree.numbers(module), *(leaves[i] for i in self._number_leaves)]
-        return [number_tensor(value, self._device) for value in values]
+        given = (leaves[place.leaf] for place in self.numbers if place.leaf is not None)
+        return [number_tensor(value, self._device) for value in (*self._tree.numbers(module), *given)]
 
     @property
     def condition_names(self) -> tuple[str, ...]:
@@ -275,31 +332,7 @@ class EntryGuard:
         arguments = (*self._arguments.condition_names, *(f"{name} of arguments" for name in each))
         owned = (*self._tree.condition_names, *(f"{name} of module tensors" for name in each))
         frozen = () if self.frozen is None else ("frozen tensors",)
-        aligned = ("alignment",) if self.aligned else ()
-        return (*modes, *arguments, *owned, *frozen, *aligned, "shared memory")
-
-    def _other_reads(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
-        """What forward read of a tensor, and that is another one."""
-        what = self._asked.difference(inputs)
-        return None if what is None else GuardFailure(ARGUMENTS, what)
-
-    def _alignment(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
-        """An input that a dropout reads, and that begins elsewhere than the sample's."""
-        for place, least in self.aligned.items():
-            if beside := inputs[place].data_ptr() % least:
-                told = f"dropout reads it; compiled for multiples of {least} bytes, called with {beside} more"
-                return GuardFailure(MODULE, f"alignment of {self._names[place]}", told)
-        return None
-
-    def _shared_memory(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
-        """Two inputs in one storage, one of which the call changes: eager reads the new values in both."""
-        storages = list(map(storage_id, inputs))
-        for index, name in self._written:
-            if storages.count(storages[index]) > 1 and inputs[index].numel():
-                other = next(i for i, each in enumerate(storages) if each == storages[index] and i != index)
-                what = f"{self._names[other]} shares memory with {name}, which the call changes"
-                return GuardFailure(MODULE, what)
-        return None
+        return (*modes, *arguments, *owned, *frozen, *self.inputs.condition_names)
 
 
 def _refuse(source: CheckSource, asked: str, failure: Callable[[list[torch.Tensor]], GuardFailure | None]) -> None:

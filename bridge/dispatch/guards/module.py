@@ -103,6 +103,7 @@ class ModuleGuard:
         reads: what forward read.
 
     Attributes:
+        sets_attributes: whether a call does, counters or places.
         types: of the modules; ``unwritten``: what spares :meth:`look`, ``None`` where nothing does.
     """
 
@@ -154,6 +155,7 @@ class ModuleGuard:
         self._attribute_places = self._conditions.attribute_places
         self._references = self._conditions.references
         self._tensors = _tensor_guard(self._conditions.find_tensors(tree), tensors, saves)
+        self.sets_attributes = bool(counters or kept)
         self.unwritten: _Unwritten | None = None
 
     @property
