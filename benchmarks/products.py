@@ -22,7 +22,7 @@ from tvm.relax import op as R
 from autodiff.ir import build_function
 from bridge.base.session import SESSION
 from bridge.compile import Program, compile_function, host_backend
-from bridge.compile.cpu.measure import attainable_rate
+from bridge.compile.cpu.build import attainable_rate
 from bridge.compile.cpu.products import CpuProducts, ProductTrial
 from bridge.compile.schedule.products import LayoutClass, ProductShape, is_generated
 

@@ -37,8 +37,8 @@ from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, stats
 from bridge.base.session import SESSION
 from bridge.compile import host_backend
-from bridge.compile.cpu.measure import seconds_of
 from bridge.compile.cpu.products import ProductTrial
+from bridge.trials import seconds_of
 
 WARM_UP = 3
 

@@ -39,7 +39,7 @@ from bridge.compile import host_features
 __all__ = ["main", "pack", "unpack"]
 
 _PACK = "pack"
-_OF_ALL = ("product", "tuning", "cuda")
+_OF_ALL = ("trial", "tuning", "cuda")
 """Kinds that belong to no lowering; small, or told apart by their source alone."""
 
 

@@ -19,7 +19,6 @@ autograd's.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch
 from torch import nn
 
 from bridge.base.devices import default_device_of_forward, working_for
+from bridge.base.log import Stopwatch
 from bridge.base.modes import ambient_autocast
 from bridge.base.threads import interrupts_deferred
 from bridge.capture import after_pre_hooks, capture, dynamic_dims, normalize_sample
@@ -114,16 +114,16 @@ def lower(
     """
     sample = SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))
     with after_pre_hooks(sample) as given, undo(module) as before:
-        started = time.perf_counter()
+        watch = Stopwatch()
         try:
             captured = capture(replace(given, dims=dynamic_dims(given, dynamic_shapes)))
-            seconds = time.perf_counter() - started
+            seconds = watch.seconds
             grad = torch.is_grad_enabled()
             call = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
             training = {path: child.training for path, child in module.named_modules()}
             with working_for(captured.device):
                 autocast = ambient_autocast()
             sample = Sample(module, given.args, given.kwargs, partition, training, autocast, relower=lower)
-            return Lowered.of(call, sample, time.perf_counter() - started)
+            return Lowered.of(call, sample, watch.seconds)
         finally:
             before.restore()

@@ -8,8 +8,6 @@ so both are tried on copies of it, by turns with eager.
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,18 +21,16 @@ from bridge.capture import copier, device_of_call
 from bridge.dispatch import add_tvm_dispatch, stats
 from bridge.dynamo import graphs
 from bridge.state import SampleCall, generators_put_back
+from bridge.trials import Pace, Step, as_quick, ratios
 
 __all__ = ["Way", "compare_ways", "quickest"]
 
 _PARTS = "add_tvm_dispatch(model, sample, whole=False)"
 _DYNAMO = 'torch.compile(model, backend="tvm_dispatch")'
-_WARM_UP, _ROUNDS = 3, 15
-_ENOUGH = 5.0
-"""Seconds after which no further round begins, once there were a few."""
-_NOISE = 0.05
-"""Shares of eager's time that are too close to each other, or to 1, to be told apart."""
-
-Step = Callable[[], None]
+_EAGER = "eager"
+_PACE = Pace(fewest=3, most=15, seconds=10.0, warm_up=3)
+_CLEARLY = 0.95
+"""The part of a way's time that a quicker one has to stay below: what is closer cannot be told apart."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +55,13 @@ class Way:
 
 def quickest(ways: Sequence[Way]) -> str:
     """Which of some ways is to be taken, in a sentence."""
-    timed = sorted((way for way in ways if way.ratio is not None), key=lambda way: way.ratio)
-    if not timed or timed[0].ratio > 1 - _NOISE:
+    shares = {way.spelling: way.ratio for way in ways if way.ratio is not None}
+    near = as_quick({_EAGER: 1.0} | shares, _CLEARLY)
+    if _EAGER in near:
         return "neither is quicker than eager for this sample"
-    if len(timed) > 1 and timed[1].ratio - timed[0].ratio < _NOISE:
+    if len(near) > 1:
         return f"both are about as quick; {_PARTS} needs no guards of Dynamo's"
-    return f"quicker for this sample: {timed[0].spelling}"
+    return f"quicker for this sample: {near[0]}"
 
 
 def compare_ways(call: SampleCall) -> tuple[Way, ...]:
@@ -81,11 +78,10 @@ def compare_ways(call: SampleCall) -> tuple[Way, ...]:
             eager = _stepper(copy.deepcopy(call.module), call)
             eager()
             tried = [_tried(_PARTS, _in_parts, call), _tried(_DYNAMO, _dynamo, call)]
-            steps = [eager, *(step for _, step, _ in tried if step is not None)]
-            ratios = iter(_ratios(steps))
+            steps = {_EAGER: eager} | {spelling: step for spelling, step, _ in tried if step is not None}
+            shares = ratios(_PACE.rounds(steps), _EAGER)
             return tuple(
-                Way(spelling, None if step is None else next(ratios), told() if callable(told) else told)
-                for spelling, step, told in tried
+                Way(spelling, shares.get(spelling), told() if callable(told) else told) for spelling, _, told in tried
             )
     finally:
         torch.compiler.reset()
@@ -144,20 +140,3 @@ def _stepper(model: nn.Module, call: SampleCall) -> Step:
             torch.cuda.synchronize(device)
 
     return step
-
-
-def _ratios(steps: Sequence[Step]) -> list[float]:
-    """The seconds of each step but the first, as shares of the first's: medians of rounds in which they take turns."""
-    for _ in range(_WARM_UP):
-        for step in steps:
-            step()
-    rounds: list[list[float]] = []
-    begun = time.perf_counter()
-    while len(rounds) < _ROUNDS and (len(rounds) < _WARM_UP or time.perf_counter() - begun < _ENOUGH):
-        times = []
-        for step in steps:
-            started = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - started)
-        rounds.append(times)
-    return [statistics.median(each[index] / each[0] for each in rounds) for index in range(1, len(steps))]

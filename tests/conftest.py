@@ -17,6 +17,7 @@ import torch
 from bridge.compile import Built
 from bridge.compile.schedule.products import GENERATED
 from bridge.lowering import LoweredCall, reuse
+from bridge.trials import Pace
 from tests.device import DEVICE, factories_on, moved
 from tests.frames import quick_checkcache, quick_getmodule
 
@@ -68,7 +69,7 @@ def _kept_kernels():
 def _few_rounds():
     """A small call is timed beside eager once, behind what is made at first use: tests compare no times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.dispatch.worth._ROUNDS", 3)
+        patch.setattr("bridge.dispatch.worth._PACE", Pace(fewest=1, most=1, warm_up=2))
         yield
 
 

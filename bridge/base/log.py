@@ -7,6 +7,8 @@ applies. The environment variable ``BRIDGE_LOGS`` switches channels on from outs
 
 A channel by itself shows its one-line messages (INFO), ``+`` shows everything (DEBUG), ``-`` nothing below ERROR;
 ``all`` stands for every channel. :func:`set_logs` does the same from inside.
+
+Stopwatch: the seconds that logs and reports tell. What is chosen by seconds is chosen in :mod:`bridge.trials`.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import TextIO
 
-__all__ = ["CHANNELS", "channel", "set_logs"]
+__all__ = ["CHANNELS", "Stopwatch", "channel", "set_logs"]
 
 VARIABLE = "BRIDGE_LOGS"
 
@@ -39,6 +42,18 @@ CHANNELS: Mapping[str, str] = {
 }
 
 _FORMAT = "[%(name)s] %(message)s"
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        return time.perf_counter() - self._begun
 
 
 def channel(name: str) -> logging.Logger:

@@ -4,7 +4,6 @@ from bridge.compile.backend import Backend, Built
 from bridge.compile.codegen.philox import IN_A_ROW
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cpu.build import features as host_features
-from bridge.compile.cpu.measure import kept_times, seconds_of
 from bridge.compile.cpu.mt19937 import DEGREE, DOUBLE, FLOAT, PER_BLOCK, STATE_WORDS, WORDS, bernoulli_function
 from bridge.compile.cpu.mt19937_lock import hold_function, swap_function
 from bridge.compile.cuda.products import Gpu, gpu_of
@@ -36,5 +35,5 @@ __all__ += ["Compilation", "CompileOptions", "DrawnMask", "EntryGraphs", "Gpu", 
 __all__ += ["Liveness", "MakeView", "Mode", "Operation", "ProductShape", "Program", "RecordedGraphs", "RunLoop"]
 __all__ += ["Segment", "backend_for", "bernoulli_function", "bytes_of", "canonical_text"]
 __all__ += ["compile_function", "cut", "digest_of", "evaluator", "form_of", "functions_of", "gpu_of"]
-__all__ += ["hold_function", "host_backend", "host_features", "kept_times", "load_program", "products_and_calls"]
-__all__ += ["same_code", "save_program", "seconds_of", "settle", "swap_function", "tensor_of", "with_constants"]
+__all__ += ["hold_function", "host_backend", "host_features", "load_program", "products_and_calls"]
+__all__ += ["same_code", "save_program", "settle", "swap_function", "tensor_of", "with_constants"]

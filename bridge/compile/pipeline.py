@@ -19,15 +19,13 @@ is in use.
 
 Chosen chains: the chains of a neutral graph → the products of those that a trial found quicker as one kernel.
 
-A trial is a program of the chain alone, in both forms, run by turns on memory of its own. It is made once per machine:
-its seconds are kept as those of products are.
+A trial (:mod:`bridge.trials`) is a program of the chain alone, in both forms, on memory of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -43,9 +41,9 @@ from autodiff.extents import Extent, ExtentScope
 from autodiff.ir import Function, bindings
 from autodiff.scan import Scan, carried_in_parts, turned_inside
 from bridge.artifact import current_store, of_this_package
-from bridge.base.log import channel
+from bridge.base.log import Stopwatch, channel
 from bridge.base.session import SESSION
-from bridge.base.threads import held, raise_deferred
+from bridge.base.threads import raise_deferred
 from bridge.compile.backend import Backend
 from bridge.compile.loop_ir.graph import Graph, LoopCall, MatMul, Value, eliminate_dead_code
 from bridge.compile.options import CompileOptions
@@ -78,21 +76,18 @@ from bridge.compile.schedule.products import ProductPolicy, ProductShape
 from bridge.compile.signature import KeptFunction, digest_of, size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate
+from bridge.trials import TRIALS, Question
 
 __all__ = ["STEPS", "Compilation", "chosen_chains", "compile_function", "optimize"]
 __all__ += ["products_and_calls"]
 
-_LOG = channel("compile")
-
 STEPS, CHAIN = "steps", "chain"
 
 _WORTH = 0.95
-"""What a chain may take at most, of the time of its steps, to be chosen."""
+"""The part of its steps' time that a chain has to stay below to be chosen."""
 
 Optimize = Callable[[Graph, Backend], Graph]
 """What every graph goes through once its layouts are chosen."""
-
-_CHOSEN: dict[tuple, bool] = SESSION.cache("choices", {})
 
 
 def chosen_chains(
@@ -114,17 +109,12 @@ def chosen_chains(
 def _is_quicker(
     chain: Chain, constants: Mapping[Value, object], options: CompileOptions, policy: ProductPolicy, optimize: Optimize
 ) -> bool:
-    backend, text = options.backend, chain.text
-    key = backend.key, options.threads, text
-    with held(_LOCK):
-        if key not in _CHOSEN:
-            make = partial(_forms, chain, constants, backend, policy, optimize)
-            times = policy.seconds_of_chain(text, (STEPS, CHAIN), make)
-            _CHOSEN[key] = len(times) == 2 and times[CHAIN] <= _WORTH * times[STEPS]
-            seconds = ", ".join(f"{way} {1e3 * each:.3f}" for way, each in times.items())
-            name = f"{chain.first.out.shape} {chain.second.out.shape}"
-            _LOG.info("chain %s: %s (milliseconds: %s)", name, CHAIN if _CHOSEN[key] else STEPS, seconds)
-        return _CHOSEN[key]
+    backend = options.backend
+    name = f"{chain.first.out.shape} {chain.second.out.shape}"
+    machine = backend.key, options.threads, *backend.machine()
+    make = partial(_forms, chain, constants, backend, policy, optimize)
+    measure = partial(policy.seconds_of_chain, make)
+    return TRIALS.choose(Question("chain", name, chain.text, (STEPS, CHAIN), machine), measure, _WORTH) == CHAIN
 
 
 def _forms(
@@ -236,9 +226,9 @@ class Compilation:
         if self._program is not None:
             self._share()
             return
-        started = time.perf_counter()
+        watch = Stopwatch()
         self._graphs = _Graphs(func, self._options, policy, drawn)
-        self._seconds = time.perf_counter() - started
+        self._seconds = watch.seconds
 
     def finish(self) -> Program:
         """The program; its machine code may still be in the making."""

@@ -10,7 +10,6 @@ that were made for another call would be right, too, only not the best.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from torch import nn
 from bridge.artifact import current_store, of_this_package
 from bridge.base.devices import HOST, TYPES, default_device_of_forward, working_for
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.log import channel
+from bridge.base.log import Stopwatch, channel
 from bridge.base.threads import raise_deferred
 from bridge.base.torch_internals import pytree
 from bridge.capture import (
@@ -271,7 +270,7 @@ def _compile_entry(
     choices: Choices | None,
     looped: LoopedCall | None,
 ) -> Entry | None:
-    started = time.perf_counter()
+    watch = Stopwatch()
     module, backend, tuned = call.module, options.backend, None
     if backend.device.type == "cuda" and any(map(_drops, module.modules())):
         begin_check(backend.device)
@@ -308,7 +307,7 @@ def _compile_entry(
                 each.forget()
             if looped is None:
                 captured.observation.reads = None
-            entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
+            entry.compile_seconds = watch.seconds  # less than ``lowered`` took, where it was reused
             return entry
         except BaseException:
             before.restore()

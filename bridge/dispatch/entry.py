@@ -14,7 +14,6 @@ comes back after it has left is bound again. Graphs of earlier calls hold the ba
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
+from bridge.base.log import Stopwatch
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.pytrees import picker
 from bridge.capture import DynamicDim, ScalarGuard
@@ -199,7 +199,7 @@ class Entry:
         options: EntryOptions,
         steps: tuple[CallStep, ...] | None = None,
     ):
-        started = time.perf_counter()
+        watch = Stopwatch()
         self.guard, self.lowered, self.programs, self.options = guard, lowered, programs, options
         self.hits = self.last_used = 0
         self.worth: Any = None
@@ -219,7 +219,7 @@ class Entry:
         self._wanted = picker(lowered.wanted)
         several = apply_in_nodes if len(programs.nodes) > 1 else apply
         self._apply = several if lowered.differentiable else None
-        self.compile_seconds = time.perf_counter() - started + lowered.seconds
+        self.compile_seconds = watch.seconds + lowered.seconds
 
     @property
     def has_loops(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -28,12 +27,13 @@ from bridge.capture import IsolatedRNG, Twin, copier, device_of_call, is_capturi
 from bridge.dispatch.dispatcher import call_with_hooks
 from bridge.guards import Reads, recorded_reads, undo
 from bridge.state import SampleCall, generators_put_back
+from bridge.trials import Pace, Spans
 
 __all__ = ["InnerCall", "inner_calls", "shares_of"]
 
-_RUNS = 5
-_ENOUGH = 2.0
-"""Seconds after which no further run is timed."""
+_WHOLE = ""
+"""The path of the module itself."""
+_PACE = Pace(fewest=1, most=5, seconds=2.0)
 
 
 @dataclass(frozen=True)
@@ -96,39 +96,33 @@ def shares_of(call: SampleCall, paths: Sequence[str]) -> dict[str, float]:
 
     Time inside of one that another one of them calls is the outer one's.
     """
-    spent: Counter[str] = Counter()
     inside: list[str] = []
     wait = partial(torch.cuda.synchronize, device_of_call(call)) if _is_gpus(call.module) else _nothing
+    spans = Spans(wait)
 
     def enter(path: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if inside or path not in paths:
             return child.forward(*args, **kwargs)
-        wait()
         inside.append(path)
-        started = time.perf_counter()
         try:
-            return child.forward(*args, **kwargs)
+            with spans.part(path):
+                return child.forward(*args, **kwargs)
         finally:
-            wait()
-            spent[path] += time.perf_counter() - started
             inside.pop()
 
-    def whole() -> float:
-        wait()
-        started = time.perf_counter()
-        copied.forward()
-        wait()
-        return time.perf_counter() - started
+    def whole() -> Counter[str]:
+        spans.seconds.clear()
+        with spans.part(_WHOLE):
+            copied.forward()
+        return spans.seconds
 
     runs: list[dict[str, float]] = []
     with _on_copies(call, enter) as copied, _draws_put_back():
         with IsolatedRNG() as drawn:
             whole()
-        begun = time.perf_counter()
-        while len(runs) < _RUNS and (not runs or time.perf_counter() - begun < _ENOUGH):
-            spent.clear()
+        for _ in _PACE.runs():
             seconds = whole()
-            runs.append({path: spent[path] / seconds for path in paths})
+            runs.append({path: seconds[path] / seconds[_WHOLE] for path in paths})
         for generator, state in reversed(drawn.passed):
             generator.set_state(state)
     return {path: statistics.median(run[path] for run in runs) for path in paths}

@@ -11,8 +11,7 @@ nothing here changes what a call does.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,17 +27,19 @@ from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, has_global_hooks, has_saved_tensors_hooks, pytree
 from bridge.dispatch.entry import Entry
 from bridge.state import SampleCall, Snapshot, generators_put_back
+from bridge.trials import Pace, chosen, shortest
 
 __all__ = ["TOO_SMALL", "TimedStep", "Worth", "measure_worth", "unnoticed"]
 
+_OURS, _EAGER = "dispatched", "eager"
 TOO_SMALL = "Dispatch a larger module around it, or leave it to eager"
 
 #: Numbers that a call reads and makes, above which the cost of a call does not matter.
 _SMALL = 1 << 18
 _STEPS = 64
-_ROUNDS = 8
-#: Eager has to be quicker by this factor to be worth a word.
-_CLEARLY = 1.2
+_PACE = Pace(fewest=6, most=6, warm_up=2)
+#: The part of our time that eager has to stay below to be worth a word.
+_CLEARLY = 1 / 1.2
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Worth:
     @property
     def is_slower(self) -> bool:
         """Whether eager is clearly quicker."""
-        return self.ours > _CLEARLY * self.eager
+        return chosen({_OURS: self.ours, _EAGER: self.eager}, (_OURS, _EAGER), _CLEARLY) == _EAGER
 
     def __str__(self) -> str:
         return f"eager is quicker: {1e6 * self.ours:.0f} us dispatched, {1e6 * self.eager:.0f} us eager"
@@ -158,14 +159,15 @@ def measure_worth(entry: Entry, call: SampleCall) -> Worth | None:
     try:
         with unnoticed(entry, module):
             seeds: list[torch.Tensor] = []
-            steps = [lambda: entry(list(inputs), module), call.forward]  # the call's own: others look otherwise
-            ours, eager = _quickest([lambda step=step: _with_gradients(step(), wanted, seeds) for step in steps])
+            steps = {_OURS: lambda: entry(list(inputs), module), _EAGER: call.forward}  # its own: others look otherwise
+            runs = {name: lambda step=step: _with_gradients(step(), wanted, seeds) for name, step in steps.items()}
+            seconds = shortest(_PACE.rounds(runs))
     except Exception as error:  # noqa: BLE001 - eager's own, of numbers or of what has no derivative: for the call to raise
         swallowed(error)
         return None
     finally:
         entry.hits = 0
-    return Worth(ours, eager)
+    return Worth(seconds[_OURS], seconds[_EAGER])
 
 
 def _is_small(entry: Entry) -> bool:
@@ -173,14 +175,3 @@ def _is_small(entry: Entry) -> bool:
     numbers = sum(sample_of(value.numel) for program in programs for value in program.layout.params)
     arena = sum(program.arena_bytes for program in programs)
     return numbers <= _SMALL and arena <= 4 * _SMALL and sum(len(program.steps) for program in programs) <= _STEPS
-
-
-def _quickest(steps: Sequence[Callable[[], None]]) -> list[float]:
-    """The shortest time of each, by turns; the first two rounds are for what is made at first use."""
-    times: list[list[float]] = [[] for _ in steps]
-    for _ in range(_ROUNDS):
-        for taken, step in zip(times, steps, strict=True):
-            started = time.perf_counter()
-            step()
-            taken.append(time.perf_counter() - started)
-    return [min(taken[2:]) for taken in times]

@@ -6,7 +6,6 @@ Freezing of a lowered call: its forward for inference → what is computed once 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +22,7 @@ from bridge.artifact import key_of
 from bridge.aten import Imported
 from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
-from bridge.base.log import channel
+from bridge.base.log import Stopwatch, channel
 from bridge.base.threads import raise_deferred
 from bridge.base.torch_cuda import products_are_tf32
 from bridge.capture import Captured
@@ -184,7 +183,7 @@ class LoweredCall:
         """
         last = self.stages[-1]
         function = last.function
-        started, edits = time.perf_counter(), body.edits
+        watch, edits = Stopwatch(), body.edits
         try:
             transform(body, *args)
             result = function if body.edits == edits else body.function()
@@ -195,7 +194,7 @@ class LoweredCall:
             raise CompilationError(name, script(function), error) from error
         if result is function and if_changed:
             return
-        self.add(Stage(name, made_by, result, time.perf_counter() - started, last.size))
+        self.add(Stage(name, made_by, result, watch.seconds, last.size))
 
     def add(self, stage: Stage) -> None:
         """Appends a stage, and tells the log."""
@@ -335,20 +334,20 @@ def freeze_call(lowered: LoweredCall) -> FrozenCall:
     split = None
     try:
         for apply in _passes(lowered):
-            started, edits = time.perf_counter(), body.edits
+            watch, edits = Stopwatch(), body.edits
             apply(body, frozen)
             function = last.function if body.edits == edits else body.function()
-            seconds = time.perf_counter() - started
+            seconds = watch.seconds
             made_by = f"autodiff.inference.{apply.__name__}"
             last = Stage(apply.__name__.replace("_", " "), made_by, function, seconds, last.size)
             stages.append(last)
             raise_deferred()
-        started = time.perf_counter()
+        watch = Stopwatch()
         split = inference.split_static(autodiff.clean(last.function), frozen)
     except Exception as error:
         raise CompilationError("freeze", last.function.script(), error) from error
     made_by = "autodiff.inference.split_static"
-    stages.append(Stage("constants", made_by, split.constants, time.perf_counter() - started, last.size))
+    stages.append(Stage("constants", made_by, split.constants, watch.seconds, last.size))
     stages.append(Stage("call", made_by, split.call, 0.0, last.size))
     return FrozenCall(tuple(stages), split)
 

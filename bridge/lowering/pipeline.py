@@ -8,7 +8,6 @@ compared and run.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from autodiff.ir import Function
 from autodiff.scan import hoist, roll_up
 from bridge.aten import Imported, import_graph, layers_chosen_by
 from bridge.base.devices import HOST, working_for
-from bridge.base.log import channel
+from bridge.base.log import Stopwatch, channel
 from bridge.capture import Captured
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.recurrent_trial import loop_is_quicker
@@ -54,12 +53,12 @@ def lower_captured(
 
 
 def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: float) -> LoweredCall:
-    started = time.perf_counter()
+    watch = Stopwatch()
     imported = import_graph(captured)
     requires_grad = [tensor.requires_grad for tensor in (*captured.module_tensors, *captured.arguments)]
     differentiable = _differentiable(captured, imported) if grad else ()
     lowered = LoweredCall(captured, imported, (), differentiable)
-    seconds = time.perf_counter() - started
+    seconds = watch.seconds
     runner = partial(run_graph, captured, imported)
     lowered.add(Stage("captured", "bridge.capture", captured.graph, capture_seconds, None, runner))
     size = lowered.stages[0].size
@@ -85,13 +84,13 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     lowered.run("joint", "autodiff.differentiate", body, autodiff.differentiate, *asked)
     lowered.run("cleaned", "autodiff.clean_joint", body, autodiff.clean_joint)
     size = lowered["cleaned"].size
-    started = time.perf_counter()
+    watch = Stopwatch()
     lowered.partitioned = partition_joint(body, strategy=partition, **partition_options(lowered, partition))
     log.info("%s %s", captured.module_name, lowered.plan.summary())
     log.debug("%s", lowered.plan)
     joined = autodiff.join_products(lowered.backward)
     lowered.partitioned = dataclasses.replace(lowered.partitioned, backward=joined)
-    seconds = time.perf_counter() - started
+    seconds = watch.seconds
     made_by = f"partition ({lowered.plan.strategy})"
     lowered.add(Stage("split forward", made_by, lowered.forward, seconds, size))
     lowered.add(Stage("split backward", made_by, lowered.backward, 0.0, size))

@@ -1,15 +1,13 @@
 """Trial of a recurrent layer: oneDNN's kernel and our loop over a few steps, compiled and timed → which one is taken.
 
 Which is quicker depends on the sizes, on the processor and on the number of threads. Both forms of one layer in one
-direction are lowered and compiled as any module is, the backward too where gradients are wanted, and run by turns. The
-seconds are remembered like those of products, in this process and in the disk cache.
+direction are lowered and compiled as any module is, the backward too where gradients are wanted.
 
 They run in the calling thread, not in one of their own as products do: lowering has settings of the thread's.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,23 +19,19 @@ from autodiff.ir import dtype, shape
 from bridge.aten import LayerShape, layers_chosen_by
 from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, UnsupportedModule
-from bridge.base.log import channel
-from bridge.base.session import SESSION
-from bridge.base.threads import held
 from bridge.base.torch_internals import unset_fake_temporarily
 from bridge.capture import Captured, capture
-from bridge.compile import CompileOptions, backend_for, compile_function, kept_times, seconds_of, settle
+from bridge.compile import CompileOptions, backend_for, compile_function, settle
 from bridge.lowering.lowered import LoweredCall
 from bridge.state import SampleCall
+from bridge.trials import TRIALS, Question, seconds_of
 
 __all__ = ["loop_is_quicker"]
-
-log = channel("compile")
 
 _KERNEL, _LOOP = "oneDNN's kernel", "loop"
 
 _WORTH = 0.97
-"""What the loop takes at most, of the kernel's time, where it is taken: the kernel has eager's very numbers."""
+"""The part of the kernel's time that the loop has to stay below to be taken: the kernel has eager's very numbers."""
 
 _SMALL = 2**19
 """Multiplications of a step below which the kernel is taken: a step of a loop, launched, takes as long as its product,
@@ -53,8 +47,8 @@ _NUMBER = 0.01
 
 Lower = Callable[[Captured], LoweredCall]
 
-_QUICKER: dict[tuple, bool] = SESSION.cache("choices", {})
-_LOCK = threading.RLock()
+_IMPOSSIBLE = (UnsupportedModule, CompilationError, NotImplementedError, RuntimeError)
+"""What making or running the forms may come to."""
 
 
 def loop_is_quicker(lower: Lower, grad: bool, layer: LayerShape) -> bool:
@@ -70,25 +64,11 @@ def loop_is_quicker(lower: Lower, grad: bool, layer: LayerShape) -> bool:
     multiplications = 4 * layer.rows * layer.size * (layer.size + layer.inputs)
     steps = max(_FEWEST_STEPS, min(_MOST_STEPS, _MULTIPLICATIONS // multiplications))
     layer = layer._replace(steps=min(layer.steps, steps), into_x=grad and layer.into_x)
-    threads = backend_for(None).threads()
-    key = threads, grad, layer
-    with held(_LOCK):
-        if key not in _QUICKER:
-            _QUICKER[key] = _tried(lower, grad, layer, threads)
-        return _QUICKER[key]
-
-
-def _tried(lower: Lower, grad: bool, layer: LayerShape, threads: int) -> bool:
-    text = f"recurrent {'training' if grad else 'inference'} {tuple(layer)}"
-    try:
-        measure = partial(_seconds, lower, grad, layer)
-        seconds = kept_times(backend_for(None).key, threads, text, [_KERNEL, _LOOP], measure)
-    except (UnsupportedModule, CompilationError, NotImplementedError, RuntimeError) as error:
-        log.info("%s: no trial, oneDNN's kernel is taken: %s", text, error)
-        return False
-    told = ", ".join(f"{name} {1e6 * spent / layer.steps:.0f} us a step" for name, spent in seconds.items())
-    log.info("%s: %s", text, told)
-    return len(seconds) == 2 and seconds[_LOOP] <= _WORTH * seconds[_KERNEL]
+    backend, mode = backend_for(None), "training" if grad else "inference"
+    machine = backend.key, backend.threads(), *backend.machine()
+    question = Question("recurrent layer", f"{mode} {tuple(layer)}", (mode, *layer), (_KERNEL, _LOOP), machine)
+    measure = partial(_seconds, lower, grad, layer)
+    return TRIALS.choose(question, measure, _WORTH, impossible=_IMPOSSIBLE) == _LOOP
 
 
 def _seconds(lower: Lower, grad: bool, layer: LayerShape) -> dict[str, float]:

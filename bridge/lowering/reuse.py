@@ -23,7 +23,6 @@ Two processes that lower one call at once write the same.
 from __future__ import annotations
 
 import atexit
-import time
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -32,7 +31,7 @@ from torch import nn
 
 from bridge.artifact import current_store, of_this_package
 from bridge.base.devices import HOST, current_device, working_for
-from bridge.base.log import channel
+from bridge.base.log import Stopwatch, channel
 from bridge.base.session import SESSION
 from bridge.base.torch_cuda import gpu_features, read_settings
 from bridge.capture import Captured, LoopedCall, RecordedCall, capture, device_of_call, record_call
@@ -137,9 +136,9 @@ def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = Non
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
     """
-    started = time.perf_counter()
+    watch = Stopwatch()
     if looped is not None:
-        return _lowered(capture(call, looped), partition, started)
+        return _lowered(capture(call, looped), partition, watch)
     recorded, module = record_call(call), call.module
     with working_for(device_of_call(call)):
         call_key = call_key_of(call, partition)
@@ -151,13 +150,13 @@ def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = Non
             return found
         found = None if on_disk is None else kept_lowering(on_disk, key, module, recorded)
         if found is not None:
-            found.seconds = time.perf_counter() - started
+            found.seconds = watch.seconds
             _remember(call_key, key, found)
             return found
         if on_disk is not None:
             begin_reading(module)
         captured = recorded.captured()
-        lowered = _lowered(captured, partition, started)
+        lowered = _lowered(captured, partition, watch)
         if key is not None:
             _remember(call_key, key, lowered)
             if on_disk is not None and not captured.problems:
@@ -165,11 +164,11 @@ def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = Non
         return lowered
 
 
-def _lowered(captured: Captured, partition: Any, started: float) -> LoweredCall:
-    """A captured call, lowered; ``started``: when its capture began."""
-    seconds = time.perf_counter() - started
+def _lowered(captured: Captured, partition: Any, watch: Stopwatch) -> LoweredCall:
+    """A captured call, lowered; ``watch``: since its capture began."""
+    seconds = watch.seconds
     lowered = lower_captured(captured, grad=torch.is_grad_enabled(), partition=partition, capture_seconds=seconds)
-    lowered.seconds = time.perf_counter() - started
+    lowered.seconds = watch.seconds
     return lowered
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from bridge.base.errors import CompilationError, UnsupportedModule
+from bridge.base.log import Stopwatch
 from bridge.base.threads import raise_deferred, serves
 from bridge.compile import Choices, same_code, settle
 from bridge.dispatch import Entry, EntryOptions, TimedStep, entry_of_call, unnoticed, with_choices
 from bridge.state import SampleCall
-from bridge.tune.search import GAIN, Outcome, Pairs, Race, is_faster
+from bridge.trials import Pairs, Race, is_faster
+from bridge.tune.search import GAIN, Outcome
 
 __all__ = ["CallTrack"]
 
@@ -32,7 +33,6 @@ class CallTrack:
     Args:
         options: as the user asks for, without choices.
         memory: times the bytes of the default's captures that a candidate's may take.
-        clock: seconds, of what a trial takes.
 
     Attributes:
         default: the entry of no choices.
@@ -48,18 +48,17 @@ class CallTrack:
         *,
         memory: float,
         race: Race,
-        clock: Callable[[], float] = time.perf_counter,
     ):
         self._call, self._options = call, options
-        self._memory, self._race, self._clock = memory, race, clock
-        self._since: float | None = None
+        self._memory, self._race = memory, race
+        self._watch: Stopwatch | None = None
         self.default = self._captured(Choices())
         self._captures: dict[Any, Entry] = {None: self.default}
         self._made: dict[Choices, Entry | str] = {Choices(): self.default}
 
     def prepare(self, candidates: Sequence[Choices]) -> None:
         """Entries of these choices, built by several threads; LLVM works for one while Python works for another."""
-        self._since = self._clock()
+        self._watch = Stopwatch()
         self._made = {choices: self._made[choices] for choices in candidates if choices in self._made}
         missing = [choices for choices in candidates if choices not in self._made]
         for choices in missing:  # captures are made one by one
@@ -71,11 +70,11 @@ class CallTrack:
 
     def __call__(self, incumbent: Choices, candidate: Choices) -> Outcome:
         raise_deferred()
-        since, self._since = self._clock() if self._since is None else self._since, None
+        watch, self._watch = self._watch or Stopwatch(), None
         pairs, why = self._raced(self.entry(incumbent), self.entry(candidate), self._race)
         if is_faster(pairs, GAIN):  # of many candidates some are lucky: what counts is a race of its own
             pairs, why = self._raced(self.entry(incumbent), self.entry(candidate), self._race)
-        return Outcome(pairs, why, self._clock() - since)
+        return Outcome(pairs, why, watch.seconds)
 
     def entry(self, choices: Choices) -> Entry | str:
         """The entry of choices, or why there is none."""

@@ -33,7 +33,8 @@ from bridge.dispatch import (
 )
 from bridge.lowering import DEFAULT_PARTITION
 from bridge.state import SampleCall
-from bridge.tune.search import FASTER, Knob, Pairs, Race, Search, Trial, TuningLog, is_faster, knobs_of, ratio_of
+from bridge.trials import Pairs, Race, is_faster, ratio_of
+from bridge.tune.search import FASTER, Knob, Search, Trial, TuningLog, knobs_of
 from bridge.tune.track import CallTrack
 from partition.cut import resolve as resolve_strategy
 

@@ -24,11 +24,12 @@ from bridge.compile.cpu import products
 from bridge.compile.schedule.products import GENERATED
 from bridge.dispatch import worth
 from bridge.show.memory import PREPARATIONS
+from bridge.trials import Pace
 
 def measured(policy, product, ways, generated=GENERATED):
     return {generated if generated in ways else ways[0]: 1.0}
 
-products.measured, worth._ROUNDS = measured, 3
+products.measured, worth._PACE = measured, Pace(fewest=1, most=1, warm_up=2)
 for name in [*PREPARATIONS][1:]:
     del PREPARATIONS[name]
 """

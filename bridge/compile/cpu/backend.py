@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import tvm
@@ -16,17 +17,17 @@ from tvm.ir import IRModule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
+from bridge.base.log import channel
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import CpuLibraries, fingerprint, kernel_source
 from bridge.compile.cpu.chain import chain_function
 from bridge.compile.cpu.gemm import gemm_function, packed_gemm_function, packing_function
 from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.loops import generate, generate_columns, scheduled
-from bridge.compile.cpu.measure import seconds_of_forms
 from bridge.compile.cpu.products import CpuProducts, Multiply, generated_types
-from bridge.compile.cpu.threads import step_driver
+from bridge.compile.cpu.threads import in_a_plain_thread, step_driver
 from bridge.compile.loop_ir.operations import Packing, PackPlan, ProductPlan
-from bridge.compile.runtime.build import build_kernels
+from bridge.compile.runtime.build import build_kernels, settle
 from bridge.compile.runtime.executor import Executor, bind_all
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.loop_frame import RunLoop
@@ -39,8 +40,12 @@ from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.products import ProductShape
 from bridge.compile.schedule.row_plan import RowPlan
+from bridge.library import FORMS, FUNCTIONS, TensorAt, invoke
+from bridge.trials import seconds_of
 
 __all__ = ["ALTERNATIVES", "LANES", "LIMITS", "ORDER", "CpuBackend", "host_backend"]
+
+_LOG = channel("compile")
 
 LANES = 16
 """Vector width of every generated loop, whatever the element type or the processor: 16 float32 fill one AVX-512
@@ -192,7 +197,7 @@ class CpuBackend(Backend):
         return self.products(self.threads(), torch.are_deterministic_algorithms_enabled()).seconds_of_all(product)
 
     def seconds_of_forms(self, call: CallShape) -> Mapping[str, float]:
-        return {} if torch.are_deterministic_algorithms_enabled() else seconds_of_forms(call)
+        return {} if torch.are_deterministic_algorithms_enabled() else _seconds_of_forms(call)
 
     def _multiply(self, element_type: str) -> Multiply:
         (built,) = self.build([self._product(element_type)])
@@ -261,3 +266,41 @@ class CpuBackend(Backend):
 
     def source(self, function: PrimFunc, name: str, form: str) -> str:
         return kernel_source(function, name, self.target, form)
+
+
+_ROUNDING = 1e-3
+"""Of the largest number, that two orders of the same sums may differ by; what is wrong differs by more."""
+
+
+def _seconds_of_forms(call: CallShape) -> Mapping[str, float]:
+    """Seconds of the function itself, first, and of its forms; those that are not for such arguments are left out."""
+    settle()
+    return in_a_plain_thread(lambda: seconds_of(_runs(call)))
+
+
+def _runs(call: CallShape) -> dict[str, Callable[[], list[torch.Tensor]]]:
+    tensors = list(map(_tensor, call.operands))
+    arguments = [TensorAt(int(each[1:])) if isinstance(each, str) else each for each in call.arguments]
+    names = [name for name in (call.name, *FORMS[call.name]) if name in FUNCTIONS]
+    runs = {name: partial(invoke, FUNCTIONS[name], arguments, tensors) for name in names}
+    wanted = runs[call.name]()
+    return {name: run for name, run in runs.items() if name == call.name or _is_same(name, run, wanted)}
+
+
+def _tensor(operand: tuple[str, tuple[int, ...], tuple[int, ...]]) -> torch.Tensor:
+    """Numbers in memory as the operand's lie."""
+    name, extents, strides = operand
+    tensor = torch.empty_strided(extents, strides, dtype=getattr(torch, name))
+    generator = torch.Generator().manual_seed(0)
+    return tensor.copy_(torch.randn(extents, generator=generator))
+
+
+def _is_same(name: str, run: Callable[[], list[torch.Tensor]], wanted: list[torch.Tensor]) -> bool:
+    try:
+        found = run()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        _LOG.debug("%s is no form of a call: %s", name, error)
+        return False
+    pairs = list(zip(found, wanted, strict=True))
+    alike = all(mine.shape == its.shape and mine.dtype == its.dtype for mine, its in pairs)
+    return alike and all((mine - its).abs().max() <= _ROUNDING * its.abs().max() for mine, its in pairs)

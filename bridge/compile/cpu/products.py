@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
@@ -27,14 +26,12 @@ import torch
 from tvm.target import Target
 
 from autodiff.extents import Dim, maximum, minimum
-from bridge.base.log import channel
 from bridge.base.mkl import can_pack, packed
-from bridge.base.session import SESSION
-from bridge.base.threads import held
 from bridge.base.torch_internals import bfloat16_in_onednn, linear_pointwise
+from bridge.compile.cpu.build import attainable_rate, fingerprint
 from bridge.compile.cpu.gemm import strip_rows
 from bridge.compile.cpu.gemm_tile import RegisterTile, register_tile
-from bridge.compile.cpu.measure import attainable_rate, in_a_plain_thread, kept_times, seconds_of
+from bridge.compile.cpu.threads import in_a_plain_thread
 from bridge.compile.loop_ir.operations import Geometry, Packing, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.runtime.build import settle
@@ -51,6 +48,7 @@ from bridge.compile.schedule.products import (
     product_of_plain,
 )
 from bridge.library import OUT_KERNELS
+from bridge.trials import KERNELS, TRIALS, Question, seconds_of
 
 __all__ = ["CpuProducts", "Measure", "Multiply", "ProductTrial", "generated_types", "library_ways"]
 __all__ += ["measured", "shape_class"]
@@ -171,8 +169,6 @@ def _operand(batch: int, rows: int, columns: int, layout: LayoutClass, dtype: to
     return torch.ones(batch, rows, columns, dtype=dtype)
 
 
-_LOG = channel("compile")
-
 _SMALL, _SMALLEST = 2**15, 2**9
 """Multiplications below which a product is torch's: little to gain, and the first of ours costs a compilation; and
 those from which on tuning tries the other ways."""
@@ -182,9 +178,6 @@ _WASTE = 2
 
 _REPRESENTED = 2**26
 """Multiplications per thread of the largest product that is measured; larger ones are represented by it."""
-
-_MOST_CLASSES = 512
-"""Classes that one process measures; products of further ones are torch's."""
 
 _WORTH = 0.95
 """What the fastest way must take at most, of the time of a preferred one, to be chosen instead of it."""
@@ -214,9 +207,6 @@ _USUAL = (GENERATED, f"{GENERATED} short")
 
 Measure = Callable[[ProductShape, Sequence[str]], Mapping[str, float]]
 """``(product, ways)`` → seconds of each way that can compute it."""
-
-_CHOSEN: dict[tuple, str] = SESSION.cache("choices", {})
-_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -270,15 +260,24 @@ class CpuProducts:
         if is_small:
             self._small[product] = usual
             return usual
-        key = self._key(product)
-        with held(_LOCK):
-            if key not in _CHOSEN:
-                _CHOSEN[key] = self._fastest(product, usual) if len(_CHOSEN) < _MOST_CLASSES else usual
-            way = self._asked[product] = _CHOSEN[key]
-            return way
+        way = self._asked[product] = self._quickest(product)
+        return way
 
-    def _key(self, product: ProductShape) -> tuple:
-        return str(self.target), self.threads, self.measure, product
+    def _quickest(self, product: ProductShape) -> str:
+        question = self._question(product)
+        # Steps of a loop that are generated code alone need no Python between them. A weight is measured in the cache;
+        # a call finds it in memory, where one that is laid out is read once, and any other copied first.
+        laid_out = (PACKED, IN_PANELS, BY_ROWS)
+        first = {way: place for place, way in enumerate((question.ways[0], PACKED, BY_ROWS))}
+        preferred = sorted(
+            question.ways, key=lambda way: (way not in laid_out, first.get(way, len(first)), not is_generated(way))
+        )
+        measure = partial(self.measure or partial(measured, self), product, question.ways)
+        return TRIALS.choose(question, measure, _WORTH, preferred, kept=self.measure is None)
+
+    def _question(self, product: ProductShape) -> Question:
+        machine = (str(self.target), self.threads, *fingerprint()) + (() if self.measure is None else (self.measure,))
+        return Question("product", str(product), astuple(product), tuple(self.ways(product)), machine)
 
     def made(self) -> tuple[tuple, ...]:
         return tuple((*astuple(product), way) for product, way in self._asked.items())
@@ -287,40 +286,16 @@ class CpuProducts:
         return tuple((self._small | self._asked).items())
 
     def adopt(self, choices: Sequence[Sequence]) -> bool:
-        with held(_LOCK):
-            wanted, tuned = {}, dict(self.chosen)
-            for *plain, way in choices:
-                product = product_of_plain(plain)
-                self._asked[product] = way
-                if product in tuned:
-                    if tuned[product] != way:
-                        return False
-                    continue
-                wanted[self._key(product)] = way
-            if any(_CHOSEN.get(key, way) != way for key, way in wanted.items()):
-                return False
-            _CHOSEN.update(wanted)
-            return True
-
-    def _fastest(self, product: ProductShape, usual: str) -> str:
-        ways = self.ways(product)
-        if self.measure is not None:
-            times = self.measure(product, ways)
-        else:
-            times = kept_times(str(self.target), self.threads, product, ways, partial(measured, self, product, ways))
-        # As good as the best is what is not clearly slower: then the order of preference decides, not the clock.
-        limit = min(times.values(), default=0.0) / _WORTH
-        # Steps of a loop that are generated code alone need no Python between them. A weight is measured in the cache;
-        # a call finds it in memory, where one that is laid out is read once, and any other copied first.
-        laid_out = (PACKED, IN_PANELS, BY_ROWS)
-        first = {way: place for place, way in enumerate((usual, PACKED, BY_ROWS))}
-        preferred = sorted(
-            times, key=lambda way: (way not in laid_out, first.get(way, len(first)), not is_generated(way))
-        )
-        best = next((way for way in preferred if times[way] <= limit), usual)
-        told = ", ".join(f"{way} {1e3 * seconds:.3f}" for way, seconds in times.items())
-        _LOG.info("product %s: %s (milliseconds: %s)", product, best, told)
-        return best
+        wanted, tuned = {}, dict(self.chosen)
+        for *plain, way in choices:
+            product = product_of_plain(plain)
+            self._asked[product] = way
+            if product in tuned:
+                if tuned[product] != way:
+                    return False
+                continue
+            wanted[self._question(product)] = way
+        return TRIALS.adopt(wanted)
 
     def ways(self, product: ProductShape, tuning: bool = False) -> list[str]:
         """The ways that may compute a product, torch's own first, generated code last; more of it for tuning."""
@@ -367,15 +342,10 @@ class CpuProducts:
     def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
         return 1
 
-    def seconds_of_chain(
-        self, text: str, ways: Sequence[str], make: Callable[[], Mapping[str, Callable[[], object]]]
-    ) -> Mapping[str, float]:
-        def measure() -> Mapping[str, float]:
-            runs = make()
-            settle()
-            return in_a_plain_thread(partial(seconds_of, runs))
-
-        return kept_times(str(self.target), self.threads, text, ways, measure)
+    def seconds_of_chain(self, make: Callable[[], Mapping[str, Callable[[], object]]]) -> Mapping[str, float]:
+        runs = make()
+        settle()
+        return in_a_plain_thread(partial(seconds_of, runs))
 
     def unit(self, product: ProductShape) -> int:
         return 1
@@ -428,10 +398,10 @@ def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) ->
     Those of libraries first: where torch's own is near what the processor can do, ours need not be built.
     """
 
-    options = {"at_a_time": _STEPS_AT_A_TIME} if product.b.lasting else {}
+    pace = replace(KERNELS, at_a_time=_STEPS_AT_A_TIME) if product.b.lasting else KERNELS
 
     def seconds(ways: Sequence[str]) -> dict[str, float]:
-        return in_a_plain_thread(lambda: seconds_of(policy.runs(product, ProductTrial.of(product), ways), **options))
+        return in_a_plain_thread(lambda: seconds_of(policy.runs(product, ProductTrial.of(product), ways), pace))
 
     settle()  # what is built meanwhile takes a processor from what is measured
     libraries, ours = ([way for way in ways if is_generated(way) is wanted] for wanted in (False, True))

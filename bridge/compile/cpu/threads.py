@@ -22,7 +22,10 @@ import ctypes
 import functools
 import os
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import tvm
@@ -33,12 +36,14 @@ from tvm.tirx import BufferLoad, BufferStore, Evaluate, PrimFunc, SeqStmt, Stmt
 from tvm_ffi import libinfo
 
 from bridge.base.log import channel
+from bridge.base.threads import serves
 from bridge.compile.codegen.emit import stack_buffer
 from bridge.compile.codegen.tir import LaunchArguments
 from bridge.compile.loop_ir.operations import Argument
 from bridge.compile.runtime.loop_frame import Drive
 
-__all__ = ["CONNECT", "connect_function", "end_team", "if_worth", "launcher", "module_of", "step_driver"]
+__all__ = ["CONNECT", "connect_function", "end_team", "if_worth", "in_a_plain_thread", "launcher", "module_of"]
+__all__ += ["step_driver"]
 
 _LOG = channel("compile")
 
@@ -309,3 +314,24 @@ def step_driver() -> Drive | None:
         drive(steps, calls, launches, places, moving, invoke)
 
     return run
+
+
+Result = TypeVar("Result")
+
+
+def in_a_plain_thread(function: Callable[[], Result]) -> Result:
+    """The function's result, from a thread of its own.
+
+    Grad mode, autocast, inference mode, fake tensors' and other dispatch modes, ``torch.func`` transforms and the
+    default device belong to a thread: none of the caller's is active there, and nothing done there changes them.
+    The caller's OpenMP threads end first: beside them the others would sleep between two parallel regions.
+    """
+
+    def run() -> Result:
+        torch.get_num_threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
+        with torch.no_grad():
+            return function()
+
+    end_team()
+    with ThreadPoolExecutor(1, "bridge-measure", serves) as pool:
+        return pool.submit(run).result()

@@ -137,7 +137,7 @@ class CudaProducts:
         is_large = product.multiplications >= _LARGE and min(product.m, product.n, product.k) >= _NARROWEST
         return _UNITS[product.element_type] if is_large else 1
 
-    def seconds_of_chain(self, text: str, ways: Sequence[str], make: Callable) -> Mapping[str, float]:
+    def seconds_of_chain(self, make: Callable) -> Mapping[str, float]:
         return {}
 
     def packing(self, way: str, product: ProductShape) -> None:

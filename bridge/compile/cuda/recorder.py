@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -31,6 +30,7 @@ from bridge.compile.runtime.layout import ALIGNMENT as ARENA_ALIGNMENT
 from bridge.compile.runtime.layout import PoolBlock, PoolUser
 from bridge.compile.runtime.program import Program
 from bridge.library import DRAWS, REDRAWS, waits_for_the_device
+from bridge.trials import RunTimer
 
 __all__ = ["STREAMS", "CudaRecorder", "Streams"]
 
@@ -44,28 +44,6 @@ all of them together are not much more than the last."""
 
 _SAVED = 0.1
 """Of the device's time, that steps beside others are expected to save where a graph pays for that alone."""
-
-_LEAST_WORKED = 0.9
-"""Of a run's time on the host, that its thread has a processor where nobody disturbs it."""
-_THREAD_TIME_IS_FINE = time.get_clock_info("thread_time").resolution < 1e-6
-
-
-class _Timer:
-    is_disturbed = False
-
-    def __init__(self) -> None:
-        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._begin.record()
-        self._host, self._worked = -time.perf_counter(), -time.thread_time()
-
-    def stop(self) -> None:
-        self._worked += time.thread_time()
-        self._host += time.perf_counter()
-        self.is_disturbed = _THREAD_TIME_IS_FINE and self._worked < _LEAST_WORKED * self._host
-        self._end.record()
-
-    def seconds(self) -> tuple[float, float] | None:
-        return (self._host, self._begin.elapsed_time(self._end) / 1e3) if self._end.query() else None
 
 
 class _GraphArena:
@@ -221,8 +199,8 @@ class CudaRecorder:
     def empty(self, form: Form) -> torch.Tensor:
         return empty_strided(*form)
 
-    def timer(self) -> _Timer:
-        return _Timer()
+    def timer(self) -> RunTimer:
+        return RunTimer()
 
     def record(
         self,

@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from tvm.runtime import Module
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal, structural_hash
 
+from bridge.base.log import Stopwatch
 from bridge.base.session import SESSION
 from bridge.base.threads import raise_deferred
 from bridge.compile.backend import Built
@@ -183,9 +183,9 @@ class Build(Generic[Result]):
             self._first()
             with _ONE_AT_A_TIME:
                 _THIS_THREAD.builds = True
-                started = time.perf_counter()
+                watch = Stopwatch()
                 self._result = self._work()
-                self.seconds = time.perf_counter() - started
+                self.seconds = watch.seconds
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             self._error = error
         finally:

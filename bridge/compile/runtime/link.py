@@ -6,7 +6,6 @@ Step kernels: groups that are launched as one → the kernel that computes them,
 from __future__ import annotations
 
 import functools
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from tvm.tirx import PrimFunc
 
 from autodiff.extents import Dim, Extent, ExtentScope, below, same, sample_of
 from autodiff.ir import itemsize
+from bridge.base.log import Stopwatch
 from bridge.base.threads import raise_deferred
 from bridge.compile.backend import Backend, Built
 from bridge.compile.codegen.tir import Finish, Kernel
@@ -181,13 +181,12 @@ def assemble(
 class _Clock:
     def __init__(self, timings: dict[str, float]) -> None:
         self.timings = timings
-        self.started = time.perf_counter()
+        self.watch = Stopwatch()
 
     def stop(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.timings[stage] = now - self.started
+        self.timings[stage] = self.watch.seconds
         raise_deferred()
-        self.started = now
+        self.watch = Stopwatch()
 
 
 def _stored(graph: Graph, groups: list[Group]) -> set[Value]:

@@ -143,10 +143,8 @@ class ProductPolicy(Protocol):
     def unit(self, product: ProductShape) -> int:
         """Numbers of which a product's extents along memory had better be multiples; 1: any will do. Of a sample."""
 
-    def seconds_of_chain(
-        self, text: str, ways: Sequence[str], make: Callable[[], Mapping[str, Callable[[], object]]]
-    ) -> Mapping[str, float]:
-        """Seconds of functions that compute the same chain, which ``make`` makes; ``text``: what that is."""
+    def seconds_of_chain(self, make: Callable[[], Mapping[str, Callable[[], object]]]) -> Mapping[str, float]:
+        """Seconds of functions that compute the same chain, which ``make`` makes."""
 
     def packing(self, way: str, product: ProductShape) -> Packing | None:
         """How a way's ``b`` is packed before; ``None`` where it is not."""

@@ -14,8 +14,7 @@ import torch
 from tvm.relax import op as R
 
 from bridge.compile import compile_function
-from bridge.compile.cpu.measure import in_a_plain_thread
-from bridge.compile.cpu.threads import end_team, launcher
+from bridge.compile.cpu.threads import end_team, in_a_plain_thread, launcher
 from tests.bridge.compile_helpers import assert_same, function
 
 

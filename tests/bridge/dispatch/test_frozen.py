@@ -434,7 +434,7 @@ def test_functions_of_parameters_alone():
 @pytest.mark.skipif(DEVICE.type != "cpu" or not can_pack(), reason="MKL's, on a CPU")
 def test_constant_factors_are_laid_out_once(monkeypatch):
     """By products that read nothing else of them; a changed weight is laid out anew."""
-    monkeypatch.setattr(products, "kept_times", lambda *given: {way: float(way != PACKED) for way in given[3]})
+    monkeypatch.setattr(products, "measured", lambda _, __, ways: {way: float(way != PACKED) for way in ways})
     SESSION.reset("choices")
     module = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 48, bias=False)).eval()
     x = torch.randn(3, 7, 64)

@@ -11,6 +11,7 @@ from torch import nn
 from bridge import add_tvm_dispatch, stats
 from bridge.dispatch.worth import Worth, measure_worth
 from bridge.state import SampleCall
+from bridge.trials import Pace
 
 
 class Counted(nn.Module):
@@ -70,7 +71,7 @@ def test_eager_being_quicker_is_told(monkeypatch, caplog, ours, told):
 @pytest.mark.cpu("eager is not timed on a GPU")
 def test_the_slower_one_is_found(monkeypatch):
     """A forward that waits is slower in eager: its compiled call does not wait."""
-    monkeypatch.setattr("bridge.dispatch.worth._ROUNDS", 8)
+    monkeypatch.setattr("bridge.dispatch.worth._PACE", Pace(fewest=6, most=6, warm_up=2))
 
     class Waits(nn.Linear):
         def forward(self, x):

@@ -12,9 +12,11 @@ from dataclasses import replace
 import pytest
 
 from bridge.compile import LIMITS, Choices
-from bridge.tune import Outcome, Race, Search, TuningLog, is_faster
+from bridge.trials import is_faster
+from bridge.tune import Outcome, Search, TuningLog
 from bridge.tune.search import Knob
 from bridge.tune.tuning import _GAIN, Means
+from tests.bridge.clock import Clock
 from tests.bridge.tune.track import KNOBS, TableTrack
 
 BEST = Choices(limits=(("nodes", 160), ("tasks", 32)))
@@ -142,41 +144,6 @@ def test_another_machines_log_is_ignored(tmp_path):
     assert {json.loads(line)["run"] for line in (tmp_path / "log").read_text().splitlines()} == {"here", "there"}
 
 
-@pytest.mark.parametrize(
-    ("ratios", "wanted"),
-    [
-        ([0.9] * 7, True),
-        ([1.0] * 7, False),
-        ([0.999] * 7, False),
-        ([0.9, 0.9], False),
-        ([0.7, 0.8, 1.2, 0.9, 1.1, 0.95, 1.05], False),
-        ([0.90, 0.91, 0.89, 0.9, 3.0, 0.92, 0.9], True),
-        ([1.1] * 7, False),
-    ],
-)
-def test_faster_is_more_than_noise(ratios, wanted):
-    assert is_faster([(2.0, 2.0 * ratio) for ratio in ratios], 0.005) is wanted
-
-
-class Clock:
-    """Seconds that pass only in steps."""
-
-    def __init__(self):
-        self.now, self.runs = 0.0, 0
-
-    def __call__(self):
-        return self.now
-
-    def step(self, *seconds):
-        left = list(seconds)
-
-        def run():
-            self.runs += 1
-            self.now += left.pop(0) if len(left) > 1 else left[0]
-
-        return run
-
-
 class Noise(TableTrack):
     """Every step takes a second, times noise; one in ten is interrupted."""
 
@@ -202,18 +169,3 @@ def test_noise_alone_is_never_kept():
         found.append(Search([Knob(LIMITS, "tasks", tuple(range(1, 41)))], track, TuningLog(None, "here"), 1e9).run())
         kept.append(is_faster(track.race(Means().final), _GAIN))
     assert any(found) and not any(kept)
-
-
-def test_a_race_takes_turns_and_gives_up_early():
-    clock = Clock()
-    race = Race(warm_up=1, clock=clock)
-    assert race(clock.step(1.0), clock.step(1.25)) == [(1.0, 1.25)] * 5 and clock.runs == 12
-    pairs = Race(most=9, seconds=1e9, clock=clock)(clock.step(1.0), clock.step(0.75))
-    assert pairs == [(1.0, 0.75)] * 9
-
-
-def test_outliers_are_run_again():
-    clock = Clock()
-    slow = clock.step(1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 7.0, 1.0)
-    pairs = Race(warm_up=1, most=9, seconds=1e9, clock=clock)(slow, clock.step(0.5))
-    assert pairs == [(1.0, 0.5)] * 9 and clock.runs == 2 * (1 + 9 + 2)
