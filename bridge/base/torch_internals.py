@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import CodeType, ModuleType
@@ -303,6 +304,26 @@ TRANSFORM_MODULES = ("torch._C._functorch", "torch._functorch", "torch.autograd.
 def compile_lock() -> Any:
     """The lock under which Dynamo compiles."""
     return importlib.import_module("torch._dynamo.convert_frame").compile_lock
+
+
+@contextmanager
+def no_frames_compiled() -> Iterator[None]:
+    """While active, Dynamo compiles nothing in this thread, and runs nothing of what it compiled.
+
+    A frame that it meets under a dispatch mode it would leave to the interpreter for good, in any later call.
+    """
+    eval_frame, here = importlib.import_module("torch._dynamo.eval_frame"), threading.get_ident()
+    original = eval_frame._callback_from_stance
+    compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)  # none below 0: it then must be some
+    callback, count = eval_frame.set_eval_frame(None), compiled and compiled(0)
+    eval_frame._callback_from_stance = lambda each: None if threading.get_ident() == here else original(each)
+    try:
+        yield
+    finally:
+        eval_frame._callback_from_stance = original
+        eval_frame.set_eval_frame(callback)
+        if compiled:
+            compiled(count)
 
 
 def leave_frames_alone(code: CodeType) -> bool:

@@ -52,6 +52,14 @@ _SETTERS = {torch.Tensor.data.__set__: "data", torch.Tensor.grad.__set__: "grad"
 """What assigning to an attribute of a tensor calls, and the attribute."""
 _SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__, torch.Tensor.detach_)
 """What may change whether autograd follows a tensor."""
+_IN_PYTHON = {
+    "cond": "write an if: each way that calls go is an entry",
+    **dict.fromkeys(
+        ("associative_scan", "map_impl", "scan", "while_loop"),
+        "write loops in Python: their equal steps are compiled as one",
+    ),
+}
+"""What a user writes in place of a higher-order operator."""
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 _OTHER_MEMORY = "gives a tensor other memory or another gradient inside forward"
 _OLD_NAME = "what had the old memory of a tensor is read after it: it has the new numbers in a compiled call"
@@ -116,8 +124,8 @@ class Functions(TorchFunctionMode):
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if isinstance(func, HigherOrderOperator):
             reason = "a higher-order operator, whose function torch traces by itself"
-            hint = "write loops in Python: their equal steps are compiled as one"
-            raise UnsupportedModule("", [Unsupported(func.name(), _line(), reason, hint)])
+            hint = (_IN_PYTHON[func.name()],) if func.name() in _IN_PYTHON else ()
+            raise UnsupportedModule("", [Unsupported(func.name(), _line(), reason, *hint)])
         if func in _BACKWARDS:
             reason = "runs a backward inside forward, which adds to gradients that are the caller's"
             raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", _line(), reason)])

@@ -40,6 +40,7 @@ from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.prepared_twin import PreparedTwin, Protected, copier, own_leaves
 from bridge.capture.recorder import OperatorRecorder
 from bridge.capture.rows import Record, ValueRef, values_in
+from bridge.capture.thread_isolation import as_loud_as_eager
 from bridge.capture.values import Values
 from bridge.guards import Place, Reads, recorded_reads, told_otherwise
 from bridge.state import ModuleTensor, hooks_of, module_tensors, own_attributes
@@ -330,7 +331,8 @@ class _Watch:
             for each in (calls.scripts(), calls.parameters(), calls, python_kernels(), self.recorder):
                 stack.enter_context(each)
             torch.clear_autocast_cache()  # casts are made in the same order by each run
-            result = prepared(*given.args, **given.kwargs)
+            with as_loud_as_eager():
+                result = prepared(*given.args, **given.kwargs)
             calls.finish(result)
         return result
 

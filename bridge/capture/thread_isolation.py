@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,12 +29,13 @@ from bridge.base.torch_internals import (
     compile_lock,
     len_dispatch_stack,
     len_function_stack,
+    no_frames_compiled,
 )
 from bridge.base.torch_shapes import pooled_by_division
 from bridge.state import generators_put_back
 
 __all__ = ["CAPTURES", "is_capturing", "is_traced_here", "note_change_of_generator", "one_capture_at_a_time"]
-__all__ += ["quiet", "recording"]
+__all__ += ["as_loud_as_eager", "quiet", "recording"]
 
 
 @contextmanager
@@ -45,6 +46,7 @@ def recording() -> Iterator[None]:
         stack.enter_context(generators_put_back())
         stack.enter_context(_seeds_put_back())
         stack.enter_context(pooled_by_division())
+        stack.enter_context(no_frames_compiled())
         stack.enter_context(marked_capturing())
         yield
     raise_deferred()
@@ -81,10 +83,13 @@ def _defaults() -> list[torch.Generator]:
 
 class _Thread(threading.local):
     depth = 0
+    unwarned = False
+    warnings_go_to: Any = None
 
 
 CAPTURES = _Thread()
-"""Its ``depth``: how many captures of this package the calling thread is in."""
+"""Its ``depth``: how many captures of this package the calling thread is in; ``unwarned``: whether it is neither shown
+warnings nor raised them; ``warnings_go_to``: what Python showed them by before."""
 
 
 def is_capturing() -> bool:
@@ -139,11 +144,57 @@ def one_capture_at_a_time() -> Iterator[None]:
                 return
             CAPTURES.holds = True
             try:
-                with only_new_objects_collected():
+                with only_new_objects_collected(), _unwarned():
                     importing.close()  # what was imported is among what there was before
                     yield
             finally:
                 CAPTURES.holds = False
+
+
+# Warnings: of what is no run of the user's → neither shown nor raised, whatever the user's filters say.
+#
+# No count of filters moves, by which Python would forget what it has shown already.
+
+
+class _OfThisThread:
+    """A filter's pattern, which every warning of a thread matches that is not warned."""
+
+    def match(self, _text: str) -> bool:
+        return CAPTURES.unwarned and _recorder() is CAPTURES.warnings_go_to  # else forward itself collects them
+
+
+def _recorder() -> Any:
+    return getattr(warnings, "_showwarnmsg_impl", None)
+
+
+_IGNORED = ("ignore", _OfThisThread(), Warning, None, 0)
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """While active, warnings in this thread are ignored."""
+    filters, CAPTURES.warnings_go_to = warnings.filters, _recorder()
+    filters.insert(0, _IGNORED)
+    try:
+        with _warned_of(False):
+            yield
+    finally:
+        if _IGNORED in filters:
+            filters.remove(_IGNORED)
+
+
+def as_loud_as_eager() -> AbstractContextManager[None]:
+    """Around the run on real numbers: what it warns of is what eager warns of."""
+    return _warned_of(True)
+
+
+@contextmanager
+def _warned_of(shown: bool) -> Iterator[None]:
+    before, CAPTURES.unwarned = CAPTURES.unwarned, not shown
+    try:
+        yield
+    finally:
+        CAPTURES.unwarned = before
 
 
 # Quiet runs: a run that eager does not make → it prints, logs and warns nothing.
@@ -152,12 +203,12 @@ def one_capture_at_a_time() -> Iterator[None]:
 
 
 _print = print
-_SPOKEN = (builtins, "print"), (logging.Logger, "handle"), (warnings, "_showwarnmsg")
+_SPOKEN = (builtins, "print"), (logging.Logger, "handle")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """While active, this thread prints nothing to the standard streams, logs nothing and shows no warnings."""
+    """While active, this thread prints nothing to the standard streams and logs nothing."""
     here = threading.get_ident()
 
     def silent(spoken: Callable[..., Any]) -> Callable[..., Any]:

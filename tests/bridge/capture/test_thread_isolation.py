@@ -422,3 +422,73 @@ def test_hooks_of_a_module_in_two_threads():
         torch.testing.assert_close(results[count], eager(rows(count) * 2) + 1, **EXACT)
     assert stats(module).hits == 2 and not stats(module).misses and "forward" not in module.__dict__
     assert len(seen) == 4 and all(hooked is module for hooked in seen)
+
+
+class TestWarnings:
+    """A user's filters that make errors of warnings: of eager's warnings alone."""
+
+    @staticmethod
+    @contextmanager
+    def errors():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+
+    @staticmethod
+    def module(warns: Callable[[torch.Tensor], None]) -> nn.Module:
+        class Warns(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(6, 5).double()
+
+            def forward(self, x):
+                warns(x)
+                return self.inner(x)
+
+        return Warns()
+
+    def test_of_other_runs_than_eagers_none_is_raised(self):
+        def warns(x):
+            if torch.is_grad_enabled() and type(x) is not torch.Tensor:
+                warnings.warn("of a fake tensor", stacklevel=1)
+
+        module = self.module(warns)
+        with self.errors():
+            add_tvm_dispatch(module, rows())
+            module(rows())
+        assert stats(module).hits == 1
+
+    def test_eagers_are_raised_and_the_filters_stay(self):
+        module = self.module(lambda x: warnings.warn("of the user's", stacklevel=1))
+        with self.errors():
+            before = list(warnings.filters)
+            with pytest.raises(UserWarning, match="of the user's"):
+                add_tvm_dispatch(module, rows())
+            assert warnings.filters == before
+
+    def test_what_forward_collects_it_collects_in_each_run(self):
+        def warns(x):
+            with warnings.catch_warnings(record=True) as found:
+                warnings.warn("of the user's", stacklevel=1)
+            assert len(found) == 1
+
+        module = self.module(warns)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            add_tvm_dispatch(module, rows())
+            module(rows())
+        assert stats(module).hits == 1
+
+    def test_another_thread_is_warned(self):
+        seen = []
+
+        def then():
+            try:
+                warnings.warn("of another thread", stacklevel=1)
+            except UserWarning as error:
+                seen.append(str(error))
+
+        module = Stops(in_another_thread(then))
+        with self.errors():
+            add_tvm_dispatch(module, rows())
+        assert seen and set(seen) == {"of another thread"}

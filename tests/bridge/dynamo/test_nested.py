@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.dynamo.backend import graphs
 from tests.bridge.dynamo_helpers import CLOSE, made_since, outcome, total, x
 
@@ -210,3 +210,58 @@ def test_a_module_whose_own_call_is_compiled_is_refused():
     model.compile(backend="eager")
     with pytest.raises(ValueError, match=r"module\.compile"):
         add_tvm_dispatch(model, x(5, 4))
+
+
+# a function that is compiled, inside of a dispatched module
+
+
+@pytest.mark.composes(
+    "a compiled function inside a dispatched module",
+    "captured as eager goes; called elsewhere, it stays compiled",
+    section='`torch.compile(model, backend="tvm_dispatch")`',
+)
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("is_used_before", [False, True])
+def test_a_compiled_function_inside_stays_compiled(is_used_before, fullgraph):
+    built = []
+
+    def backend(graph, _):
+        built.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda a: a.sin() * 2, backend=backend, fullgraph=fullgraph)
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, a):
+            return compiled(self.layer(a))
+
+    module, data = Calls().double(), x(5, 4)
+    eager = copy.deepcopy(module)
+    eager.forward = lambda a: eager.layer(a).sin() * 2
+    if is_used_before:
+        compiled(x(5, 4))
+    add_tvm_dispatch(module, data)
+    assert_same(module, eager, data)
+    assert stats(module).hits == 2
+    known = len(built)
+    compiled(torch.ones(3, 2, 2))
+    assert len(built) == known + 1
+
+
+def test_higher_order_operators_run_after_a_refusal():
+    class Conditional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, a):
+            return torch.cond(a.sum() > 0, torch.sin, torch.cos, (self.layer(a),))
+
+    module, data = Conditional().double(), x(5, 4).abs()
+    with pytest.raises(UnsupportedModule, match="write an if"):
+        add_tvm_dispatch(module, data)
+    torch.testing.assert_close(module(data), module.layer(data).sin())
