@@ -8,19 +8,17 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from bridge.guards.flow import DataFlow, Source
+from bridge.guards.flow import DataFlow
 
 __all__ = ["BUILDS", "COMPARES", "DEREFS", "ENDS", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING"]
-__all__ += ["NOWHERE", "NO_PLACES", "NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS", "UNKNOWN"]
+__all__ += ["NO_PLACES", "NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS"]
 __all__ += ["Lookups", "argument_is_subscript", "computed", "handlers", "held_in", "joined", "result_of"]
 __all__ += ["without_locals"]
 
-UNKNOWN: Source = ("unknown",)
-NOWHERE = frozenset((UNKNOWN,))
 NOTHING: frozenset = frozenset()
 NULL = frozenset((("null",),))
 
-NO_PLACES = ("null", "const", "unknown", "local")
+NO_PLACES = ("null", "const", "local")
 DEREFS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"}
 BUILDS = {"BUILD_TUPLE", "BUILD_LIST", "BUILD_SET"}
 IDLE = set("NOP RESUME CACHE EXTENDED_ARG KW_NAMES PRECALL COPY_FREE_VARS MAKE_CELL NOT_TAKEN".split())
@@ -102,14 +100,8 @@ class Lookups:
         """The sources ``(kind, source, *more)`` of each, which are read."""
         found = set()
         for source in value:
-            made = (kind, source, *more)
-            if source[0] == "local":
-                continue
-            if source == UNKNOWN or source[0] == "null":
-                if kind == "attr" and source[0] != "null":
-                    self.flow.loose.add(more[0])
-                found.add(UNKNOWN)
-            else:
+            if source[0] not in ("local", "null"):
+                made = (kind, source, *more)
                 self.flow.reads[made] = None
                 found.add(made)
         return frozenset(found)
@@ -137,10 +129,9 @@ class Lookups:
     def _item(self, owner: frozenset, key: frozenset, offset: int | None) -> frozenset:
         found = set() if offset is None else {("result", offset)}
         for source in owner:
-            if source[0] in ("null", "unknown"):
-                found.add(UNKNOWN)
+            if source[0] == "null":
                 continue
-            for which in key or (UNKNOWN,):
+            for which in key or NULL:
                 known = which[0] in ("const", "arg", "global", "attr", "cell", "item", "result", "called", "var")
                 made = ("item", source, which) if known else ("each", source)
                 self.flow.reads[made] = None

@@ -18,21 +18,18 @@ from torch import nn
 
 from bridge.base.errors import TORCH_DIR
 from bridge.guards.flow import CallSite, Source
+from bridge.guards.functions import CLOCKS, USES, does, effect_of_function, is_asked
 from bridge.guards.kinds import (
-    CLOCKS,
     PLAIN,
     RAISING_WARNINGS,
     contents_of,
     effect_of,
-    effect_of_function,
     effect_on_memory,
     is_a,
-    is_asked,
     is_key,
 )
 from bridge.guards.machinery import is_library
 from bridge.guards.objects import (
-    SHOWING,
     FrameOf,
     Instance,
     binds,
@@ -40,7 +37,6 @@ from bridge.guards.objects import (
     classes_in,
     dict_of,
     fields_of,
-    hand_on_showing,
     identity_of,
     interesting,
     is_alive,
@@ -49,27 +45,20 @@ from bridge.guards.objects import (
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place
 
-__all__ = ["GETTERS", "CallAnalysis"]
+__all__ = ["CallAnalysis"]
 
 _UNBOUND = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
 _IN_C = ("cython_function_or_method", *(kind.__name__ for kind in _UNBOUND))
-_TAKE = ("next", "sum", "max", "min", "any", "all", "sorted")
-_TAKING = (list, tuple, dict, set, frozenset, zip, enumerate, map, filter)
-"""Functions and classes that take values of iterators."""
-_SPECIAL = frozenset("float int bool abs len divmod pow round complex hash reversed format".split())
-"""Functions and classes of Python's own that call a special method."""
-_BY_KEY = ("get", "__getitem__", "__contains__", "setdefault", "pop", "getitem", "contains")
-_READING = frozenset("get keys values items copy count index __contains__ __getitem__ __len__ __iter__".split())
-"""Methods of containers that change none."""
-_PLAIN_RESULTS = frozenset("isinstance issubclass len id hash callable hasattr repr print setattr delattr".split())
 _KNOWN_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "math", "builtins", ""}
-_INSIDE = frozenset("__reduce_ex__ __reduce__ __getstate__ __sizeof__ dumps getsizeof reduce".split())
-"""Functions in C that look into objects, however deep."""
-GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
-_MAKES = (*GETTERS, functools.partial, weakref.ref)
 _MOST_RESULTS = 512
 """Of one place that calls: the objects that are followed."""
 Given = list[list[Any]]
+
+
+def _hand_on_showing(args: Iterable[list[Any]]) -> bool:
+    """Whether a function that shows or compares its arguments is one (``map(str, values)``)."""
+    kinds = (types.BuiltinFunctionType, type, types.WrapperDescriptorType, types.MethodDescriptorType)
+    return any(is_a(each, kinds) and each.__name__ in USES["shows"] for arg in args for each in arg)
 
 
 class CallAnalysis(Sources):
@@ -110,7 +99,7 @@ class CallAnalysis(Sources):
             for each in [each for one in sources for each in self._values(known, one)]:
                 if not is_a(each, ModuleType | type | Instance | FrameOf):
                     self._method(known, place, each, function, name, where, given)
-        if name in SHOWING or hand_on_showing([*given[0], *given[1].values()]):
+        if name in USES["shows"] or _hand_on_showing([*given[0], *given[1].values()]):
             self._shown([[owner], *given[0]], where)
         if plain:
             self._function(known, place, function, (module, name), call, where, given)
@@ -154,15 +143,15 @@ class CallAnalysis(Sources):
         elif name == "__import__" and args:
             for each in args[0]:
                 self._result(known.called, place, self.name(sys.modules, each, Place("module", each)), known)
-        elif name in _BY_KEY and module == "_operator" and len(args) > 1:
+        elif name in USES["finds"] and module == "_operator" and len(args) > 1:
             self._entries(known, place, args[0], args[1])
         elif module == "builtins" and args:
-            self._builtin(known, place, name, given, call)
+            self._builtin(known, place, name, given)
         everything = [each for arg in (*args, *kwargs.values()) for each in arg if type(each) not in PLAIN]
-        if name in _INSIDE or module.partition(".")[0] not in _KNOWN_PACKAGES:
+        if name in USES["searches"] or module.partition(".")[0] not in _KNOWN_PACKAGES:
             for each in everything:
                 self.deep(each)
-        if name not in _PLAIN_RESULTS and not module.startswith("torch"):
+        if name not in USES["tells"] and not module.startswith("torch"):
             for value in everything:
                 self._handed_on(known, place, value, 2)
 
@@ -219,21 +208,21 @@ class CallAnalysis(Sources):
                 self.all(owner)
             if is_asked(kind.__name__, name) or (issubclass(kind, type) and is_asked("type", name)):
                 self._ask(known, place, getattr(owner, name), None, given, f"{self.place(owner)}.{name}()")
-            elif name in _BY_KEY and is_a(owner, dict | types.MappingProxyType) and args:
-                if name not in _READING or hasattr(kind, "__missing__"):
+            elif name in USES["finds"] and is_a(owner, dict | types.MappingProxyType) and args:
+                if name not in USES["reads"] or hasattr(kind, "__missing__"):
                     self.may_be_written()
                 self._entries(known, place, [owner], args[0])
                 return
-            elif name in _INSIDE:
+            elif name in USES["searches"]:
                 self.deep(owner)
             elif contents_of(owner) is not None:
-                if name not in _READING:
+                if name not in USES["reads"]:
                     self.may_be_written()
                 self.whole(owner, known.where)
             elif not is_a(owner, torch.Tensor | nn.Module | type | ModuleType):
                 self.refuse_unwatched(owner, str(self.place(owner)), where)
         else:
-            keys = args[0] if name in _BY_KEY and args else ()
+            keys = args[0] if name in USES["finds"] and args else ()
             plain = tuple(each[0] for each in args if each and type(each[0]) in PLAIN)
             asked = [("ask_method", name, *plain)] if is_asked(kind.__name__, name) else []
             self.strangers.note(owner, ("whole", where), *asked, *(("entry", each) for each in keys if is_key(each)))
@@ -261,12 +250,12 @@ class CallAnalysis(Sources):
                 self.know(found, self.place(reference))
             self._result(known.results, place, found, known)
 
-    def _builtin(self, known: Frame, place: int, name: str, given: Any, call: CallSite | None) -> None:
+    def _builtin(self, known: Frame, place: int, name: str, given: Any) -> None:
         """Functions of Python's own that read names, attributes, classes or iterators."""
         args, kwargs = given
         owners = [each for each in args[0] if type(each) not in PLAIN]
         owners += [each.__func__ for each in owners if is_a(each, types.MethodType)]  # it has its function's attributes
-        if name in _SPECIAL:
+        if name in USES["operates"]:
             self._operators.add(f"__{name}__")
         if name in ("getattr", "hasattr", "setattr", "delattr") and len(args) > 1:
             names = [each for each in args[1] if type(each) is str]
@@ -287,19 +276,16 @@ class CallAnalysis(Sources):
                         self._result(known.called, place, value, known)
             for each in interesting(args[2][0]) if len(args) > 2 and args[2] else ():
                 self._result(known.called, place, each, known)
-            sources = call.args[0] if call is not None and call.args else ()
-            if not owners and not any(source[0] == "made" for source in self._expanded(known, sources)):
-                self._loose.update(names)
         elif name in ("vars", "dir"):
             for owner in owners:
                 if name == "dir":
                     self.all(owner)
                 for held in self.attribute(owner, "__dict__"):
                     self._result(known.called, place, held, known)
-        elif name in _TAKE:
+        elif name in USES["takes"]:
             for each in owners:
                 self._moves(known, each)
-            for getter in [each for each in (*kwargs.get("key", ()), *args[0]) if type(each) in GETTERS]:
+            for getter in [each for each in (*kwargs.get("key", ()), *args[0]) if does(type(each), "gets")]:
                 for value in [each for arg in args for owner in arg for each in self.inside(owner, 1)]:
                     self._getter(known, place, getter, [[value]])
         elif name in ("isinstance", "issubclass") and len(args) == 2:
@@ -363,7 +349,7 @@ class CallAnalysis(Sources):
             self._reference(frame, place, value)
         elif kind is functools.partial:
             self._partial(frame, place, value, call, given)
-        elif kind in GETTERS:
+        elif does(kind, "gets"):
             self._getter(frame, place, value, given[0])
         elif value is super:
             pair = given[0] or [[frame.cells.get("__class__")], [next(iter(frame.args.values()), None)]]
@@ -414,14 +400,14 @@ class CallAnalysis(Sources):
                 self.class_name(kind, name)
         if is_changeable(type(kind)):
             self.class_name(type(kind), "__call__")
-        if kind.__module__ == "builtins" and kind.__name__ in _SPECIAL:
+        if does(kind, "operates"):
             self._operators.add(f"__{kind.__name__}__")
-        if kind is str or hand_on_showing(args):
+        if kind is str or _hand_on_showing(args):
             self._shown(args, frame.where)
-        if kind in _TAKING or kind.__module__ in ("itertools", "_collections"):
+        if does(kind, "takes") or kind.__module__ in ("itertools", "_collections"):
             for each in (each for arg in args for each in arg):
                 self._moves(frame, each)
-        if kind in _MAKES and one_by_one and all(len(each) == 1 for each in args) and args:
+        if does(kind, "binds") and one_by_one and all(len(each) == 1 for each in args) and args:
             try:
                 made = kind(*(each[0] for each in args))
             except TypeError:  # forward is about to meet it, or has another argument than the one that is known

@@ -27,10 +27,8 @@ from bridge.guards.bytecode import (
     NEW_ATTR,
     NO_PLACES,
     NOTHING,
-    NOWHERE,
     NULL,
     NULL_BEHIND,
-    UNKNOWN,
     Lookups,
     argument_is_subscript,
     computed,
@@ -42,7 +40,7 @@ from bridge.guards.bytecode import (
 )
 from bridge.guards.flow import CallSite, DataFlow
 
-__all__ = ["UNKNOWN", "flow_of"]
+__all__ = ["flow_of"]
 
 
 @lru_cache(maxsize=4096)
@@ -116,7 +114,7 @@ class _Interpreter(Lookups):
         height = len(stack)
 
         def pop(raw: bool = False) -> frozenset:
-            found = stack.pop() if stack else NOWHERE
+            found = stack.pop() if stack else NOTHING
             return found if raw else without_locals(found)
 
         before = list(stack)
@@ -255,7 +253,7 @@ class _Interpreter(Lookups):
         elif name == "STORE_SLICE":
             pop(), pop()
             for source in pop():
-                self.flow.writes["item", source, NOWHERE] = None
+                self.flow.writes["item", source, NOTHING] = None
             pop()
         else:
             return False
@@ -296,7 +294,7 @@ class _Interpreter(Lookups):
             self.flow.iterated.update((source, None) for source in container if source[0] not in NO_PLACES)
             for source in container:
                 for which in key:
-                    if which[0] == "const" and source[0] not in ("null", "unknown"):
+                    if which[0] == "const" and source[0] != "null":
                         self.flow.reads["in", source, which] = None
                     else:
                         self._whole(frozenset((source,)), compared=True)
@@ -322,7 +320,7 @@ class _Interpreter(Lookups):
         elif name in ("CHECK_EXC_MATCH", "MATCH_CLASS"):
             names = pop() if name == "MATCH_CLASS" else NOTHING
             kinds = pop()
-            value = pop() if name == "MATCH_CLASS" else stack[-1] if stack else NOWHERE
+            value = pop() if name == "MATCH_CLASS" else stack[-1] if stack else NOTHING
             self.flow.relations[each.offset] = value, kinds
             parts = [part for source in names if source[0] == "const" for part in source[1] or ()]
             found = [self._of("attr", value, part) for part in parts]
@@ -333,7 +331,7 @@ class _Interpreter(Lookups):
             self._iterated(value)
             stack.append(joined(value, result_of(each)))
         elif name == "FOR_ITER":
-            stack.append(joined(self._each(stack[-1] if stack else NOWHERE), result_of(each)))
+            stack.append(joined(self._each(stack[-1] if stack else NOTHING), result_of(each)))
         elif name in ("UNPACK_SEQUENCE", "UNPACK_EX"):
             value = pop()
             self._iterated(value)
@@ -378,7 +376,7 @@ class _Interpreter(Lookups):
         """The stack's order, calls, contexts, imports, formatting and conditional jumps."""
         raw = each.arg or 0
         if name == "COPY":
-            stack.append(stack[-raw] if len(stack) >= raw else NOWHERE)
+            stack.append(stack[-raw] if len(stack) >= raw else NOTHING)
         elif name == "SWAP":
             if len(stack) >= raw:
                 stack[-1], stack[-raw] = stack[-raw], stack[-1]
@@ -410,7 +408,7 @@ class _Interpreter(Lookups):
             levels = [source[1] for source in level if source[0] == "const"]
             stack.append(self._read("import", argument, levels[0] if levels else 0, ("const", None) not in names))
         elif name == "IMPORT_FROM":
-            found = self._of("attr", stack[-1] if stack else NOWHERE, argument)
+            found = self._of("attr", stack[-1] if stack else NOTHING, argument)
             stack.append(joined(found, result_of(each)))
         elif name in ("BUILD_STRING", "BUILD_SLICE"):
             for _ in range(raw):
@@ -446,7 +444,7 @@ class _Interpreter(Lookups):
         self.flow.calls[each.offset] = made
         for value in args:
             for source in value:
-                if source[0] not in ("null", "const", "unknown", "made", "local"):
+                if source[0] not in (*NO_PLACES, "made"):
                     self.flow.wholes.setdefault(("passed", source, each.offset), False)
         stack.append(frozenset((("result", each.offset), ("called", each.offset))))
 

@@ -45,7 +45,6 @@ class DataFlow:
         writes: what is written: ``("attr", source of the object, name)``, ``("item", source of the container, sources
             of the key)``, ``("global", name)``, ``("cell", name)``.
         operators: special methods that operators in it look up.
-        loose: names of attributes that are read of values from nowhere known.
         identities: sources that are compared by ``is``.
         iterated: sources whose next values are taken, if they are iterators.
         relations: values and the classes that ``match`` and ``except`` compare them with.
@@ -60,18 +59,18 @@ class DataFlow:
     calls: dict[int, CallSite] = field(default_factory=dict)
     writes: dict[tuple, None] = field(default_factory=dict)
     operators: set[str] = field(default_factory=set)
-    loose: set[str] = field(default_factory=set)
     identities: dict[Source, None] = field(default_factory=dict)
     iterated: dict[Source, None] = field(default_factory=dict)
     compared: set[Source] = field(default_factory=set)
     relations: dict[int, tuple[frozenset, frozenset]] = field(default_factory=dict)
     by_results: bool = False
     offsets: Sequence[int] = ()
-    _found: dict[Any, Any] = field(default_factory=dict)
+    _places: dict[Any, frozenset[int]] = field(default_factory=dict)
+    _parts: dict[int, DataFlow] = field(default_factory=dict)
 
     def places(self, source: Any) -> frozenset[int]:
         """The calls whose results a source, or what is written, comes from."""
-        if source not in self._found:
+        if source not in self._places:
             found, waiting, seen = set(), [source], {source}
             while waiting:
                 each = waiting.pop()
@@ -82,13 +81,13 @@ class DataFlow:
                 new = [part for part in inner if type(part) in (tuple, frozenset) and part not in seen]
                 seen.update(new)
                 waiting += new
-            self._found[source] = frozenset(found)
-        return self._found[source]
+            self._places[source] = frozenset(found)
+        return self._places[source]
 
     def about(self, place: int) -> DataFlow:
         """The part that depends on the result of the call there."""
-        if place not in self._found:
-            part = self._found[place] = DataFlow()
+        if place not in self._parts:
+            part = self._parts[place] = DataFlow()
             for name in ("reads", "wholes", "identities", "iterated", "writes"):
                 held = getattr(self, name)
                 setattr(part, name, {source: held[source] for source in held if place in self.places(source)})
@@ -97,7 +96,7 @@ class DataFlow:
                     part.variables[name] = found
             used = {at: (*call.function, *call.arguments) for at, call in self.calls.items()}
             part.calls = {at: self.calls[at] for at in used if any(place in self.places(source) for source in used[at])}
-        return self._found[place]
+        return self._parts[place]
 
     def at(self, last: int) -> int:
         """The offset of the instruction that a frame is at, which may point at a cache behind it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import decimal
 import gc
-import re
 import sys
 import types
 import warnings
@@ -19,9 +18,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["CHANGES_FILES", "CLOCKS", "CONTAINERS", "PLAIN", "RAISING_WARNINGS", "answer_of", "contents_of"]
-__all__ += ["effect_of", "effect_of_function", "effect_on_memory", "implicit_of", "is_a", "is_asked", "is_iterator"]
-__all__ += ["is_key", "key_of", "parts_of", "put_back", "unwatched"]
+__all__ = ["CONTAINERS", "FILES", "OUTSIDE", "PLAIN", "RAISING_WARNINGS", "answer_of", "contents_of", "effect_of"]
+__all__ += ["effect_on_memory", "implicit_of", "is_a", "is_iterator", "is_key", "key_of", "parts_of", "put_back"]
+__all__ += ["rows_of_types", "unwatched"]
 
 PLAIN = frozenset(
     (
@@ -34,23 +33,23 @@ CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 _SHOWN = (types.MappingProxyType, *(type(view({})) for view in (dict.keys, dict.values, dict.items)))
 
-_FILES = "writes to or reads from a file or a data base that lies outside of the call; a compiled call does not"
+FILES = "writes to or reads from a file or a data base that lies outside of the call; a compiled call does not"
 _QUEUES = "puts something into a queue or takes something out of it; a compiled call does not"
 _STREAMS = "moves a stream or a digest that lies outside of the call on; a compiled call does not"
 _STORES = "reads or writes a store of several processes; a compiled call does not"
 _MOVES = "moves a generator or changes an object that lies outside of the call; a compiled call does not"
-_OUTSIDE = "do it outside of forward"
+OUTSIDE = "do it outside of forward"
 _EFFECTS: dict[tuple[str, str], tuple[str, str]] = {
-    ("sqlite3", "execute executemany executescript commit rollback fetchone fetchall fetchmany"): (_FILES, _OUTSIDE),
-    ("_io", "write writelines read readline readlines readinto seek truncate"): (_FILES, _OUTSIDE),
-    ("_queue", "put get put_nowait get_nowait"): (_QUEUES, _OUTSIDE),
-    ("_csv", "writerow writerows"): (_FILES, _OUTSIDE),
-    ("zlib", "compress decompress flush"): (_STREAMS, _OUTSIDE),
-    ("_hashlib", "update"): (_STREAMS, _OUTSIDE),
-    ("_socket", "send sendall sendto recv recv_into recvfrom"): (_FILES, _OUTSIDE),
-    ("_multiprocessing", "send recv send_bytes recv_bytes"): (_QUEUES, _OUTSIDE),
-    ("builtins", "send throw close add_note with_traceback"): (_MOVES, _OUTSIDE),
-    ("torch.distributed.distributed_c10d", "set add get wait delete_key append num_keys"): (_STORES, _OUTSIDE),
+    ("sqlite3", "execute executemany executescript commit rollback fetchone fetchall fetchmany"): (FILES, OUTSIDE),
+    ("_io", "write writelines read readline readlines readinto seek truncate"): (FILES, OUTSIDE),
+    ("_queue", "put get put_nowait get_nowait"): (_QUEUES, OUTSIDE),
+    ("_csv", "writerow writerows"): (FILES, OUTSIDE),
+    ("zlib", "compress decompress flush"): (_STREAMS, OUTSIDE),
+    ("_hashlib", "update"): (_STREAMS, OUTSIDE),
+    ("_socket", "send sendall sendto recv recv_into recvfrom"): (FILES, OUTSIDE),
+    ("_multiprocessing", "send recv send_bytes recv_bytes"): (_QUEUES, OUTSIDE),
+    ("builtins", "send throw close add_note with_traceback"): (_MOVES, OUTSIDE),
+    ("torch.distributed.distributed_c10d", "set add get wait delete_key append num_keys"): (_STORES, OUTSIDE),
 }
 _BY_MODULE = {module: (frozenset(names.split()), told) for (module, names), told in _EFFECTS.items()}
 _IN_MEMORY = ("StringIO", "BytesIO")
@@ -77,50 +76,7 @@ def effect_of(owner: Any, name: str) -> tuple[str, str] | None:
 def effect_on_memory(owner: Any, name: str) -> tuple[str, str] | None:
     """Likewise of a method of a tensor's memory, which no operator tells of, known or not."""
     if is_a(owner, torch.UntypedStorage) and name in ("resize_", "_set_from_file", "_unsafe_set_cdata"):
-        return "frees or grows a tensor's memory, or puts another in its place; a compiled call does not", _OUTSIDE
-    return None
-
-
-_PROCESS = "changes files, the process or another one; a compiled call does not"
-_CHANGING = {
-    "sys": "excepthook displayhook",
-    "gc": "enable disable freeze unfreeze",
-    "posix": "umask write nice dup2 lockf fchmod fchown posix_fallocate sendfile setuid setgid setsid",
-    "_signal": "signal alarm raise_signal pause",
-    "_thread": "start_new_thread start_joinable_thread stack_size",
-    "time": "tzset",
-    "atexit": "register unregister",
-    "_csv": "register_dialect unregister_dialect field_size_limit",
-    "faulthandler": "enable disable register",
-    "_tracemalloc": "start stop",
-    "fcntl": "fcntl ioctl flock lockf",
-    "_codecs": "register unregister register_error",
-    "_locale": "textdomain bindtextdomain",
-}
-"""Functions in C that change the process, by module, beside those that begin with ``set``: what Python audits is none
-of them (:mod:`bridge.guards.audited`)."""
-
-
-CHANGES_FILES = _PROCESS, _OUTSIDE
-
-
-def effect_of_function(module: str, name: str, arguments: int, stream: Any = None) -> tuple[str, str] | None:
-    """Likewise of a function in C.
-
-    Args:
-        arguments: how many are given.
-        stream: what ``print`` is told to write to.
-    """
-    if (module, name) == ("_locale", "setlocale"):
-        return CHANGES_FILES if arguments > 1 else None
-    if module == "_csv" and name == "field_size_limit" and not arguments:
-        return None
-    if name in ("setprofile", "settrace"):
-        return None
-    if module in _CHANGING and (name.startswith(("set_", "set", "sched_set")) or name in _CHANGING[module].split()):
-        return CHANGES_FILES
-    if name == "print" and stream not in (None, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        return _FILES, _OUTSIDE
+        return "frees or grows a tensor's memory, or puts another in its place; a compiled call does not", OUTSIDE
     return None
 
 
@@ -138,6 +94,11 @@ def is_iterator(value: Any) -> bool:
 def _array(value: Any) -> Any:
     numbers = value.tolist() if value.dtype.hasobject else value.tobytes()
     return [str(value.dtype), value.shape, value.flags.writeable, numbers]
+
+
+def _goes_through(value: Any) -> Any:
+    """An iterator over an array: where it is, and the array's entries."""
+    return [value.index, *(value.base.ravel().tolist() if value.base.dtype.hasobject else [value.base.tobytes()])]
 
 
 def _write_array(value: Any, contents: Any) -> None:
@@ -252,7 +213,7 @@ _ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], No
     ("_queue", "SimpleQueue"): (lambda value: value.qsize(), None),
     ("_hashlib", "HASH"): (lambda value: value.digest(), None),
     **{("_asyncio", each): (lambda value: [value.done(), value._result, value._exception], None) for each in _FUTURES},
-    ("numpy", "flatiter"): (lambda value: [value.index, value.base.tobytes()], None),
+    ("numpy", "flatiter"): (_goes_through, None),
     ("numpy", "nditer"): (lambda value: [each.tobytes() for each in value.operands], None),
     ("torch._C", "StorageBase"): (lambda value: [value.data_ptr(), bytes(value.tolist())], None),
     ("torch._C", "Future"): (lambda value: value.done(), None),
@@ -309,6 +270,14 @@ UNCHANGING = frozenset((module, name) for module, names in _UNCHANGING.items() f
 """Classes in C whose objects never change, or whose state has places of its own, by module and name."""
 
 
+def rows_of_types() -> list[tuple[str, str]]:
+    """The table of types as text: each with how its state is watched, and its methods that are effects."""
+    kinds = [(of, "contents, put back" if row[1] else "contents") for of, row in _ROWS.items()]
+    kinds += [(of, "never changes") for of in UNCHANGING]
+    effects = [(f"{of} {name}()", told[0]) for of, (names, told) in _BY_MODULE.items() for name in names]
+    return [*((".".join(of), how) for of, how in kinds), *effects]
+
+
 def unwatched(kind: type) -> type | None:
     """The class in C that gives objects of a class a state that no row tells; ``None``: there is none."""
     bases = kind.__mro__[:-1]
@@ -352,55 +321,11 @@ def parts_of(value: Any) -> list[Any]:
             waiting += [(part, deep + 1) for part in inner if deep < 6 and type(part) not in PLAIN]
             found.append(each)
         return found[1:]
-    if type(value).__name__ == "flatiter":
-        return parts_of(value.base)
     reader = contents_of(value)
     if reader is _array:
         return value.ravel().tolist() if value.dtype.hasobject else []
     held = () if reader is None else reader(value)
     return list(held.values()) if type(held) is dict else held if type(held) is list else []
-
-
-_ASKED = """
-posix stat|posix lstat|posix access|posix readlink|posix sched_getaffinity|posix isatty|sys getsizeof|sys getrefcount
-_decimal getcontext|decimal getcontext|_lru_cache_wrapper cache_info|_contextvars copy_context|ContextVar get
-type __subclasses__|type mro|_locale setlocale|_locale localeconv|_csv field_size_limit|_csv list_dialects
-atexit _ncallbacks|_codecs lookup|_warnings _filters_mutated|Generator initial_seed
-RandomState get_state|time localtime|time ctime|_imp lock_held|numpy geterr
-numpy._core._multiarray_umath _get_extobj_dict|lock locked|Context get|Context keys|Context values|Context items
-Context copy|datetime fromtimestamp|date fromtimestamp|numpy.core.umath getbufsize|_weakref getweakrefcount
-_weakref getweakrefs|torch._C _check_sparse_tensor_invariants|_abc get_cache_token|gc get_referents|_thread _count
-SimpleQueue qsize|SimpleQueue empty|SemLock _is_zero|SemLock _count|SemLock _is_mine|SemLock _get_value
-Token old_value|numpy.core.umath geterrobj
-"""
-ASKED: frozenset[tuple[str, str]] = frozenset(
-    tuple(each.split()) for line in _ASKED.split("\n") for each in line.split("|") if each
-)
-"""Functions in C that tell hidden state, by module or type, and name: cheap and free of effects."""
-_TELLS = re.compile(r"_*(get|is|are|has|cuda_get|current)_?.*|.*_enabled|.*_allowed")
-_STATE = ("posix", "nt", "sys", "gc", "_locale", "_signal", "_thread", "_socket", "resource", "_tracemalloc", "torch")
-_STATE += ("faulthandler", "_asyncio", "_csv")
-_OF_CALLS = re.compile(r"_?is_grad_enabled|is_inference_mode_enabled|_getframe|getallocatedblocks|_?get_tracing_state")
-_OF_CALLS_IN_C = ("get_objects", "get_referrers", "get_count", "get_stats", "getrandom", "getloadavg", "getrusage")
-
-
-def is_asked(module: str, name: str) -> bool:
-    """Whether a function in C tells hidden state: it is listed, or a getter in a module that has state.
-
-    Modes of the call (grad mode) have conditions of their own.
-    """
-    if (module, name) in ASKED:
-        return True
-    known = module in _STATE or module.startswith("torch")
-    return known and bool(_TELLS.fullmatch(name)) and not _OF_CALLS.fullmatch(name) and name not in _OF_CALLS_IN_C
-
-
-CLOCKS = frozenset(
-    f"{name}{unit}"
-    for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
-    for unit in ("", "_ns")
-)
-"""Functions of ``time`` that tell the time: asked where it is compared, since nothing else of it decides anything."""
 
 
 def _raising_warnings() -> tuple[Any, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import types
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import Any
@@ -17,8 +16,8 @@ from torch import nn
 from bridge.guards.kinds import PLAIN, is_a
 from bridge.state import dict_of
 
-__all__ = ["ABSENT", "SHOWING", "FrameOf", "Instance", "binds", "class_entry", "classes_in", "dict_of", "fields_of"]
-__all__ += ["function_or_object", "hand_on_showing", "identity_of", "inner_function", "interesting", "is_alive"]
+__all__ = ["ABSENT", "FrameOf", "Instance", "binds", "class_entry", "classes_in", "dict_of", "fields_of"]
+__all__ += ["function_or_object", "identity_of", "inner_function", "interesting", "is_alive"]
 __all__ += ["is_changeable", "is_library", "is_ours", "names_of"]
 
 ABSENT = object()
@@ -26,11 +25,6 @@ ABSENT = object()
 _MADE_ANEW = (super, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _IMMUTABLE_TYPE = 1 << 8
 _NOTES = ("__abstractmethods__", "_abc_impl", "__doc__", "__weakref__", "__dict__", "__annotations__")
-_COMPARING = "index count remove join __eq__ __ne__ __contains__"
-SHOWING = frozenset(
-    f"{_COMPARING} repr str ascii format print format_map eq ne __repr__ __str__ __format__ __mod__".split()
-)
-"""Functions, methods and classes that compare their arguments, or show them as text."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +137,3 @@ def classes_in(value: Any) -> list[type]:
     if is_a(value, tuple):
         return [each for part in value for each in classes_in(part)]
     return [value] if is_a(value, type) else []
-
-
-def hand_on_showing(args: Iterable[list[Any]]) -> bool:
-    """Whether a function that shows or compares its arguments is one (``map(str, values)``)."""
-    kinds = (types.BuiltinFunctionType, type, types.WrapperDescriptorType, types.MethodDescriptorType)
-    return any(is_a(each, kinds) and each.__name__ in SHOWING for arg in args for each in arg)

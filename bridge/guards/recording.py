@@ -17,18 +17,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import _bootstrap
-from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType
+from types import CodeType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
 import torch
-from torch import nn
 
 from bridge.base.errors import is_pythons_file
-from bridge.guards.audited import OPENS, audited, changes_files, entries_of, file_state
-from bridge.guards.calls import GETTERS, CallAnalysis
+from bridge.guards.calls import CallAnalysis
 from bridge.guards.dataflow import flow_of
 from bridge.guards.flow import DataFlow
-from bridge.guards.kinds import CHANGES_FILES, CONTAINERS, PLAIN, is_a, is_iterator, parts_of
+from bridge.guards.functions import CHANGES_FILES, OPENS, audited, changes_files, does, entries_of, file_state
+from bridge.guards.kinds import CONTAINERS, PLAIN, is_a, is_iterator, parts_of
 from bridge.guards.machinery import (
     ASKED_PYTHON,
     CALLED,
@@ -40,7 +39,7 @@ from bridge.guards.machinery import (
     is_library,
     is_machinery,
 )
-from bridge.guards.objects import Instance, dict_of, inner_function, is_changeable
+from bridge.guards.objects import Instance, inner_function, is_changeable
 from bridge.guards.sources import Frame
 from bridge.guards.watched import ABSENT, MANY, Name, Place
 from bridge.guards.world import REGISTRIES
@@ -67,7 +66,6 @@ class Reads(CallAnalysis):
         super().__init__(*args, **kwargs)
         self.codes: dict[CodeType, DataFlow | None] = {}
         self._operators: set[str] = set()
-        self._loose: set[str] = set()
         self._frames: dict[FrameType, Frame] = {}
         self._suspended: dict[FrameType, Frame] = {}
         self._ours: set[FrameType] = set()
@@ -102,13 +100,6 @@ class Reads(CallAnalysis):
             if times > 0 and self.refused is None:
                 what, where = self._set_at[of]
                 self.refuse(f"{what}.set()", where, "sets a context variable; a compiled call does not", "reset it")
-        for name in self._loose:  # attributes of values from nowhere known: of all objects that have one of that name
-            for value in list(self._known.values()):
-                held = (
-                    None if is_a(value, ModuleType | type | torch.Tensor | nn.Module | FunctionType) else dict_of(value)
-                )
-                if held is not None and name in held:
-                    self.attribute(value, name)
         for name in sorted(self._operators):
             self.class_name(torch.Tensor, name)
         for kind in {type(module()) for module, _ in self.modules.values()}:
@@ -367,10 +358,9 @@ class Reads(CallAnalysis):
         for place, call in flow.calls.items():
             for source in self._expanded(frame, call.function) if place not in frame.heard else ():
                 for value in self._values(frame, source):
-                    if place not in frame.python or type(value) in GETTERS:
+                    if place not in frame.python or does(type(value), "gets"):
                         self._called(frame, place, value, call, source)
         self._operators |= flow.operators
-        self._loose |= flow.loose
 
     def _write(self, frame: Frame, write: tuple) -> None:
         """Notes a place that is about to be written."""

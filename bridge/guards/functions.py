@@ -1,0 +1,205 @@
+"""Functions table: a function in C → what it does with its arguments, whether it tells state, or changes the process.
+
+Audited events: what Python tells of files and processes before it acts → an answer to be asked again, or a refusal.
+
+``sys.addaudithook`` has no counterpart that takes a hook away: it is added with the first run that is recorded, and
+tests from then on whether any is. Python's own part of calling a hook costs some 4 us (``open``, ``import``,
+``sys._getframe``), the test 0.1 us; operators of tensors cause no events.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from bridge.guards.kinds import FILES, OUTSIDE, rows_of_types
+
+__all__ = ["CHANGES_FILES", "CLOCKS", "LISTS", "OPENS", "USES", "audited", "changes_files", "does", "entries_of"]
+__all__ += ["effect_of_function", "file_state", "is_asked", "tables"]
+
+OPENS, LISTS = "open", ("os.listdir", "os.scandir")
+_EFFECTS = frozenset(
+    """
+    os.chdir os.chflags os.chmod os.chown os.exec os.fork os.forkpty os.kill os.killpg os.link os.mkdir os.posix_spawn
+    os.putenv os.remove os.removexattr os.rename os.rmdir os.setxattr os.spawn os.startfile os.symlink os.system
+    os.truncate os.unsetenv os.utime subprocess.Popen pty.spawn signal.pthread_kill resource.setrlimit
+    resource.prlimit socket.bind socket.connect socket.sendto socket.sendmsg socket.sethostname syslog.syslog
+    shutil.chown sys.addaudithook builtins.input urllib.Request
+    """.split()
+)
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_hearing: dict[int, Callable[[str, tuple[Any, ...]], None]] = {}
+"""Who hears of events, by thread."""
+_hooked: list[bool] = []
+
+
+def changes_files(event: str, args: tuple[Any, ...]) -> bool:
+    """Whether what is about to happen changes files or the process."""
+    return event in _EFFECTS or (event == OPENS and type(args[2]) is int and bool(args[2] & _WRITING))
+
+
+def file_state(path: Any) -> tuple[int, ...]:
+    """What tells whether somebody has written to a file, or put another one in its place."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def entries_of(path: Any) -> tuple[Any, ...]:
+    """The names in a folder."""
+    return tuple(os.listdir(path))
+
+
+@contextmanager
+def audited(hear: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """While active, a function hears of this thread's events before they happen; what it raises prevents them."""
+    if not _hooked:
+        _hooked.append(True)
+        sys.addaudithook(_hook)
+    thread = threading.get_ident()
+    before, _hearing[thread] = _hearing.get(thread), hear
+    try:
+        yield
+    finally:
+        if before is None:
+            del _hearing[thread]
+        else:
+            _hearing[thread] = before
+
+
+_HEARD = {OPENS, *LISTS, *_EFFECTS}
+
+
+def _hook(event: str, args: tuple[Any, ...]) -> None:
+    if _hearing and event in _HEARD:
+        hear = _hearing.get(threading.get_ident())
+        if hear is not None:
+            hear(event, args)
+
+
+_PROCESS = "changes files, the process or another one; a compiled call does not"
+_CHANGING = {
+    "sys": "excepthook displayhook",
+    "gc": "enable disable freeze unfreeze",
+    "posix": "umask write nice dup2 lockf fchmod fchown posix_fallocate sendfile setuid setgid setsid",
+    "_signal": "signal alarm raise_signal pause",
+    "_thread": "start_new_thread start_joinable_thread stack_size",
+    "time": "tzset",
+    "atexit": "register unregister",
+    "_csv": "register_dialect unregister_dialect field_size_limit",
+    "faulthandler": "enable disable register",
+    "_tracemalloc": "start stop",
+    "fcntl": "fcntl ioctl flock lockf",
+    "_codecs": "register unregister register_error",
+    "_locale": "textdomain bindtextdomain",
+}
+"""Functions in C that change the process, by module, beside those that begin with ``set``, and what Python audits."""
+
+
+CHANGES_FILES = _PROCESS, OUTSIDE
+
+
+def effect_of_function(module: str, name: str, arguments: int, stream: Any = None) -> tuple[str, str] | None:
+    """Why a compiled call cannot do what a function in C does, and what to do instead; ``None`` if it can.
+
+    Args:
+        arguments: how many are given.
+        stream: what ``print`` is told to write to.
+    """
+    if (module, name) == ("_locale", "setlocale"):
+        return CHANGES_FILES if arguments > 1 else None
+    if module == "_csv" and name == "field_size_limit" and not arguments:
+        return None
+    if name in ("setprofile", "settrace"):
+        return None
+    if module in _CHANGING and (name.startswith(("set_", "set", "sched_set")) or name in _CHANGING[module].split()):
+        return CHANGES_FILES
+    if name == "print" and stream not in (None, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        return FILES, OUTSIDE
+    return None
+
+
+_USES = {
+    "shows": """
+        index count remove join __eq__ __ne__ __contains__ repr str ascii format print format_map eq ne
+        __repr__ __str__ __format__ __mod__
+    """,
+    "takes": "next sum max min any all sorted list tuple dict set frozenset zip enumerate map filter",
+    "operates": "float int bool abs len divmod pow round complex hash reversed format",
+    "finds": "get __getitem__ __contains__ setdefault pop getitem contains",
+    "reads": "get keys values items copy count index __contains__ __getitem__ __len__ __iter__",
+    "tells": "isinstance issubclass len id hash callable hasattr repr print setattr delattr",
+    "searches": "__reduce_ex__ __reduce__ __getstate__ __sizeof__ dumps getsizeof reduce",
+    "gets": "attrgetter itemgetter methodcaller",
+    "binds": "attrgetter itemgetter methodcaller partial ReferenceType weakref",
+}
+USES = {use: frozenset(names.split()) for use, names in _USES.items()}
+"""What functions, methods and classes in C do with their arguments → their names.
+
+They *show* them as text or compare them, *take* values of iterators, *operate* on them by a special method, *find* an
+entry by a key, *read* a container and change nothing, *tell* something and give none of them, *search* them however
+deep, *get* from their argument what they are made for, *bind* them for later.
+"""
+
+
+def does(kind: type, use: str) -> bool:
+    """Whether a class of Python's own is in this row of :data:`USES`."""
+    return kind.__name__ in USES[use] and str(kind.__module__) in sys.stdlib_module_names
+
+
+_ASKED = """
+posix stat|posix lstat|posix access|posix readlink|posix sched_getaffinity|posix isatty|sys getsizeof|sys getrefcount
+_decimal getcontext|decimal getcontext|_lru_cache_wrapper cache_info|_contextvars copy_context|ContextVar get
+type __subclasses__|type mro|_locale setlocale|_locale localeconv|_csv field_size_limit|_csv list_dialects
+atexit _ncallbacks|_codecs lookup|_warnings _filters_mutated|Generator initial_seed
+RandomState get_state|time localtime|time ctime|_imp lock_held|numpy geterr
+numpy._core._multiarray_umath _get_extobj_dict|lock locked|Context get|Context keys|Context values|Context items
+Context copy|datetime fromtimestamp|date fromtimestamp|numpy.core.umath getbufsize|_weakref getweakrefcount
+_weakref getweakrefs|torch._C _check_sparse_tensor_invariants|_abc get_cache_token|gc get_referents|_thread _count
+SimpleQueue qsize|SimpleQueue empty|SemLock _is_zero|SemLock _count|SemLock _is_mine|SemLock _get_value
+Token old_value|numpy.core.umath geterrobj
+"""
+ASKED: frozenset[tuple[str, str]] = frozenset(
+    tuple(each.split()) for line in _ASKED.split("\n") for each in line.split("|") if each
+)
+"""Functions in C that tell hidden state, by module or type, and name: cheap and free of effects."""
+_TELLS = re.compile(r"_*(get|is|are|has|cuda_get|current)_?.*|.*_enabled|.*_allowed")
+_STATE = ("posix", "nt", "sys", "gc", "_locale", "_signal", "_thread", "_socket", "resource", "_tracemalloc", "torch")
+_STATE += ("faulthandler", "_asyncio", "_csv")
+_OF_CALLS = re.compile(r"_?is_grad_enabled|is_inference_mode_enabled|_getframe|getallocatedblocks|_?get_tracing_state")
+_OF_CALLS_IN_C = ("get_objects", "get_referrers", "get_count", "get_stats", "getrandom", "getloadavg", "getrusage")
+
+
+def is_asked(module: str, name: str) -> bool:
+    """Whether a function in C tells hidden state: it is listed, or a getter in a module that has state.
+
+    Modes of the call (grad mode) have conditions of their own.
+    """
+    if (module, name) in ASKED:
+        return True
+    known = module in _STATE or module.startswith("torch")
+    return known and bool(_TELLS.fullmatch(name)) and not _OF_CALLS.fullmatch(name) and name not in _OF_CALLS_IN_C
+
+
+CLOCKS = frozenset(
+    f"{name}{unit}"
+    for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
+    for unit in ("", "_ns")
+)
+"""Functions of ``time`` that tell the time: asked where it is compared, since nothing else of it decides anything."""
+
+
+def tables() -> str:
+    """The tables of types and of functions as text, a row each."""
+    rows = [*rows_of_types(), *((f"{of} {name}()", "tells state: asked again") for of, name in ASKED)]
+    rows += [(f"{of}.{name}()", _PROCESS) for of, names in _CHANGING.items() for name in names.split()]
+    by_name: dict[str, list[str]] = {}
+    for use, names in USES.items():
+        for name in names:
+            by_name.setdefault(f"{name}()", []).append(use)
+    rows += [(name, ", ".join(uses)) for name, uses in by_name.items()]
+    return "\n".join(f"{name:<50} {what}" for name, what in sorted(rows))
