@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["AHEAD_CYCLES", "Step", "by_turns", "copy_bandwidth", "show_kernels"]
+__all__ = ["AHEAD_CYCLES", "Step", "by_turns", "copy_bandwidth", "in_a_row", "interrupted_after", "show_kernels"]
 
 WARM_UP = 5
 AHEAD_CYCLES = 16_000_000
@@ -25,19 +27,21 @@ def by_turns(
     ahead: bool,
     before: Mapping[str, Step] | None = None,
     cycles: int = AHEAD_CYCLES,
+    warm_up: int = WARM_UP,
 ) -> dict[str, float]:
     """Milliseconds of each run, medians: the GPU's with the host ahead of it, or the host's from idle to idle.
 
     Args:
         runs: by the names of the peers.
-        rounds: turns that count, after a few that do not.
+        rounds: turns that count.
         ahead: whether the GPU sleeps while the host launches; where there is no GPU it is the host's clock either way.
         before: what comes before each run and is not timed.
         cycles: that the GPU sleeps.
+        warm_up: turns before the ones that count.
     """
     has_gpu = torch.cuda.is_available()
     spent: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + WARM_UP):
+    for turn in range(rounds + warm_up):
         for name, run in runs.items():
             if before is not None:
                 before[name]()
@@ -47,7 +51,7 @@ def by_turns(
                 started = time.perf_counter()
                 run()
                 milliseconds = (time.perf_counter() - started) * 1e3
-            if turn >= WARM_UP:
+            if turn >= warm_up:
                 spent[name].append(milliseconds)
     return {name: statistics.median(values) for name, values in spent.items()}
 
@@ -64,6 +68,42 @@ def _on_gpu(run: Step, cycles: int) -> float:
     last.record()
     torch.cuda.synchronize()
     return first.elapsed_time(last) if cycles else (time.perf_counter() - started) * 1e3
+
+
+def in_a_row(run: Step, steps: int) -> Step:
+    """So many steps, one after another, as in a training loop."""
+
+    def runs() -> None:
+        for _ in range(steps):
+            run()
+
+    return runs
+
+
+@contextmanager
+def interrupted_after(seconds: float, stopped: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
+    """``TimeoutError`` in what takes longer, as soon as Python code runs; 0: never.
+
+    Args:
+        seconds: of this process's running time.
+        stopped: seconds for which this process has been stopped so far; they do not count.
+    """
+    begun, stopped_before = time.monotonic(), stopped()
+
+    def stop(*_: object) -> None:
+        left = seconds - (time.monotonic() - begun - (stopped() - stopped_before))
+        if left > 0:
+            signal.setitimer(signal.ITIMER_REAL, left)
+        else:
+            raise TimeoutError(f"took longer than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from benchmarks.cold_processes import cold
-from benchmarks.gpu_clock import AHEAD_CYCLES, Step, by_turns, show_kernels
+from benchmarks.gpu_clock import AHEAD_CYCLES, Step, by_turns, interrupted_after, show_kernels
 from benchmarks.gpu_peers import OURS, PEERS, PRECISIONS, Batch, peer, settle
 from benchmarks.train_blocks import LlamaBlock, bert_layer, gpt2_block
 from bridge import stats
@@ -110,22 +108,6 @@ CASES = {
     "ResNet-50 (64, 224 x 224) channels_last amp": Case(_resnet, _images(64), "amp", torch.channels_last, ahead=5),
     "BERT-base (32, 128) amp, AdamW": Case(_bert, _tokens(32, 128), "amp", optimizes=True, ahead=5),
 }
-
-
-@contextmanager
-def interrupted_after(seconds: int) -> Iterator[None]:
-    """``TimeoutError`` in what takes longer, as soon as Python code runs; 0: never."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"took longer than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def measure(name: str, options: argparse.Namespace, device: torch.device) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_clock import Step
 from bridge import add_tvm_dispatch
 
-__all__ = ["COMPILED", "OURS", "PEERS", "PRECISIONS", "Batch", "Peer", "Precision", "peer", "settle"]
+__all__ = ["COMPILED", "OURS", "PEERS", "PRECISIONS", "Batch", "Peer", "Precision", "peer", "prepared", "settle"]
 
 COMPILED = {"default": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 """``torch.compile`` by mode."""
@@ -87,16 +87,22 @@ class Batch:
 
 
 class Peer:
-    """One peer: a module that trains on one batch, from its loss or with one cotangent of its first output."""
+    """One peer: a module that trains on one batch, from its loss or with one cotangent of its first output.
+
+    Attributes:
+        leaves: what gets a gradient.
+        grad: the cotangent, made in the first step; ``None``: the result is a loss.
+        result: of the latest step, detached.
+    """
 
     def __init__(
         self, module: nn.Module, batch: Batch, precision: Precision, optimizer: torch.optim.Optimizer | None = None
     ):
         self.module, self.batch, self.precision, self.optimizer = module, batch, precision, optimizer
         self.leaves = [*(each for each in batch.tensors if each.requires_grad), *module.parameters()]
+        self.grad: Tensor | None = None
+        self.result: Tensor | None = None
         self._device = self.leaves[-1].device.type
-        y = self._forward()
-        self.grad = torch.randn_like(y) if y.ndim else None
 
     def _forward(self) -> Tensor:
         with self.precision.casting(self._device):  # for one forward: autocast casts weights once per step
@@ -107,7 +113,12 @@ class Peer:
         """Forward, backward, optimizer; gradients are new at each step, as after ``optimizer.zero_grad()``."""
         for leaf in self.leaves:
             leaf.grad = None
-        self._forward().backward(self.grad)
+        self.result = None  # memory of a recorded graph
+        y = self._forward()
+        if y.ndim and self.grad is None:
+            self.grad = torch.randn_like(y)
+        y.backward(self.grad)
+        self.result = y.detach()
         if self.optimizer is not None:
             self.optimizer.step()
 
@@ -131,7 +142,7 @@ class Peer:
         return replay
 
 
-def peer(
+def prepared(
     name: str,
     make: Callable[[], nn.Module],
     batch: Batch,
@@ -139,12 +150,14 @@ def peer(
     device: torch.device,
     memory_format: torch.memory_format = torch.contiguous_format,
     optimizes: bool = False,
-) -> tuple[Step, nn.Module]:
-    """A peer's step, which has run once, and its module.
+    whole: bool = True,
+) -> Peer:
+    """A peer before its first step.
 
     Args:
         name: ``ours`` or one of :data:`PEERS`.
         optimizes: whether a step ends with that of a fused AdamW.
+        whole: whether ours is the module as a whole, or its parts.
     """
     torch.manual_seed(0)
     module = make().to(device, precision.dtype, memory_format=memory_format).train()
@@ -154,13 +167,18 @@ def peer(
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True, capturable=name == "graph")
     if name in OURS:
         with precision.casting(device.type):
-            add_tvm_dispatch(module, batch.args, sample_kwargs=batch.kwargs, cuda_graphs=OURS[name])
+            add_tvm_dispatch(module, batch.args, sample_kwargs=batch.kwargs, cuda_graphs=OURS[name], whole=whole)
     elif name in COMPILED:
         module = torch.compile(module, mode=COMPILED[name])
-    made = Peer(module, batch, precision, optimizer)
+    return Peer(module, batch, precision, optimizer)
+
+
+def peer(name: str, *arguments: Any, **options: Any) -> tuple[Step, nn.Module]:
+    """A peer's step, which has run once, and its module; arguments as those of :func:`prepared`."""
+    made = prepared(name, *arguments, **options)
     run: Step = made.graphed() if name == "graph" else made.step
     run()
-    return run, module
+    return run, made.module
 
 
 def settle(runs: Mapping[str, Step]) -> None:

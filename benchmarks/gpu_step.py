@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_clock import AHEAD_CYCLES, Step, by_turns, copy_bandwidth, show_kernels
+from benchmarks.gpu_clock import AHEAD_CYCLES, Step, by_turns, copy_bandwidth, in_a_row, show_kernels
 from benchmarks.gpu_peers import PEERS, PRECISIONS, Batch, peer, settle
 from benchmarks.train_blocks import BLOCKS, bert_layer
 from bridge import stats
@@ -112,16 +112,6 @@ def show_steps(run: Step, most: int, bandwidth: float) -> None:
         if isinstance(step, CallLibrary):
             speed += f", {flops / spent / 1e6:.1f} TFLOP/s"
         print(f"  {spent:8.1f} us {calls:3} x  {step.name[:60]} -> {step.outputs[0][:30]}  {speed}", flush=True)
-
-
-def in_a_row(run: Step, steps: int) -> Step:
-    """So many steps, one after another, as in a training loop."""
-
-    def runs() -> None:
-        for _ in range(steps):
-            run()
-
-    return runs
 
 
 def measure(block: str, shape: tuple[int, ...], name: str, options: argparse.Namespace, bandwidth: float) -> None:

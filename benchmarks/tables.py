@@ -36,7 +36,7 @@ class Column:
     def cell(self, row: Row) -> str:
         """The text of the cell."""
         value = self.value(row)
-        text = "-" if value is None else format(value, self.form)
+        text = "-" if value is None else format(value, self.form).replace("|", "\\|")
         return f"**{text}**" if self.bold and value is not None else text
 
 
@@ -63,6 +63,11 @@ def mebibytes(title: str, way: str) -> Column:
         return None if count is None else count / 2**20
 
     return Column(title, value, ".2f")
+
+
+def _told(errors: dict[str, str]) -> str:
+    """Errors by the name of whose they are, as a cell."""
+    return "; ".join(f"{name}: {words}" for name, words in errors.items() if name not in ("eager", "ours"))
 
 
 _BLOCK = Column("block", lambda row: row["block"])
@@ -153,6 +158,27 @@ FORMS: dict[str, tuple[Column, ...]] = {
         Column("ours / quickest other", lambda row: row.get("ours_to_best"), ".2f", bold=True),
         Column("ours / unrolled", lambda row: row.get("ours_to_unrolled"), ".2f"),
         number("rounds", "rounds", "d"),
+    ),
+    "public": (
+        Column("model", lambda row: row["model"]),
+        number("rows", "rows", "d"),
+        number("eager ms", "eager_ms", ".1f"),
+        number("torch.compile ms", "default_ms", ".1f"),
+        number("max-autotune ms", "max-autotune_ms", ".1f"),
+        number("ours ms", "ours_ms", ".1f"),
+        ratio("ours / eager", "ours_ms", "eager_ms"),
+        ratio("ours / torch.compile", "ours_ms", "default_ms"),
+        ratio("ours / max-autotune", "ours_ms", "max-autotune_ms"),
+        ratio("in a run: / eager", "ours_run_ms", "eager_run_ms", bold=False),
+        ratio("/ torch.compile", "ours_run_ms", "default_run_ms", bold=False),
+        ratio("/ max-autotune", "ours_run_ms", "max-autotune_run_ms", bold=False),
+        ratio("peak / eager", "ours_peak_bytes", "eager_peak_bytes", bold=False),
+        number("first step s", "ours_first_s", ".1f"),
+        ratio("/ torch.compile's", "ours_first_s", "default_first_s", bold=False),
+        number("gradients from the judge: eager", "eager_from_judge", ".0e"),
+        number("ours", "ours_from_judge", ".0e"),
+        Column("ours", lambda row: row["outcome"]),
+        Column("peers that raised", lambda row: _told(row.get("errors", {}))),
     ),
     "memory": (
         _MODULE,

@@ -1,0 +1,373 @@
+"""One public model in a process of its own: first steps, gradients, times, peaks of all peers → a row, told bit by bit.
+
+The process tells its parent, :mod:`benchmarks.public`, what it found by lines of JSON, asks it before it times
+anything, and waits for a line: until it says that it is done, the processes of other models are stopped.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_clock import Step, by_turns, in_a_row, interrupted_after
+from benchmarks.gpu_peers import OURS, PRECISIONS, Batch, Peer, Precision, prepared, settle
+from benchmarks.peak import arena_bytes, peak_of
+from benchmarks.public_models import PublicModel
+from benchmarks.results import Row
+from bridge import UnsupportedModule, stats
+
+__all__ = ["PRECISION_NAMES", "Parent", "measure"]
+
+PRECISION_NAMES = {"float32": "fp32", "amp": "amp"}
+_JUDGES = {"float32": ("float64", Precision(torch.float64)), "amp": ("float32", PRECISIONS["fp32"])}
+_FLOOR = {"float32": 1e-6, "amp": 2.0**-8}
+"""How far from the judge, by its own size, a number may be however near eager is."""
+_FURTHER = 2
+_ROUNDS = (3, 15)
+_ROUNDS_IN_A_ROW, _IN_A_ROW = 3, (3, 20)
+
+
+@dataclass
+class Parent:
+    """The process that started this one.
+
+    Attributes:
+        events: where lines of JSON go.
+        pauses: a file with the seconds of each stop of this process; ``None``: it is never stopped.
+        waits: whether it answers.
+    """
+
+    events: IO[str]
+    pauses: Path | None = None
+    waits: bool = True
+
+    def tell(self, **event: Any) -> None:
+        """One line."""
+        print(json.dumps(event), file=self.events, flush=True)
+
+    def stopped(self) -> float:
+        """Seconds for which this process has been stopped."""
+        if self.pauses is None or not self.pauses.exists():
+            return 0.0
+        return sum(map(float, self.pauses.read_text().split()))
+
+    def clock(self) -> float:
+        """Seconds without stops."""
+        return time.monotonic() - self.stopped()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing else runs meanwhile."""
+        self.tell(wants="alone")
+        if self.waits and not sys.stdin.readline():
+            raise EOFError("the parent has gone")
+        try:
+            yield
+        finally:
+            self.tell(leaves="alone")
+
+
+@dataclass
+class Memory:
+    """Bytes that each peer holds between steps and at its peak; on a GPU by torch's allocator, all peers being there.
+
+    Attributes:
+        device: of the peers.
+        held: bytes that are left after a peer's steps, parameters, moments and recorded graphs' memory included.
+        peak: with the most beyond it in any step but the first.
+    """
+
+    device: torch.device
+    held: Counter[str] = field(default_factory=Counter)
+    peak: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def of(self, name: str, counts: bool = True) -> Iterator[None]:
+        """What is allocated meanwhile is this peer's; ``counts``: at the peak, too."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        if counts:
+            self.peak[name] = max(self.peak[name], self.held[name] + torch.cuda.max_memory_allocated() - before)
+        self.held[name] += torch.cuda.memory_allocated() - before
+
+    def step(self, name: str, step: Step) -> Step:
+        """The step, counted."""
+
+        def run() -> None:
+            with self.of(name):
+                step()
+
+        return run
+
+    def profiled(self, name: str, peer: Peer) -> None:
+        """On a CPU: of one more step, by torch's profiler, with the arenas of our programs."""
+        tensors = [*peer.module.parameters(), *peer.module.buffers(), *peer.batch.tensors]
+        if peer.optimizer is not None:
+            tensors += [each for state in peer.optimizer.state.values() for each in state.values()]
+        for leaf in peer.leaves:
+            leaf.grad = None
+        arenas = arena_bytes([peer.module]) if name in OURS else 0
+        self.peak[name] = sum({each.data_ptr(): each.nbytes for each in tensors}.values()) + peak_of(peer.step) + arenas
+
+
+@dataclass
+class Judge:
+    """Loss and gradients of a first step in a better precision; how far others are from them.
+
+    Attributes:
+        loss: of the step.
+        gradients: by the parameter's name, on the CPU.
+        floor: see :data:`_FLOOR`.
+        distances: of each peer's gradients, by the parameter's name; ``None`` where only one of both has one.
+    """
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+    floor: float
+    distances: dict[str, dict[str, float | None]] = field(default_factory=dict)
+
+    def look_at(self, name: str, peer: Peer) -> Row:
+        """What a row says of a peer that has just made its first step; :attr:`distances` has eager's by then."""
+        parameters = peer.module.parameters()  # in the same order: a compiled module's names have a prefix
+        found = {key: _distance(p.grad, self.gradients[key]) for key, p in zip(self.gradients, parameters, strict=True)}
+        self.distances[name] = found
+        loss = float(peer.result)
+        norms = {key: 0.0 if g is None else float(g.norm()) for key, g in self.gradients.items()}
+        whole = math.hypot(*norms.values())
+        row: Row = {f"{name}_from_judge": math.hypot(*(d or 0.0 for d in found.values())) / whole if whole else 0.0}
+        row[f"{name}_loss_from_judge"] = abs(loss - self.loss) / max(abs(self.loss), 1e-30)
+        if name == "eager" or "eager" not in self.distances:
+            return row
+        further = {key: self._further(name, key, norms[key], whole / math.sqrt(len(norms))) for key in found}
+        further = {key: words for key, words in further.items() if words}
+        row[f"{name}_further"] = len(further)
+        if further:
+            row[f"{name}_furthest"] = "; ".join(f"{key}: {words}" for key, words in list(further.items())[:3])
+        return row
+
+    def _further(self, name: str, key: str, norm: float, usual: float) -> str:
+        """Why a gradient is not as near as it has to be; empty: it is."""
+        own, eager = self.distances[name][key], self.distances["eager"][key]
+        if own is None or eager is None:
+            return "" if own is eager else "None on one side only"
+        if not math.isfinite(eager):
+            return ""
+        allowed = _FURTHER * eager + self.floor * max(norm, 1e-3 * usual)
+        return "" if own <= allowed else f"{own:.1e} from the judge, eager {eager:.1e}, of {norm:.1e}"
+
+
+def _distance(gradient: Tensor | None, judge: Tensor | None) -> float | None:
+    if gradient is None or judge is None:
+        return 0.0 if gradient is judge else None
+    return float((gradient.detach().double() - judge.to(gradient.device).double()).norm())
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is measured, and how.
+
+    Attributes:
+        listed: the model of a list.
+        rows: of a batch.
+        peers: their names.
+        device: where.
+        precision: a name of :data:`PRECISION_NAMES`.
+        patience: seconds for a peer's first step; 0: no limit.
+        seconds: for the times of all peers.
+        parent: who is told.
+        has_room: whether nothing else is on the device, so that a lack of memory is the model's own.
+    """
+
+    listed: PublicModel
+    rows: int
+    peers: Sequence[str]
+    device: torch.device
+    precision: str
+    patience: float
+    seconds: float
+    parent: Parent
+    has_room: bool
+
+    def batch(self) -> Batch:
+        """The same one each time."""
+        torch.manual_seed(1)
+        return self.listed.batch(self.rows)
+
+    def prepared(self, name: str, whole: bool = True) -> Peer:
+        """A peer before its first step."""
+        precision, make = PRECISIONS[PRECISION_NAMES[self.precision]], self.listed.make
+        return prepared(name, make, self.batch(), precision, self.device, optimizes=True, whole=whole)
+
+    def judge(self) -> Judge | str:
+        """The judge, or why there is none."""
+        name, precision = _JUDGES[self.precision]
+        try:
+            peer = prepared("eager", self.listed.make, self.batch(), precision, self.device)
+            peer.step()
+        except Exception as error:
+            if _lacks_room(error) and not self.has_room:
+                raise
+            return f"no judge in {name}: {_words(error)}"
+        gradients = {key: None if p.grad is None else p.grad.cpu() for key, p in peer.module.named_parameters()}
+        return Judge(float(peer.result), gradients, _FLOOR[self.precision])
+
+
+def measure(listed: PublicModel, model: Model) -> None:
+    """Tells the row of a model; if it has the device for itself and there is no room, with peers one after another,
+    then with half of the rows, and so on."""
+    together, rows = True, model.rows
+    while True:
+        row: Row = {"rows": rows, "listed_rows": listed.rows, "turns": together}
+        fewer = Model(**{**vars(model), "rows": rows})
+        peers = [list(model.peers)] if together else [[each] for each in model.peers]
+        try:
+            _measured(fewer, peers, row)
+        except Exception as error:
+            if not _lacks_room(error):
+                raise
+            if not model.has_room:
+                model.parent.tell(no_room=_words(error))
+                return
+            together, rows = False, rows if together else rows // 2
+            if rows:
+                _emptied()
+                continue
+            row["errors"] = {"eager": f"one row has no room: {_words(error)}"}
+        model.parent.tell(row=row, finished=True)
+        return
+
+
+def _measured(model: Model, groups: Sequence[Sequence[str]], row: Row) -> None:
+    """Fills a row; peers of one group take turns, and are gone before the next."""
+    row["errors"], memory = {}, Memory(model.device)
+    with PRECISIONS[PRECISION_NAMES[model.precision]].switched():
+        judge = model.judge()
+        if isinstance(judge, str):
+            row["errors"]["judge"] = judge
+        _emptied()
+        for names in groups:
+            peers = {}
+            for name in names:
+                if name != "eager" and "eager" in row["errors"]:
+                    continue  # of what eager does not train there is nothing to compare
+                found = _first_step(model, name, judge, memory, row)
+                if found is not None:
+                    peers[name] = found
+            if not peers:
+                continue
+            try:
+                with model.parent.alone():
+                    row.update(_times(peers, model, memory))
+            except Exception as error:
+                if not _lacks_room(error) or _is_everybodys(model, row, names[0]):
+                    raise
+                row["errors"][names[0]] = _words(error)
+            row.update({f"{name}_peak_bytes": memory.peak[name] for name in peers})
+            model.parent.tell(row=row)
+            for name in peers.keys() & OURS.keys():
+                row.update(_calls(peers[name]))
+            peers.clear()
+            _emptied()
+
+
+def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row: Row) -> Peer | None:
+    """A peer that has made one step, whose seconds and distance from the judge are in the row; ``None``: it raised."""
+    for whole in (True, False) if name in OURS else (True,):
+        begun = model.parent.clock()
+        try:
+            with interrupted_after(model.patience, model.parent.stopped), memory.of(name, counts=False):
+                peer = model.prepared(name, whole)
+                peer.step()
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize()
+        except UnsupportedModule as refusal:
+            row["refused" if whole else "parts_refused"] = _words(refusal)
+            continue
+        except Exception as error:
+            if _lacks_room(error) and _is_everybodys(model, row, name):
+                raise
+            row["errors"][name] = _words(error)
+            return None
+        row[f"{name}_first_s"] = model.parent.clock() - begun
+        if isinstance(judge, Judge):
+            row.update(judge.look_at(name, peer))
+        with memory.of(name, counts=False):  # while others compile
+            for leaf in peer.leaves:
+                leaf.grad = None
+        _emptied()
+        model.parent.tell(row=row)
+        return peer
+    return None
+
+
+def _is_everybodys(model: Model, row: Row, name: str) -> bool:
+    """Whether a lack of memory says nothing about this peer: others were there, or eager has no room either."""
+    return name == "eager" or not model.has_room or row["turns"]
+
+
+def _times(peers: Mapping[str, Peer], model: Model, memory: Memory) -> Row:
+    """Milliseconds of a step, synchronised and in a run of steps, and peaks; as many turns as there is time for."""
+    steps: dict[str, Step] = {name: peer.step for name, peer in peers.items()}
+    counted = {name: memory.step(name, step) for name, step in steps.items()}
+    if model.device.type == "cuda":
+        settle(counted)
+    for name, peer in peers.items():
+        counted[name]()
+        if model.device.type != "cuda":
+            memory.profiled(name, peer)
+    turn = sum(by_turns(steps, 1, ahead=False, warm_up=1).values())
+    half = model.seconds * 500
+    single = by_turns(steps, _between(_ROUNDS, half / turn), ahead=False, warm_up=0)
+    length = _between(_IN_A_ROW, half / turn / _ROUNDS_IN_A_ROW)
+    runs = {name: in_a_row(step, length) for name, step in steps.items()}
+    many = by_turns(runs, _ROUNDS_IN_A_ROW, ahead=False, warm_up=0)
+    row: Row = {f"{name}_ms": spent for name, spent in single.items()}
+    return row | {f"{name}_run_ms": spent / length for name, spent in many.items()}
+
+
+def _between(bounds: tuple[int, int], wanted: float) -> int:
+    return min(max(bounds[0], int(wanted)), bounds[1])
+
+
+def _calls(peer: Peer) -> Row:
+    """Hits, misses by their reasons, and parts of ours."""
+    counted = stats(peer.module)
+    row: Row = {"hits": counted.hits, "misses": dict(counted.misses)}
+    parts = getattr(counted, "parts", None)
+    if parts is not None:
+        row |= {"parts": len(parts), "coverage": counted.coverage}
+    return row
+
+
+def _emptied() -> None:
+    """Gives back what nothing holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _lacks_room(error: BaseException) -> bool:
+    """Whether it is for memory, whoever says so."""
+    words = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(each in str(error) for each in words)
+
+
+def _words(error: BaseException) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
