@@ -1,12 +1,12 @@
-"""Time of a training step of blocks and whole models on a GPU: ours beside eager and torch.compile, by turns.
+"""Time of a training step of blocks and a ResNet-50 on a GPU: ours beside eager and torch.compile, by turns.
 
     python -m benchmarks gpu_models                                    # all cases beside eager and torch.compile
-    python -m benchmarks gpu_models --only ViT ResNet --peers eager graph default recorded reduce-overhead
+    python -m benchmarks gpu_models --only LLaMA ResNet --peers eager graph default recorded reduce-overhead
     python -m benchmarks gpu_models --only "GPT-2" --peers eager max-autotune --kernels 12
 
-A step is forward and backward with new gradients; of BERT-base also a fused AdamW's. Attention is transformers' default
-(``sdpa``). ``gpu`` and ``wall`` as in ``gpu_step``; peers: :mod:`benchmarks.gpu_peers`. One that raises is told by its
-error, and the others go on.
+A step is forward and backward with new gradients. Attention is transformers' default (``sdpa``). ``gpu`` and ``wall``
+as in ``gpu_step``; peers: :mod:`benchmarks.gpu_peers`. One that raises is told by its error, and the others go on.
+Whole models with an optimizer: ``public``.
 
 The first step of each, compilation included, is told as well; who comes later finds what the others have loaded.
 ``--cold``: nothing but first steps, each in a process of its own with empty caches, in which only eager's step was
@@ -42,7 +42,6 @@ class Case:
         batch: ``batch(quick)``: arguments of a call.
         precision: one of :data:`benchmarks.gpu_peers.PRECISIONS`.
         memory_format: of parameters and images.
-        optimizes: whether a step ends with an optimizer's.
         ahead: how long the GPU sleeps while the host launches a step, in :data:`~benchmarks.gpu_clock.AHEAD_CYCLES`.
     """
 
@@ -50,7 +49,6 @@ class Case:
     batch: Callable[[bool], Batch]
     precision: str
     memory_format: torch.memory_format = torch.contiguous_format
-    optimizes: bool = False
     ahead: int = 1
 
 
@@ -70,23 +68,6 @@ def _images(count: int) -> Callable[[bool], Batch]:
     return made
 
 
-def _tokens(rows: int, length: int) -> Callable[[bool], Batch]:
-    def made(quick: bool) -> Batch:
-        ids = torch.randint(0, 61 if quick else 30522, (1, 4) if quick else (rows, length))
-        return Batch(kwargs={"input_ids": ids, "labels": ids.clone()})
-
-    return made
-
-
-_TINY = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "num_hidden_layers": 1}
-
-
-def _vit(quick: bool) -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(num_labels=1000, **({**_TINY, "image_size": 32} if quick else {})))
-
-
 def _resnet(quick: bool) -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -94,19 +75,11 @@ def _resnet(quick: bool) -> nn.Module:
     return ResNetForImageClassification(ResNetConfig(num_labels=1000, **(tiny if quick else {})))
 
 
-def _bert(quick: bool) -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**({**_TINY, "vocab_size": 61} if quick else {})))
-
-
 CASES = {
     "GPT-2 block (4, 1024) bf16": Case(lambda quick: gpt2_block("sdpa"), _hidden(4, 1024), "bf16"),
     "LLaMA block (4, 1024) bf16": Case(lambda quick: LlamaBlock("sdpa"), _hidden(4, 1024), "bf16"),
     "BertLayer (32, 328) bf16": Case(lambda quick: bert_layer("sdpa"), _hidden(32, 328), "bf16"),
-    "ViT-B (64, 224 x 224) amp": Case(_vit, _images(64), "amp", ahead=5),
     "ResNet-50 (64, 224 x 224) channels_last amp": Case(_resnet, _images(64), "amp", torch.channels_last, ahead=5),
-    "BERT-base (32, 128) amp, AdamW": Case(_bert, _tokens(32, 128), "amp", optimizes=True, ahead=5),
 }
 
 
@@ -129,7 +102,6 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
                         precision,
                         device,
                         memory_format=case.memory_format,
-                        optimizes=case.optimizes,
                     )
             except Exception as error:  # noqa: BLE001   one of several peers
                 print(f"{name} {each}: {type(error).__name__}: {str(error).strip()[:300]}", flush=True)

@@ -176,11 +176,10 @@ class Visit:
         ]
         logs = options.out / "logs"
         logs.mkdir(exist_ok=True)
-        workers = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // options.jobs))}
         with (logs / f"{name.replace('/', '_')}.txt").open("w") as log:
             process = subprocess.Popen(
                 command,
-                env=environment_of(options.threads, **workers, **caches),
+                env=environment_of(options.threads, **caches),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -235,22 +235,22 @@ def measure(listed: PublicModel, model: Model) -> None:
     while True:
         row: Row = {"rows": rows, "listed_rows": listed.rows, "turns": together}
         fewer = Model(**{**vars(model), "rows": rows})
-        peers = [list(model.peers)] if together else [[each] for each in model.peers]
+        lacking = ""
         try:
-            _measured(fewer, peers, row)
+            _measured(fewer, [model.peers] if together else [[each] for each in model.peers], row)
         except Exception as error:
             if not _lacks_room(error):
                 raise
-            if not model.has_room:
-                model.parent.tell(no_room=_words(error))
-                return
-            together, rows = False, rows if together else rows // 2
-            if rows:
-                _emptied()
-                continue
-            row["errors"] = {"eager": f"one row has no room: {_words(error)}"}
-        model.parent.tell(row=row, finished=True)
-        return
+            lacking = _words(error)
+        if lacking and not model.has_room:
+            model.parent.tell(no_room=lacking)
+            return
+        if not lacking or (rows == 1 and not together):
+            row["errors"] |= {"eager": f"no room for one row: {lacking}"} if lacking else {}
+            model.parent.tell(row=row, finished=True)
+            return
+        _emptied()
+        together, rows = False, rows if together else rows // 2
 
 
 def _measured(model: Model, groups: Sequence[Sequence[str]], row: Row) -> None:
@@ -262,13 +262,11 @@ def _measured(model: Model, groups: Sequence[Sequence[str]], row: Row) -> None:
             row["errors"]["judge"] = judge
         _emptied()
         for names in groups:
-            peers = {}
+            peers: dict[str, Peer] = {}
             for name in names:
                 if name != "eager" and "eager" in row["errors"]:
                     continue  # of what eager does not train there is nothing to compare
-                found = _first_step(model, name, judge, memory, row)
-                if found is not None:
-                    peers[name] = found
+                peers |= _first_step(model, name, judge, memory, row)
             if not peers:
                 continue
             try:
@@ -286,8 +284,9 @@ def _measured(model: Model, groups: Sequence[Sequence[str]], row: Row) -> None:
             _emptied()
 
 
-def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row: Row) -> Peer | None:
-    """A peer that has made one step, whose seconds and distance from the judge are in the row; ``None``: it raised."""
+def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row: Row) -> dict[str, Peer]:
+    """By its name a peer that has made one step, whose seconds and distance from the judge are in the row; none: it
+    raised."""
     for whole in (True, False) if name in OURS else (True,):
         begun = model.parent.clock()
         try:
@@ -303,7 +302,7 @@ def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row
             if _lacks_room(error) and _is_everybodys(model, row, name):
                 raise
             row["errors"][name] = _words(error)
-            return None
+            break
         row[f"{name}_first_s"] = model.parent.clock() - begun
         if isinstance(judge, Judge):
             row.update(judge.look_at(name, peer))
@@ -312,8 +311,8 @@ def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row
                 leaf.grad = None
         _emptied()
         model.parent.tell(row=row)
-        return peer
-    return None
+        return {name: peer}
+    return {}
 
 
 def _is_everybodys(model: Model, row: Row, name: str) -> bool:

@@ -114,7 +114,7 @@ def test_blocks_and_models_on_a_gpu(monkeypatch, capsys):
     def made(quick):
         return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
 
-    case = gpu_models.Case(made, lambda quick: gpu_peers.Batch((torch.randn(4, 3),)), "fp32", optimizes=True)
+    case = gpu_models.Case(made, lambda quick: gpu_peers.Batch((torch.randn(4, 3),)), "fp32")
     monkeypatch.setattr(gpu_models, "CASES", {"two layers": case})
     monkeypatch.setattr("sys.argv", ["python", "--quick", "--peers", "eager", "ours", "graph", "--patience", "60"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -102,6 +102,7 @@ def test_no_room(has_room, monkeypatch):
 
     def measured(model, groups, row):
         tried.append((model.rows, groups))
+        row["errors"] = {}
         if len(tried) < 3:
             raise RuntimeError("CUDA error: out of memory")
 
