@@ -2,7 +2,8 @@
 
 Every measurement is a process of its own. A first start finds an empty disk cache, the second one what the first has
 left; "off" is a start with BRIDGE_CACHE=0. The three take turns, the table shows medians. Both loss and gradients have
-to be the same in the bit, and the second start must neither capture nor compile.
+to be the same in the bit, and the second start must neither capture nor compile. Importing TVM, which the first call of
+a process does otherwise, is left out.
 
     python -m benchmarks cold_start --runs 3 --only BERT-base --json cold_start.json
     python -m benchmarks cold_start --runs 1 --only BERT-base --device cuda --starts first,second
@@ -36,7 +37,7 @@ def measure(name: str, quick: bool, device: str = "cpu") -> dict[str, Any]:
         return measure_trainer(quick, device)
     import torch
 
-    import bridge
+    import bridge.dispatch  # and TVM with it, before the clock starts: the same at every start
     from benchmarks.models import MODELS, loss_of
 
     model = MODELS[name]

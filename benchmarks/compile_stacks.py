@@ -2,8 +2,8 @@
 
 Every measurement is a process of its own with an empty Inductor cache, so that each starts cold; ours and theirs take
 turns, and the tables show medians. "first step" is everything that one has to wait for: ``add_tvm_dispatch`` (or
-nothing) and the first forward and backward. What ``import bridge`` takes is shown apart and counted in the last ratio;
-torch.compile imports its compiler inside the first call.
+nothing) and the first forward and backward. Both import their compilers inside it; what ``import bridge`` takes is
+shown apart and counted in the last ratio.
 
     python -m benchmarks.compile_stacks --runs 3
 """

@@ -2,8 +2,8 @@
 
 Every measurement is a process of its own with empty directories for caches and temporary files; ours and theirs take
 turns, the table shows medians. "First step" is all that one waits for: ``add_tvm_dispatch`` (or ``torch.compile``) and
-the first forward and backward; "second length" the same for another length, in the same process. What ``import bridge``
-takes is shown apart; torch.compile imports its compiler inside the first step.
+the first forward and backward; "second length" the same for another length, in the same process. Both import their
+compilers inside the first step; what ``import bridge`` itself takes is shown apart.
 
     python -m benchmarks compile_time --runs 3 --json compile_time.json
     python -m benchmarks compile_time --runs 3 --only "LayerNorm-LSTM" --threads 2    # loops of 100 and of 1,000 steps

@@ -82,27 +82,7 @@ def examine(
     dynamic_shapes: Any = None,
     compare: bool = False,
 ) -> Coverage:
-    """Tells whether ``add_tvm_dispatch(module, sample_input)`` would succeed, without compiling or changing anything.
-
-    Args:
-        module: in the mode (train, eval) that is meant.
-        sample_input: a tensor (one positional argument), a tuple or list (positional) or a mapping (keyword arguments).
-        sample_kwargs: further keyword arguments.
-        dynamic_shapes: as for ``add_tvm_dispatch``.
-        compare: where the module is refused, copies of it are compiled in parts (``whole=False``) and by
-            ``torch.compile(model, backend="tvm_dispatch")``, and a step of each is timed beside eager's. This takes as
-            long as compiling does, and empties Dynamo's caches (``torch.compiler.reset()``).
-
-    Returns:
-        the operations and what is unsupported among them; ``print`` it.
-
-    Raises:
-        TypeError: ``module`` is no module, or the sample does not fit it.
-
-    Example:
-        >>> examine(nn.Linear(3, 2), torch.ones(5, 3)).percentage
-        100.0
-    """
+    """As :func:`bridge.examine`, which tells what it takes, returns and raises."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     sample = SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))

@@ -88,30 +88,7 @@ def lower(
     partition: str | Strategy = DEFAULT_PARTITION,
     dynamic_shapes: Any = None,
 ) -> Lowered:
-    """Lowers ``module(sample)`` without compiling or changing anything; see the module's docstring for the stages.
-
-    Args:
-        module: in the mode (train, eval) that is meant.
-        sample_input: a tensor (one positional argument), a tuple or list (positional) or a mapping (keyword
-            arguments) of CPU tensors of any shape; the stages are for these shapes and dtypes.
-        sample_kwargs: further keyword arguments.
-        partition: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy object.
-        dynamic_shapes: dimensions that are extents in the stages, see
-            :func:`bridge.capture.sample.dynamic_dims`; ``None``: all are the sample's.
-
-    Returns:
-        every stage; with a backward where grad mode is on and a result requires grad.
-
-    Raises:
-        TypeError: the sample does not fit the module.
-        UnsupportedModule: something in the module is not handled exactly.
-        CompilationError: a pass failed, a bug of this package; it names the stage and holds its input.
-
-    Example:
-        >>> lowered = lower(nn.Linear(3, 2), torch.ones(5, 3))
-        >>> [stage.name for stage in lowered][:3]
-        ['captured', 'imported', 'masked']
-    """
+    """As :func:`bridge.lower`, which tells what it takes, returns and raises."""
     sample = SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))
     with after_pre_hooks(sample) as given, undo(module) as before:
         watch = Stopwatch()

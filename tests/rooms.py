@@ -22,8 +22,8 @@ MOST_LINES = 500
 _MOST_CODE_LINES, _MOST_FIELDS = 60, 14
 _CLOCKS = ("perf_counter", "process_time", "thread_time", "elapsed_time")
 BOUNDS = {
-    "files": 371,
-    "lines": 82_386,
+    "files": 372,
+    "lines": 82_627,
     "class names of several files": 0,
     "functions of over 60 code lines": 0,
     "classes of over 14 fields": 8,
@@ -57,6 +57,7 @@ BRIDGE = (
     "examine",
     "cache",
     "quirks",
+    "api",
     "__init__",
 )
 """Rooms and loose files of ``bridge/``; each imports only from those before it, through their ``__init__``."""

@@ -35,26 +35,7 @@ __all__ = ["load_compiled"]
 
 
 def load_compiled(path: str | os.PathLike) -> nn.Module:
-    """The module that :func:`save_compiled` wrote: its parameters under their names, its compiled calls.
-
-    It runs what was compiled, with the same bits, forward and backward, and trains as the saved one did; classes of
-    the user's code are not needed. A call that was not compiled is an error with its reason. Parameters are ordinary
-    ones: optimizers, ``state_dict``, ``load_state_dict``, hooks, ``train()`` and ``eval()`` work. A result whose class
-    is not one of Python's is a record: values by attribute, name and position. It lies on the device that it was saved
-    on; a copy of it (``deepcopy``, ``pickle``) has parameters but cannot be called.
-
-    Args:
-        path: the folder. Its kernels are code: take it only from where you would take a library.
-
-    Raises:
-        ValueError: it is no such folder, damaged, or of another kind of processor or GPU, of other versions of torch,
-            TVM or this package, or of other settings of torch.
-        OSError: it cannot be read.
-
-    Example:
-        >>> model = load_compiled("model.tvm")
-        >>> model(**batch).loss.backward()
-    """
+    """As :func:`bridge.load_compiled`, which tells what it takes, returns and raises."""
     folder = Path(path)
     index = _index(folder)
     device = torch.device(index["device"])

@@ -79,30 +79,7 @@ INDEX, PARAMETERS, NATIVE = "compiled.json", "parameters.safetensors", "forward.
 
 
 def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = False) -> None:
-    """Saves a dispatched module as it is now: parameters, buffers, and its compiled calls, forward and backward.
-
-    The folder is complete or not there. Nothing in it is pickled; but kernels are code: load it only from where you
-    would take a library. It is for this kind of processor or GPU, these versions of torch, TVM and this package.
-
-    Args:
-        module: one that :func:`add_tvm_dispatch` was called on; all its entries are saved. Backwards are saved for
-            gradients of the losses alone, of all outputs, and of what has run backward so far.
-        path: a folder, new or saved by this function before.
-        native: also write ``forward.so``, which TVM's runtime runs on the module's device without Python
-            (``examples/run_compiled.cc``): the newest entry that neither draws random numbers nor changes buffers,
-            with the parameters inside, argument tensors in, results out. Wants a C++ compiler.
-
-    Raises:
-        TypeError: ``module`` is no module.
-        ValueError: it is not dispatched, or has no entry.
-        UnsupportedModule: an entry holds something that cannot be saved, or has no native form; nothing is written.
-        FileExistsError: there is something else at ``path``.
-
-    Example:
-        >>> add_tvm_dispatch(model, batch)
-        >>> save_compiled(model, "model.tvm")
-        >>> model = load_compiled("model.tvm")  # in another process, without the model's source
-    """
+    """As :func:`bridge.save_compiled`, which tells what it takes, returns and raises."""
     entries = stats(module).entries
     if not entries:
         raise ValueError(f"{type(module).__name__} has no compiled call yet: give add_tvm_dispatch a sample")

@@ -19,24 +19,7 @@ __all__ = ["explain", "program_report"]
 
 
 def explain(module: nn.Module, *, full: bool = False) -> Report:
-    """Reports on a dispatched module: guards, what a call does, programs, saved tensors with reasons, compile time.
-
-    Args:
-        module: one that :func:`add_tvm_dispatch` was called on.
-        full: whether printing shows everything, or what fits a screen; ``report.full`` is the complete one.
-
-    Returns:
-        plain data that prints; bytes, flops and milliseconds are told with their units.
-
-    Raises:
-        ValueError: the module is not dispatched, or was loaded, which brings no stages.
-
-    Example:
-        >>> add_tvm_dispatch(module, sample)
-        >>> report = explain(module)
-        >>> print(report.full)
-        >>> print(report.entries[0].programs[0].source("k0"))
-    """
+    """As :func:`bridge.explain`, which tells what it takes, returns and raises."""
     counted = stats(module)
     if not all(isinstance(entry.lowered, LoweredCall) for entry in counted.entries):
         name = type(module).__name__

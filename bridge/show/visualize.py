@@ -28,30 +28,7 @@ def visualize(
     views: bool = False,
     legend: bool = True,
 ) -> graphviz.Digraph:
-    """Draws what it is given; shown as SVG in a notebook, ``visualize(...).render("name", format="svg")`` in a script.
-
-    Operators are boxes with their attributes and the small constants and parameters that they read; arrows carry
-    shapes. In training graphs the forward runs down and the backward up; red is forward, blue is saved for the
-    backward, amber is computed again there, a double line means a product or a library call.
-
-    Args:
-        what: a :class:`bridge.Lowered` (with ``stage``), a stage, a Relax function in flat form, or a :class:`Program`.
-        stage: for a ``Lowered``: a stage's name, ``"split"`` for forward and backward in one picture; by default the
-            joint graph after cleaning, or the forward where nothing requires grad.
-        kernel: for a ``Program``: the inside of this kernel instead of the steps.
-        kernels: for a ``Lowered``: compile the functions, and frame the operators that share a kernel.
-        views: whether reshapes and permutations are boxes of their own.
-        legend: whether the picture explains its colours.
-
-    Raises:
-        TypeError: for anything else, and for the stage ``captured``, an ATen graph.
-        KeyError: there is no stage or kernel of that name.
-        ImportError: the Python package ``graphviz`` is missing. (Rendering also needs graphviz itself, ``dot``.)
-
-    Example:
-        >>> visualize(lower(module, sample), "joint").render("joint", format="svg")
-        >>> visualize(stats(module).entries[0].forward, kernel="k0")
-    """
+    """As :func:`bridge.visualize`, which tells what it takes, returns and raises."""
     if isinstance(what, LoweredCall):
         picture = _lowered(what, stage, views, kernels)
     elif isinstance(what, Program):

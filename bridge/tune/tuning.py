@@ -181,41 +181,7 @@ def tune(
     memory: float = 1.0,
     progress: bool = True,
 ) -> TuningResult:
-    """Tries how ``module(sample)`` is compiled fastest on this machine, and keeps that in the disk cache.
-
-    Every later ``add_tvm_dispatch`` of an equal call (operators, sizes, element types, number of threads, machine,
-    versions) is compiled with it, in this process and in others. The module is left as it is, dispatched or not; so are
-    its parameters, buffers, gradients and torch's generators.
-
-    Candidates are ways of matrix products and their tiles, rows of a task, vectors, what is cached or computed again,
-    limits of fusion, the partition's budget. Each is raced against the best so far, by turns in one process, and taken
-    if it is faster by more than the noise. In the end the whole step is raced once more, what is in use against what
-    was found: if that does not confirm it, nothing is kept.
-
-    Args:
-        module: in the mode (train, eval) that is meant. Call this in the modes of the call: under ``no_grad`` for
-            inference, under autocast.
-        sample_input, sample_kwargs: as of :func:`bridge.add_tvm_dispatch`, of the sizes that are meant.
-        minutes: that trials may take, those of interrupted runs that the log has included. The first compilation and
-            the last race come on top.
-        log: a file that each trial is appended to, as a line of JSON. A tuning that is interrupted, by whatever, goes
-            on where it was when it is called again with the same log. One file may serve many calls.
-        partition, target, freeze: as of :func:`bridge.add_tvm_dispatch`; choices belong to them.
-        memory: how many bytes may be saved for the backward, as a multiple of what is saved without tuning.
-        progress: whether a bar shows the time and the best so far, where ``tqdm`` is installed.
-
-    Returns:
-        what was found; ``print`` it.
-
-    Raises:
-        TypeError: ``module`` is no module, the sample does not fit it, or an argument is of another type.
-        ValueError: an argument out of its range, or the disk cache is off, which choices are kept in.
-        UnsupportedModule: as of :func:`bridge.add_tvm_dispatch`; also for a call that choices cannot be kept for.
-
-    Example:
-        >>> tune(model, batch, minutes=5, log="bert.jsonl")
-        >>> add_tvm_dispatch(model, batch)
-    """
+    """As :func:`bridge.tune`, which tells what it takes, returns and raises."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     means = Means(minutes=minutes, log=log, memory=memory, progress=progress)
