@@ -126,14 +126,15 @@ def _other_than_eagers(
     """What an operator gives on fake tensors in other forms than in eager, or in other memory, of some that is written:
     ``reshape`` copies or views by strides, which fake tensors may have others of."""
     where, ours, found = user_line(node.meta.get("stack_trace")), _tensors(node.meta["val"]), _tensors(made)
-    if type(made) is tuple and len(ours) == len(found) == len(made):  # of those that are read: oneDNN has a workspace
+    here = memory_at(node)
+    if type(made) is tuple and len(ours) == len(found) == len(here) == len(made):  # those read: oneDNN has a workspace
         read = {user.args[1] for user in node.users if user.target is getitem and user.users}
-        ours, found = ([each for place, each in enumerate(kind) if place in read] for kind in (ours, found))
+        ours, found, here = ([each for place, each in enumerate(kind) if place in read] for kind in (ours, found, here))
     if [(each.shape, each.dtype) for each in ours] != [(each.shape, each.dtype) for each in found]:
         words = [", ".join(f"{each.dtype} of shape {list(each.shape)}" for each in forms) for forms in (ours, found)]
         reason = f"on the sample eager gives {words[0]}, and torch's formula {words[1]}"
         return NotFunctional(Unsupported(str(node.target), where or "forward", reason))
-    there, here = [each for source in node.all_input_nodes for each in memory_at(source)], memory_at(node)
+    there = [each for source in node.all_input_nodes for each in memory_at(source)]
     if memory.isdisjoint((*there, *here)) or (aliased(node) is None and _is_given_away(node, there)):
         return None
     operands = {storage_id(each.elem) for each in _tensors((args, kwargs))}

@@ -253,13 +253,10 @@ def _others_at(edges: set[tuple[Any, int]], index: int, leaves: Sequence[Any]) -
 def _looked_through(outputs: Sequence[Output]) -> list[Unsupported]:
     """Results that others are computed from, which a compiled call makes as views of something else."""
     read = {leaf for output in outputs for leaf in output.through}
-    views = [each for each in map(outputs.__getitem__, sorted(read)) if each.alias_of and not each.is_same_object]
-    odd = views or [each for each in map(outputs.__getitem__, sorted(read)) if each.dtype.is_complex]
-    if not odd:
+    if not any(outputs[leaf].alias_of and not outputs[leaf].is_same_object for leaf in read):
         return []
-    what = "a view" if views else "complex numbers"
-    reason = f"returns {what} from which it computes another result, whose gradient a hook on it would want"
-    return [Unsupported(what, "the module's result", reason, "return a clone, or what is computed alone")]
+    reason = "returns a view from which it computes another result, whose gradient a hook on it would want"
+    return [Unsupported("a view", "the module's result", reason, "return a clone, or what is computed alone")]
 
 
 def judge_replaced(

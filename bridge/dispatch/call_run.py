@@ -93,9 +93,9 @@ class CallRun:
         self.before += [partial(_on_device, moved, captured.device)] * bool(moved)
         self.before += [begin_chains] * bool(chains)
         self.forward: list[Action] = []
-        self.after: list[Action] = [partial(chain_results, programs, chains)] * bool(chains)
+        self.after: list[Action] = [partial(_as_complex, closed)] * bool(closed)
+        self.after += [partial(chain_results, programs, chains)] * bool(chains)
         self.after += [take_hooks] * (len(programs.differentiable) > 1)
-        self.after += [partial(_as_complex, closed)] * bool(closed)
         makers[steps.ReadNumbers] = self.before, partial(_numbers, device=torch.device(device_type))
         makers[steps.MakeDraws] = self.before, partial(_draws, module_name=captured.module_name)
         makers[steps.Forward] = self.forward, partial(_forward, execute=execute, device_type=device_type)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_autograd import applied
 from bridge.base.torch_internals import (
     current_graph_task_id,
@@ -175,7 +176,7 @@ class _Chained(torch.autograd.Function):
             held = tensors_of(main.held) if backward.held else ()
             primals = backward.primals(saved_of(main), held)
             cut = {each: looked.tensor() for each, looked in zip(through, ctx.looked, strict=True)}
-            found = backward(primals, [place], [grad], torch.is_grad_enabled(), cut)
+            found = backward(primals, [place], [as_parts(grad)], torch.is_grad_enabled(), cut)
         ctx.beside.add(found[: len(found) - len(through)])
         return (None, None, None, None, None, None, *found[len(found) - len(through) :])
 
@@ -192,9 +193,15 @@ def chain_results(programs: Any, chains: Sequence[Chain], call: Any) -> None:
     """Those of the computed tensors of a call that are computed from others get nodes of their own."""
     if not torch.is_grad_enabled():
         return
-    node, found = call.computed[chains[0][0]].grad_fn, list(call.computed)
+    node, found = _call_node(call.computed[chains[0][0]]), list(call.computed)
     for chain in chains:
         place, through = chain
         given = found[place], *[found[each] for each in through]
         found[place] = _chained(programs, node, call.beside, chain, _probe(), *given)
     call.computed = found
+
+
+def _call_node(result: torch.Tensor) -> Any:
+    """The call's autograd node; a complex result is a view of the parts that the call computes."""
+    node = result.grad_fn
+    return node.next_functions[0][0] if result.is_complex() else node

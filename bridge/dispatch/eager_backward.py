@@ -24,6 +24,7 @@ import torch
 
 from bridge.base.devices import working_for
 from bridge.base.modes import autocast_to
+from bridge.base.tensor_properties import as_parts
 from bridge.capture import OVERWRITTEN, Captured
 from bridge.compile import evaluator
 from bridge.dispatch.guards import Sizes
@@ -178,11 +179,11 @@ class EagerBackward:
         followed: bool,
         cut: Mapping[int, torch.Tensor | None] = MappingProxyType({}),
     ) -> list[torch.Tensor | None]:
-        """One gradient per wanted input, ``None`` where eager has none; then one per output that is cut.
+        """One gradient per wanted input, ``None`` where eager has none; then one per output that is cut, maybe complex.
 
         Args:
             primals: from :meth:`primals`.
-            outputs: that got a grad_out, and ``grad_outs``: these, batched or not.
+            outputs: that got a grad_out, and ``grad_outs``: these, batched or not, of complex ones the parts.
             followed: whether autograd is to follow how the gradients are computed.
             cut: outputs that the others are computed from, at which gradients end: as the caller has them, if so.
 
@@ -204,7 +205,7 @@ class EagerBackward:
             ends = _Ends()
             cuts = {place: ends.of(known) for place, known in cut.items()}
             results = outputs_at(self._captured, lowered.imported, given, [*outputs, *cut], cuts, now)
-            results, reads = results[: len(outputs)], results[len(outputs) :]
+            results, reads = [*map(as_parts, results[: len(outputs)])], results[len(outputs) :]
             pairs = [(each, grad) for each, grad in zip(results, grad_outs, strict=True) if each.requires_grad]
             reached = lowered.gradients_for(outputs)
             found = torch.autograd.grad(

@@ -181,7 +181,7 @@ def outputs_at(
     cut: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType({}),
     now: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> list[torch.Tensor]:
-    """Some of the results of :func:`run_graph`; no others are computed, and autograd follows these.
+    """Some of the results of :func:`run_graph`, complex as they are; no others are computed. Autograd follows these.
 
     Args:
         primals: as there; what :func:`needed_nodes` has not may be ``None``.
@@ -202,7 +202,7 @@ def outputs_at(
         captured, imported, primals, nodes, own_calls(nodes), {node_of[place]: made for place, made in cut.items()}
     )
     _overwrite(captured, env, now)
-    return [as_parts(env[root]) for root in roots]
+    return [env[root] for root in roots]
 
 
 def _overwrite(captured: Captured, env: Mapping[fx.Node, Any], now: Mapping[int, torch.Tensor]) -> None:

@@ -40,6 +40,23 @@ def test_as_in_eager(write):
     check_module(lambda: Writes(write).double(), lambda: torch.randn(5, 6, dtype=torch.float64), calls=1)
 
 
+ONE_OF_SEVERAL = {
+    "values of topk": lambda y: y.topk(2, -1)[0],
+    "values of median": lambda y: y.median(1)[0],
+    "least and largest": lambda y: y.detach().aminmax(dim=1)[1],
+    "maxima of a pool": lambda y: nn.functional.adaptive_max_pool1d(y, 2, return_indices=True)[0],
+    "values of sort": lambda y: y.sort(1).values,
+    "means of bags": lambda y: nn.functional.embedding_bag(torch.tensor([[1, 2], [0, 4]]), y, mode="mean"),
+    "factor of qr": lambda y: torch.linalg.qr(y.detach())[1],
+}
+"""Operators of several results, of which one is read."""
+
+
+@pytest.mark.parametrize("one", ONE_OF_SEVERAL.values(), ids=ONE_OF_SEVERAL)
+def test_one_of_several_results_is_written(one):
+    check_module(lambda: Writes(lambda y: one(y).mul_(2)).double(), lambda: torch.randn(5, 6).double(), calls=1)
+
+
 @pytest.mark.parametrize("name", ["windows with gaps", "expanded to its own shape", "an axis of one"])
 def test_of_large_numbers(name):
     """Nothing is left of a small number that is added to one of these and its negative."""

@@ -44,19 +44,30 @@ def parts(m, x):
     return m.head(torch.cat([mean, spread.exp()], -1)), mean, spread
 
 
+def waves(m, x):
+    z = torch.complex(m.body(x), m.neck(x))
+    return z, z * z.exp(), m.head(z.abs())
+
+
+def spectrum(m, x):
+    z = torch.fft.rfft(m.body(x))
+    return m.head(torch.fft.irfft(z * z, n=4)), z
+
+
 FORMS = {"z, head(z)": one, "loss, logits": loss_first, "three in a row": three, "chunks": parts}
+FORMS |= {"complex": waves, "spectrum": spectrum}
 
 
 def leaves(out):
     return [each for each in torch.utils._pytree.tree_leaves(out) if each.requires_grad]
 
 
+def real(x):
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
 def total(out):
-    return sum((k + 1) * each.square().sum() for k, each in enumerate(leaves(out)))
-
-
-def last(out):
-    return max(leaves(out), key=lambda each: each.grad_fn is not None and "Chained" in each.grad_fn.name()).sum()
+    return sum((k + 1) * real(each).square().sum() for k, each in enumerate(leaves(out)))
 
 
 def plain(m, out, own):
@@ -66,7 +77,7 @@ def plain(m, out, own):
 def hooks(m, out, own):
     for k, each in enumerate(leaves(out)):
         each.register_hook(lambda g, k=k: own.seen.append((k, g.clone())))
-    leaves(out)[0].sum().backward(retain_graph=True)
+    real(leaves(out)[0]).sum().backward(retain_graph=True)
     total(out).backward()
 
 
@@ -77,7 +88,7 @@ def changing_hook(m, out, own):
 
 
 def dropped_hook(m, out, own):
-    loss = leaves(out)[0].sum() + leaves(out)[-1].sum()
+    loss = real(leaves(out)[0]).sum() + real(leaves(out)[-1]).sum()
     for each in leaves(out)[1:]:
         each.register_hook(lambda g: own.seen.append(g.clone()))
     del each, out
@@ -102,7 +113,7 @@ def asked(m, out, own):
 def twice(m, out, own):
     some = leaves(out)
     slopes = torch.autograd.grad(total(out), some, create_graph=True)
-    (total(out) + sum(each.square().sum() for each in slopes)).backward()
+    (total(out) + sum(real(each).square().sum() for each in slopes)).backward()
 
 
 def batched(m, out, own):
