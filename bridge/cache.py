@@ -15,7 +15,6 @@ package; its kernels are machine code: take it only from where you would take a 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,11 +27,14 @@ from bridge.artifact import (
     Store,
     cache_settings,
     current_store,
+    from_parts,
     key_of,
     prune,
     read_artifact,
+    to_parts,
     versions,
     write_artifact,
+    write_file,
 )
 from bridge.compile import host_features
 
@@ -60,14 +62,8 @@ def pack(name: str, path: str | os.PathLike, store: Store | None = None) -> int:
     store = current_store() if store is None else store
     found = dict(_needed(name, store))
     parts = {place: store.path(*place.split("/")).read_bytes() for place in found}
-    parts["made for"] = json.dumps(_made_for()).encode()
-    target = Path(path)
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_bytes(write_artifact(_PACK, key_of(name), parts, name))
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    parts |= to_parts(_made_for())
+    write_file(path, write_artifact(_PACK, key_of(name), parts, name))
     return len(found)
 
 
@@ -83,15 +79,16 @@ def unpack(path: str | os.PathLike, store: Store | None = None) -> int:
     """
     store = current_store() if store is None else store
     _, parts = read_artifact(Path(path).read_bytes(), _PACK)
-    made_for = json.loads(parts.pop("made for"))
+    made_for = from_parts(parts)
     for what, here in _made_for().items():
         if made_for.get(what) != here:
             raise ValueError(f"{os.fspath(path)} was made for {what} {made_for.get(what)!r}, here it is {here!r}")
-    for place, content in parts.items():
+    inside = {place: content for place, content in parts.items() if "/" in place}
+    for place, content in inside.items():
         kind, key = place.split("/")
-        header, inside = read_artifact(content, kind, key)
-        store.put(kind, key, inside, header["note"])
-    return len(parts)
+        header, found = read_artifact(content, kind, key)
+        store.put(kind, key, found, header["note"])
+    return len(inside)
 
 
 def _made_for() -> dict[str, str]:
@@ -110,13 +107,14 @@ def _needed(name: str, store: Store) -> Iterator[tuple[str, Artifact]]:
     digests: set[str] = set()
     for key, lowering in lowerings.items():
         yield f"lowering/{key}", lowering
-        content = json.loads(lowering.parts["call"])["content"]
+        content = from_parts(lowering.parts)["content"]
         digests |= {key_of(content, direction) for direction in ("forward", "backward")}
     kernels: set[str] = set()
     for key, program in everything["program"].items():
-        if program.parts["digest"].decode() in digests:
+        told = from_parts(program.parts)
+        if told["digest"] in digests:
             yield f"program/{key}", program
-            kernels |= set(json.loads(program.parts["kernels"]).values())
+            kernels |= set(told["kernels"].values())
     for key in kernels:
         for place, kernel in _one(store, "kernel", key):
             yield place, kernel

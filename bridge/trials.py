@@ -17,7 +17,6 @@ they launch.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import threading
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bridge.artifact import current_store, made_once, of_this_package
+from bridge.artifact import current_store, from_parts, made_once, of_this_package, to_parts
 from bridge.base.log import channel
 from bridge.base.session import SESSION
 from bridge.base.threads import held
@@ -377,11 +376,11 @@ def _on_disk(question: Question, measure: Measure) -> Mapping[str, float]:
 
     def look() -> Mapping[str, float] | None:
         found = store.get(KIND, key)
-        return None if found is None else json.loads(found.parts["seconds"])
+        return None if found is None else from_parts(found.parts)
 
     def measure_and_keep() -> Mapping[str, float]:
         seconds = dict(measure())
-        store.put(KIND, key, {"seconds": json.dumps(seconds).encode()}, str(question))
+        store.put(KIND, key, to_parts(seconds), str(question))
         return seconds
 
     return made_once(store, key, look, measure_and_keep)

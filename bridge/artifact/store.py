@@ -1,21 +1,9 @@
 """Store: ``(kind, key)`` → an artifact in a file of its own, shared by any number of processes.
 
-Artifact file: a kind, a key and named parts ↔ bytes that say whether they are whole.
-16 bytes   magic, with the number of the format
-    32 bytes   SHA-256 of everything that follows
-     8 bytes   length of the header, little endian
-     header    JSON: kind, key, a note for people, where each part lies
-     data      the parts, one after another
-
-Parts are texts (JSON) or raw bytes. Nothing in a file is executed or unpickled when it is read.
-
-A file is written under another name and renamed: it is there complete, or not at all. What is read is checked; a file
-that is damaged, half-written or of another origin counts as absent. No lock is taken: two processes that write one
-artifact write the same content. Trouble with the disk costs a warning, once, and a compilation, never a wrong number.
-
-Keys: what an artifact was made from, as plain data → SHA-256 of its canonical text.
-
-A key holds everything that an artifact depends on; whoever finds an artifact by its key has made the same one.
+A file is written under another name and renamed: it is there complete, or not at all. What is read is checked
+(:mod:`bridge.artifact.codec`); a file that is damaged, half-written or of another origin counts as absent. No lock is
+taken: two processes that write one artifact write the same content. Trouble with the disk costs a warning, once, and a
+compilation, never a wrong number.
 """
 
 from __future__ import annotations
@@ -23,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import json
 import os
 import threading
 import time
@@ -39,6 +26,7 @@ import tvm
 
 import autodiff
 import partition
+from bridge.artifact.codec import DamagedError, key_of, read_artifact, write_artifact
 from bridge.artifact.settings import (
     CacheSettings,
     NoFolderError,
@@ -50,47 +38,7 @@ from bridge.artifact.settings import (
 )
 from bridge.base.session import SESSION
 
-__all__ = ["Artifact", "DamagedError", "Store", "current_store", "key_of", "of_this_package", "prune", "read_artifact"]
-__all__ += ["versions", "write_artifact"]
-
-_MAGIC = b"bridge artifact1"
-_HEAD = len(_MAGIC) + 32
-
-
-class DamagedError(ValueError):
-    """Bytes that are no artifact, or not a whole one, or another one than asked for."""
-
-
-def write_artifact(kind: str, key: str, parts: Mapping[str, bytes], note: str = "") -> bytes:
-    """The bytes of an artifact; ``note``: what it is, for people who list artifacts."""
-    places, at = {}, 0
-    for name, part in parts.items():
-        places[name] = [at, at + len(part)]
-        at += len(part)
-    header = json.dumps({"kind": kind, "key": key, "note": note, "parts": places}).encode()
-    body = b"".join((len(header).to_bytes(8, "little"), header, *parts.values()))
-    return _MAGIC + hashlib.sha256(body).digest() + body
-
-
-def read_artifact(
-    content: bytes, kind: str | None = None, key: str | None = None
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """``(header, parts)`` of an artifact's bytes; ``kind``, ``key``: those that it has to have.
-
-    Raises:
-        DamagedError: what is wrong with it.
-    """
-    if content[: len(_MAGIC)] != _MAGIC:
-        raise DamagedError("is no artifact of this format")
-    body = memoryview(content)[_HEAD:]
-    if hashlib.sha256(body).digest() != content[len(_MAGIC) : _HEAD]:
-        raise DamagedError("is damaged: its checksum does not fit")
-    begin = 8 + int.from_bytes(body[:8], "little")
-    header = json.loads(bytes(body[8:begin]))
-    if kind not in (None, header["kind"]) or key not in (None, header["key"]):
-        raise DamagedError(f"is another artifact: {header['kind']} {header['key']}")
-    return header, {name: bytes(body[begin + first : begin + last]) for name, (first, last) in header["parts"].items()}
-
+__all__ = ["Artifact", "Store", "current_store", "of_this_package", "prune", "versions"]
 
 _KEPT = 0.8
 """Part of the bound that is left, so that not every write has to prune."""
@@ -280,18 +228,6 @@ def _sources(root: str) -> Iterator[str]:
         yield from (os.path.join(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
-def key_of(*parts: Any) -> str:
-    """The key of plain data: strings, bytes, numbers, booleans, ``None``, and tuples or lists of them, told apart by
-    type. 64 hexadecimal digits. ``TypeError`` for another object; no dicts, whose JSON does not tell keys apart."""
-    return hashlib.sha256(json.dumps(parts, default=_bytes).encode()).hexdigest()
-
-
 def of_this_package(*parts: Any) -> str:
     """:func:`key_of`, of these versions of torch, TVM and this package's sources."""
     return key_of(versions(), *parts)
-
-
-def _bytes(value: Any) -> dict[str, str]:
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    raise TypeError(f"a key is made of plain data, got {value!r} of {type(value)}")

@@ -19,7 +19,6 @@ from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, O
 from bridge.compile.runtime.kernel_store import canonical_text, functions_of
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 from bridge.compile.runtime.program import Program, same_code
-from bridge.compile.runtime.storage import bytes_of, form_of, tensor_of
 from bridge.compile.runtime.storage import load as load_program
 from bridge.compile.runtime.storage import save as save_program
 from bridge.compile.schedule.chain_plan import CallShape
@@ -33,7 +32,7 @@ __all__ = ["CALLS", "DEGREE", "DOUBLE", "FLOAT", "IN_A_ROW", "LIMITS", "MODES", 
 __all__ += ["PER_BLOCK", "PRODUCTS", "STATE_WORDS", "WORDS", "Backend", "Built", "CallLibrary", "CallShape", "Choices"]
 __all__ += ["Compilation", "CompileOptions", "DrawnMask", "EntryGraphs", "Gpu", "Instruction", "KeptFunction", "Launch"]
 __all__ += ["Liveness", "MakeView", "Mode", "Operation", "ProductShape", "Program", "RecordedGraphs", "RunLoop"]
-__all__ += ["Segment", "backend_for", "bernoulli_function", "bytes_of", "canonical_text"]
-__all__ += ["compile_function", "cut", "digest_of", "evaluator", "form_of", "functions_of", "gpu_of"]
+__all__ += ["Segment", "backend_for", "bernoulli_function", "canonical_text"]
+__all__ += ["compile_function", "cut", "digest_of", "evaluator", "functions_of", "gpu_of"]
 __all__ += ["hold_function", "host_backend", "host_features", "load_program", "products_and_calls"]
-__all__ += ["same_code", "save_program", "settle", "swap_function", "tensor_of", "with_constants"]
+__all__ += ["same_code", "save_program", "settle", "swap_function", "with_constants"]

@@ -9,7 +9,6 @@ that were made for another call would be right, too, only not the best.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.artifact import current_store, of_this_package
+from bridge.artifact import current_store, from_parts, of_this_package, to_parts, written
 from bridge.base.devices import HOST, TYPES, default_device_of_forward, working_for
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.log import Stopwatch, channel
@@ -78,6 +77,9 @@ class Tuned:
         return f"tuned {self.date}{where}: {1e3 * self.before:.3f} ms a step before, {1e3 * self.after:.3f} ms after"
 
 
+written(Tuned)
+
+
 def tuning_key(lowered: LoweredCall, backend: Backend, frozen: bool) -> str | None:
     """The key of a call's choices, of a call lowered with the strategy that the user asks for; ``None``: it has none.
 
@@ -110,8 +112,7 @@ def tuned_of(key: str) -> Tuned | None:
     if found is None:
         return None
     try:
-        plain = json.loads(found.parts["tuned"])
-        return Tuned(**{**plain, "choices": Choices.of_plain(plain["choices"]), "key": key})
+        return replace(from_parts(found.parts), key=key)
     except (ValueError, KeyError, TypeError) as error:
         _LOG.warning("choices on disk are ignored: %r", error)
         return None
@@ -119,8 +120,7 @@ def tuned_of(key: str) -> Tuned | None:
 
 def keep_tuned(tuned: Tuned, name: str) -> None:
     """Puts choices into the disk cache; every later entry of their key is compiled with them."""
-    plain = {**vars(tuned), "choices": tuned.choices.plain()}
-    current_store().put(_KIND, tuned.key, {"tuned": json.dumps(plain).encode()}, name)
+    current_store().put(_KIND, tuned.key, to_parts(tuned), name)
 
 
 def has_other_choices(entry: Entry) -> bool:

@@ -3,30 +3,25 @@
 What is written: the guard's expectations by structure (arguments, training flags, modes), the steps of a call, which
 inputs get gradients. What cannot be told without the user's code or for other sizes is refused by name.
 
-Parts of an entry as plain data: steps, draws, structures of arguments and results, signatures.
-
 Structures of arguments and results: pytree specifications ↔ plain data, without the classes of the user's code.
 Tuples, lists, dicts, named tuples and ``torch.Size`` come back as they are. A result of another class (transformers'
 outputs, a dataclass) comes back as a :class:`ResultRecord`: names and values, by attribute, name or position.
-
-Parts of an entry as plain data: steps of a call, draws, outputs, module tensors ↔ what JSON holds.
-Frozen dataclasses of a closed list are written by name and field, torch's types by name; anything else is refused.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from bridge.artifact import NoFormError, to_text, written, written_as, written_like
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.modes import autocast_setting
@@ -38,20 +33,16 @@ from bridge.capture import (
     Draw,
     DropoutOperand,
     Observation,
-    OperatorCall,
     Output,
     Parameter,
-    PreCallExpression,
-    ValueIndex,
 )
 from bridge.compile import DrawnMask
 from bridge.dispatch import STEPS, Backward, CallStep, Entry, MakeDraws, Save
 from bridge.rng import checked_gpu, computed_mask
 from bridge.state import ModuleTensor
 
-__all__ = ["ResultRecord", "SavedCall", "data_of", "from_plain", "modes_of", "refuse_other_draws"]
-__all__ += ["refuse_other_settings", "saved_call", "signature_data", "signature_from", "structure_of", "to_plain"]
-__all__ += ["to_structure"]
+__all__ = ["ResultRecord", "SavedCall", "data_of", "modes_of", "refuse_other_draws", "refuse_other_settings"]
+__all__ += ["saved_call", "structure_of", "to_structure"]
 
 _LEAF = None
 _SEQUENCES = {tuple: "tuple", list: "list"}
@@ -91,37 +82,37 @@ pytree.register_pytree_node(ResultRecord, _flatten, _unflatten, serialized_type_
 
 
 def to_structure(spec: pytree.TreeSpec) -> Any:
-    """Plain data for a specification. ``TypeError`` for a node that cannot be told without its class."""
+    """Plain data for a specification. ``NoFormError`` for a node that cannot be told without its class."""
     if spec.is_leaf():
         return _LEAF
-    children = [to_structure(child) for child in spec.children()]
+    children = tuple(to_structure(child) for child in spec.children())
     kind, context = spec.type, spec.context
     if context is WithWholes:
-        raise TypeError("a result whose elements share memory, as expand makes it")
+        raise NoFormError("a result whose elements share memory, as expand makes it")
     if kind in _SEQUENCES:
         return {"kind": _SEQUENCES[kind], "children": children}
     if kind in _MAPPINGS:
         if not all(type(key) in _KEYS for key in context):
-            raise TypeError(f"a {kind.__name__} with keys other than texts and integers")
-        return {"kind": _MAPPINGS[kind], "keys": list(context), "children": children}
+            raise NoFormError(f"a {kind.__name__} with keys other than texts and integers")
+        return {"kind": _MAPPINGS[kind], "keys": tuple(context), "children": children}
     fields = getattr(context if isinstance(context, type) else kind, "_fields", None)
     if fields is not None and len(fields) == len(children):
         named = context if isinstance(context, type) else kind
-        return {"kind": "named tuple", "name": named.__name__, "keys": list(fields), "children": children}
+        return {"kind": "named tuple", "name": named.__name__, "keys": tuple(fields), "children": children}
     if kind is ObjectNode:
         return _of_object(context, children)
     if isinstance(context, list | tuple) and len(context) == len(children) and all(type(k) is str for k in context):
-        return {"kind": "record", "keys": list(context), "children": children}
-    raise TypeError(f"a result of class {kind.__name__}")
+        return {"kind": "record", "keys": tuple(context), "children": children}
+    raise NoFormError(f"a result of class {kind.__name__}")
 
 
-def _of_object(context: tuple, children: list[Any]) -> Any:
+def _of_object(context: tuple, children: tuple) -> Any:
     made, _, layout = context
     if any(plain is not None for _, plain in layout):
         names = [name for name, plain in layout if plain is not None]
-        raise TypeError(f"an object of class {made.__name__} with values that are no tensors: {', '.join(names)}")
+        raise NoFormError(f"an object of class {made.__name__} with values that are no tensors: {', '.join(names)}")
     kind = "size" if made is torch.Size else "record"
-    return {"kind": kind, "keys": [str(name) for name, _ in layout], "children": children}
+    return {"kind": kind, "keys": tuple(str(name) for name, _ in layout), "children": children}
 
 
 def structure_of(plain: Any) -> pytree.TreeSpec:
@@ -147,81 +138,30 @@ def _skeleton(plain: Any) -> Any:
     return made(pairs)
 
 
-_PARTS = (Draw, ModuleTensor, DropoutOperand, OperatorCall, Output, Parameter, ValueIndex, PreCallExpression)
-_CLASSES = {kind.__name__: kind for kind in (*STEPS, *_PARTS)}
-_TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-
-
-def to_plain(value: Any) -> Any:
-    """What JSON holds. ``TypeError`` for anything that cannot be told without the user's code."""
-    if value is None or type(value) in (bool, int):
-        return value
-    if isinstance(value, str):
-        return str(value)
-    if type(value) is float:
-        return value if math.isfinite(value) else {"is": "float", "value": repr(value)}
-    if type(value) in (tuple, torch.Size):
-        return [to_plain(item) for item in value]
-    if type(value) in (list, frozenset):
-        return {"is": type(value).__name__, "items": [to_plain(item) for item in value]}
-    if isinstance(value, pytree.TreeSpec):
-        return {"is": "structure", "value": to_structure(value)}
-    if isinstance(value, torch.device):
-        return {"is": "device", "value": str(value)}
-    for name, kind in _TORCH.items():
-        if isinstance(value, kind):
-            return {"is": name, "value": str(value).removeprefix("torch.")}
-    if type(value) in _CLASSES.values():
-        return {"is": type(value).__name__} | {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
-    raise TypeError(f"a value of class {type(value).__name__}")
-
-
-def from_plain(plain: Any) -> Any:
-    """The inverse of :func:`to_plain`. ``ValueError`` for what is none of those that it makes."""
-    if isinstance(plain, list):
-        return tuple(from_plain(item) for item in plain)
-    if not isinstance(plain, dict):
-        return plain
-    name = plain.get("is")
-    if name == "structure":
-        return structure_of(plain["value"])
-    given = {key: from_plain(item) for key, item in plain.items() if key != "is"}
-    if name in ("list", "frozenset"):
-        return (list if name == "list" else frozenset)(given["items"])
-    if name == "float":
-        return float(given["value"])
-    if name == "device":
-        return torch.device(given["value"])
-    if name in _TORCH:
-        found = getattr(torch, given["value"], None)
-        if isinstance(found, _TORCH[name]):
-            return found
-    if name not in _CLASSES or given.keys() != {each.name for each in fields(_CLASSES[name])}:
-        raise ValueError(f"wanted a part of an entry, got {name!r} with {', '.join(given)}")
-    return _CLASSES[name](**given)
-
-
-def signature_data(signature: inspect.Signature | None) -> list[list[Any]] | None:
-    """Name, kind and default of each parameter; ``None`` where a default cannot be told, or there is no signature."""
-    if signature is None:
-        return None
-    try:
-        return [
-            [each.name, each.kind.name, [] if each.default is each.empty else [to_plain(each.default)]]
+def _parameters(signature: inspect.Signature) -> tuple:
+    """Name, kind and default of each parameter."""
+    return (
+        tuple(
+            (each.name, each.kind.name, () if each.default is each.empty else (each.default,))
             for each in signature.parameters.values()
-        ]
-    except TypeError:
-        return None
+        ),
+    )
 
 
-def signature_from(data: list[list[Any]] | None) -> inspect.Signature | None:
-    """The inverse of :func:`signature_data`. ``ValueError`` for what is no signature."""
-    return None if data is None else inspect.Signature([_parameter(*each) for each in data])
+def _signature(parameters: tuple) -> inspect.Signature:
+    return inspect.Signature([_parameter(*each) for each in parameters])
 
 
-def _parameter(name: str, kind: str, default: list[Any]) -> inspect.Parameter:
-    value = from_plain(default[0]) if default else inspect.Parameter.empty
+def _parameter(name: str, kind: str, default: tuple) -> inspect.Parameter:
+    value = default[0] if default else inspect.Parameter.empty
     return inspect.Parameter(name, getattr(inspect.Parameter, kind), default=value)
+
+
+written(*STEPS, Draw, ModuleTensor, DropoutOperand, Output, Parameter)
+written_as(inspect.Signature, "signature", ("parameters",), _parameters, _signature)
+written_as(pytree.TreeSpec, "structure", ("plain",), lambda spec: (to_structure(spec),), structure_of)
+if hasattr(pytree, "LeafSpec"):
+    written_like(pytree.LeafSpec, pytree.TreeSpec)
 
 
 _HINT = "save a submodule that does not contain it"
@@ -255,43 +195,37 @@ def data_of(entry: Entry, module: nn.Module) -> dict[str, Any]:
     name = captured.module_name
     _refuse(entry, module)
     leaves = zip(captured.argument_leaves, captured.argument_is_tensor, strict=True)
-    parts: dict[str, Callable[[], Any]] = {
-        "the structure of its arguments": lambda: to_plain(captured.in_spec),
-        "an argument that is no tensor": lambda: [None if is_tensor else to_plain(leaf) for leaf, is_tensor in leaves],
-        "its result": lambda: [to_plain(_saved_step(step)) for step in entry.steps if not isinstance(step, Backward)],
+    parts = {
+        "the structure of its arguments": captured.in_spec,
+        "an argument that is no tensor": tuple(None if is_tensor else leaf for leaf, is_tensor in leaves),
+        "its result": tuple(_saved_step(step) for step in entry.steps if not isinstance(step, Backward)),
     }
-    made = {}
-    for what, make in parts.items():
+    for what, part in parts.items():
         try:
-            made[what] = make()
-        except TypeError as error:
+            to_text(part)
+        except NoFormError as error:
             problem = Unsupported(what, f"{name}.forward", f"{error} means nothing without the code", _HINT)
             raise UnsupportedModule(name, [problem], what="saved") from None
-    structure, constants, steps = made.values()
-    arguments = [
-        {
-            "shape": list(tensor.shape),
-            "stride": list(tensor.stride()),
-            "dtype": to_plain(tensor.dtype),
-            "requires_grad": tensor.requires_grad,
-        }
-        for tensor in captured.arguments
-    ]
+    structure, constants, steps = parts.values()
+    arguments = tuple(
+        {"shape": each.shape, "stride": each.stride(), "dtype": each.dtype, "requires_grad": each.requires_grad}
+        for each in captured.arguments
+    )
     return {
         "structure": structure,
         "leaves": constants,
-        "is_tensor": list(captured.argument_is_tensor),
+        "is_tensor": tuple(captured.argument_is_tensor),
         "arguments": arguments,
-        "tensors": [spec.name for spec in captured.module_tensors],
+        "tensors": tuple(spec.name for spec in captured.module_tensors),
         "training": guard.training,
         "modes": _plain_modes(entry),
         "exact_modes": guard.modes.exact,
         "reads_validation": captured.observation.reads_validation,
         "settings": _settings(captured.device),
-        "uncounted": [] if guard.frozen is None else guard.frozen.uncounted,
-        "written": [index for index, _ in captured.mutated],
-        "wanted": list(entry.lowered.wanted),
-        "differentiable": list(entry.lowered.differentiable),
+        "uncounted": () if guard.frozen is None else guard.frozen.uncounted,
+        "written": tuple(index for index, _ in captured.mutated),
+        "wanted": tuple(entry.lowered.wanted),
+        "differentiable": tuple(entry.lowered.differentiable),
         "steps": steps,
         "masks": _masks(entry),
     }
@@ -331,8 +265,8 @@ def _plain_modes(entry: Entry) -> dict[str, Any]:
     autocast = modes[_AUTOCAST[device.type]]
     return {
         "grad": modes["grad mode"],
-        "autocast": to_plain(autocast) if isinstance(autocast, torch.dtype) else bool(autocast),
-        "dtype": to_plain(modes["default dtype"]),
+        "autocast": autocast if isinstance(autocast, torch.dtype) else bool(autocast),
+        "dtype": modes["default dtype"],
         "validation": modes["validation of distributions"],
     }
 
@@ -345,11 +279,11 @@ def modes_of(data: dict[str, Any], device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(modes["grad"]))
-        wanted = from_plain(modes["autocast"])
+        wanted = modes["autocast"]
         casts = isinstance(wanted, torch.dtype)
         if casts or autocast_setting(device.type) is not False:
             stack.enter_context(torch.autocast(device.type, wanted if casts else None, enabled=casts))
-        torch.set_default_dtype(from_plain(modes["dtype"]))
+        torch.set_default_dtype(modes["dtype"])
         try:
             yield
         finally:
@@ -361,12 +295,12 @@ def saved_call(
 ) -> tuple[SavedCall, list[torch.Tensor], tuple]:
     """What an entry is made of again: the call, tensors that look like the sample's arguments, the steps of a call."""
     arguments = [
-        torch.empty_strided(form["shape"], form["stride"], dtype=from_plain(form["dtype"]), device=device)
+        torch.empty_strided(form["shape"], form["stride"], dtype=form["dtype"], device=device)
         for form in data["arguments"]
     ]
     for tensor, form in zip(arguments, data["arguments"], strict=True):
         tensor.requires_grad_(form["requires_grad"])
-    steps = tuple(map(from_plain, data["steps"]))
+    steps = data["steps"]
     results = next(step for step in steps if step.kind == "results")
     observation = Observation(
         outputs=list(results.outputs), out_spec=results.spec, reads_validation=data["reads_validation"]
@@ -378,9 +312,9 @@ def saved_call(
         placeholders={},
         module_tensors=tensors,
         arguments=tuple(arguments),
-        argument_leaves=tuple(map(from_plain, data["leaves"])),
-        argument_is_tensor=tuple(data["is_tensor"]),
-        in_spec=from_plain(data["structure"]),
+        argument_leaves=data["leaves"],
+        argument_is_tensor=data["is_tensor"],
+        in_spec=data["structure"],
         results=(),
         mutated=tuple((index, graph.placeholder(f"buffer_{index}")) for index in data["written"]),
         observation=observation,
@@ -388,7 +322,7 @@ def saved_call(
         literals={},
         device=device,
     )
-    return SavedCall(captured, tuple(data["wanted"]), tuple(data["differentiable"])), arguments, steps
+    return SavedCall(captured, data["wanted"], data["differentiable"]), arguments, steps
 
 
 def _settings(device: torch.device) -> dict[str, str]:
@@ -409,13 +343,13 @@ def refuse_other_settings(data: dict[str, Any], device: torch.device) -> None:
             raise ValueError(f"saved for {name}: {then}, here it is {now.get(name)}")
 
 
-def _masks(entry: Entry) -> list[list[Any]]:
+def _masks(entry: Entry) -> tuple:
     """How kernels compute masks: the place of each draw, and the rule in words."""
     draws = next((step for step in entry.steps if isinstance(step, MakeDraws)), None)
     if draws is None:
-        return []
+        return ()
     device = entry.lowered.captured.device
-    return [[place, _rule(draws.draws[place], device)] for place in draws.computed]
+    return tuple((place, _rule(draws.draws[place], device)) for place in draws.computed)
 
 
 def _rule(draw: Draw, device: torch.device) -> str:

@@ -1,8 +1,13 @@
-"""``load_compiled``: a folder of :func:`bridge.export.save.save_compiled` → a module that runs and trains."""
+"""``load_compiled``: a folder of :func:`bridge.export.save.save_compiled` → a module that runs and trains.
+
+Loaded module: a tree of plain modules with the saved parameters under their names, and a dispatcher in front of it. It
+has no source: a call that no saved entry serves is an error with its reason. What entries ask of the tree (training
+flags, tensors, hooks) they ask as of any module; so ``train()``, ``state_dict()`` and optimizers work as before.
+"""
 
 from __future__ import annotations
 
-import json
+import inspect
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -12,24 +17,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.artifact import from_parts, read_artifact, read_safetensors
 from bridge.base.devices import HOST
+from bridge.base.errors import DispatchMiss
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.compile import Backend, backend_for, load_program
 from bridge.dispatch import (
+    SAVED,
     Backward,
     BackwardRun,
+    Dispatcher,
     DispatchOptions,
     Entry,
     EntryGuard,
     EntryOptions,
     Executable,
     FrozenPrograms,
+    GuardFailure,
     Programs,
 )
-from bridge.export.entry_data import modes_of, refuse_other_draws, refuse_other_settings, saved_call, signature_from
-from bridge.export.module import LoadedDispatcher, module_from
-from bridge.export.save import FORMAT, INDEX, PARAMETERS, digest, digest_of_index, read_safetensors
-from bridge.state import ModuleTensor
+from bridge.export.entry_data import modes_of, refuse_other_draws, refuse_other_settings, saved_call
+from bridge.export.save import INDEX, KIND, PARAMETERS, digest
+from bridge.state import ModuleTensor, SampleCall
 
 __all__ = ["load_compiled"]
 
@@ -42,14 +51,13 @@ def load_compiled(path: str | os.PathLike) -> nn.Module:
     backend = backend_for(None if device == HOST else str(device))
     try:
         values = {name: value.to(device) for name, value in read_safetensors(folder / PARAMETERS).items()}
-        signature = signature_from(index["signature"])
-        module, tensors = module_from(index["name"], index["tree"], values, signature)
+        module, tensors = _module_from(index["name"], index["tree"], values, index["signature"])
         final = {each: each.training for each in module.modules()}
-        dispatcher = LoadedDispatcher(module, DispatchOptions("min_cut", "error", backend))
+        dispatcher = _LoadedDispatcher(module, DispatchOptions("min_cut", "error", backend))
         for data in index["entries"]:
             dispatcher.entries.add(_entry(module, data, folder, tensors, backend))
     except KeyError as error:
-        raise ValueError(f"{folder} does not hold what {FORMAT!r} does: {error!r}") from error
+        raise ValueError(f"{folder} does not hold what a {KIND} does: {error!r}") from error
     for each, training in final.items():
         each.training = training
     module.__dict__[COMPILED_CALL] = dispatcher
@@ -59,14 +67,10 @@ def load_compiled(path: str | os.PathLike) -> nn.Module:
 def _index(folder: Path) -> dict[str, Any]:
     """What is saved, after every file was looked at."""
     try:
-        index = json.loads((folder / INDEX).read_text())
-        said, found = index.pop("sha256"), index.get("format")
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{folder} was not saved by save_compiled: {error!r}") from error
-    if found != FORMAT:
-        raise ValueError(f"{folder} has the format {found!r}, wanted {FORMAT!r}")
-    if digest_of_index(index) != said:
-        raise ValueError(f"{folder / INDEX} is damaged: its checksum does not fit")
+        _, parts = read_artifact((folder / INDEX).read_bytes(), KIND)
+        index = from_parts(parts)
+    except ValueError as error:
+        raise ValueError(f"{folder} was not saved by save_compiled: {INDEX} {error}") from error
     for name, wanted in index["files"].items():
         if Path(name).name != name or digest(folder / name) != wanted:
             raise ValueError(f"{folder / name} is damaged: its checksum does not fit")
@@ -94,17 +98,15 @@ def _entry(
             pair = Executable.loaded(constants), Executable.loaded(forward)
             programs: Programs = FrozenPrograms(*pair, data["weights"], data["outputs"], guard.frozen.tensors)
         else:
-            runs = {tuple(each["outputs"]): _backward(each, folder, backend) for each in data["backwards"]}
+            runs = {outputs: _backward(name, step, folder, backend) for name, outputs, step in data["backwards"]}
             losses = min(runs, key=len, default=())  # the fewest outputs
             made, outputs, nodes = partial(_saved, runs), data["outputs"], (tuple(range(len(call.wanted))),)
             programs = Programs(Executable.loaded(forward), outputs, call.differentiable, made, losses, nodes)
         return Entry(guard, call, programs, EntryOptions("min_cut", backend), steps)
 
 
-def _backward(data: dict[str, Any], folder: Path, backend: Backend) -> BackwardRun:
-    fields = {name: tuple(data[name]) for name in ("gradients", "copied", "absent")}
-    step = Backward(data["name"], tuple(data["outputs"]), **fields)
-    return BackwardRun(Executable.loaded(load_program(folder / data["program"], backend)), step)
+def _backward(name: str, step: Backward, folder: Path, backend: Backend) -> BackwardRun:
+    return BackwardRun(Executable.loaded(load_program(folder / name, backend)), step)
 
 
 def _saved(runs: Mapping[tuple[int, ...], BackwardRun], outputs: tuple[int, ...], sizes: None) -> BackwardRun:
@@ -118,3 +120,68 @@ def _saved(runs: Mapping[tuple[int, ...], BackwardRun], outputs: tuple[int, ...]
             "backward before save_compiled"
         )
     return found
+
+
+class _LoadedDispatcher(Dispatcher):
+    """As a dispatcher whose misses are errors; entries with frozen tensors are frozen anew when these have changed."""
+
+    def _miss(self, call: SampleCall, found: GuardFailure, eager: Any) -> Any:
+        entry = self._frozen_anew(call) if found.field.startswith("frozen ") else None
+        if entry is None:
+            return super()._miss(call, found, eager)
+        return entry(entry.guard.match(call), call.module)
+
+
+def _module_from(
+    name: str, data: Mapping[str, Any], values: Mapping[str, torch.Tensor], signature: inspect.Signature | None
+) -> tuple[nn.Module, tuple[ModuleTensor, ...]]:
+    """The tree with its tensors, and what these are called.
+
+    Args:
+        name: of the module's class.
+        values: dense tensors by first name.
+        signature: of the saved module's forward.
+    """
+    root = _class_of(name, signature)()
+    made: dict[str, nn.Module] = {"": root}
+    for path, same_as, training in data["modules"]:
+        if path not in made:
+            made[path] = made[same_as] if same_as in made else nn.Module()
+            parent, _, last = path.rpartition(".")
+            made[parent].add_module(last, made[path])
+        made[path].training = training
+    tensors = data["tensors"]
+    temporary = set(data["non_persistent"])
+    for spec in tensors:
+        tensor = _laid_out(values[spec.name], spec)
+        for full in spec.names:
+            path, _, last = full.rpartition(".")
+            _register(made[path], last, tensor, spec.kind, full not in temporary)
+    return root, tensors
+
+
+def _laid_out(value: torch.Tensor, spec: ModuleTensor) -> torch.Tensor:
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=value.device).copy_(value)
+    return (
+        nn.Parameter(made, spec.requires_grad) if spec.kind == "parameter" else made.requires_grad_(spec.requires_grad)
+    )
+
+
+def _register(owner: nn.Module, name: str, tensor: torch.Tensor, kind: str, persistent: bool) -> None:
+    if kind == "parameter":
+        owner.register_parameter(name, tensor)
+    elif kind == "buffer":
+        owner.register_buffer(name, tensor, persistent=persistent)
+    else:
+        setattr(owner, name, tensor)
+
+
+def _class_of(name: str, signature: inspect.Signature | None) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise DispatchMiss(
+            f"{name} was loaded without its source, and runs saved calls only; a copy of it runs none: load it again"
+        )
+
+    if signature is not None:
+        setattr(forward, SAVED, signature)
+    return type(name, (nn.Module,), {"forward": forward, "__doc__": "Loaded by bridge.load_compiled."})

@@ -1,81 +1,42 @@
 """``save_compiled``: a dispatched module → a folder that another process runs and trains, without the user's source.
 
-compiled.json             names, structures, guards and steps of calls; a digest of every other file
+compiled.index            names, structures, guards and steps of calls; a digest of every other file
 parameters.safetensors    the module's tensors
 *.program                 programs: instructions, kernels, constants (:mod:`bridge.compile.runtime.storage`)
 forward.so                with ``native``: the forward for TVM's runtime (:mod:`bridge.export.native`)
-
-The safetensors format: named tensors ↔ a file; nothing in it is executed when it is read.
-
-Eight bytes with the header's length, the header as JSON (element type, shape and place of each tensor), then the
-elements. Other tools read these files, too.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import inspect
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from bridge.artifact import NoFormError, to_parts, to_text, write_artifact, write_safetensors
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.capture import Captured
-from bridge.compile import Program, bytes_of, form_of, save_program, tensor_of
+from bridge.compile import Program, save_program
 from bridge.dispatch import Entry, signature_of, stats
-from bridge.export.entry_data import data_of, signature_data
-from bridge.export.module import module_data
+from bridge.export.entry_data import data_of
 from bridge.export.native import save_native
 from bridge.state import ModuleTensor
 
-__all__ = ["FORMAT", "INDEX", "PARAMETERS", "digest", "digest_of_index", "read_safetensors", "save_compiled"]
-__all__ += ["write_safetensors"]
+__all__ = ["INDEX", "KIND", "PARAMETERS", "digest", "save_compiled"]
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors, of any strides and devices, densely. ``KeyError`` for an element type that the format lacks."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = form_of(tensor) | {"data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(bytes_of(tensor))
+KIND = "compiled module"
+"""Of the artifact that the index is."""
 
-
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, dense, on the host.
-
-    Raises:
-        ValueError: it is no such file.
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        try:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            first = file.tell()
-            found = {}
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                file.seek(first + begin)
-                found[name] = tensor_of(entry, file.read(end - begin))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no file of tensors: {error!r}") from error
-    return found
-
-
-FORMAT = "bridge compiled 1"
-INDEX, PARAMETERS, NATIVE = "compiled.json", "parameters.safetensors", "forward.so"
+INDEX, PARAMETERS, NATIVE = "compiled.index", "parameters.safetensors", "forward.so"
 
 
 def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = False) -> None:
@@ -93,27 +54,50 @@ def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = 
     found = [data_of(entry, module) for entry in entries]
     specs, owned = _tensors(module, entries)
     index: dict[str, Any] = {
-        "format": FORMAT,
         "name": type(module).__name__,
         "device": str(device),
-        "tree": module_data(module, specs),
-        "signature": signature_data(signature_of(module.forward)),
-        "entries": [],
+        "tree": _tree(module, specs),
+        "signature": _told(signature_of(module.forward)),
+        "entries": (),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         for number, (entry, data) in enumerate(zip(entries, found, strict=True)):
-            index["entries"].append(data | _programs(entry, folder, number))
+            index["entries"] += (data | _programs(entry, folder, number),)
         write_safetensors(folder / PARAMETERS, {spec.name: each for spec, each in zip(specs, owned, strict=True)})
         if native:
             index["native"] = save_native(module, entries, folder / NATIVE)
         index["files"] = {each.name: digest(each) for each in sorted(folder.iterdir())}
-        (folder / INDEX).write_text(json.dumps(index | {"sha256": digest_of_index(index)}, allow_nan=False))
+        (folder / INDEX).write_bytes(write_artifact(KIND, "", to_parts(index), index["name"]))
         folder.chmod(0o755)
         _put(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _told(signature: inspect.Signature | None) -> inspect.Signature | None:
+    """A signature; ``None`` where a default cannot be told."""
+    try:
+        to_text(signature)
+    except NoFormError:
+        return None
+    return signature
+
+
+def _tree(module: nn.Module, tensors: Sequence[ModuleTensor]) -> dict[str, Any]:
+    """Paths and training flags of all modules inside, names of tensors."""
+    first: dict[int, str] = {}
+    modules = []
+    for path, child in module.named_modules(remove_duplicate=False):
+        modules.append((path, first.setdefault(id(child), path), child.training))
+    kept = {name for path, child in module.named_modules() for name in _not_saved(path, child)}
+    return {"modules": tuple(modules), "tensors": tuple(tensors), "non_persistent": tuple(sorted(kept))}
+
+
+def _not_saved(path: str, module: nn.Module) -> list[str]:
+    """Buffers that are in no ``state_dict``."""
+    return [f"{path}.{name}".lstrip(".") for name in module._non_persistent_buffers_set]
 
 
 def _has_complex(captured: Captured) -> bool:
@@ -138,15 +122,14 @@ def _programs(entry: Entry, folder: Path, number: int) -> dict[str, Any]:
     found["outputs"] = made.num_outputs
     if made.is_frozen:
         found["constants"] = _write(made.constants.program, folder, f"{number}.constants")
-        found["weights"] = list(made.weights)
+        found["weights"] = tuple(made.weights)
         return found
-    found["backwards"] = []
+    found["backwards"] = ()
     if made.differentiable:
         made.backward_for(tuple(made.differentiable))
     for place, (outputs, run) in enumerate(sorted(made.backwards.items())):
         name = _write(run.program, folder, f"{number}.backward{place}")
-        step = {field: list(getattr(run.step, field)) for field in ("gradients", "copied", "absent")}
-        found["backwards"].append({"program": name, "outputs": list(outputs), "name": run.step.program, **step})
+        found["backwards"] += ((name, outputs, replace(run.step, grad_outs=outputs, nodes=())),)
     return found
 
 
@@ -167,11 +150,6 @@ def _blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while block := file.read(1 << 24):
             yield block
-
-
-def digest_of_index(index: dict[str, Any]) -> str:
-    """SHA-256 of what the index says."""
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def _put(folder: Path, path: Path) -> None:

@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from bridge.artifact import current_store, of_this_package
+from bridge.artifact import NoFormError, current_store, of_this_package
 from bridge.base.devices import HOST, current_device, working_for
 from bridge.base.log import Stopwatch, channel
 from bridge.base.session import SESSION
@@ -39,7 +39,7 @@ from bridge.compile import host_features
 from bridge.lowering.call_key import NotCanonicalError, begin_reading, call_key_of, canonical, code_digest
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
-from bridge.lowering.record import KeptLowering, NotRecordedError, parts_of_lowering
+from bridge.lowering.record import KeptLowering, parts_of_lowering
 from bridge.state import SampleCall
 
 __all__ = ["call_on_disk", "keep_lowering", "kept_lowering", "lower_once"]
@@ -70,7 +70,7 @@ def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: Lowere
         return
     try:
         parts = parts_of_lowering(lowered)
-    except (NotRecordedError, NotCanonicalError, ValueError) as error:
+    except (NoFormError, NotCanonicalError, ValueError) as error:
         cache_log.info("%s: the lowering is not kept: %s", type(module).__name__, error)
         return
     lowered.content = KeptLowering.content_of(parts)

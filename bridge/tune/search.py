@@ -24,13 +24,13 @@ call, the machine, threads and versions. Records of other runs are passed over.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from bridge.artifact import from_text, to_text
 from bridge.base.log import channel
 from bridge.compile import (
     CALLS,
@@ -77,7 +77,7 @@ class TuningLog:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = from_text(line)
                 run = record["run"]
             except (ValueError, KeyError, TypeError):
                 self.damaged += 1
@@ -96,14 +96,14 @@ class TuningLog:
 
         Where the file cannot be written (a full disk), a warning says so once, and records are kept in memory.
         """
-        text = json.dumps({"run": self.run, **record}, allow_nan=False)
+        text = to_text({"run": self.run, **record})
         if self._can_write:
             try:
                 self._write(text)
             except OSError as error:
                 self._can_write = False
                 _LOG.warning("%s: %s; the tuning goes on, and cannot be resumed from here", self.path, error)
-        record = json.loads(text)
+        record = from_text(text)
         self.records.append(record)
         return record
 
@@ -214,11 +214,11 @@ class Search:
 
     def __post_init__(self) -> None:
         self._known = {
-            _key(record["over"], record["choices"]): record
+            (record["over"], record["choices"]): record
             for record in self.log.records
             if record.get("kind") == TRIAL and _is_whole(record)
         }
-        self._over: set[str] = set()
+        self._over: set[tuple[Choices, Choices]] = set()
 
     def run(self) -> Choices:
         """The incumbent in the end."""
@@ -238,7 +238,7 @@ class Search:
         for place, candidate in enumerate(candidates):
             if candidate == incumbent or self.spent >= self.seconds:
                 continue
-            key = _key(incumbent.plain(), candidate.plain())
+            key = incumbent, candidate
             if key in self._over:  # an earlier turn's: it was not faster
                 continue
             self._over.add(key)
@@ -259,12 +259,11 @@ class Search:
 
     def _measure(self, incumbent: Choices, candidate: Choices) -> dict[str, Any]:
         outcome = self.track(incumbent, candidate)
-        over, choices = incumbent.plain(), candidate.plain()
         return self.log.append(
             kind=TRIAL,
-            over=over,
-            choices=choices,
-            pairs=outcome.pairs,
+            over=incumbent,
+            choices=candidate,
+            pairs=tuple(outcome.pairs),
             why=outcome.why,
             seconds=outcome.seconds,
             verdict=outcome.verdict,
@@ -274,19 +273,14 @@ class Search:
 def _is_whole(record: dict[str, Any]) -> bool:
     """Whether a record of a race has what one has."""
     try:
-        Choices.of_plain(record["over"]), Choices.of_plain(record["choices"])
         _outcome(record)
     except (KeyError, TypeError, ValueError):
         return False
-    return True
+    return all(isinstance(record.get(name), Choices) for name in ("over", "choices"))
 
 
 def _outcome(record: dict[str, Any]) -> Outcome:
     return Outcome([(float(a), float(b)) for a, b in record["pairs"]], str(record["why"]), float(record["seconds"]))
-
-
-def _key(over: dict[str, Any], choices: dict[str, Any]) -> str:
-    return json.dumps([over, choices], sort_keys=True)
 
 
 WAYS, FORMS = "ways", "forms"

@@ -212,7 +212,7 @@ def tune_call(
         done.add(key)
     log = TuningLog(means.log, key_of(key, means.memory))
     if not log.records:
-        log.append(kind="begin", module=name, threads=backend.threads(), machine=list(map(str, backend.machine())))
+        log.append(kind="begin", module=name, threads=backend.threads(), machine=tuple(map(str, backend.machine())))
     with Progress(name, 60 * means.minutes, shown=means.progress) as bar:
         search = Search(means.knobs(track.default, options.partition, log), track, log, 60 * means.minutes, bar.told)
         found = search.run()
@@ -237,13 +237,12 @@ def tune_call(
 
 def _confirmed(log: TuningLog, track: CallTrack, known: Choices, found: Choices, race: Race) -> dict[str, Any]:
     """The record of the last race: of the log, or of now."""
-    over, choices = known.plain(), found.plain()
     for record in log.records:
-        if record.get("kind") == CONFIRM and (record.get("over"), record.get("choices")) == (over, choices):
+        if record.get("kind") == CONFIRM and (record.get("over"), record.get("choices")) == (known, found):
             return record
     pairs, why = track.confirm(known, found, race)
     date = datetime.date.today().isoformat()
-    return log.append(kind=CONFIRM, over=over, choices=choices, pairs=pairs, why=why, date=date)
+    return log.append(kind=CONFIRM, over=known, choices=found, pairs=tuple(pairs), why=why, date=date)
 
 
 def _result(

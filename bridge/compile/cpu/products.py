@@ -45,7 +45,6 @@ from bridge.compile.schedule.products import (
     ProductShape,
     is_generated,
     is_in_panels,
-    product_of_plain,
 )
 from bridge.library import OUT_KERNELS
 from bridge.trials import KERNELS, TRIALS, Question, seconds_of
@@ -280,15 +279,14 @@ class CpuProducts:
         return Question("product", str(product), astuple(product), tuple(self.ways(product)), machine)
 
     def made(self) -> tuple[tuple, ...]:
-        return tuple((*astuple(product), way) for product, way in self._asked.items())
+        return tuple(self._asked.items())
 
     def met(self) -> tuple[tuple[ProductShape, str], ...]:
         return tuple((self._small | self._asked).items())
 
     def adopt(self, choices: Sequence[Sequence]) -> bool:
         wanted, tuned = {}, dict(self.chosen)
-        for *plain, way in choices:
-            product = product_of_plain(plain)
+        for product, way in choices:
             self._asked[product] = way
             if product in tuned:
                 if tuned[product] != way:

@@ -4,22 +4,16 @@ A kernel's key is its canonical text with everything else that its machine code 
 versions of the compilers and of this package. Kernels that are built together lie in one library; a small artifact for
 each says which. So a program of another size, or of another model, finds the kernels that it has in common.
 
-Plain forms: a program's data ↔ JSON; functions of TVM ↔ canonical text, the same in every process.
-
-Plain form of a program's data: frozen dataclasses, tuples and numbers ↔ what JSON holds, nothing lost.
-A tuple is a list, a dataclass an object whose ``"is"`` is the class's name; there are no other lists and objects. A
-symbolic extent is its terms; the scope that it belongs to is told to who reads it.
+Functions of TVM ↔ canonical text, the same in every process.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -27,18 +21,12 @@ import tvm
 import tvm_ffi
 from tvm.tirx import PrimFunc
 
-from autodiff.extents import Composite, Extent, ExtentScope, ScopeState, SizeGuard, Symbol
-from bridge.artifact import Store, current_store, key_of, made_once, of_this_package
+from bridge.artifact import Store, current_store, from_parts, key_of, made_once, of_this_package, to_parts
 from bridge.base.log import channel
 from bridge.compile.backend import Built
-from bridge.compile.loop_ir.graph import Positions
-from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, Operation, StepContents
-from bridge.compile.runtime.layout import Register, RegisterLayout
-from bridge.compile.runtime.loop_frame import RunLoop
-from bridge.library import TensorAt, TensorsAt
 
-__all__ = ["KeptFunctions", "KernelTexts", "Libraries", "canonical_text", "from_plain", "functions_of", "kept_kernels"]
-__all__ += ["stored_or_built", "to_plain"]
+__all__ = ["KeptFunctions", "KernelTexts", "Libraries", "canonical_text", "functions_of", "kept_kernels"]
+__all__ += ["stored_or_built"]
 
 _SMALL_FLOAT = re.compile(r'"value":(-?\d[\d.]*e-3\d\d)\b')
 
@@ -62,60 +50,6 @@ def functions_of(text: str) -> list[Any]:
     ``tvm.ir.load_json`` would look for what older versions wrote first, which takes several times as long.
     """
     return list(tvm_ffi.serialization.from_json_graph_str(text))
-
-
-_CLASSES = {
-    kind.__name__: kind
-    for kind in (
-        *(
-            CallLibrary,
-            StepContents,
-            Launch,
-            RegisterLayout,
-            RunLoop,
-            Operation,
-            Positions,
-            Register,
-            TensorAt,
-            TensorsAt,
-            MakeView,
-        ),
-        *(Composite, SizeGuard, ScopeState, Symbol),
-    )
-}
-
-
-def to_plain(value: Any) -> Any:
-    """What JSON holds. ``TypeError`` for anything that is not a program's data."""
-    if isinstance(value, tuple):
-        return [to_plain(item) for item in value]
-    if isinstance(value, Extent):
-        return {"is": "Extent", "terms": to_plain(value.terms)}
-    if type(value) in _CLASSES.values():
-        return {"is": type(value).__name__} | {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
-    if type(value) is float and not math.isfinite(value):
-        return {"is": "float", "value": repr(value)}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise TypeError(f"a program's data is frozen and plain, got {value!r} of {type(value)}")
-
-
-def from_plain(plain: Any, scope: ExtentScope | None = None) -> Any:
-    """The inverse of :func:`to_plain`, extents being ``scope``'s. ``ValueError`` for an object that is none of those it
-    makes."""
-    if isinstance(plain, list):
-        return tuple(from_plain(item, scope) for item in plain)
-    if not isinstance(plain, dict):
-        return plain
-    given = {name: from_plain(item, scope) for name, item in plain.items()}
-    name = given.pop("is", None)
-    if name == "Extent" and scope is not None:
-        return Extent(scope, given["terms"])
-    if name == "float":
-        return float(given["value"])
-    if name not in _CLASSES or given.keys() != {each.name for each in fields(_CLASSES[name])}:
-        raise ValueError(f"wanted a part of a program, got {name!r} with {', '.join(given)}")
-    return _CLASSES[name](**given)
 
 
 _LOG = channel("cache")
@@ -201,7 +135,7 @@ def stored_or_built(
         library, content = libraries.build_bytes(missing, loops)
         if content is not None:
             symbols = {keys[name]: name for name in missing}
-            parts = {"library": content, "symbols": json.dumps(symbols).encode()}
+            parts = {"library": content} | to_parts(symbols)
             store.put(_LIBRARY, group, parts, f"{backend.partition(' ')[0]}: {', '.join(missing)}")
             for name in missing:
                 text = zlib.compress(texts[name].encode(), 1)
@@ -271,7 +205,7 @@ def _of_library(
     kept = store.get(_LIBRARY, group)
     if kept is None:
         return None
-    symbols = json.loads(kept.parts["symbols"])
+    symbols = from_parts(kept.parts)
     if not all(key in symbols for key in keys.values()):
         return None
     try:

@@ -10,17 +10,17 @@ import torch
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal
 
-from autodiff.extents import ExtentScope, SizeGuard, sample_of, state_of_scope
+from autodiff.extents import Composite, Extent, ExtentScope, ScopeState, SizeGuard, Symbol, sample_of, state_of_scope
+from bridge.artifact import to_text, written, written_as
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.backend import Backend, Built
 from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.beside import SecondStreamPlan, steps_beside
 from bridge.compile.runtime.instance import Instances
-from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
-from bridge.compile.runtime.kernel_store import to_plain
-from bridge.compile.runtime.layout import RegisterLayout
-from bridge.compile.runtime.loop_frame import Instruction, inner_steps
-from bridge.library import NEVER_RAISE
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, Operation, StepContents
+from bridge.compile.runtime.layout import Register, RegisterLayout
+from bridge.compile.runtime.loop_frame import Instruction, RunLoop, inner_steps
+from bridge.library import NEVER_RAISE, TensorAt, TensorsAt
 
 __all__ = ["Program", "same_code"]
 
@@ -243,7 +243,7 @@ class Program:
         kernels = tuple(self.kernels)
         parts: tuple = (self.steps, self.layout)
         if self.scope is not None:  # as they are written: to ask extents would guard
-            parts = (to_plain((*parts, self.positions, state_of_scope(self.scope))),)
+            parts = (to_text((*parts, self.positions, state_of_scope(self.scope))),)
         return self.name, parts, slots, kernels, self.backend.key, self.results, self.variables
 
 
@@ -261,3 +261,8 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+written(CallLibrary, Launch, MakeView, Operation, Positions, Register, RegisterLayout, RunLoop, StepContents)
+written(TensorAt, TensorsAt, Composite, ScopeState, SizeGuard, Symbol)
+written_as(Extent, "Extent", ("terms",), lambda extent: (extent.terms,))  # the scope that it belongs to, a reader knows

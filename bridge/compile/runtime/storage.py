@@ -1,84 +1,70 @@
-"""Programs as artifacts: a program <-> plain data, tensors and machine code in the disk cache.
+"""Programs as artifacts: a program ↔ values, tensors and kernels, in one file of its own or in the disk cache.
 
-Programs as files: a program ↔ one file in the safetensors format, without pickle.
-The tensors of the file are the program's constants, its metadata texts: instructions, layout and the scope of symbolic
-extents as JSON, kernels as TVM's JSON of their functions. Reading makes tensors and frozen data and builds the kernels
-again.
-
-Programs on disk: a key → a program, its kernels by their keys in the disk cache.
-Kept are programs of one size whose kernels are all kept. What a program assumes beyond its key, the ways of matrix
+A file has kernels as TVM's JSON of their functions; reading builds them again. The disk cache has programs of one size
+whose kernels are all kept there, and these by their keys. What a program assumes beyond its key, the ways of matrix
 products that another process chose, is kept beside it, and has to fit this process.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from autodiff.extents import ExtentScope, scope_of_state, state_of_scope
-from bridge.artifact import current_store, versions
-from bridge.base.devices import HOST
+from autodiff.extents import Extent, ExtentScope, scope_of_state, state_of_scope
+from bridge.artifact import (
+    DamagedError,
+    current_store,
+    from_parts,
+    from_text,
+    read_artifact,
+    to_parts,
+    to_text,
+    versions,
+    write_artifact,
+    write_file,
+)
 from bridge.base.log import channel
 from bridge.compile.backend import Backend
 from bridge.compile.runtime.build import LateMapping
-from bridge.compile.runtime.kernel_store import canonical_text, from_plain, functions_of, to_plain
+from bridge.compile.runtime.kernel_store import canonical_text, functions_of
 from bridge.compile.runtime.program import Program
-from bridge.compile.schedule.choices import Choices
 
-__all__ = ["bytes_of", "form_of", "keep_program", "kept_program", "load", "parts_of", "plain_text", "save"]
-__all__ += ["tensor_of", "texts"]
+__all__ = ["keep_program", "kept_program", "load", "save", "texts"]
 
 
-_FORMAT = "bridge program 4"
+_FILE, _KIND = "program file", "program"
+"""Kinds of artifacts."""
+
 _PARTS = ("name", "steps", "layout", "results", "variables", "positions")
-_SAME = ("format", "backend", "versions")
-
-_DTYPES = {
-    "BOOL": torch.bool,
-    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
-    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
-    "BF16": torch.bfloat16,
-}
-"""Element types by their names in the format."""
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def texts(program: Program) -> dict[str, str]:
-    """The program but for its constants' elements, as texts: equal programs have equal ones, in any process.
+def texts(program: Program) -> dict[str, Any]:
+    """The program but for its constants' elements: equal programs have equal texts, in any process.
 
     Raises:
         ValueError: a kernel has a literal that TVM's JSON cannot hold, a float64 below 2.3e-308.
     """
-    state = None if program.scope is None else state_of_scope(program.scope)
-    kernels = canonical_text(list(program.kernels.values()))
     return {
-        "format": _FORMAT,
         "backend": program.backend.key,
-        "choices": json.dumps(program.backend.choices.plain()),
-        "versions": json.dumps(versions()),
-        "program": plain_text(program),
-        "scope": json.dumps(to_plain(state)),
-        "kernel names": json.dumps(list(program.kernels)),
-        "kernels": kernels,
+        "versions": to_text(versions()),
+        "choices": program.backend.choices,
+        "program": _text(program),
+        "scope": None if program.scope is None else state_of_scope(program.scope),
+        "kernel names": tuple(program.kernels),
+        "kernels": canonical_text(list(program.kernels.values())),
     }
 
 
-def plain_text(program: Program) -> str:
-    """Instructions, layout and names as JSON; ``parts_of`` reads it."""
-    return json.dumps({name: to_plain(getattr(program, name)) for name in _PARTS}, allow_nan=False)
+def _text(program: Program) -> str:
+    """Instructions, layout and names; :func:`_arguments` reads it."""
+    return to_text({name: getattr(program, name) for name in _PARTS})
 
 
-def parts_of(text: str, scope: ExtentScope | None = None) -> dict[str, Any]:
-    """Arguments of a :class:`Program` from :func:`plain_text`."""
-    return {name: from_plain(part, scope) for name, part in json.loads(text).items()}
+def _arguments(text: str, scope: ExtentScope | None = None) -> dict[str, Any]:
+    """Arguments of a :class:`Program` from their text, extents being ``scope``'s."""
+    return from_text(text, {} if scope is None else {"Extent": lambda terms: Extent(scope, terms)})
 
 
 def save(program: Program, path: str | os.PathLike) -> None:
@@ -88,21 +74,8 @@ def save(program: Program, path: str | os.PathLike) -> None:
         ValueError: see :func:`texts`.
         OSError: the file cannot be written.
     """
-    header: dict[str, Any] = {}
-    data = b""
-    for slot, tensor in program.constants:
-        begin, data = len(data), data + bytes_of(tensor)
-        offsets = [begin, len(data)]
-        header[str(slot)] = {**form_of(tensor), "data_offsets": offsets}
-    told = texts(program)
-    text = json.dumps({"__metadata__": {**told, "sha256": _digest(told, header, data)}, **header}).encode()
-    text += b" " * (-len(text) % 8)
-    unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_bytes(len(text).to_bytes(8, "little") + text + data)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    told = texts(program) | {"constants": program.constants}
+    write_file(path, write_artifact(_FILE, "", to_parts(told), program.name))
 
 
 def load(path: str | os.PathLike, backend: Backend) -> Program:
@@ -117,61 +90,23 @@ def load(path: str | os.PathLike, backend: Backend) -> Program:
             package.
         OSError: the file cannot be read.
     """
-    content = Path(path).read_bytes()
     try:
-        begin = 8 + int.from_bytes(content[:8], "little")
-        header, data = json.loads(content[8:begin]), content[begin:]
-        told = header.pop("__metadata__")
-        saved, digest = {name: told[name] for name in _SAME}, told.pop("sha256")
-        backend = backend.choosing(Choices.of_plain(json.loads(told["choices"]))) if "choices" in told else backend
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{os.fspath(path)} is no saved program: {error!r}") from error
-    for name, here in zip(_SAME, (_FORMAT, backend.key, json.dumps(versions())), strict=True):
-        if saved[name] != here:
-            raise ValueError(f"{os.fspath(path)} was saved for {name} {saved[name]!r}, here it is {here!r}")
-    if digest != _digest(told, header, data):
-        raise ValueError(f"{os.fspath(path)} is damaged: its checksum does not fit")
-    state = from_plain(json.loads(told["scope"]))
-    scope = None if state is None else scope_of_state(state)
-    parts = parts_of(told["program"], scope)
-    kernels = dict(zip(json.loads(told["kernel names"]), functions_of(told["kernels"]), strict=True))
-    constants = tuple(
-        (int(slot), tensor_of(entry, data[slice(*entry["data_offsets"])])) for slot, entry in header.items()
-    )
+        _, parts = read_artifact(Path(path).read_bytes(), _FILE)
+        told = from_parts(parts)
+        backend = backend.choosing(told["choices"])
+    except (DamagedError, ValueError, KeyError) as error:
+        raise ValueError(f"{os.fspath(path)} is no saved program: {error}") from error
+    for name, here in (("versions", to_text(versions())), ("backend", backend.key)):
+        if told[name] != here:
+            raise ValueError(f"{os.fspath(path)} was saved for {name} {told[name]!r}, here it is {here!r}")
+    scope = None if told["scope"] is None else scope_of_state(told["scope"])
+    kernels = dict(zip(told["kernel names"], functions_of(told["kernels"]), strict=True))
     code = dict(zip(kernels, backend.build(list(kernels.items())), strict=True))
-    return Program(**parts, constants=constants, kernels=kernels, backend=backend, code=code, scope=scope)
-
-
-def _digest(told: dict[str, str], header: dict[str, Any], data: bytes) -> str:
-    text = json.dumps([told, header], sort_keys=True).encode()
-    return hashlib.sha256(text + data).hexdigest()
-
-
-def form_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Element type and shape, as the format names them."""
-    return {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """A tensor's numbers, dense, from wherever it lies."""
-    tensor = tensor.detach().to(HOST).contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
-
-
-def tensor_of(form: dict[str, Any], data: bytes) -> torch.Tensor:
-    """A tensor of a form from its bytes, in memory of its own. ``ValueError`` if there are not as many."""
-    tensor = torch.empty(form["shape"], dtype=_DTYPES[form["dtype"]], device=HOST)
-    if len(data) != tensor.nbytes:
-        raise ValueError(f"wanted {tensor.nbytes} bytes of a tensor, got {len(data)}")
-    if data:
-        ctypes.memmove(tensor.data_ptr(), data, tensor.nbytes)
-    return tensor
+    arguments = _arguments(told["program"], scope)
+    return Program(**arguments, constants=told["constants"], kernels=kernels, backend=backend, code=code, scope=scope)
 
 
 _LOG = channel("cache")
-
-_KIND = "program"
-_CONSTANT = "constant "
 
 
 def keep_program(key: str, digest: str, program: Program) -> None:
@@ -184,15 +119,8 @@ def keep_program(key: str, digest: str, program: Program) -> None:
     kernels = {name: built.kept() for name, built in program.code.items()}
     if program.scope is not None or None in kernels.values():
         return
-    parts: dict[str, bytes] = {
-        "program": plain_text(program).encode(),
-        "kernels": json.dumps(kernels).encode(),
-        "choices": json.dumps(program.ways).encode(),
-        "digest": digest.encode(),
-        "constants": json.dumps([[slot, form_of(tensor)] for slot, tensor in program.constants]).encode(),
-    }
-    parts.update((f"{_CONSTANT}{slot}", bytes_of(tensor)) for slot, tensor in program.constants)
-    current_store().put(_KIND, key, parts, program.name)
+    told = {"digest": digest, "kernels": kernels, "ways": program.ways, "program": _text(program)}
+    current_store().put(_KIND, key, to_parts(told | {"constants": program.constants}), program.name)
 
 
 def kept_program(key: str, backend: Backend, adopt: Callable[[Any], bool]) -> Program | None:
@@ -201,23 +129,19 @@ def kept_program(key: str, backend: Backend, adopt: Callable[[Any], bool]) -> Pr
     found = current_store().get(_KIND, key)
     if found is None:
         return None
-    parts = found.parts
-    kernels = backend.kept(json.loads(parts["kernels"]))
+    told = from_parts(found.parts)
+    kernels = backend.kept(told["kernels"])
     if kernels is None:
         return None
-    ways = tuple(map(tuple, json.loads(parts["choices"])))
-    if not adopt(ways):
+    if not adopt(told["ways"]):
         _LOG.info("%s is compiled again: products are computed in other ways here", found.note)
         return None
-    constants = tuple(
-        (slot, tensor_of(form, parts[f"{_CONSTANT}{slot}"])) for slot, form in json.loads(parts["constants"])
-    )
     _LOG.info("program %s from the disk cache", found.note)
     return Program(
-        **parts_of(parts["program"].decode()),
-        constants=constants,
+        **_arguments(told["program"]),
+        constants=told["constants"],
         kernels=LateMapping({name: read for name, (_, read) in kernels.items()}),
         backend=backend,
         code={name: built for name, (built, _) in kernels.items()},
-        ways=ways,
+        ways=told["ways"],
     )

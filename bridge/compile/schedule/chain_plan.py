@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir.graph import LibraryCall, LoopCall, Pointwise, Product, Reduction, Value
@@ -32,7 +31,7 @@ from bridge.compile.schedule.products import CHAINED
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.library import FORMS, TensorAt
 
-__all__ = ["CHAIN_FIELDS", "CallShape", "ChainPlan", "ColumnPlan", "ColumnSection", "call_of_plain", "find_chains"]
+__all__ = ["CHAIN_FIELDS", "CallShape", "ChainPlan", "ColumnPlan", "ColumnSection", "find_chains"]
 __all__ += ["plan_chain", "plan_columns"]
 
 
@@ -64,16 +63,6 @@ class CallShape:
     def __str__(self) -> str:
         sizes = " x ".join("x".join(map(str, shape)) for _, shape, _ in self.operands)
         return f"{self.name} {sizes} {self.arguments[len(self.operands) :]}"
-
-
-def call_of_plain(plain: Sequence) -> CallShape:
-    """A call from what ``dataclasses.astuple`` gives of it, also after JSON."""
-    name, operands, arguments = map(_frozen, plain)
-    return CallShape(str(name), operands, arguments)
-
-
-def _frozen(plain: Any) -> Any:
-    return tuple(map(_frozen, plain)) if isinstance(plain, list | tuple) else plain
 
 
 CHAIN_FIELDS = (

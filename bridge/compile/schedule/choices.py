@@ -7,15 +7,15 @@ program's.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from bridge.compile.schedule.chain_plan import CallShape, call_of_plain
+from bridge.artifact import written
+from bridge.compile.schedule.chain_plan import CallShape
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
-from bridge.compile.schedule.products import ProductShape, product_of_plain
+from bridge.compile.schedule.products import LayoutClass, ProductShape
 
 __all__ = ["CALLS", "LIMITS", "NO_CHOICES", "ORDER", "PARTITION", "PRODUCTS", "Alternative", "Choices"]
 
@@ -89,27 +89,6 @@ class Choices:
             return replace(self, partition=None)
         return replace(self, **{part: tuple(pair for pair in getattr(self, part) if pair[0] != name)})
 
-    def plain(self) -> dict[str, Any]:
-        """Plain data as JSON has it: equal for equal choices."""
-        numbers = {part: [list(pair) for pair in getattr(self, part)] for part in (LIMITS, ORDER)}
-        products = [[*astuple(product), way] for product, way in self.products]
-        calls = [[*astuple(call), form] for call, form in self.calls]
-        return json.loads(json.dumps({**numbers, PRODUCTS: products, CALLS: calls, PARTITION: self.partition}))
-
-    @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> Choices:
-        """What :meth:`plain` gave, also after JSON. ``ValueError``, ``KeyError`` or ``TypeError`` for other data."""
-        numbers = {
-            part: tuple(
-                (str(name), tuple(value) if isinstance(value, list | tuple) else int(value))
-                for name, value in plain[part]
-            )
-            for part in (LIMITS, ORDER)
-        }
-        products = tuple((product_of_plain(product), str(way)) for *product, way in plain[PRODUCTS])
-        calls = tuple((call_of_plain(call), str(form)) for *call, form in plain.get(CALLS, ()))
-        return cls(**numbers, products=products, calls=calls, partition=plain[PARTITION])
-
     def words(self, limits: Limits, order: ReductionOrder) -> Iterator[str]:
         """A line for each choice; ``limits``, ``order``: the default ones."""
         for part, default in ((LIMITS, limits.numbers), (ORDER, vars(order))):
@@ -121,6 +100,9 @@ class Choices:
             yield f"{call}: {form}"
         if self.partition is not None:
             yield f"partition: {self.partition if isinstance(self.partition, str) else f'budget {self.partition}'}"
+
+
+written(CallShape, Choices, LayoutClass, ProductShape)
 
 
 def _by_name(pair: tuple[Any, Any]) -> str:

@@ -10,7 +10,7 @@ from autodiff.extents import Dim
 from bridge.compile.loop_ir.operations import Packing
 
 __all__ = ["BY_ROWS", "CHAINED", "GENERATED", "IN_PANELS", "PACKED", "LayoutClass", "ProductPolicy", "ProductShape"]
-__all__ += ["is_generated", "is_in_panels", "product_of_plain"]
+__all__ += ["is_generated", "is_in_panels"]
 
 GENERATED = "generated"
 """First word of the ways that are generated code; every other way is a kernel of :data:`bridge.library.OUT_KERNELS`."""
@@ -83,12 +83,6 @@ class ProductShape:
     def __str__(self) -> str:
         batch = f"{self.batch} x " if self.batch > 1 else ""
         return f"{self.element_type} {batch}{self.m} x {self.k} x {self.n} ({self.a}, {self.b})"
-
-
-def product_of_plain(plain: Sequence) -> ProductShape:
-    """A product from what ``dataclasses.astuple`` gives of it, also after JSON."""
-    *numbers, a, b = plain
-    return ProductShape(*numbers, LayoutClass(*a), LayoutClass(*b))
 
 
 class ProductPolicy(Protocol):

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from bridge import cache
-from bridge.artifact import CacheSettings, Store, current_store, key_of, read_artifact, write_artifact
+from bridge.artifact import CacheSettings, Store, current_store, key_of, read_artifact, to_parts, write_artifact
 from tests.bridge.artifact.count_builds import counted, in_children
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
@@ -38,7 +38,7 @@ def test_without_a_cache(monkeypatch, capsys):
 
 def test_a_pack_is_all_that_another_machine_needs(used_cache, tmp_path, monkeypatch, capsys):
     (first,) = in_children(1)
-    current_store().put("program", key_of("another model's"), {"digest": b"-", "kernels": b"{}"})
+    current_store().put("program", key_of("another model's"), to_parts({"digest": "-", "kernels": {}}))
     file = tmp_path / "block.pack"
     assert cache.main(["pack", "Block", str(file)]) == 0
     assert cache.main(["pack", "NoSuchModel", str(file)]) == 1 and "count_builds.Block" in capsys.readouterr().err
@@ -57,7 +57,7 @@ def test_a_pack_for_something_else_is_refused(tmp_path, monkeypatch, change, cap
     file = tmp_path / "file"
     content = write_artifact("kind", key_of(1), {"raw": b"x"})
     for given in (made_for, cache._made_for()):
-        parts = {f"kind/{key_of(1)}": content, "made for": cache.json.dumps(given).encode()}
+        parts = {f"kind/{key_of(1)}": content} | to_parts(given)
         file.write_bytes(write_artifact("pack", key_of("x"), parts))
         if given is made_for:
             with pytest.raises(ValueError, match=f"made for {change} 'another'"):

@@ -14,14 +14,14 @@ from torch import fx, nn
 
 import bridge
 from bridge import cache
-from bridge.artifact import current_store
+from bridge.artifact import NoFormError, current_store
 from bridge.aten import Imported
 from bridge.base.devices import working_for
 from bridge.capture import Captured, Draw, DropoutOperand, Observation, Output
 from bridge.compile import pipeline
 from bridge.lowering import LoweredCall
 from bridge.lowering.call_key import NotCanonicalError, canonical, code_digest
-from bridge.lowering.record import NotRecordedError, graph_of, record_of
+from bridge.lowering.record import graph_of, record_of
 from tests.bridge.artifact.count_builds import captures, digest, in_children
 from tests.sampling import sampled
 
@@ -273,7 +273,7 @@ def test_graphs_are_written_down(module):
 def test_graphs_with_other_things_are_not():
     graph = torch.fx.Graph()
     graph.call_function(len, ([],))
-    with pytest.raises(NotRecordedError, match="len"):
+    with pytest.raises(NoFormError, match="len"):
         record_of(graph)
 
 

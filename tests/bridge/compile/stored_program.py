@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
+from bridge.artifact import to_text
 from bridge.compile import Program, backend_for
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.runtime.storage import load, texts
@@ -77,7 +78,7 @@ def bits(run: Callable, program: Program) -> str:
 
 
 def digest(program: Program) -> dict[str, str]:
-    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts(program).items()}
+    return {name: hashlib.sha256(to_text(told).encode()).hexdigest() for name, told in texts(program).items()}
 
 
 if __name__ == "__main__":

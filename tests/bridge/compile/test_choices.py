@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from tvm.relax import op
 
+from bridge.artifact import from_text, to_text
 from bridge.compile import (
-    CALLS,
     LIMITS,
     NO_CHOICES,
     ORDER,
     PARTITION,
     PRODUCTS,
-    Choices,
     CompileOptions,
     ProductShape,
     backend_for,
@@ -140,12 +138,9 @@ def test_code_is_compared_whatever_the_numbers_are(case):
     assert {*map(id, ours.code.values())} == {*map(id, theirs.code.values())}, "built once"
 
 
-def test_choices_are_plain_data():
+def test_choices_are_written_down():
     chosen = EVERY.having(PARTITION, None, 0.5)
-    assert Choices.of_plain(json.loads(json.dumps(chosen.plain()))) == chosen
-    assert chosen.plain() == json.loads(json.dumps(chosen.plain())) and hash(chosen) == hash(Choices(**vars(chosen)))
-    earlier = {part: value for part, value in chosen.plain().items() if part != CALLS}
-    assert Choices.of_plain(earlier) == chosen
+    assert from_text(to_text(chosen)) == chosen and hash(from_text(to_text(chosen))) == hash(chosen)
     swapped = NO_CHOICES.having(LIMITS, "nodes", 3).having(LIMITS, "buffers", 4)
     assert swapped == NO_CHOICES.having(LIMITS, "buffers", 4).having(LIMITS, "nodes", 3)
     assert swapped.without(LIMITS, "nodes").without(LIMITS, "buffers") == NO_CHOICES and not NO_CHOICES and swapped

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
 
 import pytest
-import torch
 
 from bridge.compile import CallLibrary, Launch, MakeView, RunLoop
 from bridge.compile.runtime import storage
-from bridge.compile.runtime.kernel_store import from_plain, to_plain
 from bridge.compile.runtime.storage import load, save, texts
-from bridge.library import TensorAt
 from tests.bridge.compile.stored_program import bits, digest, programs
 
 
@@ -91,7 +87,7 @@ def test_damage_is_noticed(made, tmp_path, where, damage):
         load(path, made["forward"].backend)
 
 
-@pytest.mark.parametrize("name", ["format", "backend", "versions"])
+@pytest.mark.parametrize("name", ["backend", "versions"])
 def test_a_program_of_another_kind_is_refused(made, tmp_path, monkeypatch, name):
     program = made["forward"]
     told = texts(program)
@@ -99,17 +95,3 @@ def test_a_program_of_another_kind_is_refused(made, tmp_path, monkeypatch, name)
     save(program, tmp_path / "program")
     with pytest.raises(ValueError, match=f"saved for {name} 'another'"):
         load(tmp_path / "program", program.backend)
-
-
-def test_data_in_plain_form():
-    value = (1, -0.0, 0.1, math.inf, -math.inf, "x", None, True, (), (TensorAt(3), ("y",)))
-    back = from_plain(json.loads(json.dumps(to_plain(value), allow_nan=False)))
-    assert back == value and list(map(type, back)) == list(map(type, value))
-    assert math.copysign(1, back[1]) == -1
-    assert math.isnan(from_plain(to_plain(math.nan)))
-    for wrong in ([1], {"a": 1}, len, torch.float32, torch.ones(1)):
-        with pytest.raises(TypeError):
-            to_plain((wrong,))
-    for wrong in ({}, {"is": "MakeView"}, {"is": "type"}):
-        with pytest.raises(ValueError, match="part of a program"):
-            from_plain([wrong])

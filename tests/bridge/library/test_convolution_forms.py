@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import CALLS, NO_CHOICES, Choices, CompileOptions, backend_for, products_and_calls
+from bridge.artifact import from_text, to_text
+from bridge.compile import CALLS, NO_CHOICES, CompileOptions, backend_for, products_and_calls
 from bridge.dispatch import TimedStep, with_choices
 from bridge.library import FORMS, FUNCTIONS
 from bridge.state import SampleCall
@@ -65,7 +64,7 @@ def test_a_step_in_the_forms_that_are_chosen():
         seconds = entry.options.backend.seconds_of_forms(call)
         assert next(iter(seconds)) == call.name and len(seconds) > 1
         choices = choices.having(CALLS, call, list(seconds)[-1])
-    assert Choices.of_plain(json.loads(json.dumps(choices.plain()))) == choices
+    assert from_text(to_text(choices)) == choices
     chosen = with_choices(entry, choices)
     names = {step.name for program in (chosen.forward, chosen.backward) for step in program.steps}
     assert {form for _, form in choices.calls} <= names and not {call.name for call in calls} & names
