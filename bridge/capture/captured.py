@@ -117,6 +117,17 @@ class Captured:
         return {place: index for place, (index, _) in enumerate(self.mutated) if index in written}
 
     @property
+    def watched(self) -> tuple[set[int], set[int]]:
+        """Inputs, and leaves of the result, in whose memory eager's autograd saves something as it is: its backward
+        raises where that has been written in place since the call."""
+        seen = self.observation
+        if seen.differentiates:  # what autograd saves was not looked at
+            return set(), set()
+        written = {index for index, _ in self.mutated} | seen.overwritten | seen.checkpointed.keys()
+        computed = {leaf for leaf, each in enumerate(self.outputs) if each.is_tensor and each.is_saved}
+        return {*seen.saved, *seen.saved_views} - written, computed
+
+    @property
     def apart(self) -> tuple[set[int], set[int]]:
         """Leaves of the result that the caller may change: those of which eager saves nothing at all, and those of
         which it saves another tensor in the same memory, which does not follow ``tensor.data = other``."""

@@ -39,7 +39,7 @@ from bridge.base.torch_internals import has_storage, len_function_stack, no_torc
 from bridge.dispatch.backward_nodes import make_token, run_of_token
 from bridge.dispatch.call_run import Action, CallValues, outside_autocast
 from bridge.dispatch.chained import ChainedGradients
-from bridge.dispatch.eager_backward import saved_of, tensors_of
+from bridge.dispatch.eager_backward import changed, saved_of, tensors_of
 from bridge.dispatch.programs import Programs
 
 __all__ = ["BATCHED", "FOLLOWED", "apply", "apply_in_nodes", "eager_gradients"]
@@ -102,8 +102,8 @@ class _Dispatched(torch.autograd.Function):
         values = call.values
         ctx.save_for_backward(*call.saved)
         ctx.types = [each.dtype for each in call.saved] if saved_tensors_hooks() is not None else None
-        ctx.held, ctx.beside, ctx.later = call.held, call.beside, call.later
-        call.values = call.saved = call.held = None  # autograd's from here on
+        ctx.held, ctx.watched, ctx.beside, ctx.later = call.held, call.watched, call.beside, call.later
+        call.values = call.saved = call.held = call.watched = None  # autograd's from here on
         ctx.programs = programs
         ctx.set_materialize_grads(False)
         if programs.not_differentiable:
@@ -126,12 +126,16 @@ class _Dispatched(torch.autograd.Function):
             gradients = eager_gradients(ctx, present, [grad_outs[i] for i in present])
             ctx.maybe_clear_saved_tensors()
             if not keeps_graph():
-                ctx.held = None
+                ctx.held = ctx.watched = None
             return _with_beside(ctx, gradients)
         inputs = list(saved_of(ctx))
+        if ctx.watched is not None:
+            for tensor, then in zip(*ctx.watched, strict=True):
+                if tensor._version != then:
+                    raise changed(tensor, then)
         ctx.maybe_clear_saved_tensors()
-        if ctx.held is not None and not keeps_graph():
-            ctx.held = None
+        if not keeps_graph():
+            ctx.held = ctx.watched = None
         for i in present:
             inputs.append(grad_outs[i])
         del grad_outs

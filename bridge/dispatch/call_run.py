@@ -40,6 +40,7 @@ class CallValues:
         values: the program's results.
         saved: what autograd saves.
         held: what is held beside, for a backward by eager's operators; ``None``: nothing is.
+        watched: what must not be written before the backward, and how often each had been; ``None``: nothing is.
         beside: gradients that nodes of chained results compute; ``None``: there are none.
         computed: the results that are the caller's, as autograd returns them.
         result: what the module returns.
@@ -48,7 +49,7 @@ class CallValues:
     """
 
     __slots__ = ("beside", "computed", "held", "inputs", "later", "module", "primals", "result", "saved")
-    __slots__ += ("undo", "values")
+    __slots__ += ("undo", "values", "watched")
 
     module: nn.Module | None
     inputs: list[torch.Tensor]
@@ -56,6 +57,7 @@ class CallValues:
     values: list[torch.Tensor]
     saved: list[torch.Tensor]
     held: Held | None
+    watched: tuple[Sequence[torch.Tensor], Sequence[int]] | None
     beside: ChainedGradients | None
     computed: Sequence[torch.Tensor]
     result: Any
@@ -226,6 +228,8 @@ def _save(step: steps.Save) -> Action:
     aliased = tuple(place for place in step.aliased if place not in copied)
     beside, left = picker(step.beside), step.left
     is_apart = bool(step.beside_copied or step.beside_followed)
+    watched, made = picker(step.watched), step.watched_outputs
+    is_watched = bool(step.watched or made)
 
     def save(call: CallValues) -> None:
         values = call.values
@@ -236,7 +240,11 @@ def _save(step: steps.Save) -> Action:
             call.saved[place] = call.primals[index]
         for place in aliased:
             call.saved[place] = call.saved[place].detach()
-        call.held = None
+        call.held = call.watched = None
+        if is_watched:
+            found = [*watched(call.primals), *[values[place].detach() for place in made]]
+            if not any(each.is_inference() for each in found):  # of which torch counts no writes
+                call.watched = found, [*map(VERSION, found)]
         if step.beside:
             found = counted = beside(call.primals)
             token = None

@@ -191,6 +191,8 @@ class Save(CallStep):
         beside: places of inputs and draws that are held beside, for a backward by eager's operators.
         beside_names: of these; ``beside_copied``: which are buffers that the call changes, by their place there,
             and ``beside_followed``: which are arguments that autograd follows.
+        watched: places of inputs that eager's autograd saves and this backward does not read; ``watched_outputs``: of
+            outputs. Where one has been written in place by then, the backward raises, as eager's does.
     """
 
     kind = "save"
@@ -205,6 +207,8 @@ class Save(CallStep):
     beside_names: tuple[str, ...] = ()
     beside_copied: tuple[int, ...] = ()
     beside_followed: tuple[int, ...] = ()
+    watched: tuple[int, ...] = ()
+    watched_outputs: tuple[int, ...] = ()
 
     def text(self) -> str:
         copies = tuple(self.names[place] for place in self.copied)
@@ -434,4 +438,6 @@ def _save(
         tuple(primals[index] for index in beside),
         tuple(place for place, index in enumerate(beside) if index in changed and index not in beside[:place]),
         tuple(place for place, index in enumerate(beside) if index in lowered.wanted and index not in leaves),
+        tuple(sorted(captured.watched[0] - {*saved})),
+        tuple(sorted({lowered.imported.output_of[leaf] for leaf in captured.watched[1]} - {None, *outputs})),
     )

@@ -33,7 +33,7 @@ from bridge.lowering import LoweredCall
 from bridge.reference import needed_nodes, outputs_at
 from bridge.rng import mask_at
 
-__all__ = ["VERSION", "EagerBackward", "Held", "held_apart", "saved_apart", "saved_of", "tensors_of"]
+__all__ = ["VERSION", "EagerBackward", "Held", "changed", "held_apart", "saved_apart", "saved_of", "tensors_of"]
 
 Held = tuple[Sequence[torch.Tensor | None], Sequence[int] | None, torch.Tensor | None]
 """What one call holds: tensors in order, how often each had been changed in place (some number for those that are
@@ -41,9 +41,10 @@ Held = tuple[Sequence[torch.Tensor | None], Sequence[int] | None, torch.Tensor |
 
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
-    "{shape}, which the backward of a module dispatched to TVM reads under create_graph=True or is_grads_batched=True, "
-    "is at version {now}; version {then} is wanted."
+    "{shape}, which {reader} reads, is at version {now}; version {then} is wanted."
 )
+_EAGER = "eager's backward of a module dispatched to TVM"
+_FOLLOWED = "the backward of a module dispatched to TVM under create_graph=True or is_grads_batched=True"
 _WRITTEN = (
     "create_graph=True or is_grads_batched=True through a module dispatched to TVM whose forward writes {name} by "
     ".data: remove_tvm_dispatch(module) for that"
@@ -55,6 +56,11 @@ _UNCOUNTED = (
 
 VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor has been changed in place."""
+
+
+def changed(tensor: torch.Tensor, then: int, reader: str = _EAGER) -> RuntimeError:
+    """Eager's error for a tensor that has been changed in place since it was at this version."""
+    return RuntimeError(_CHANGED.format(shape=tuple(tensor.shape), reader=reader, now=tensor._version, then=then))
 
 
 def saved_of(node: Any) -> Sequence[torch.Tensor]:
@@ -73,7 +79,7 @@ def tensors_of(held: Held) -> list[torch.Tensor]:
     found = []
     for tensor, then in zip(tensors, versions, strict=True):
         if tensor is not None and tensor._version != then and tensor.numel():
-            raise RuntimeError(_CHANGED.format(shape=tuple(tensor.shape), now=tensor._version, then=then))
+            raise changed(tensor, then, _FOLLOWED)
         found.append(next(followed) if tensor is None else tensor)
     return found
 

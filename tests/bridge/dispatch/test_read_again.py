@@ -233,3 +233,47 @@ def test_results_are_written_before_the_backward(kind):
         return found
 
     beside(lambda: (Net(RESULTS[kind]), None), step, lambda m, own: (double(9, 3, 4),))
+
+
+def positive(m, x):
+    return torch.exp(m.first(x))
+
+
+WRITTEN = {
+    "layer norm of it": (lambda m, x: F.layer_norm(x, (4,)) * m.first.bias, "argument"),
+    "root mean square of it": (lambda m, x: F.rms_norm(x, (4,)) * m.first.bias, "argument"),
+    "instance norm of it": (lambda m, x: F.instance_norm(x[None]) * m.first.bias, "argument"),
+    "copy of it": (lambda m, x: m.first.bias * x.t().reshape(-1, 4), "argument"),
+    "softmax of it": (lambda m, x: m.first.bias * torch.softmax(x, -1), "argument"),
+    "mean of squares": (lambda m, x: F.mse_loss(m.first(x.detach() * 2), x), "argument"),
+    "cross product": (lambda m, x: torch.linalg.cross(m.first(x * 2)[:, :3], x[:, :3]), "argument"),
+    "weight of a norm": (lambda m, x: F.layer_norm(x * 2, (4,), m.first.bias), "parameter"),
+    "distances": (lambda m, x: torch.cdist(m.first(x), m.second(x)), "result"),
+    "product": (lambda m, x: m.first(x).prod(-1), "result"),
+    "logarithm of a sum": (lambda m, x: m.first(x).logsumexp(-1), "result"),
+    "power": (lambda m, x: positive(m, x) ** m.second(x), "result"),
+    "sum": (lambda m, x: m.first(x).sum(-1), "result"),
+}
+"""Eager saves an argument, a parameter or the result, which the compiled backward does not read; or it saves a copy."""
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["constant", "followed"])
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_what_eager_alone_needs_is_an_error_too(kind, follows):
+    forward, what = WRITTEN[kind]
+
+    def step(m, _, i):
+        x = double(10 + i, 4, 4).requires_grad_(follows)
+        y = m(x)
+        with torch.no_grad():
+            {"argument": x, "parameter": m.first.bias, "result": y}[what].mul_(2)
+        try:
+            y.square().sum().backward()
+        except RuntimeError as error:
+            found = "modified by an inplace operation" in str(error)
+        else:
+            found = [each.grad for each in m.parameters()], x.grad
+        m.zero_grad()
+        return found
+
+    beside(lambda: (Net(forward), None), step, lambda m, own: (double(9, 4, 4).requires_grad_(follows),))
