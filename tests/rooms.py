@@ -23,7 +23,7 @@ _MOST_CODE_LINES, _MOST_FIELDS = 60, 14
 _CLOCKS = ("perf_counter", "process_time", "thread_time", "elapsed_time")
 BOUNDS = {
     "files": 372,
-    "lines": 82_538,
+    "lines": 82_573,
     "class names of several files": 0,
     "functions of over 60 code lines": 0,
     "classes of over 14 fields": 8,
