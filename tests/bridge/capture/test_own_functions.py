@@ -304,6 +304,7 @@ NOT_AGAIN = {
     "a constant gradient": "not seen to be linear",
     "one inside another": "applies another one",
     "writes its argument": "would not be eager's",
+    "writes a view that it is given": "would not be eager's",
 }
 """Uses whose backward is eager's once, and an error by name when it is differentiated again."""
 
