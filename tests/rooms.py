@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("bridge", "autodiff", "partition")
 MOST_LINES = 500
 _MOST_CODE_LINES, _MOST_FIELDS = 60, 14
+_TEXTS_OF_CALLS = ("autodiff", "bridge.aten", "bridge.library")
 _CLOCKS = ("perf_counter", "process_time", "thread_time", "elapsed_time")
 BOUNDS = {
     "files": 372,
@@ -29,6 +30,7 @@ BOUNDS = {
     "classes of over 14 fields": 8,
     "loop provers": 1,
     "trial services": 1,
+    "serializers": 1,
 }
 """Sizes of the product as a whole: lower a bound when the tree has shrunk; take something out rather than raise one."""
 
@@ -93,6 +95,8 @@ class Tree:
         wide_classes: classes of more fields than are wanted: those that they declare or that ``__init__`` sets.
         provers: modules that look for loops: they ask for the periods of rows.
         trials: modules that read a clock themselves, to choose; base's stopwatch is for logs and reports.
+        serializers: modules that import json or pickle. The texts that calls of the library have as arguments, whose
+            grammar :mod:`autodiff.library` states, are the IR's.
     """
 
     lines: dict[str, int]
@@ -102,6 +106,7 @@ class Tree:
     wide_classes: tuple[str, ...]
     provers: tuple[str, ...]
     trials: tuple[str, ...]
+    serializers: tuple[str, ...]
 
     def sizes(self) -> dict[str, int]:
         """The tree → what :data:`BOUNDS` bounds."""
@@ -114,6 +119,7 @@ class Tree:
             len(self.wide_classes),
             len(self.provers),
             len(self.trials),
+            len(self.serializers),
         )
         return dict(zip(BOUNDS, counts, strict=True))
 
@@ -157,7 +163,7 @@ def tree() -> Tree:
     files = {_dotted(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
     lines = {name: len(path.read_text().splitlines()) for name, path in files.items()}
     pairs = {(name, other) for name, path in files.items() for other in _imported(name, path, files) if other != name}
-    found = [[], [], [], [], []]
+    found = [[], [], [], [], [], []]
     for name, path in files.items():
         text = path.read_text()
         parsed, of_code = ast.parse(text), _code_lines(text)
@@ -171,7 +177,15 @@ def tree() -> Tree:
         found[3] += [name] * any(isinstance(func, ast.Name) and func.id == "periodic" for func in calls)
         clocks = [node for node in ast.walk(parsed) if isinstance(node, ast.Attribute) and node.attr in _CLOCKS]
         found[4] += [name] * (bool(clocks) and not name.startswith("bridge.base"))
+        found[5] += [name] * (_writes(parsed) and not name.startswith(_TEXTS_OF_CALLS))
     return Tree(lines, tuple(sorted(pairs)), *map(tuple, found))
+
+
+def _writes(parsed: ast.Module) -> bool:
+    """Whether a module imports what writes values down."""
+    names = [alias.name for node in ast.walk(parsed) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(parsed) if isinstance(node, ast.ImportFrom)]
+    return not {"json", "pickle", "marshal"}.isdisjoint(names)
 
 
 def _code_lines(text: str) -> set[int]:

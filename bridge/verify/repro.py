@@ -5,7 +5,6 @@ Replay: runs a reproducer that :func:`bridge.verify.repro.save_repro` wrote.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import tvm
 
 import autodiff
 from autodiff.ir import Function
+from bridge.artifact import from_text, to_text
 from bridge.base.devices import HOST, devices_of
 from bridge.lowering import LoweredCall, cleaned_and_named
 from bridge.reference import interpret
@@ -97,7 +97,7 @@ def save_repro(lowered: LoweredCall, directory: str | Path, *, stage: str | None
     before, after = _functions(lowered, stage)
     for name, function in (("before", before), ("after", after)):
         (directory / f"{name}.relax").write_text(function.script(), encoding="utf-8")
-    (directory / "stage.json").write_text(json.dumps(_record(made, stage, before, after)), encoding="utf-8")
+    (directory / "stage.json").write_text(to_text(_record(made, stage, before, after)), encoding="utf-8")
     torch.save(_tensors(made, stage), directory / "tensors.pt")
     title = f"{lowered.captured.module_name}: the stage '{stage}' on its own."
     plain = report.replace("\\", "/").replace('"""', "'''")  # it stands in a docstring
@@ -128,8 +128,8 @@ def _record(made: Trace, stage: str, before: Function, after: Function) -> dict[
         "allowed": made.allowed,
         "before": tvm.ir.save_json(before),
         "after": tvm.ir.save_json(after),
-        "outputs": list(lowered.differentiable),
-        "wanted": list(lowered.wanted),
+        "outputs": tuple(lowered.differentiable),
+        "wanted": tuple(lowered.wanted),
         "num_primals": lowered.num_primals,
         "num_results": lowered.num_results,
     }
@@ -137,7 +137,7 @@ def _record(made: Trace, stage: str, before: Function, after: Function) -> dict[
         # A strategy that is an object of the user's cannot be written down: then the split is not made again.
         record["strategy"] = plan.strategy if plan.strategy in STRATEGIES else None
         record["forward"] = tvm.ir.save_json(lowered.forward)
-        record["saved"] = [list(plan.saved_primals), list(plan.saved_outputs)]
+        record["saved"] = plan.saved_primals, plan.saved_outputs
     return record
 
 
@@ -185,7 +185,7 @@ class Replay:
 
 def replay(directory: Path) -> Replay:
     """Runs the stage as it was saved, and rebuilt from its input, on the saved tensors."""
-    record = json.loads((directory / "stage.json").read_text(encoding="utf-8"))
+    record = from_text((directory / "stage.json").read_text(encoding="utf-8"))
     tensors = torch.load(directory / "tensors.pt", weights_only=True)
     loaded = {name: tvm.ir.load_json(record[name]) for name in ("before", "after", "forward") if name in record}
     offs = []
