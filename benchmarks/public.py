@@ -341,7 +341,7 @@ def measure_one(options: argparse.Namespace) -> None:
             parent,
             options.has_room,
         )
-        measure(listed, model)
+        measure(model)
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -376,6 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.measure:
         measure_one(options)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # tables are written, no process is left
     common = common_of(options)
     rows = Rows(options.out / "public.jsonl", options.known)
     print(f"{common['device']}, {common['precision']}, {versions()}; {', '.join(options.peers)}", flush=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -228,16 +229,15 @@ class Model:
         return Judge(float(peer.result), gradients, _FLOOR[self.precision])
 
 
-def measure(listed: PublicModel, model: Model) -> None:
+def measure(model: Model) -> None:
     """Tells the row of a model; if it has the device for itself and there is no room, with peers one after another,
     then with half of the rows, and so on."""
     together, rows = True, model.rows
     while True:
-        row: Row = {"rows": rows, "listed_rows": listed.rows, "turns": together}
-        fewer = Model(**{**vars(model), "rows": rows})
+        row: Row = {"rows": rows, "listed_rows": model.listed.rows, "turns": together}
         lacking = ""
         try:
-            _measured(fewer, [model.peers] if together else [[each] for each in model.peers], row)
+            _measured(replace(model, rows=rows), [model.peers] if together else [[each] for each in model.peers], row)
         except Exception as error:
             if not _lacks_room(error):
                 raise
@@ -347,7 +347,10 @@ def _between(bounds: tuple[int, int], wanted: float) -> int:
 def _calls(peer: Peer) -> Row:
     """Hits, misses by their reasons, and parts of ours."""
     counted = stats(peer.module)
-    row: Row = {"hits": counted.hits, "misses": dict(counted.misses)}
+    misses: Counter[str] = Counter()
+    for why, count in counted.misses.items():
+        misses[_shown(why)] += count
+    row: Row = {"hits": counted.hits, "misses": dict(misses)}
     parts = getattr(counted, "parts", None)
     if parts is not None:
         row |= {"parts": len(parts), "coverage": counted.coverage}
@@ -369,4 +372,9 @@ def _lacks_room(error: BaseException) -> bool:
 
 def _words(error: BaseException) -> str:
     """An error in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+    return _shown(f"{type(error).__name__}: {error}")
+
+
+def _shown(words: str) -> str:
+    """In a line, without this machine's folders."""
+    return re.sub(r"[^\s\"']*/(?:site|dist)-packages/", "", " ".join(words.split()))[:400]

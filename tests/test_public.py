@@ -2,8 +2,12 @@
 
 import io
 import json
+import signal
 import subprocess
+import tempfile
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -108,7 +112,7 @@ def test_no_room(has_room, monkeypatch):
 
     monkeypatch.setattr(public_model, "_measured", measured)
     events = io.StringIO()
-    public_model.measure(tiny_models.MODELS["first"], model_of(events, has_room))
+    public_model.measure(model_of(events, has_room))
     (event,) = map(json.loads, events.getvalue().splitlines())
     if has_room:
         assert tried == [(4, [["eager", "ours"]]), (4, [["eager"], ["ours"]]), (2, [["eager"], ["ours"]])]
@@ -132,6 +136,56 @@ def test_the_judge_names_a_gradient_that_is_further():
     assert row["ours_further"] == 2
     assert "model.0.weight: 1.0e-03 from the judge" in row["ours_furthest"]
     assert "model.0.bias: None on one side only" in row["ours_furthest"]
+
+
+class Waits:
+    """A model's process, as :class:`public.Visit` sees it."""
+
+    def __init__(self) -> None:
+        self.runs, self.process, self.stdin, self.row = True, self, io.BytesIO(), {}
+
+    def stop(self) -> None:
+        self.runs = False
+
+    def go_on(self) -> None:
+        self.runs = True
+
+
+def test_one_is_timed_and_the_others_are_stopped(tmp_path):
+    visit = public.Visit(public.parsed([]), Rows(tmp_path / "public.jsonl"), {})
+    visit._children = children = [Waits() for _ in range(3)]
+
+    def running():
+        return [child.runs for child in children], [child.stdin.getvalue() for child in children]
+
+    visit._act(children[0], {"wants": "alone"})
+    visit._act(children[1], {"wants": "alone"})
+    assert running() == ([True, False, False], [b"go\n", b"", b""])
+    visit._act(children[0], {"leaves": "alone"})
+    assert running() == ([False, True, False], [b"go\n", b"go\n", b""])
+    visit._act(children[1], {"leaves": "alone"})
+    assert running() == ([True, True, True], [b"go\n", b"go\n", b""])
+
+
+def test_a_stopped_process_can_read_for_how_long(tmp_path, monkeypatch):
+    signals = []
+    monkeypatch.setattr(public.os, "killpg", lambda group, number: signals.append((group, number)))
+    folder = tempfile.TemporaryDirectory(dir=tmp_path)
+    child = public.Child("one", SimpleNamespace(pid=7), 0, folder)
+    parent = public_model.Parent(io.StringIO(), Path(folder.name) / "pauses")
+    assert parent.stopped() == 0
+    child.go_on()
+    for _ in range(2):
+        child.stop()
+        child.stop()
+        child.go_on()
+    assert signals == [(7, signal.SIGSTOP), (7, signal.SIGCONT)] * 2
+    assert parent.stopped() > 0 and len(parent.pauses.read_text().split()) == 2
+
+
+def test_words_do_not_name_folders_of_a_machine():
+    error = RuntimeError(f"at {torch.__file__}:7:\n  x = 1")
+    assert public_model._words(error) == "RuntimeError: at torch/__init__.py:7: x = 1"
 
 
 def test_patience_does_not_count_stops():
