@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpu_clock import Step, by_turns, in_a_row, interrupted_after
 from benchmarks.gpu_peers import OURS, PRECISIONS, Batch, Peer, Precision, prepared, settle
@@ -205,21 +205,23 @@ class Model:
     parent: Parent
     has_room: bool
 
-    def batch(self) -> Batch:
-        """The same one each time."""
-        torch.manual_seed(1)
-        return self.listed.batch(self.rows)
+    def made(self) -> tuple[nn.Module, Batch]:
+        """The module and its batch, the same numbers each time; made where they are used, as that is quick."""
+        torch.manual_seed(0)
+        with self.device:
+            return self.listed.make(), self.listed.batch(self.rows)
 
-    def prepared(self, name: str, whole: bool = True) -> Peer:
+    def prepared(self, name: str, module: nn.Module, batch: Batch, whole: bool = True) -> Peer:
         """A peer before its first step."""
-        precision, make = PRECISIONS[PRECISION_NAMES[self.precision]], self.listed.make
-        return prepared(name, make, self.batch(), precision, self.device, optimizes=True, whole=whole)
+        precision = PRECISIONS[PRECISION_NAMES[self.precision]]
+        return prepared(name, lambda: module, batch, precision, self.device, optimizes=True, whole=whole)
 
     def judge(self) -> Judge | str:
         """The judge, or why there is none."""
         name, precision = _JUDGES[self.precision]
         try:
-            peer = prepared("eager", self.listed.make, self.batch(), precision, self.device)
+            module, batch = self.made()
+            peer = prepared("eager", lambda: module, batch, precision, self.device)
             peer.step()
         except Exception as error:
             if _lacks_room(error) and not self.has_room:
@@ -288,13 +290,17 @@ def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row
     """By its name a peer that has made one step, whose seconds and distance from the judge are in the row; none: it
     raised."""
     for whole in (True, False) if name in OURS else (True,):
-        begun = model.parent.clock()
         try:
-            with interrupted_after(model.patience, model.parent.stopped), memory.of(name, counts=False):
-                peer = model.prepared(name, whole)
-                peer.step()
-                if model.device.type == "cuda":
-                    torch.cuda.synchronize()
+            with memory.of(name, counts=False):
+                module, batch = model.made()
+                begun = model.parent.clock()
+                with interrupted_after(model.patience, model.parent.stopped):
+                    peer = model.prepared(name, module, batch, whole)
+                    peer.step()
+                    if model.device.type == "cuda":
+                        torch.cuda.synchronize()
+                row[f"{name}_first_s"] = model.parent.clock() - begun
+                del module, batch
         except UnsupportedModule as refusal:
             row["refused" if whole else "parts_refused"] = _words(refusal)
             continue
@@ -303,7 +309,6 @@ def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row
                 raise
             row["errors"][name] = _words(error)
             break
-        row[f"{name}_first_s"] = model.parent.clock() - begun
         if isinstance(judge, Judge):
             row.update(judge.look_at(name, peer))
         with memory.of(name, counts=False):  # while others compile

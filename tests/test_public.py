@@ -15,7 +15,6 @@ import torch
 
 from benchmarks import public, public_model
 from benchmarks.gpu_clock import interrupted_after
-from benchmarks.gpu_peers import PRECISIONS, prepared
 from benchmarks.public_models import MODELS
 from benchmarks.public_report import Rows, outcome
 from benchmarks.results import Results
@@ -29,6 +28,7 @@ def visited(out, *more):
     return {row["model"]: row for row in Rows(out / "public.jsonl")}
 
 
+@pytest.mark.slow
 def test_a_visit(tmp_path, capsys, monkeypatch):
     def none_starts(*args, **options):
         raise AssertionError("measured again")
@@ -122,9 +122,9 @@ def test_no_room(has_room, monkeypatch):
 
 
 def test_the_judge_names_a_gradient_that_is_further():
-    listed = tiny_models.MODELS["first"]
-    judge = model_of(io.StringIO()).judge()
-    peers = [prepared("eager", listed.make, model_of(None).batch(), PRECISIONS["fp32"], CPU) for _ in range(2)]
+    model = model_of(io.StringIO())
+    judge = model.judge()
+    peers = [model.prepared("eager", *model.made()) for _ in range(2)]
     for peer in peers:
         peer.step()
     assert "eager_further" not in judge.look_at("eager", peers[0])
@@ -136,6 +136,22 @@ def test_the_judge_names_a_gradient_that_is_further():
     assert row["ours_further"] == 2
     assert "model.0.weight: 1.0e-03 from the judge" in row["ours_furthest"]
     assert "model.0.bias: None on one side only" in row["ours_furthest"]
+
+
+def test_memory_is_counted_by_peer(monkeypatch):
+    allocated, most = iter([100, 160, 160, 160, 160, 190, 190, 185]), iter([290, 200])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(most))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    memory = public_model.Memory(torch.device("cuda"))
+    with memory.of("eager", counts=False):  # 60 stay
+        pass
+    memory.step("eager", lambda: None)()  # 130 more at the most
+    with memory.of("ours", counts=False):  # another 30
+        pass
+    memory.step("ours", lambda: None)()  # 10 more at the most, 5 fewer afterwards
+    assert memory.peak == {"eager": 60 + 130, "ours": 30 + 10}
+    assert memory.held == {"eager": 60, "ours": 25}
 
 
 class Waits:
