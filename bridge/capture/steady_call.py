@@ -115,10 +115,19 @@ def _steady(
         real.kept.put_back(first.observation.reads)
     if found is None:
         raise _changing(first, again)
-    if any(_place(each)[1] in _REGISTRIES for each in changed) or not _same_function(first, real):
+    begun = _begun(module, real, changed)
+    if begun or any(_place(each)[1] in _REGISTRIES for each in changed) or not _same_function(first, real):
         needs_first_call()
-    _settle(module, first, [each for each in changed if each not in again])
+    _settle(module, first, [each for each in changed if each not in again or each in begun])
     return found
+
+
+def _begun(module: nn.Module, real: RealRun, changed: Sequence[str]) -> list[str]:
+    """Attributes that calls read and set (``self.hidden``), and that hold no tensor before the first of them."""
+    carried = () if real.kept is None else [f"self.{each}" for each in real.kept.carried]
+    places = [(each, *_place(each)) for each in changed if each in carried]
+    held = [(each, module.get_submodule(path).__dict__.get(name)) for each, path, name in places]
+    return [each for each, value in held if not isinstance(value, torch.Tensor)]
 
 
 def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], **how: Any) -> RealRun:

@@ -269,7 +269,7 @@ class Dispatcher:
         field, count = found.field, self._noted.misses(found.field)
         if count == MISSES_BEFORE_WARNING and self.entries.all and self._noted.first(field):
             words = "%s: no call has been served by TVM yet, the last %d ran eager. What differs: %s. What helps: %s."
-            log.warning(words, name, count, found.reason, advice(field, found.reason))
+            log.warning(words, name, count, found.reason, advice(found, compiles=False))
 
     def _may_compile(self, name: str, failure: GuardFailure) -> bool:
         """Whether a call that missed may be compiled; says so once for each cause that has used up its budget."""
@@ -287,7 +287,7 @@ class Dispatcher:
                 "compiled for several of them, and they did not come back. What helps: %s.",
                 name,
                 failure.reason,
-                advice(failure.field, failure.reason),
+                advice(failure, compiles=True),
             )
         return False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from bridge.base.errors import GuardFailure
 from bridge.compile import RecordedGraphs
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
@@ -82,12 +83,13 @@ _KNOWN = (
     ("inference mode", "call add_tvm_dispatch under the same grad mode as the loop's calls"),
     ("requires_grad of", "give a sample whose tensors require grad where the loop's do"),
     ("dtype of", "give a sample of the loop's dtypes"),
-    ("shape of", "give a sample of the loop's shapes; pad or bucket lengths that vary (a DataLoader's drop_last=True)"),
+    ("shape of", "pad or bucket lengths that vary (a DataLoader's drop_last=True)"),
     ("attribute", "keep a number that changes in a buffer (a 0-d tensor), whose value may change freely"),
     ("value of argument", "pass a number that changes as a 0-d tensor, whose value may change freely"),
     ("keyword arguments", "give a sample with the keyword arguments of the loop's calls"),
     ("alignment of", "give tensors that begin where torch allocates them: clone() a slice from an odd place"),
     ("frozen", 'give on_miss="compile", or call add_tvm_dispatch(..., freeze=True) again when the module has changed'),
+    ("forward of", "call add_tvm_dispatch after what replaces it (Accelerator.prepare does), or without a sample"),
     ("hook on", "register hooks on the dispatched module itself, or dispatch the layers below the hook"),
 )
 _TRAINER = (
@@ -96,8 +98,11 @@ _TRAINER = (
 )
 
 
-def advice(field: str, reason: str) -> str:
-    """What helps where calls differ in ``field`` (of :class:`bridge.base.errors.GuardFailure`)."""
+def advice(failure: GuardFailure, compiles: bool) -> str:
+    """What helps where calls differ so; ``compiles``: under ``on_miss="compile"``."""
+    field, reason = failure.field, failure.reason
     if "num_items_in_batch" in reason:
         return _TRAINER
+    if field.startswith("shape of") and not compiles:
+        return 'give on_miss="compile", which serves lengths that vary by one entry, or a sample of the loop\'s shapes'
     return next((words for start, words in _KNOWN if field.startswith(start)), _DEFAULT)

@@ -190,3 +190,40 @@ def test_a_users_value_in_the_place_is_nothing_to_the_entry():
         module(double(9, 3, 4))
         assert isinstance(module.loss, torch.Tensor) and module.loss.shape == ()
     assert stats(module).hits == 3
+
+
+class Stateful(nn.Module):
+    """Goes on from what the last call has left, where there is something."""
+
+    def __init__(self, begin):
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(8, 4).double(), begin
+
+    def forward(self, x):
+        hidden = self.hidden if isinstance(self.hidden, torch.Tensor) else x.new_zeros(len(x), 4)
+        out = torch.tanh(self.linear(torch.cat([x, hidden], 1)))
+        self.hidden = out.detach()
+        return out
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("begin", [None, 0.0])
+@pytest.mark.parametrize("samples", [True, False])
+def test_what_is_carried_on_begins_with_no_tensor(samples, begin, is_inner):
+    """Calls that begin anew are eager's, all others hits; adding leaves the module as it was."""
+
+    def make():
+        module = Stateful(begin)
+        return (nn.Sequential(nn.Linear(4, 4).double(), module) if is_inner else module), module
+
+    def step(module, inner, i):
+        if i == 4:
+            inner.hidden = begin
+        out = module(double(i, 3, 4))
+        out.square().sum().backward()
+        return out, inner.hidden
+
+    beside(make, step, (lambda m, inner: (double(9, 3, 4),)) if samples else None, steps=7, hits=5)
+    module, inner = make()
+    add_tvm_dispatch(module, double(9, 3, 4))
+    assert inner.hidden is begin

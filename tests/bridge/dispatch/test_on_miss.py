@@ -314,6 +314,24 @@ def test_an_entry_that_no_call_ever_fits_is_told_once(added, called, words, capl
     assert re.search(words, record.getMessage()), record.getMessage()
 
 
+def test_what_helps_where_sizes_change_or_forward_is_replaced(caplog):
+    def replaced(module):
+        module.forward = torch.autocast("cpu", torch.bfloat16)(module.forward)
+
+    for change, count, words in (
+        (lambda module: None, 5, 'on_miss="compile", which serves lengths that vary'),
+        (replaced, 4, "Accelerator.prepare"),
+    ):
+        module = add_tvm_dispatch(MLP(), rows(4))
+        change(module)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="bridge"):
+            for _ in range(MISSES_BEFORE_WARNING):
+                module(rows(count))
+        (record,) = warnings_of(caplog)
+        assert words in record.getMessage(), record.getMessage()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"num_items_in_batch": torch.tensor(3)}, "Trainer adds num_items_in_batch"), ({"other": 1}, "keyword arguments")],
