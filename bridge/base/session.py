@@ -26,8 +26,8 @@ class Session:
         {}
     """
 
-    def __init__(self) -> None:
-        self._caches: dict[str, list[_Clearable]] = {}
+    def __init__(self, *kinds: str) -> None:
+        self._caches: dict[str, list[_Clearable]] = {kind: [] for kind in kinds}  # whose rooms may be imported later
 
     def cache(self, kind: str, made: Cache) -> Cache:
         """A cache that is one of the session's from now on."""
@@ -49,5 +49,5 @@ class Session:
                 each.clear()
 
 
-SESSION = Session()
+SESSION = Session("programs", "choices", "lowerings", "complaints", "stores")
 """Of this process."""

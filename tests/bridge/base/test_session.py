@@ -99,3 +99,4 @@ def test_kinds_are_reset_one_by_one():
     assert not one and two
     with pytest.raises(KeyError):
         session.reset("three")
+    Session("later").reset("later")  # of a room that is not imported yet
