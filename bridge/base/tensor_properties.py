@@ -21,7 +21,7 @@ from torch import nn
 from bridge.base.torch_internals import neg_view, tensor_guards
 
 __all__ = ["PROPERTIES", "Property", "TensorChecks", "as_complex", "as_parts", "is_nested", "is_parts_view"]
-__all__ += ["offset_in", "same_strides", "span_of", "tensor_checks", "view_in"]
+__all__ += ["offset_in", "properties_of", "same_strides", "span_of", "tensor_checks", "view_in"]
 
 #: To be asked before Dynamo's guard, which ends the process over a nested tensor: that has no strides.
 is_nested = attrgetter("is_nested")
@@ -109,6 +109,16 @@ PROPERTIES = (
         same=same_strides,
     ),
 )
+
+
+def properties_of(tensor: torch.Tensor) -> list[Any]:
+    """All of them, comparable with ``==``; of a nested or sparse one, which has no strides, what it has."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        sizes = [] if tensor.is_nested else tensor.shape
+        return [tensor.is_nested, tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad, *sizes]
+    return [each.read(tensor) for each in PROPERTIES]
+
+
 #: Of a quick comparison, besides ``PROPERTIES``.
 _OTHERS = (type, torch.Tensor.is_inference)
 

@@ -421,7 +421,9 @@ class _Watch:
         leaves, observation.out_spec = pytree.tree_flatten(with_wholes(result, wholes.values()))
         run.results, run.wholes = values_of(leaves, self.recorder, wholes), tuple(wholes)
         read = {number for row in record.rows for number in values_in((row.args, row.kwargs))}
-        run.order = given.ordered(record, read.union(values_in([*run.results, *run.final.values()])))
+        read |= {*values_in([*run.results, *run.final.values()]), *observation.reads.looked}
+        run.order = given.ordered(record, read)
+        observation.reads.note_properties({id(tensor) for tensor, _ in record.free.values()})
         places = range(len(given.owned), len(given.owned) + len(given.arguments))
         callers = list(zip(places, given.callers, given.arguments, strict=True))
         rules.unsupported += told_otherwise(observation.reads, callers, given.real_tensors, module_name)

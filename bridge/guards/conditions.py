@@ -16,11 +16,13 @@ from typing import Any
 from torch import nn
 
 from bridge.base.errors import MODULE, GuardFailure, Unsupported, UnsupportedModule
+from bridge.base.tensor_properties import properties_of
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.kinds import CONTAINERS
 from bridge.guards.recording import Reads
 from bridge.guards.watched import (
     ABSENT,
+    Answer,
     Class,
     ClassName,
     ClosureCell,
@@ -37,6 +39,13 @@ from bridge.state import dict_behind, write_counter
 __all__ = ["ReadGuard"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *MODULE_HOOKS)
+_WALKS = frozenset(
+    """
+    children named_children modules named_modules parameters named_parameters buffers named_buffers state_dict apply
+    get_submodule get_parameter get_buffer
+    """.split()
+)
+"""Methods of modules that go through what they hold."""
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _BASES, _HELD, _CALL = attrgetter("__mro__"), attrgetter("cell_contents"), methodcaller("__call__")
 
@@ -264,3 +273,8 @@ def _of_module(module: nn.Module, names: Collection[str], place: Place) -> Itera
         for name in sorted(set(own) if "*" in names and space is own else names):
             if name in space or space is own:
                 yield Name(space, name, place.then(f".{name}"))
+    for inner in module.modules() if not _WALKS.isdisjoint(names) else ():
+        held = [inner.__dict__[each] for each in ("_parameters", "_buffers", "_modules")]
+        yield from (Contents(each, place) for each in held)
+        for tensor in (*inner.parameters(recurse=False), *inner.buffers(recurse=False)):
+            yield Answer(properties_of, (tensor,), {}, Place("", f"a property of a tensor in {place}"))

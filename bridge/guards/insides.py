@@ -86,6 +86,8 @@ class Insides(World):
         """The contents of an object are looked at; ``compared``: with those of another one, or shown as text."""
         if not self.knows(value):
             self.strangers.note(value, ("whole", where))
+        elif is_a(value, torch.Tensor):
+            self.look_at(value)
         if not self.knows(value) or is_a(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
             return
         own = self.original(value)

@@ -12,14 +12,24 @@ import gc
 import sys
 import types
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 __all__ = ["CONTAINERS", "FILES", "OUTSIDE", "PLAIN", "RAISING_WARNINGS", "answer_of", "contents_of", "effect_of"]
-__all__ += ["effect_on_memory", "implicit_of", "is_a", "is_iterator", "is_key", "key_of", "parts_of", "put_back"]
+__all__ += [
+    "effect_on_memory",
+    "implicit_of",
+    "is_a",
+    "is_iterator",
+    "is_key",
+    "is_told",
+    "key_of",
+    "parts_of",
+    "put_back",
+]
 __all__ += ["rows_of_types", "unwatched"]
 
 PLAIN = frozenset(
@@ -93,7 +103,7 @@ def is_iterator(value: Any) -> bool:
 
 def _array(value: Any) -> Any:
     numbers = value.tolist() if value.dtype.hasobject else value.tobytes()
-    return [str(value.dtype), value.shape, value.flags.writeable, numbers]
+    return [str(value.dtype), value.shape, value.strides, value.flags.writeable, numbers]
 
 
 def _goes_through(value: Any) -> Any:
@@ -139,7 +149,12 @@ def _write_set(value: set, contents: Any) -> None:
 
 def _write_deque(value: deque, contents: Any) -> None:
     deque.clear(value)
-    deque.extend(value, contents)
+    deque.extend(value, contents[1:])
+
+
+def _write_defaultdict(value: defaultdict, contents: Any) -> None:
+    value.default_factory, *entries = contents
+    _write_dict(value, entries)
 
 
 def _write_slice(value: Any, contents: Any) -> None:
@@ -179,15 +194,16 @@ _memory = (bytes, _write_memory)
 _FUTURES = ("Future", "Task")
 _ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], None] | None]] = {
     ("collections", "OrderedDict"): (lambda value: list(OrderedDict.items(value)), _write_dict),
+    ("collections", "defaultdict"): (lambda value: [value.default_factory, *dict.items(value)], _write_defaultdict),
     ("builtins", "dict"): (lambda value: list(dict.items(value)), _write_dict),
     ("builtins", "list"): (_stored(list), lambda value, contents: list.__setitem__(value, slice(None), contents)),
     ("builtins", "set"): (lambda value: set(set.__iter__(value)), _write_set),
     ("builtins", "frozenset"): (lambda value: set(frozenset.__iter__(value)), None),
-    ("collections", "deque"): (_stored(deque), _write_deque),
+    ("collections", "deque"): (lambda value: [value.maxlen, *deque.__iter__(value)], _write_deque),
     ("builtins", "mappingproxy"): (lambda value: list(value.items()), None),
     **{("builtins", f"dict_{each}"): (list, None) for each in ("keys", "values", "items")},
     ("builtins", "bytearray"): (bytes, _write_slice),
-    ("builtins", "memoryview"): (bytes, None),
+    ("builtins", "memoryview"): (lambda value: [bytes(value), value.format, value.shape, value.readonly], None),
     ("array", "array"): (
         lambda value: [value.typecode, value.tobytes()],
         lambda value, contents: _write_slice(value, type(value)(*contents)),
@@ -268,6 +284,14 @@ _UNCHANGING = {
 }
 UNCHANGING = frozenset((module, name) for module, names in _UNCHANGING.items() for name in names.split())
 """Classes in C whose objects never change, or whose state has places of its own, by module and name."""
+
+
+_TOLD = (("builtins", "range"), ("decimal", "Decimal"), ("datetime", "date"), ("datetime", "timedelta"))
+
+
+def is_told(kind: type) -> bool:
+    """Whether objects of a class never change, and their text tells all of them."""
+    return (kind.__module__, kind.__name__) in _TOLD
 
 
 def rows_of_types() -> list[tuple[str, str]]:

@@ -213,11 +213,13 @@ class Reads(CallAnalysis):
             return
         count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
         held = frame.f_locals
-        args = {name: self._kept(held[name]) for name in code.co_varnames[:count] if name in held}
+        given = {name: held[name] for name in code.co_varnames[:count] if name in held}
+        args = {name: self._kept(value) for name, value in given.items()}
         cells = {name: held[name] for name in code.co_freevars if name in held}
         made = self._frames[frame] = Frame(frame, flow, args, cells)
         if self._key(made) not in self._followed:
             self._running(made, next(iter(args.values()), None))
+            made.args = {name: self._kept(value) for name, value in given.items()}  # defaults are known by now
         self._look(made, everything=True)
 
     def _running(self, frame: Frame, first: Any) -> None:

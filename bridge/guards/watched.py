@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bridge.guards.kinds import PLAIN, answer_of, contents_of, is_a, put_back
+from bridge.guards.kinds import PLAIN, answer_of, contents_of, is_a, is_told, put_back
 from bridge.guards.objects import ABSENT, class_entry, dict_of, is_changeable
 from bridge.state import kept, same
 
@@ -388,10 +388,6 @@ def slot_of(value: Any, name: str) -> Any:
         return ABSENT
 
 
-def _is_constant(value: Any) -> bool:
-    return is_a(value, int | float | str | bytes | type(None)) or value is ABSENT
-
-
 _IDENTITIES = (torch.Tensor, nn.Module, type, types.ModuleType, FunctionType, types.MethodType)
 
 
@@ -401,11 +397,11 @@ def alike(now: Any, then: Any, deep: int = 8) -> bool:
         return True
     if type(now) is not type(then) or now is ABSENT or not deep or is_a(now, _IDENTITIES):
         return False
-    if type(now) is list or is_a(now, tuple):
+    if type(now) in (list, set) or is_a(now, tuple):
         now, then = kept(now), kept(then)
         return len(now) == len(then) and all(alike(a, b, deep - 1) for a, b in zip(now, then, strict=True))
-    if type(now) is set:
-        return len(now) == len(then) and (set(map(id, now)) == set(map(id, then)) or _equal_constants(now, then))
+    if is_told(type(now)):
+        return repr(now) == repr(then)
     if (held := contents_of(now)) is not None and not alike(held(now), held(then), deep - 1):
         return False
     own, slots = dict_of(now), _slots(type(now))
@@ -422,7 +418,3 @@ def _slots(kind: type) -> list[str]:
         return []
     bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     return [name for held in bases for name, raw in held.items() if is_a(raw, types.MemberDescriptorType)]
-
-
-def _equal_constants(now: set, then: set) -> bool:
-    return all(map(_is_constant, now)) and now == then

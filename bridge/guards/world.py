@@ -11,7 +11,7 @@ import os
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 
+from bridge.base.tensor_properties import properties_of
 from bridge.guards.changes import Changes, reads_later
 from bridge.guards.kinds import (
     PLAIN,
@@ -42,6 +43,7 @@ from bridge.guards.objects import (
 from bridge.guards.strangers import Strangers
 from bridge.guards.tensor_reads import asked_of, is_asked
 from bridge.guards.watched import (
+    Answer,
     CachedResult,
     Class,
     ClassName,
@@ -79,6 +81,8 @@ class World(Changes):
         hidden: ids of tensors that modules outside of the tree hold.
         inputs: of the run, by id: their places.
         tensors: what was asked of which of them (:mod:`bridge.guards.tensor_reads`).
+        looked: places of those whose properties forward looked at, computed with or not. ``looks``: other tensors
+            likewise, by id.
         identities: of which of them it was asked if they are the same object. ``others``: tensors from elsewhere that
             were compared, by id.
         validates: whether code of ``torch.distributions`` ran, which checks its arguments or does not.
@@ -98,6 +102,7 @@ class World(Changes):
         self.bases: dict[type, None] = {}
         self.inputs: dict[int, int] = {}
         self.tensors: dict[tuple[int, str], None] = {}
+        self.looked, self.looks = set[int](), dict[int, torch.Tensor]()
         self.identities, self.validates = set[int](), False
         self.others: dict[int, torch.Tensor] = {}
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
@@ -257,6 +262,7 @@ class World(Changes):
             return self._of_class(owner, kind, name, place)
         raw = self.class_name(kind, name) if is_changeable(kind) else class_entry(kind, name)
         if issubclass(kind, torch.Tensor) and (place_of := self.inputs.get(id(owner))) is not None:
+            self.looked.add(place_of)
             if not is_asked(name):
                 return function_or_object(raw)
             self.tensors.setdefault((place_of, name))
@@ -284,7 +290,9 @@ class World(Changes):
         """An attribute of any other object; ``raw``: what its class holds under the name."""
         if not (known := self.knows(owner)):
             self.strangers.note(owner, ("attribute", name))
-        elif is_a(owner, torch.Tensor) and is_asked(name) and hasattr(torch.Tensor, name):
+        elif is_a(owner, torch.Tensor):
+            self.look_at(owner)
+        if known and is_a(owner, torch.Tensor) and is_asked(name) and hasattr(torch.Tensor, name):
             self.ask(asked_of, (self.original(owner), name), {}, f"{place}.{name}")
             return []
         self._class(owner)
@@ -309,6 +317,19 @@ class World(Changes):
             if value is not ABSENT:
                 return interesting(value)
         return function_or_object(raw) if raw is not ABSENT else self._computed(owner, kind, name)
+
+    def look_at(self, tensor: torch.Tensor) -> None:
+        """Properties of a tensor decide something."""
+        if (place := self.inputs.get(id(tensor))) is not None:
+            self.looked.add(place)
+        elif self.knows(tensor):
+            self.looks[id(tensor)] = self.original(tensor)
+
+    def note_properties(self, inputs: Collection[int]) -> None:
+        """Notes those of the tensors that were looked at, but for some by their ids, which have conditions anyway."""
+        for tensor in [each for key, each in self.looks.items() if key not in inputs]:
+            place = Place("", f"a property of {self.place(tensor) or 'a tensor'}")
+            self.items["properties", id(tensor)] = Answer(properties_of, (tensor,), {}, place)
 
     def _of_super(self, owner: Any, name: str) -> list[Any]:
         """An attribute that ``super()`` finds: in the classes behind one."""
@@ -408,6 +429,7 @@ class World(Changes):
 
     def forget(self) -> None:
         """Drops what only the run needed: a guard lives on."""
-        for each in (self._known, self._held, self.first, self.inputs, self._places, self._tables, self._insides):
+        held = self._known, self._held, self.first, self.inputs, self._places, self._tables, self._insides, self.looks
+        for each in held:
             each.clear()
         self.originals = {}

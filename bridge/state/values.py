@@ -52,13 +52,13 @@ def dict_of(value: Any) -> dict[str, Any] | None:
 def same(now: Any, then: Any) -> bool:
     """Whether this is the same object, or a plain value of the same type that no operator can tell apart.
 
-    Lists are compared by their entries, any other mutable object by identity.
+    Lists are compared by their entries, any other mutable object by identity; a frozenset in the order of its entries.
     """
     if now is then:
         return True
     if type(now) is not type(then):
         return False
-    if type(now) is list or isinstance(now, tuple):
+    if type(now) is list or isinstance(now, tuple | frozenset):
         now, then = kept(now), kept(then)
         return len(now) == len(then) and all(map(same, now, then))
     if not isinstance(now, PLAIN):
