@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -148,28 +149,40 @@ class Judge:
         parameters = peer.module.parameters()  # in the same order: a compiled module's names have a prefix
         found = {key: _distance(p.grad, self.gradients[key]) for key, p in zip(self.gradients, parameters, strict=True)}
         self.distances[name] = found
-        loss = float(peer.result)
-        norms = {key: 0.0 if g is None else float(g.norm()) for key, g in self.gradients.items()}
-        whole = math.hypot(*norms.values())
-        row: Row = {f"{name}_from_judge": math.hypot(*(d or 0.0 for d in found.values())) / whole if whole else 0.0}
-        row[f"{name}_loss_from_judge"] = abs(loss - self.loss) / max(abs(self.loss), 1e-30)
+        row: Row = {f"{name}_from_judge": self._whole(name)}
+        row[f"{name}_loss_from_judge"] = abs(float(peer.result) - self.loss) / max(abs(self.loss), 1e-30)
         if name == "eager" or "eager" not in self.distances:
             return row
-        further = {key: self._further(name, key, norms[key], whole / math.sqrt(len(norms))) for key in found}
-        further = {key: words for key, words in further.items() if words}
+        further = {key: words for key in found if (words := self._further(name, key))}
+        if self._whole(name) > _FURTHER * self._whole("eager") + self.floor:
+            further = {"all together": f"{self._whole(name):.1e}, eager {self._whole('eager'):.1e}"} | further
         row[f"{name}_further"] = len(further)
         if further:
             row[f"{name}_furthest"] = "; ".join(f"{key}: {words}" for key, words in list(further.items())[:3])
         return row
 
-    def _further(self, name: str, key: str, norm: float, usual: float) -> str:
-        """Why a gradient is not as near as it has to be; empty: it is."""
-        own, eager = self.distances[name][key], self.distances["eager"][key]
+    @cached_property
+    def _norms(self) -> dict[str, float]:
+        return {key: 0.0 if g is None else float(g.norm()) for key, g in self.gradients.items()}
+
+    def _whole(self, name: str) -> float:
+        """Distance of all gradients together, by their norm."""
+        return math.hypot(*(d or 0.0 for d in self.distances[name].values())) / (math.hypot(*self._norms.values()) or 1)
+
+    def _further(self, name: str, key: str) -> str:
+        """Why a gradient is not as near as it has to be; empty: it is.
+
+        Where rounding decides on which side of a kink a number lies, one gradient of eager's is nearer or further by
+        chance: by its own size, each may be as far as all of eager's together are.
+        """
+        own, eager, norm = self.distances[name][key], self.distances["eager"][key], self._norms[key]
         if own is None or eager is None:
             return "" if own is eager else "None on one side only"
         if not math.isfinite(eager):
             return ""
-        allowed = _FURTHER * eager + self.floor * max(norm, 1e-3 * usual)
+        usual = math.hypot(*self._norms.values()) / math.sqrt(len(self._norms))
+        share = max(self.floor, _FURTHER * self._whole("eager"))
+        allowed = _FURTHER * eager + share * max(norm, 1e-3 * usual)
         return "" if own <= allowed else f"{own:.1e} from the judge, eager {eager:.1e}, of {norm:.1e}"
 
 
