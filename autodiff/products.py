@@ -229,8 +229,10 @@ def share_sums(body: Body) -> None:
         factors = _summed(binding, body) if binding.op in _SUMS else None
         if factors is not None:
             x, axes = binding.value.args[0], _axes(binding)
-            key = tuple(axes), tuple(map(str, shape(x)))
-            less = (each for each in known[key] if _is_less(factors, each[0], axes, len(shape(x))))
+            rank = len(shape(x))
+            added = frozenset(each for each in factors.items() if not _is_constant(each[0], axes, rank))
+            key = tuple(axes), tuple(map(str, shape(x))), added
+            less = (each for each in known[key] if _is_less(factors, each[0]))
             found = next(less, None) if binding in gradients else None
             if found is None:
                 known[key].append((factors, binding))
@@ -266,10 +268,9 @@ def _factors(value: Expr, body: Body) -> Factors:
     return found
 
 
-def _is_less(factors: Factors, fewer: Factors, axes: list[int], rank: int) -> bool:
-    """Whether a sum lacks only factors that are the same for all that is added."""
-    more = factors - fewer
-    return bool(more) and not fewer - factors and all(_is_constant(each, axes, rank) for each in more)
+def _is_less(factors: Factors, fewer: Factors) -> bool:
+    """Whether a sum lacks factors; of two with the same ones but for those that are the same for all that is added."""
+    return bool(factors - fewer) and not fewer - factors
 
 
 def _is_constant(factor: Binding | str, axes: list[int], rank: int) -> bool:

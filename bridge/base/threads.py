@@ -137,19 +137,19 @@ class _Deferral:
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]):
         self.handler = handler
-        self._is_pending = False
+        self.is_pending = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_pending:
-            self._is_pending = True
+        if not self.is_pending:
+            self.is_pending = True
             return
         self.deliver()
         self.handler(number, frame)
 
     def deliver(self) -> None:
         """Calls the user's handler for a SIGINT that was noted, if one was."""
-        if self._is_pending:
-            self._is_pending = False
+        if self.is_pending:
+            self.is_pending = False
             self.handler(signal.SIGINT, sys._getframe(1))
 
 
@@ -183,8 +183,9 @@ def interrupts_deferred() -> Iterator[None]:
 
 def raise_deferred() -> None:
     """A boundary: where a SIGINT was deferred, the user's handler runs now (Python's raises ``KeyboardInterrupt``)."""
-    if _DEFERRED and _is_main_thread():
-        _DEFERRED[-1].deliver()
+    for deferral in _DEFERRED[-1:]:
+        if deferral.is_pending and _is_main_thread():
+            deferral.deliver()
 
 
 def _is_main_thread() -> bool:

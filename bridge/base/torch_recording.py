@@ -15,9 +15,9 @@ import torch
 from bridge.base.devices import TYPES, current_device
 from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel, no_torch_function, schema
 
-__all__ = ["BelowFunctionalMode", "FunctionalTensorMode", "PreDispatchMode", "below_autograd", "called_below"]
-__all__ += ["composite_kernel", "functional_of", "has_casts", "has_wrapper", "in_functional", "is_below_autocast"]
-__all__ += ["is_only_mapped", "is_written", "no_python_kernels", "unrecorded"]
+__all__ = ["BelowFunctionalMode", "DispatchMode", "FunctionalTensorMode", "PreDispatchMode", "below_autograd"]
+__all__ += ["called_below", "composite_kernel", "functional_of", "has_casts", "has_wrapper", "in_functional"]
+__all__ += ["is_below_autocast", "is_only_mapped", "is_written", "no_python_kernels", "unrecorded"]
 
 _Proxy: type = find("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode")
 _PRE_DISPATCH = find("torch._C.DispatchKey.PreDispatch")
@@ -39,41 +39,44 @@ def unrecorded(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) ->
         return call(*args, **kwargs)
 
 
-class PreDispatchMode(_Proxy):
-    """A dispatch mode that sees operators as they are called: composite ones whole, before autocast and autograd.
-
-    torch takes no mode at this key that is no subclass of its tracer's; nothing else of the tracer is used. The Python
-    dispatcher has to be on around it (:data:`bridge.base.torch_internals.python_kernels`).
-    """
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that torch does not wrap for Dynamo."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """No: it is active where nothing is compiled, and torch's wrapper takes as long for each call as a row."""
         return False
 
-    def __init__(self) -> None:
-        TorchDispatchMode.__init__(self, _PRE_DISPATCH)
-        self._mode_key = _PROXY
-        self.pre_dispatch = True
+
+class _ProxyMode(DispatchMode, _Proxy):
+    """A dispatch mode at a key of torch's tracer, where torch takes subclasses of that alone."""
+
+    def __init__(self, key: Any = None) -> None:
+        TorchDispatchMode.__init__(self, key)
+        self._mode_key, self.pre_dispatch = _PROXY, key is not None
         self.enter_stack: list[Any] = []
 
     def __sym_dispatch__(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-class BelowFunctionalMode(_Proxy):
+class PreDispatchMode(_ProxyMode):
+    """A dispatch mode that sees operators as they are called: composite ones whole, before autocast and autograd.
+
+    The Python dispatcher has to be on around it (:data:`bridge.base.torch_internals.python_kernels`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_PRE_DISPATCH)
+
+
+class BelowFunctionalMode(_ProxyMode):
     """A dispatch mode that sees functional operators, on fake tensors: what functionalization makes of others."""
 
     def __init__(self) -> None:
-        TorchDispatchMode.__init__(self)
-        self._mode_key = _PROXY
-        self.pre_dispatch = False
-        self.enter_stack: list[Any] = []
+        super().__init__()
         self.tracer = self
         self.tensor_tracker: dict[Any, Any] = {}
-
-    def __sym_dispatch__(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 FunctionalTensorMode: type = find("torch._subclasses.functional_tensor.FunctionalTensorMode")

@@ -25,7 +25,6 @@ from bridge.base.torch_cuda import attention_may_be_formula, memory_of
 from bridge.base.torch_internals import (
     FakeTensor,
     OpOverload,
-    TorchDispatchMode,
     aten,
     current_graph_task_id,
     overload_packet,
@@ -33,7 +32,7 @@ from bridge.base.torch_internals import (
     schema,
     storage_id,
 )
-from bridge.base.torch_recording import unrecorded
+from bridge.base.torch_recording import DispatchMode, unrecorded
 from bridge.base.torch_shapes import hint
 from bridge.capture.autograd_uses import DRAWS_ANEW, draws_anew
 from bridge.capture.observation import Draw, DropoutOperand, Parameter
@@ -50,7 +49,7 @@ TORCHS = ("aten", "prims", "tvm_dispatch")
 """Namespaces of operators whose tags say whether they draw."""
 
 
-class IsolatedRNG(TorchDispatchMode):
+class IsolatedRNG(DispatchMode):
     """While active, what this thread draws from a default generator comes from one of its own, at the same state.
 
     Args:
@@ -166,10 +165,9 @@ class unwatched:
 
     __slots__ = ("_listener",)
 
-    def __init__(self) -> None:
-        self._listener = sys.getprofile()
-
     def __enter__(self) -> unwatched:
+        listener = sys.getprofile()  # the user's, which may be no function, stays
+        self._listener = listener if str(getattr(listener, "__module__", "")).startswith("bridge.") else None
         if self._listener is not None:
             sys.setprofile(None)
         return self
@@ -181,12 +179,13 @@ class unwatched:
     @in_its_place
     def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """What ``func`` returns; it is watched: code of the user's may run in it."""
+        if self._listener is None:
+            return func(*args, **kwargs)
         sys.setprofile(self._listener)
         try:
             return func(*args, **kwargs)
         finally:
-            if self._listener is not None:
-                sys.setprofile(None)
+            sys.setprofile(None)
 
 
 # Recorder of random draws: operators that run → a :class:`Draw` for each that draws.

@@ -35,6 +35,7 @@ from bridge.base.torch_internals import (
 )
 from bridge.base.torch_recording import (
     BelowFunctionalMode,
+    DispatchMode,
     FunctionalTensorMode,
     below_autograd,
     composite_kernel,
@@ -302,7 +303,7 @@ def _assert_ran(graph: fx.Graph, node: fx.Node) -> None:
 _DEVICE = torch.ops.prim.device.default
 
 
-class _Functional(FunctionalTensorMode):
+class _Functional(DispatchMode, FunctionalTensorMode):
     """Functionalization that decomposes composite operators, but for those that are left whole."""
 
     def __init__(self, symbolic: bool) -> None:

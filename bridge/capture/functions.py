@@ -115,11 +115,12 @@ class Functions(TorchFunctionMode):
                 setattr(tensor, attribute, value)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        raise_deferred()
-        inside = function_running()
-        return (self._any if inside is None else partial(inside.called, self._any))(func, args, kwargs or {})
+        with unwatched() as quiet:
+            raise_deferred()
+            inside, call = function_running(), partial(self._any, quiet)
+            return (call if inside is None else partial(inside.called, call))(func, args, kwargs or {})
 
-    def _any(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _any(self, quiet: unwatched, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if "generator" in kwargs and kwargs["generator"] is None:  # else it is another overload that is called
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if isinstance(func, HigherOrderOperator):
@@ -130,8 +131,8 @@ class Functions(TorchFunctionMode):
             reason = "runs a backward inside forward, which adds to gradients that are the caller's"
             raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", _line(), reason)])
         if innermost_transform() is not None:
-            return func(*args, **kwargs)
-        return self._called(func, args, kwargs) if self.rules is None else self._watched(func, args, kwargs)
+            return quiet.call(func, args, kwargs)
+        return self._called(func, args, kwargs) if self.rules is None else self._watched(quiet, func, args, kwargs)
 
     def _judge(self, op: Any, tensors: Sequence, written: Iterable, results: Iterable) -> None:
         """An operator has run: what it wrote is judged."""
@@ -251,26 +252,25 @@ class Functions(TorchFunctionMode):
 
     # Writes
 
-    def _watched(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _watched(self, quiet: unwatched, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a function gives that is told what a graph does not hold of its call."""
-        with unwatched() as quiet:
-            rules, name = self.rules, getattr(func, "__name__", str(func))
-            if (use := use_of_autograd(func, name, args, rules.without_grad)) is not None and use not in self._uses:
-                self._uses.append(use)  # said once
-                rules.complain(*use)
-            attribute = _SETTERS.get(func) if name in ("__set__", "__delete__") else None
-            if name == "__set__" and attribute == "grad":
-                rules.complain("Tensor.grad =", _OTHER_MEMORY)
-            with no_torch_function():
-                if attribute is not None and rules.is_given(args[0]):
-                    self._before.append((args[0], attribute, getattr(args[0], attribute)))
-                followed = args[0].requires_grad if func in _SWITCHES else None
-            is_watched = use is not None or _runs_users_code(func, name, _leaves((args, kwargs)))
-            self._running, called = func, self._called
-            result = quiet.call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
-            with no_torch_function():  # what is asked of tensors here is no call of forward's
-                if followed is not None and args[0].is_leaf and args[0].requires_grad != followed:
-                    rules.switched(args[0])
+        rules, name = self.rules, getattr(func, "__name__", str(func))
+        if (use := use_of_autograd(func, name, args, rules.without_grad)) is not None and use not in self._uses:
+            self._uses.append(use)  # said once
+            rules.complain(*use)
+        attribute = _SETTERS.get(func) if name in ("__set__", "__delete__") else None
+        if name == "__set__" and attribute == "grad":
+            rules.complain("Tensor.grad =", _OTHER_MEMORY)
+        with no_torch_function():
+            if attribute is not None and rules.is_given(args[0]):
+                self._before.append((args[0], attribute, getattr(args[0], attribute)))
+            followed = args[0].requires_grad if func in _SWITCHES else None
+        is_watched = use is not None or _runs_users_code(func, name, _leaves((args, kwargs)))
+        self._running, called = func, self._called
+        result = quiet.call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
+        with no_torch_function():  # what is asked of tensors here is no call of forward's
+            if followed is not None and args[0].is_leaf and args[0].requires_grad != followed:
+                rules.switched(args[0])
         return result
 
 

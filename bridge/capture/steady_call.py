@@ -385,8 +385,6 @@ def _counted(
 # loop is told from a deep network by its weights: every step reads the same ones.
 
 
-log = channel("dispatch")
-
 #: Operators of a graph with unrolled steps that are compiled: of about five minutes.
 MOST_OPERATORS = 1 << 13
 #: Operators from which on it is told that it takes long: about a minute.

@@ -19,7 +19,7 @@ from autodiff.scan.prove import Part, Producer
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.observation import Draw
 from bridge.capture.passes.decompositions import may_raise
-from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, key_of, mapped, values_in, written_operands
+from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, key_of, mapped, values_in, written
 
 __all__ = ["COMPARING", "CREATING", "HERE", "NUMBER", "CallKind", "NotRolledError", "RowCall", "RowCalls"]
 __all__ += ["calls_of", "filled"]
@@ -236,20 +236,20 @@ class _Reader:
     def _row(self, index: int, row: Row) -> None:
         record, calls = self.record, self.calls
         operands = list(values_in((row.args, row.kwargs)))
-        written = _written(row)
+        writes = list(values_in(written(row)))
         known = {number: place for place, number in reversed(list(enumerate(operands)))}
         results = list(values_in(row.results))
         fresh = [number for number in dict.fromkeys(results) if number not in self._now]
         draws = row.draws[1] - row.draws[0]
         effect = _has_effect(row)
-        if not (fresh or written or draws or effect):
+        if not (fresh or writes or draws or effect):
             return  # it returns what it was given
         here = len(calls.rows)
         reads = [self._now[number] for number in operands]
         makes = [self._new(number, Producer(here, leaf)) for leaf, number in enumerate(fresh)]
         through, targets, owned = [], 0, False
-        if written:
-            targets_of = list(dict.fromkeys(written))
+        if writes:
+            targets_of = list(dict.fromkeys(writes))
             memory = dict.fromkeys(record.memory[number] for number in targets_of)
             owned = not self._of_inputs.isdisjoint(memory)
             alive = [n for each in memory for n in self._sharing.get(each, ()) if self._last_read.get(n, -1) > index]
@@ -380,11 +380,6 @@ def _alive(calls: RowCalls) -> RowCalls:
 def _has_effect(row: Row) -> bool:
     """Whether a row does more than make its results: none has none; the norms write statistics."""
     return not list(values_in(row.results)) or "batch_norm" in str(row.op) or "instance_norm" in str(row.op)
-
-
-def _written(row: Row) -> list[int]:
-    """The record's values that a row writes, as the operator's schema says."""
-    return list(values_in(written_operands(row.op, row.args, row.kwargs)))
 
 
 def _is_barred(row: Row) -> bool:

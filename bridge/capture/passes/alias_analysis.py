@@ -96,10 +96,12 @@ class Aliases:
     ):
         self.order = {node: position for position, node in enumerate(nodes)}
         self.root: dict[fx.Node, fx.Node] = {}
+        self._classes: dict[fx.Node, list[fx.Node]] = {}
         self._detached: set[fx.Node] = set()  # seen under a name that autograd does not follow
         for node in self.order:
             source = aliased(node)
-            self.root[node] = node if source is None or cut(node) else self.root[source]
+            root = self.root[node] = node if source is None or cut(node) else self.root[source]
+            self._classes.setdefault(root, []).append(node)
             if is_detach(node) or source in self._detached:
                 self._detached.add(node)
         self._followed = {node for node in self.order if node.op == "placeholder" and requires_grad(node)}
@@ -133,9 +135,17 @@ class Aliases:
         """Whether autograd may follow a value with this memory (never wrongly ``False``)."""
         return self.root[node] in self._followed
 
+    def writes(self) -> dict[fx.Node, list[fx.Node]]:
+        """The nodes that write into a class, in order, by its first member."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.order:
+            for root in dict.fromkeys(self.root[each] for each in written(node)):
+                found.setdefault(root, []).append(node)
+        return found
+
     def class_of(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that may share memory with ``node``, in order."""
-        return [other for other, root in self.root.items() if root is self.root[node]]
+        return self._classes[self.root[node]]
 
     def used_after(self, node: fx.Node, moment: fx.Node, *, writes: bool) -> bool:
         """Whether memory of ``node`` is read (or, with ``writes``, written) after ``moment`` in the graph's order.

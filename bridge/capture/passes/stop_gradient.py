@@ -64,16 +64,16 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
 def _parameters_written_first(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
     """A leaf that is written where autograd does not follow it (clipped, normalized): the write is one to a copy, and
     all that comes after it reads that with the gradient of the leaf. Nothing that autograd follows may come before."""
-    leaves = [node for node in graph.nodes if node.op == "placeholder" and requires_grad(node)]
+    leaves = dict.fromkeys(node for node in graph.nodes if node.op == "placeholder" and requires_grad(node))
     for node in graph.nodes:
-        for leaf in set(leaves).intersection(written(node)):  # which it returns
+        for leaf in leaves.keys() & written(node):  # which it returns
             node.replace_all_uses_with(leaf)
     aliases, problems = Aliases(graph.nodes, requires_grad, cut=lambda node: False), []
+    writes_of = aliases.writes()
     for leaf in leaves:
-        names = aliases.class_of(leaf)
-        writes = [node for node in graph.nodes if not set(names).isdisjoint(written(node))]
-        if not writes:
+        if (writes := writes_of.get(leaf)) is None:
             continue
+        names = aliases.class_of(leaf)
         unseen: set[fx.Node] = set()
         for node in names:  # what no_grad or detach made, and views of that
             if STOPPED in node.meta or is_detach(node) or aliased(node) in unseen:
@@ -109,9 +109,9 @@ def _write_first(graph: fx.Graph, leaf: fx.Node, last: fx.Node, later: set[fx.No
 def mark_overwritten(graph: fx.Graph, names: Collection[str]) -> None:
     """What is in the memory of these inputs after each write passes through ``tvm_dispatch::overwritten``, in place."""
     aliases = Aliases(graph.nodes, lambda node: False, cut=lambda node: False)
+    writes_of = aliases.writes()
     for memory in [node for node in graph.nodes if node.op == "placeholder" and node.name in names]:
-        members = set(aliases.class_of(memory))
-        places = [node for node in aliases.order if not members.isdisjoint(written(node))]
+        places = writes_of.get(memory, [])
         places += [user for user in memory.users if user.target is WITH_GRADIENT and user.args[1] is memory]
         for place in places:
             now = place if place.target is WITH_GRADIENT else memory

@@ -9,6 +9,7 @@ from torch import nn
 
 from bridge import UnsupportedModule
 from bridge.capture import capture, dynamic_dims
+from bridge.capture.passes import alias_analysis, stop_gradient
 from bridge.capture.twin import Twin
 from bridge.state import SampleCall, Snapshot
 from tests.bridge.models import bert_layer
@@ -140,3 +141,23 @@ def test_a_bert_layer_runs_twice():
     with counted(module) as forwards:
         capture(SampleCall(module, (hidden,), {}))
     assert forwards.count == 2
+
+
+def _looks_per_layer(monkeypatch, layers: int) -> float:
+    """How often a capture of so many layers asks what an operator writes, for each of them."""
+    looks, written = Counter(), alias_analysis.written
+
+    def counting(node):
+        looks["asked"] += 1
+        return written(node)
+
+    for each in (alias_analysis, stop_gradient):
+        monkeypatch.setattr(each, "written", counting)
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])
+    capture(SampleCall(module, (X,), {}))
+    monkeypatch.undo()
+    return looks["asked"] / layers
+
+
+def test_aliases_of_a_deep_module_are_analysed_in_time_that_grows_with_its_rows(monkeypatch):
+    assert _looks_per_layer(monkeypatch, 48) < 1.2 * _looks_per_layer(monkeypatch, 6)
