@@ -139,6 +139,7 @@ def from_parts(parts: Mapping[str, bytes], given: Given | None = None) -> Any:
 
 
 _PLAIN = frozenset([type(None), bool, int, str])
+_NESTED = (list, dict)
 
 
 def _plain(value: Any, numbers: bytearray | None) -> Any:
@@ -168,7 +169,7 @@ def _plain(value: Any, numbers: bytearray | None) -> Any:
 
 def _value(plain: Any, given: Given, numbers: bytes) -> Any:
     if isinstance(plain, list):
-        return tuple([_value(each, given, numbers) for each in plain])
+        return tuple([_value(each, given, numbers) if type(each) in _NESTED else each for each in plain])
     if not isinstance(plain, dict):
         return plain
     inside = {key: _value(each, given, numbers) for key, each in plain.items()}

@@ -5,9 +5,7 @@ The chain rule through the operators that make a value multiplies in another ord
 a factor is infinite or zero, or where digits cancel, the two differ; there the formula is spelled out.
 
 Subgradients: which of several derivatives this version of torch takes where there is a choice, by asking autograd.
-torch 2.14 changed two of them. At a bound, the gradient of ``clamp`` was 1 and is 0; of two equal operands, ``fmax``
-and ``fmin`` sent theirs to the first and now send half to each. What autograd answers here is what eager training does.
-So is the kink of ``softshrink``, where some versions round the bound.
+What autograd answers here is what eager training does.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from autodiff.library import call as library_call
 from bridge.aten.registry import converts, rounds_once
 from bridge.base.devices import HOST, current_device
 from bridge.base.modes import autocast_to
+from bridge.base.quirks import quirk
 from bridge.base.torch_internals import aten
 
 __all__ = ["clamp_at_bound", "fmax_prefers_first", "scaled", "softshrink_rounds_its_bound", "times", "where"]
@@ -69,6 +68,11 @@ def _gradients(function: Callable[..., torch.Tensor], *operands: list[float]) ->
     return [grad.tolist() for grad in grads]
 
 
+@quirk(
+    "torch.clamp",
+    reason="its gradient at a bound was 1 and is 0 from 2.14 on",
+    test="tests/bridge/aten/test_subgradients.py::test_clamp_at_its_bounds",
+)
 @functools.cache
 def clamp_at_bound() -> float | None:
     """Gradient of ``clamp`` at its bounds, 1.0 or 0.0; ``None`` if it depends on the bound."""
@@ -76,6 +80,11 @@ def clamp_at_bound() -> float | None:
     return found[0] if found in ([0.0, 0.0], [1.0, 1.0]) else None
 
 
+@quirk(
+    "torch.fmax, torch.fmin",
+    reason="of two equal operands, the first got the gradient; from 2.14 on, each gets half",
+    test="tests/bridge/aten/test_subgradients.py::test_fmax_at_ties",
+)
 @functools.cache
 def fmax_prefers_first() -> bool:
     """Whether ``fmax`` and ``fmin`` send all of a tie's gradient to the first operand, nan giving way to a number."""
@@ -84,6 +93,11 @@ def fmax_prefers_first() -> bool:
     return all(_gradients(function, *operands) == expected for function in (torch.fmax, torch.fmin))
 
 
+@quirk(
+    "F.softshrink",
+    reason="some versions round the bound to the half type of the input",
+    test="tests/bridge/aten/test_singular.py",
+)
 @functools.cache
 def softshrink_rounds_its_bound() -> bool:
     """Whether ``softshrink`` on the CPU takes the bound in the half type of its input; a GPU's does."""

@@ -1,4 +1,5 @@
-"""Quirks: what one operator or one version of torch does that no rule covers → a table (``python -m bridge.quirks``).
+"""Quirks: what one operator or one version of torch, or one library, does that no rule covers → a table
+(``python -m bridge.quirks``).
 
 A quirk is declared where it is handled. When a new torch comes, this table says where to look.
 """
@@ -30,6 +31,7 @@ class Quirk:
         test: the test that fails without the handler: a file, or ``file::test``.
         handler: dotted name of what handles it.
         since, until: versions of torch for which it is needed: from ``since`` on, before ``until``; empty: no bound.
+        library: whose it is, if it is not torch's.
     """
 
     operators: tuple[str, ...]
@@ -38,12 +40,13 @@ class Quirk:
     handler: str
     since: str = ""
     until: str = ""
+    library: str = ""
 
     @property
     def versions(self) -> str:
         """In words."""
         bounds = [f"from {self.since}"] * bool(self.since) + [f"before {self.until}"] * bool(self.until)
-        return " ".join(bounds) or "all"
+        return self.library or " ".join(bounds) or "all"
 
     @property
     def applies(self) -> bool:
@@ -57,7 +60,9 @@ def applies(since: str = "", until: str = "") -> bool:
     return (not since or now >= TorchVersion(since)) and (not until or now < TorchVersion(until))
 
 
-def quirk(*operators: str, reason: str, test: str, since: str = "", until: str = "") -> Callable[[T], T]:
+def quirk(
+    *operators: str, reason: str, test: str, since: str = "", until: str = "", library: str = ""
+) -> Callable[[T], T]:
     """A decorator of a handler, or of a function of another form: declares the quirk that it handles.
 
     Example:
@@ -67,7 +72,7 @@ def quirk(*operators: str, reason: str, test: str, since: str = "", until: str =
 
     def declare(handler: T) -> T:
         name = f"{getattr(handler, '__module__', '?')}.{getattr(handler, '__qualname__', '?')}"
-        QUIRKS.append(Quirk(operators, reason, test, name, since, until))
+        QUIRKS.append(Quirk(operators, reason, test, name, since, until, library))
         return handler
 
     return declare

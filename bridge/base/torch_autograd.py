@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.quirks import quirk
 from bridge.base.torch_internals import find, saved_tensors_hooks
 
 __all__ = ["GENERATED", "FunctionNode", "applications_through", "applied", "apply_function"]
@@ -19,8 +20,7 @@ __all__ += ["puts_generators_back"]
 
 _IN_PYTHON = isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
 FUNCTION_BASE: type = find("torch.autograd.function._SingleLevelFunction") if _IN_PYTHON else torch.autograd.Function
-"""The class whose ``apply`` every application passes: up to torch 2.13 the one that ``Function.apply`` goes on to;
-later that is C code, and an ``apply`` that was looked up before passes by."""
+"""The class whose ``apply`` every application passes: what ``Function.apply`` goes on to, where it is Python."""
 
 FunctionNode: type = torch.autograd.function.BackwardCFunction
 """The class of a Function's node in autograd's graph, which is the ``ctx`` of its forward and backward."""
@@ -42,6 +42,12 @@ def node_class(kind: type) -> type:
     return kind._backward_cls
 
 
+@quirk(
+    "torch.autograd.Function.apply",
+    reason="is C code; one that was looked up before passes by",
+    test="tests/bridge/capture/test_own_functions.py",
+    since="2.14",
+)
 @contextmanager
 def applications_through(apply: Callable[..., Any]) -> Iterator[None]:
     """While active, ``apply(kind, *args, **kwargs)`` is called where a Function is applied, in any thread."""

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from bridge.base.quirks import quirk
+
 RUN_WITH = "2.11 to 2.15"
 """Versions of torch whose internals this file was held against."""
 
@@ -209,8 +211,14 @@ compiling_flag: Callable[[], Any] = functools.partial(getattr, torch.compiler, "
 """What ``torch.compiler.is_compiling`` returns where Dynamo does not answer it."""
 
 
+@quirk(
+    "torch.compiler.is_exporting",
+    reason="Dynamo takes it for true",
+    test="tests/bridge/dynamo/test_backend.py",
+    until="2.12",
+)
 def is_exporting() -> bool:
-    """``torch.compiler.is_exporting()``, also where Dynamo traces this: up to torch 2.11 it takes that one for true."""
+    """``torch.compiler.is_exporting()``, also where Dynamo traces this."""
     return bool(torch.compiler._is_exporting_flag)
 
 

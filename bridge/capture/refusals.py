@@ -13,6 +13,7 @@ from torch import nn
 from bridge.base.devices import HOST, devices_of, may_be_on_host
 from bridge.base.errors import BY_NUMBERS, TORCH_DIR, Unsupported, UnsupportedModule, line_of, user_line
 from bridge.base.pytrees import leaf_names
+from bridge.base.quirks import quirk
 from bridge.base.torch_internals import pytree
 from bridge.capture.packed import PackedUseError
 from bridge.capture.readings import ReadsDifferError
@@ -136,6 +137,12 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
         raise UnsupportedModule(name, found)
 
 
+@quirk(
+    "Cache",
+    reason="caches of keys and values are arguments that no graph holds; training has no use for them",
+    test="tests/bridge/composition/test_trainer_uses.py",
+    library="transformers",
+)
 def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
     leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_size)
     found = []
@@ -217,6 +224,12 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
     return Unsupported("a run on fake tensors", where, f"{kind}: {_without_advice(first_line)}")
 
 
+@quirk(
+    "expert_mask",
+    reason="a mixture of experts selects rows by its router's numbers, unless another implementation is asked for",
+    test="tests/bridge/base/test_quirks.py::test_experts_are_told_what_helps",
+    library="transformers",
+)
 def shape_by_numbers(where: str, reason: str = f"the shape of what comes out {BY_NUMBERS}") -> Unsupported:
     """A shape that is not known before the call computes it."""
     code = re.sub(r"^.*?:\d+: ", "", where)

@@ -16,6 +16,7 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.errors import BY_NUMBERS, Unsupported, UnsupportedModule, line_of
+from bridge.base.quirks import applies, quirk
 from bridge.base.torch_internals import FakeTensorMode, aten, python_kernels
 from bridge.base.torch_recording import no_python_kernels
 from bridge.base.torch_shapes import check_places, expression, hint, is_decided, symbolic_fake, upsampled_sizes
@@ -128,10 +129,6 @@ def _values(tree: Any) -> list[ValueRef]:
 # ``NotImplemented`` where the operator does as it is.
 
 
-_READS_SIZES = torch.__version__ < "2.13"
-"""Whether the C++ of products reads sizes as numbers."""
-
-
 def has_symbols(tensor: torch.Tensor) -> bool:
     """Whether a size of a tensor is a symbol."""
     return any(isinstance(size, torch.SymInt) for size in tensor.shape)
@@ -173,6 +170,12 @@ def _max_pool1d(
     return pooled[0].squeeze(-2)
 
 
+@quirk(
+    "F.scaled_dot_product_attention",
+    reason="the C++ of products, which its formula with dropout is made of on a CPU, reads sizes as numbers",
+    test="tests/bridge/dispatch/test_varying_attention.py",
+    until="2.13",
+)
 def _attention(
     forms: Sequence[Form], query, key, value, mask=None, rate=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
@@ -231,5 +234,5 @@ FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.fill_diagonal_.default: _diagonal_filled,
     **dict.fromkeys((aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default), _placed),
     aten.as_strided_scatter.default: lambda forms, x, written, *places: _placed(forms, x, *places),
-    **({aten.scaled_dot_product_attention.default: _attention} if _READS_SIZES else {}),
+    **({aten.scaled_dot_product_attention.default: _attention} if applies(until="2.13") else {}),
 }

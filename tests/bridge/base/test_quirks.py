@@ -1,5 +1,6 @@
 """The table of quirks: each row has a handler and a test that are there, and the command prints it."""
 
+import ast
 import importlib
 import pathlib
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 from torch.torch_version import TorchVersion
 
 from bridge.base.quirks import Quirk, table
+from bridge.capture.refusals import shape_by_numbers
 from bridge.quirks import all_quirks
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -37,6 +39,28 @@ def test_versions_in_words():
     assert row.versions == "before 1.0" and not row.applies
     assert Quirk(("torch.f",), "does", "tests", "here.f", since="1.0").applies
     assert "(not this one)" in table([row])
+
+
+def test_a_librarys_row_is_no_versions():
+    row = Quirk(("Cache",), "does", "tests", "here.f", library="transformers")
+    assert row.versions == "transformers" and row.applies
+
+
+def test_experts_are_told_what_helps():
+    told = shape_by_numbers("model.py:3: rows = torch.where(expert_mask[0])")
+    assert "set_experts_implementation" in told.hint
+
+
+def test_no_version_of_torch_is_asked_for_outside_of_the_table():
+    """Of Python's versions, its bytecode is read; torch's are in reports and keys."""
+    asked = [
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+        for package in ("bridge", "autodiff", "partition")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare) and "__version__" in ast.unparse(node)
+    ]
+    assert asked == []
 
 
 @pytest.mark.slow
