@@ -40,7 +40,7 @@ from bridge.capture.observation import Output
 from bridge.capture.own_functions import function_running
 from bridge.capture.packed import PackedSequences
 from bridge.capture.readings import COUNTS, FORMS, SharedArrays, line_of_reading, names_of_reader, numbers_of, tensor_of
-from bridge.capture.recorder import OperatorRecorder
+from bridge.capture.recorder import OperatorRecorder, nested
 from bridge.capture.replay import FunctionReplay
 from bridge.capture.rows import values_in
 from bridge.capture.select_at import selected, shared_views
@@ -117,6 +117,8 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         with unwatched() as quiet:
             raise_deferred()
+            if any(map(_is_of_nested, types)):
+                raise UnsupportedModule("", [nested(getattr(func, "__name__", str(func)), _line())])
             inside, call = function_running(), partial(self._any, quiet)
             return (call if inside is None else partial(inside.called, call))(func, args, kwargs or {})
 
@@ -272,6 +274,10 @@ class Functions(TorchFunctionMode):
             if followed is not None and args[0].is_leaf and args[0].requires_grad != followed:
                 rules.switched(args[0])
         return result
+
+
+def _is_of_nested(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nested.")
 
 
 def _line() -> str:

@@ -18,6 +18,7 @@ import torch
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of
+from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_internals import (
     MODULE_CALL,
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from bridge.base.torch_internals import FakeTensorMode
     from bridge.capture.symbolic_run import Symbols
 
-__all__ = ["READS", "OperatorRecorder"]
+__all__ = ["READS", "OperatorRecorder", "nested"]
 
 READS = {
     aten.item.default: "item",
@@ -96,6 +97,14 @@ class _Facts(NamedTuple):
 def _facts(func: Any) -> _Facts:
     is_question = func.name().partition(".")[0] in _QUESTIONS
     return _Facts(is_question, func in READS, func in _FRESH, may_write(func))
+
+
+def nested(op: str, where: str) -> Unsupported:
+    """Makes a nested tensor, or takes one."""
+    return Unsupported(op, where, "takes or gives a nested tensor, whose rows have sizes of their own", _PAD)
+
+
+_PAD = "pad the rows, and mask what is padded"
 
 
 class OperatorRecorder(PreDispatchMode):
@@ -194,6 +203,8 @@ class OperatorRecorder(PreDispatchMode):
                         result = func(*args, **kwargs)
                 else:
                     result = self._told(func, args, kwargs, operands, place[0])
+        if any(map(is_nested, _tensors_in(result))):
+            raise UnsupportedModule("", [nested(str(func), _line(place[0]))])
         results = mapped(result, torch.Tensor, self.values.result)
         draws = before, len(self._draws)
         if (inside := backward_running()) is not None:

@@ -106,6 +106,11 @@ def _array(value: Any) -> Any:
     return [str(value.dtype), value.shape, value.strides, value.flags.writeable, numbers]
 
 
+def _bytes(value: Any) -> Any:
+    """A storage: where it is, and its bytes, which none has on torch's device without memory."""
+    return [value.data_ptr(), b"" if value.device.type == "meta" else bytes(value.tolist())]
+
+
 def _goes_through(value: Any) -> Any:
     """An iterator over an array: where it is, and the array's entries."""
     return [value.index, *(value.base.ravel().tolist() if value.base.dtype.hasobject else [value.base.tobytes()])]
@@ -231,7 +236,7 @@ _ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], No
     **{("_asyncio", each): (lambda value: [value.done(), value._result, value._exception], None) for each in _FUTURES},
     ("numpy", "flatiter"): (_goes_through, None),
     ("numpy", "nditer"): (lambda value: [each.tobytes() for each in value.operands], None),
-    ("torch._C", "StorageBase"): (lambda value: [value.data_ptr(), bytes(value.tolist())], None),
+    ("torch._C", "StorageBase"): (_bytes, None),
     ("torch._C", "Future"): (lambda value: value.done(), None),
     ("itertools", "count"): (repr, None),
     ("builtins", "BaseException"): (lambda value: list(value.args), None),

@@ -22,6 +22,8 @@ OTHERS = {
     "base.collector._OURS": ACTIVE,
     "base.quirks.QUIRKS": TABLES,
     "base.threads._DEFERRED": ACTIVE,
+    "artifact.codec._FORMS": TABLES,
+    "artifact.codec._NAMES": TABLES,
     "base.threads._LOCKS": TABLES,
     "base.threads._SERVING": ACTIVE,
     "base.threads._held": ACTIVE,

@@ -222,3 +222,19 @@ def test_higher_order_operators_are_refused_by_name():
     module = Calls(lambda y: torch.cond(y.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (y,)))
     with pytest.raises(UnsupportedModule, match=r"cond: a higher-order operator[\s\S]*test_refusal_words.py:\d+: "):
         add_tvm_dispatch(module, torch.ones(2, 4))
+
+
+MAKE_NESTED = {
+    "jagged": lambda y: torch.nested.nested_tensor([y[:2].detach(), y.detach()], layout=torch.jagged).values() * y[:1],
+    "from jagged": lambda y: torch.nested.nested_tensor_from_jagged(y, torch.tensor([0, 1, 3])).sin().values(),
+    "strided": lambda y: torch.nested.nested_tensor([y[:2].detach(), y.detach()]).to_padded_tensor(0.0) * y,
+    "of tensors": lambda y: torch.nested.as_nested_tensor([y[:2], y]).to_padded_tensor(0.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", MAKE_NESTED)
+def test_nested_tensors_made_in_forward_are_refused_by_name(kind):
+    module = Calls(MAKE_NESTED[kind])
+    with pytest.raises(UnsupportedModule, match=r"nested tensor[\s\S]*test_refusal_words.py:\d+: "):
+        add_tvm_dispatch(module, torch.randn(3, 4))
