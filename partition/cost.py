@@ -168,9 +168,9 @@ def recompute_cost(graph: JointGraph, name: str) -> int:
     elif node.op in CHEAP or node.op in CREATION:
         cost += ARITHMETIC * node.elements
     elif node.op in ROW:
-        cost += (TRANSCENDENTAL_ARITHMETIC + ARITHMETIC) * node.elements + MOVE * (operands[-1] + node.bytes)
+        cost += (TRANSCENDENTAL_ARITHMETIC + ARITHMETIC) * node.elements + MOVE * (sum(operands[-1:]) + node.bytes)
     else:
-        cost += ARITHMETIC * flops(graph, name) + MOVE * (operands[-1] + node.bytes)
+        cost += ARITHMETIC * flops(graph, name) + MOVE * (sum(operands[-1:]) + node.bytes)
     if read_by_kernel(graph, name, graph.adjoint):
         cost += 2 * MOVE * node.bytes
     return cost

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 
+import numpy as np
 from tvm import relax
 from tvm.relax import op
 
+from autodiff.extents import Dim, Extent
 from autodiff.gradients.registry import Emit, checks, const, fit, library_gradient, zeros_like
 from autodiff.ir import (
     Call,
+    Constant,
     Expr,
     ShapeExpr,
     StringImm,
@@ -20,6 +24,7 @@ from autodiff.ir import (
     Var,
     dtype,
     is_float,
+    numpy_value,
     shape,
 )
 from autodiff.library import LEARNED
@@ -186,9 +191,46 @@ def index(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 
 @library_gradient("library.index_select")
 def index_select(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = zeros with the slices of g added at the indices"""
+    """dx = zeros with the slices of g added at the indices; as a sum of few slices where the indices are known"""
     x, axis, index = call.args
+    known = _slices_of(shape(x)[int(axis.value)], index)
+    if known:
+        return [_sum_of_slices(x, int(axis.value), known, g, emit), None, None]
     return [library_call("index_add", [emit(zeros_like(x)), axis, index, g], x.ty), None, None]
+
+
+_MOST_ROOM = 4
+"""How many times as many slices may be read, those that stand for nothing included, as there are."""
+
+
+def _slices_of(extent: Dim, index: Expr) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For one position after the other: the first slice that was taken of it, then the second, and so on.
+
+    Returns:
+        places of slices, and whether there is one; nothing where the indices are unknown, or some repeat far more than
+        others.
+    """
+    if not isinstance(index, Constant) or isinstance(extent, Extent):
+        return []
+    taken = numpy_value(index)
+    counts = np.bincount(taken, minlength=extent)
+    most = max(counts, default=0)
+    if most * extent > _MOST_ROOM * len(taken):
+        return []
+    order, first = np.argsort(taken, kind="stable"), np.cumsum(counts) - counts
+    return [(order[np.where(counts > turn, first + turn, 0)], counts > turn) for turn in range(most)]
+
+
+def _sum_of_slices(x: Expr, axis: int, slices: list[tuple[np.ndarray, np.ndarray]], g: Expr, emit: Emit) -> Expr:
+    along = [len(slices[0][0]) if place == axis else 1 for place in range(len(shape(x)))]
+    parts: list[Expr] = []
+    for places, exist in slices:
+        given = [g, relax.prim_value(axis), relax.const(places, "int64")]
+        part = emit(library_call("index_select", given, x.ty))
+        if not exist.all():
+            part = emit(op.where(relax.const(exist.reshape(along), "bool"), part, const(0, g)))
+        parts.append(part)
+    return functools.reduce(lambda total, part: emit(op.add(total, part)), parts)
 
 
 @library_gradient("library.index_add")

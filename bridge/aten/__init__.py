@@ -13,6 +13,7 @@ from bridge.aten import (
     reductions,
     shape,
     special,
+    windows,
 )
 from bridge.aten.draws import described_draw
 from bridge.aten.importer import Imported, import_graph
@@ -21,4 +22,4 @@ from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 
 __all__ = ["CONVERSIONS", "Imported", "LayerShape", "UnsupportedUse", "activations", "any_operator", "attention"]
 __all__ += ["conv", "described_draw", "import_graph", "indexing", "layers_chosen_by", "nn", "own_functions"]
-__all__ += ["pointwise", "recurrent", "reductions", "shape", "special"]
+__all__ += ["pointwise", "recurrent", "reductions", "shape", "special", "windows"]

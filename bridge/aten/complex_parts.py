@@ -32,6 +32,9 @@ _PART_BY_PART = {
     *(aten.tril.default, aten.triu.default, aten.neg.default, aten.positive.default, aten._neg_view.default),
     *(aten.sum.dim_IntList, aten.sum.default, aten.cumsum.default),
     *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default),
+    *(aten.im2col.default, aten.col2im.default),
+    *(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default),
+    *(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default),
     STOP_GRADIENT,
 }
 """What does the same with the real and the imaginary part of its first operand."""

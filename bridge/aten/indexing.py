@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
+from torch import fx
 from tvm import relax
 
 from autodiff.extents import maximum, minimum, same
 from autodiff.ir import dtype, numel, shape
 from bridge.aten.any_operator import whole
 from bridge.aten.registry import UnsupportedUse, converts, has_extents, index_shape, lies_elsewhere, numbers_only
-from bridge.base.torch_internals import aten, schema
+from bridge.base.devices import HOST
+from bridge.base.torch_internals import OpOverload, aten, schema
 from bridge.capture import TensorForm
 
 op = relax.op
@@ -94,7 +98,23 @@ def _positions(indices):
 @converts(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(importer, node, x, indices):
     dims, given = _positions(indices)
-    return importer.library("index", [x, dims, given], importer.out(node))
+    place = _known_place(importer, node, [shape(x)[dim] for dim in dims])
+    if place is None or dims != list(range(dims[0], dims[0] + len(dims))):
+        return importer.library("index", [x, dims, given], importer.out(node))
+    before, behind = shape(x)[: dims[0]], shape(x)[dims[-1] + 1 :]
+    lines = importer.reshape(x, (*before, math.prod(shape(x)[dim] for dim in dims), *behind))
+    form = TensorForm((*before, len(place), *behind), importer.out(node).dtype)
+    taken = importer.library("index_select", [lines, dims[0], relax.const(place, "int64")], form)
+    return importer.reshape(taken, importer.out(node).shape)
+
+
+def _known_place(importer, node, extents):
+    """Where in the indexed axes, as one, the positions of an index are that no input decides; else ``None``."""
+    known = [_known(importer, index) for index in node.args[1] if index is not None]
+    if not known or has_extents(tuple(extents)) or any(each is None or each.dtype != torch.int64 for each in known):
+        return None
+    places = [each % extent for each, extent in zip(torch.broadcast_tensors(*known), extents, strict=True)]
+    return np.ravel_multi_index([each.numpy() for each in places], extents).reshape(-1)
 
 
 @converts(aten.index_put.default, aten._unsafe_index_put.default)
@@ -134,8 +154,34 @@ def as_strided_scatter(importer, node, x, source, size, stride, storage_offset=N
     return importer.reshape(written, shape(x))
 
 
+_MOST_KNOWN = 2**20
+"""Positions that a program holds; more are computed at each call."""
+
+
+def _known(importer, node):
+    """Positions that no input decides: an integer tensor on the host, or ``None``."""
+    if not isinstance(node, fx.Node):
+        return None
+    if node.op == "placeholder":
+        literal = importer.captured.literals.get(node.name)
+        return None if literal is None else literal.detach().to(HOST)
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.int64 or has_extents(tuple(value.shape)):
+        return None
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
+        return None
+    operands = {each: _known(importer, each) for each in node.all_input_nodes}
+    if value.numel() > _MOST_KNOWN or any(each is None for each in operands.values()):
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
+    return node.target(*args, **({**kwargs, "device": HOST} if "device" in kwargs else kwargs))
+
+
 @converts(aten.index_select.default)
 def index_select(importer, node, x, dim, position):
+    known = _known(importer, node.args[2])
+    if known is not None:
+        position = relax.const(known.numpy(), "int64")
     position = importer.reshape(position, (numel(position),))
     if not shape(x):  # as if it had one axis, of extent 1
         fake = importer.out(node).unsqueeze(0)
@@ -199,27 +245,6 @@ def diagonal_scatter(importer, node, x, source, offset=0, dim1=0, dim2=1):
     fake = TensorForm(shape(moved), importer.out(node).dtype)
     written = importer.library("index_put", [moved, source, dims, positions, False], fake)
     return importer.emit(op.permute_dims(written, [int(axis) for axis in np.argsort(order)]))
-
-
-@converts(aten.unfold.default)
-def unfold(importer, node, x, dim, size, step):
-    if not shape(x):
-        return importer.reshape(x, importer.out(node).shape)
-    rank = len(shape(x))
-    dim %= rank
-    numbers_only("windows", size, step)
-    count = (shape(x)[dim] - size) // step + 1
-    inside = np.arange(size, dtype="int64")
-    if has_extents(count):
-        starts = op.multiply(importer.reshape(_from(importer, 0, count), (count, 1)), importer.constant(step, "int64"))
-        windows = importer.emit(op.add(importer.emit(starts), relax.const(inside, "int64")))
-    else:
-        windows = relax.const(np.arange(count, dtype="int64")[:, None] * step + inside, "int64")
-    extents = (*shape(x)[:dim], count, size, *shape(x)[dim + 1 :])
-    fake = TensorForm(extents, importer.out(node).dtype)
-    taken = importer.library("index", [x, [dim], [windows]], fake)
-    order = [axis for axis in range(rank + 1) if axis != dim + 1] + [dim + 1]
-    return taken if order == sorted(order) else importer.emit(op.permute_dims(taken, order))
 
 
 @converts(aten.as_strided.default, aten.as_strided_copy.default)

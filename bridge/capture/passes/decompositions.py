@@ -167,7 +167,10 @@ PRESERVED = (
     aten.scatter.value_reduce,
     aten.scatter_reduce.two,
     aten.logsumexp.default,
-    aten.roll.default,  # taken apart into positions, whose gradient adds up
+    aten.roll.default,  # taken apart into positions, whose gradient adds up; so are all these
+    *(aten.im2col.default, aten.col2im.default),
+    *(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default),
+    *(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default),
     aten.mish.default,
     aten.nan_to_num.default,
     aten.nansum.default,

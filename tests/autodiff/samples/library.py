@@ -200,6 +200,18 @@ _along("index_select", lambda x, i: x.index_select(1, i), _x, torch.tensor([3, 0
 _along("index_add", lambda x, i, s: x.index_add(1, i, s), _x, torch.tensor([3, 0, 3]), draw(3, 3, 5, seed=1))
 _along("index_copy", lambda x, i, s: x.index_copy(1, i, s), _x, torch.tensor([3, 0]), draw(3, 2, 5, seed=1))
 
+for _taken in ([3, 0, 3, 1], [1, 3, 2, 0], [2, 2, 2, 2, 2]):  # known: what is taken twice or never, once, too often
+    sample(
+        "library.index_select",
+        lambda scope, x, i=_taken: library.call(
+            "index_select",
+            [x, relax.prim_value(1), relax.const(i, "int64")],
+            tensor_type(_x[:, i]),
+        ),
+        lambda x, i=_taken: x.index_select(1, torch.tensor(i)),
+        _x,
+    )
+
 for _name in ("log1p", "expm1", "exp2", "erfc"):
     _library(_name, getattr(torch, _name), (draw(3, 4, low=-0.9),))
 _matrices = (draw(6, 4), draw(4, 5, seed=1), draw(5, seed=2))
