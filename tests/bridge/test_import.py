@@ -132,3 +132,14 @@ except KeyboardInterrupt:
     module(x)
     print(bridge.stats(module).hits)""")
     assert found == "1"
+
+
+def test_caches_may_be_reset_before_they_are_there():
+    found = fresh("""
+import bridge
+from bridge.base.session import SESSION
+SESSION.reset("programs", "choices", "lowerings", "complaints", "stores")
+kinds = set(SESSION._caches)
+import bridge.dispatch, bridge.export, bridge.show, bridge.tune
+print(*(SESSION._caches.keys() ^ kinds))""")
+    assert found == ""
