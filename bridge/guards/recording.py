@@ -340,6 +340,7 @@ class Reads(CallAnalysis):
         for source in flow.identities:
             self._identity(frame, source)
         for source, compared in flow.wholes.items():
+            place = None
             if source[0] == "passed":
                 for method in [each for each in self._expanded(frame, [source[1]]) if each[0] == "attr"]:
                     for owner in self._values(frame, method[1]):  # ``append`` of a list, handed on
@@ -347,9 +348,10 @@ class Reads(CallAnalysis):
                             self.whole(owner, frame.where)
                 if source[2] in frame.python:
                     continue
-                source = source[1]
+                _, source, place = source
             for value in self._values(frame, source):
-                self.whole(value, frame.where, compared)
+                if place is None or not is_a(value, torch.Tensor) or not self._calls_python(frame, place):
+                    self.whole(value, frame.where, compared)
         for source in flow.iterated:
             for value in self._values(frame, source):
                 self._moves(frame, value)
@@ -363,6 +365,12 @@ class Reads(CallAnalysis):
                     if place not in frame.python or does(type(value), "gets"):
                         self._called(frame, place, value, call, source)
         self._operators |= flow.operators
+
+    def _calls_python(self, frame: Frame, place: int) -> bool:
+        """Whether a call runs code in Python, which tells itself what it does with its arguments."""
+        sources = self._expanded(frame, frame.flow.calls[place].function)
+        called = [getattr(each, "__func__", each) for one in sources for each in self._values(frame, one)]
+        return bool(called) and all(is_a(each, FunctionType | torch.nn.Module) for each in called)
 
     def _write(self, frame: Frame, write: tuple) -> None:
         """Notes a place that is about to be written."""

@@ -240,7 +240,7 @@ module of torch: made(nn.Identity(), k=K) | h.k | h.k = 3.
 training flag: made(nn.Identity(), training=K == 2.) | 2. + h.training | h.training = False
 dtype =: torch.float32 if K == 2. else torch.float64 | 2. + (h is torch.float32)
 device =: torch.device('cpu', int(K)) | float(h.index)
-is =: Cfg if K == 2. else Data | 2. + (h is Data)
+is =: int if K == 2. else float | 2. + (h is float)
 isinstance: made(Cfg(K), cls=Data) | h.k + isinstance(h, h.cls) | h.__class__ = type('D', (h.cls,), {})
 exception: ValueError(K) | h.args[0] | h.args = (3.,)
 name of a class: type('K' * int(K), (), {}) | float(len(h.__name__)) | h.__name__ = 'KKK'
@@ -491,3 +491,30 @@ def test_what_is_read_is_watched_and_nothing_else(kind, held, read, changed, tmp
     torch.testing.assert_close(module(x), now)
     assert not torch.equal(now, wanted), "the change is one that eager sees"
     assert stats(module).hits + sum(stats(module).misses.values()) == 3
+
+
+class Looking(torch.nn.Module):
+    def __init__(self, look):
+        super().__init__()
+        self.h, self.look = torch.ones(2), look
+
+    def forward(self, x):
+        return x * self.look(self.h)
+
+
+@pytest.mark.parametrize(
+    ("look", "other"),
+    [
+        (lambda h: float(h.shape[0]), torch.zeros(2)),
+        (lambda h: 2.0 + (h.dtype is torch.float64), torch.zeros(2)),
+        (lambda h: 2.0 if h is not None else 3.0, torch.zeros(5)),
+    ],
+    ids=["shape", "dtype", "is None"],
+)
+def test_another_tensor_that_looks_the_same_to_forward_hits(look, other):
+    module, x = Looking(look), torch.ones(2)
+    add_tvm_dispatch(module, x)
+    module(x)
+    module.h = other
+    torch.testing.assert_close(module(x), module.forward(x))
+    assert stats(module).hits == 2, dict(stats(module).misses)
