@@ -2,14 +2,14 @@
 
 Picks: places → a function in C that takes the elements at these places of a sequence.
 
-Python objects in a result as pytree nodes: a dataclass, a cache, a distribution → its attributes, and back.
+Python objects in arguments and results as pytree nodes: a dataclass, a cache → its attributes, and back.
 
 torch.export knows tuples, lists, dicts and what somebody registered. Objects of other classes that forward makes and
 returns are put into :class:`ObjectNode`, the one node type that is registered here: no class of the user's is. A
 rebuilt object has its class and its attributes, in their order; no ``__init__`` runs. That is what eager returns if
 the object was made by the call, and if its attributes hold nothing but tensors, plain values and objects like it;
 anything else is left as it is, and refused as a result. Whether the call made it, two runs tell: it is another object
-in each.
+in each. An argument's plain attributes are leaves, as plain arguments are: an entry compares them one by one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import nn
 
 from bridge.base.torch_internals import pytree
 
-__all__ = ["ObjectNode", "WithWholes", "has_objects", "is_plain", "leaf_names", "objects_of", "packed", "picker"]
-__all__ += ["structure_difference", "unpacked"]
+__all__ = ["ObjectNode", "WithWholes", "has_objects", "is_plain", "leaf_names", "objects_of", "packed"]
+__all__ += ["packed_arguments", "picker", "structure_difference", "unpacked"]
 
 
 def leaf_names(spec: pytree.TreeSpec) -> list[str]:
@@ -48,6 +48,10 @@ def _names(spec: pytree.TreeSpec, path: str) -> list[str]:
 
 def _keys(spec: pytree.TreeSpec) -> list[str]:
     """How each child is taken from a node: ``"[0]"``, ``"['x']"`` or ``".x"``."""
+    if spec.type is ObjectNode:
+        _, attributes, layout, _ = spec.context
+        names = [f".{name}" for name, _ in layout[:attributes]] + [f"[{name!r}]" for name, _ in layout[attributes:]]
+        return [name for name, (_, plain) in zip(names, layout, strict=True) if plain is None]
     count = spec.num_children
     fields = getattr(spec.context if isinstance(spec.context, type) else spec.type, "_fields", None)
     if fields is not None and len(fields) == count:
@@ -87,6 +91,8 @@ def _difference(then: pytree.TreeSpec, now: pytree.TreeSpec, path: str) -> tuple
 def _described(spec: pytree.TreeSpec) -> str:
     if spec.is_leaf():
         return "a single value"
+    if spec.type is ObjectNode:
+        return f"{spec.context[0].__name__} with {[name for name, _ in spec.context[2]]}"
     keys = _dict_keys(spec)
     kind = spec.context if isinstance(spec.context, type) else spec.type
     return f"{kind.__name__} of {spec.num_children if keys is None else keys}"
@@ -126,13 +132,22 @@ class ObjectNode:
         attributes: names and values of its attributes, packed.
         items: its items, packed, if it is a dict.
         value: the object itself; ``None`` once the node was flattened and put together again.
+        is_argument: whether plain values among its attributes and items are leaves, too.
     """
 
-    def __init__(self, kind: type, attributes: dict[str, Any], items: dict[Any, Any], value: Any = None):
+    def __init__(
+        self,
+        kind: type,
+        attributes: dict[str, Any],
+        items: dict[Any, Any],
+        value: Any = None,
+        is_argument: bool = False,
+    ):
         self.kind = kind
         self.attributes = attributes
         self.items = items
         self.value = value
+        self.is_argument = is_argument
 
     def make(self) -> Any:
         """A new object like it."""
@@ -152,19 +167,19 @@ class ObjectNode:
 
 
 def _flatten(node: ObjectNode) -> tuple[list[Any], tuple]:
-    """What is no plain value is a child, and so is an extent, which may vary; plain values belong to the structure."""
+    """All of an argument is a child, and so is an extent, which may vary; plain values of others are structure."""
     values = [*node.attributes.items(), *node.items.items()]
-    plain = () if node.kind is torch.Size else _PLAIN
+    plain = () if node.kind is torch.Size or node.is_argument else _PLAIN
     children = [value for _, value in values if not isinstance(value, plain)]
     layout = [(name, (value,) if isinstance(value, plain) else None) for name, value in values]
-    return children, (node.kind, len(node.attributes), layout)
+    return children, (node.kind, len(node.attributes), layout, node.is_argument)
 
 
 def _unflatten(children: Any, context: tuple) -> ObjectNode:
-    kind, attributes, layout = context
+    kind, attributes, layout, is_argument = context
     remaining = iter(children)
     values = [(name, next(remaining) if plain is None else plain[0]) for name, plain in layout]
-    return ObjectNode(kind, dict(values[:attributes]), dict(values[attributes:]))
+    return ObjectNode(kind, dict(values[:attributes]), dict(values[attributes:]), None, is_argument)
 
 
 pytree.register_pytree_node(ObjectNode, _flatten, _unflatten, serialized_type_name="tvm_dispatch.ObjectNode")
@@ -179,13 +194,21 @@ def packed(result: Any) -> Any:
     return pytree.tree_unflatten([_packed(leaf, seen) for leaf in leaves], spec)
 
 
+def packed_arguments(arguments: Any) -> Any:
+    """As :func:`packed`, of what a module is given: a ``torch.Size`` stays one, and is refused."""
+    leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_size)
+    if not any(map(_is_object, leaves)):
+        return arguments
+    seen: set[int] = set()
+    return pytree.tree_unflatten([leaf if _is_size(leaf) else _packed(leaf, seen, True) for leaf in leaves], spec)
+
+
 def unpacked(result: Any) -> Any:
-    """The inverse of :func:`packed`, with new objects."""
-    return pytree.tree_map(
-        lambda leaf: leaf.make() if isinstance(leaf, ObjectNode) else leaf,
-        result,
-        is_leaf=lambda value: isinstance(value, (ObjectNode, torch.Size)),
-    )
+    """The inverse of :func:`packed`, with new objects; the very result if it has no nodes."""
+    leaves, spec = pytree.tree_flatten(result, is_leaf=lambda value: isinstance(value, (ObjectNode, torch.Size)))
+    if not any(isinstance(leaf, ObjectNode) for leaf in leaves):
+        return result
+    return pytree.tree_unflatten([leaf.make() if isinstance(leaf, ObjectNode) else leaf for leaf in leaves], spec)
 
 
 def has_objects(spec: pytree.TreeSpec) -> bool:
@@ -193,20 +216,21 @@ def has_objects(spec: pytree.TreeSpec) -> bool:
     return spec.type is ObjectNode or any(has_objects(child) for child in spec.children())
 
 
-def _packed(leaf: Any, seen: set[int]) -> Any:
+def _packed(leaf: Any, seen: set[int], is_argument: bool = False) -> Any:
     """An object's node, whose attributes are packed; one that is there twice, or odd inside, stays what it is."""
     if _is_size(leaf):  # pytree takes it for a tuple, and gives a tuple back
         return ObjectNode(torch.Size, {str(axis): extent for axis, extent in enumerate(leaf)}, {})
     if not _is_object(leaf) or id(leaf) in seen:
         return leaf
     seen.add(id(leaf))
-    node = ObjectNode(type(leaf), dict(_attributes(leaf)), dict(leaf) if isinstance(leaf, dict) else {}, leaf)
+    items = dict(leaf) if isinstance(leaf, dict) else {}
+    node = ObjectNode(type(leaf), dict(_attributes(leaf)), items, leaf, is_argument)
     for values in (node.attributes, node.items):
         for name, value in values.items():
             if isinstance(value, _PLAIN):
                 continue
             leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
-            leaves = [_packed(each, seen) for each in leaves]
+            leaves = [_packed(each, seen, is_argument) for each in leaves]
             if not all(isinstance(each, (torch.Tensor, ObjectNode, *_PLAIN)) for each in leaves):
                 return leaf
             values[name] = pytree.tree_unflatten(leaves, spec)

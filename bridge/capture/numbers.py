@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from bridge.base.devices import HOST
+from bridge.base.pytrees import packed_arguments, unpacked
 from bridge.base.torch_autograd import checkpoint_frame
 from bridge.base.torch_internals import pytree
 from bridge.capture.twin import Twin
@@ -113,7 +114,7 @@ def with_number_inputs(
     ]
 
     def forward(numbers: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves(packed_arguments((args, kwargs)))
         before = []
         for place, tensor in zip(places, numbers, strict=True):
             number = Number(tensor, _LARGEST_INT if place.kind is int else None)
@@ -123,7 +124,7 @@ def with_number_inputs(
             attributes = owners[place].__dict__
             before.append((attributes, place.name, attributes[place.name]))
             attributes[place.name] = number
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        args, kwargs = unpacked(pytree.tree_unflatten(leaves, spec))
         try:
             return run(*args, **kwargs)
         finally:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import swallowed
+from bridge.base.pytrees import unpacked
 from bridge.base.torch_internals import COMPILED_CALL, has_storage, storage_id
 from bridge.capture.draws import IsolatedRNG
 from bridge.capture.refusals import check_call
@@ -30,12 +31,12 @@ __all__ = ["after_pre_hooks"]
 def after_pre_hooks(call: SampleCall) -> Iterator[SampleCall]:
     """Gives the call of forward; attributes that the module's own forward pre-hooks set are set meanwhile."""
     module = call.module
-    args, kwargs = _as_called(module, call.args, call.kwargs)
+    args, kwargs = _as_called(module, *unpacked((call.args, call.kwargs)))
     hooks = module._forward_pre_hooks
     if not hooks:
-        yield SampleCall(module, args, kwargs)
+        yield SampleCall(module, args, kwargs).as_pytree()
         return
-    check_call(SampleCall(module, args, kwargs))  # a shard's hook would gather it
+    check_call(SampleCall(module, args, kwargs).as_pytree())  # a shard's hook would gather it
     with undo(module) as before:
         reads = recorded_reads(Reads({}, module.named_modules()))
         try:
@@ -47,11 +48,11 @@ def after_pre_hooks(call: SampleCall) -> Iterator[SampleCall]:
             raise
     left = before.take_back()
     if left is None:
-        yield SampleCall(module, args, kwargs)
+        yield SampleCall(module, args, kwargs).as_pytree()
         return
     left.do()
     try:
-        yield SampleCall(module, args, kwargs)
+        yield SampleCall(module, args, kwargs).as_pytree()
     finally:
         left.undo()
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
+from bridge.base.pytrees import unpacked
 from bridge.base.threads import stack_of
 from bridge.base.torch_internals import (
     MODULE_HOOKS,
@@ -70,8 +71,9 @@ class PreparedTwin:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward, past a ``__call__`` of the class's own, which will run around the compiled call.
 
-        Context variables that it sets are the run's own.
+        Context variables that it sets are the run's own. Objects are made of nodes among the arguments.
         """
+        args, kwargs = unpacked((args, kwargs))
         return copy_context().run(nn.Module.__call__, self.module, *args, **kwargs)
 
     def finish(self) -> None:

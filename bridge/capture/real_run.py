@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, UnsupportedModule, line_of
 from bridge.base.modes import modes_put_back
-from bridge.base.pytrees import objects_of, packed
+from bridge.base.pytrees import objects_of, packed, packed_arguments, unpacked
 from bridge.base.torch_internals import python_kernels, pytree, storage_id
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.capture.autograd_uses import SavedMemory, SavedTensorsNeededError
@@ -325,6 +325,8 @@ class _Watch:
             for place, each in enumerate(given.inputs):
                 reads.know(each)
                 reads.inputs.setdefault(id(each), place)
+            self.passed = unpacked((given.args, given.kwargs))
+            reads.passed = objects_of(packed_arguments(self.passed))
             stack.enter_context(generator_watch(rules, reads))
             saves = self.saved.is_all
             self.asked = stack.enter_context(saved_here() if saves else _nothing_saved(self.saved.note))
@@ -332,7 +334,8 @@ class _Watch:
                 stack.enter_context(each)
             torch.clear_autocast_cache()  # casts are made in the same order by each run
             with as_loud_as_eager():
-                result = prepared(*given.args, **given.kwargs)
+                args, kwargs = self.passed
+                result = prepared(*args, **kwargs)
             calls.finish(result)
         return result
 
@@ -366,7 +369,8 @@ class _Watch:
             self.draws.differentiates,
             observation.reads.validates,
         )
-        leaves, spec = pytree.tree_flatten((given.args, given.kwargs))
+        observation.reads.note_kin()
+        leaves, spec = pytree.tree_flatten(packed_arguments(self.passed))
         if spec != given.in_spec or any(now is not then for now, then in zip(leaves, given.leaves, strict=True)):
             reason = "changes a list, a dict or an object that was passed to the module"
             rules.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
@@ -409,6 +413,10 @@ class _Watch:
         """Notes what the run returns, and in which order the compiled code takes what it reads."""
         given, rules, observation, record = self.given, self.rules, self.observation, run.record
         observation.objects = objects_of(result)
+        for each in observation.objects:
+            if any(each is other for other in observation.reads.passed):
+                reason = "keeps or returns an object that was passed to the module; a compiled call makes another one"
+                rules.complain(f"a {type(each).__name__}", reason, "return the tensors in it")
         leaves, observation.out_spec = pytree.tree_flatten(result)
         known = set(map(id, given.inputs))
         for leaf in leaves:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import AdditionalInputs, Dim, ShapesCollection
 
 from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.pytrees import packed_arguments
 from bridge.base.torch_internals import pytree, pytree_node_type
 from bridge.state import SampleCall
 
@@ -25,10 +26,10 @@ def normalize_sample(
 ) -> tuple[tuple, dict[str, Any]]:
     """``(args, kwargs)`` of the sample call.
 
-    A tensor is one argument; a tuple or a list the positional arguments; a mapping (a dict, an ``OrderedDict``, a
-    ``UserDict``, transformers' ``BatchEncoding``) the keyword arguments; ``None`` beside ``sample_kwargs`` nothing. A
-    list, a named tuple or a mapping that does not fit forward's signature in this way is its one positional argument
-    if it fits in that way.
+    A tensor is one argument, and so is a dataclass or an object like it; a tuple or a list the positional arguments; a
+    mapping (a dict, an ``OrderedDict``, a ``UserDict``, transformers' ``BatchEncoding``) the keyword arguments;
+    ``None`` beside ``sample_kwargs`` nothing. A list, a named tuple or a mapping that does not fit forward's signature
+    in this way is its one positional argument if it fits in that way.
 
     Raises:
         TypeError: for anything else, for keyword arguments given twice, and for a sample that fits the signature in
@@ -51,9 +52,11 @@ def normalize_sample(
         return _sequence(module, sample_input, kwargs)
     if isinstance(sample_input, Mapping):
         return _mapping(module, sample_input, kwargs)
+    if packed_arguments(sample_input) is not sample_input:
+        return (sample_input,), kwargs
     raise TypeError(
-        "sample_input: wanted a tensor (one positional argument), a tuple or a list (positional arguments) or a "
-        f"mapping (keyword arguments), got {type(sample_input).__name__}"
+        "sample_input: wanted a tensor or a dataclass (one positional argument), a tuple or a list (positional "
+        f"arguments) or a mapping (keyword arguments), got {type(sample_input).__name__}"
     )
 
 

@@ -247,6 +247,7 @@ def _compiling(call: SampleCall) -> Iterator[tuple[SampleCall, bool]]:
     with ExitStack() as stack:
         for mode in (*modes, one_capture_at_a_time()):
             stack.enter_context(mode)
+        call = call.as_pytree()
         if not gradients:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (call.args, call.kwargs))
             call = replace(call, args=args, kwargs=kwargs)

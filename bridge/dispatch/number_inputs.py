@@ -44,7 +44,7 @@ def lower_with_numbers(
         like: the lowered call that this one differs from by the numbers.
         known: numbers that are inputs of ``like``.
     """
-    places = sorted({*changed, *known}, key=_order)
+    call, places = call.as_pytree(), sorted({*changed, *known}, key=_order)
     try:
         twin, args = with_number_inputs(call.module, call.args, call.kwargs, places, device_of_call(call))
         behind = [replace(each, leaf=each.leaf + len(places)) for each in call.dims]
@@ -74,6 +74,7 @@ def _order(place: NumberPlace) -> tuple:
 
 def as_called(captured: Captured, call: SampleCall, count: int) -> Captured:
     """The captured call of a twin as the module is called: without its first ``count`` arguments, the numbers."""
+    call = call.as_pytree()
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     return replace(

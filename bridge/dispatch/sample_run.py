@@ -21,6 +21,7 @@ from torch import nn
 from bridge.base.devices import HOST, current_device, working_for
 from bridge.base.generators import default_generator, of_gpus, states_put_back
 from bridge.base.modes import ambient_autocast, autocast_to
+from bridge.base.pytrees import packed_arguments, unpacked
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, innermost_transform, pytree
 from bridge.capture import IsolatedRNG, Twin, copier, device_of_call, is_capturing
@@ -74,7 +75,7 @@ def inner_calls(call: SampleCall) -> list[InnerCall]:
         key = path, stack[-1], torch.is_grad_enabled()
         if key not in known:
             known.add(key)
-            given = pytree.tree_map_only(torch.Tensor, copier(), (args, kwargs))
+            given = unpacked(pytree.tree_map_only(torch.Tensor, copier(), packed_arguments((args, kwargs))))
             found.append(InnerCall(*key[:2], *given, key[2], ambient_autocast(), torch.is_autocast_cache_enabled()))
         stack.append(path)
         try:
@@ -148,7 +149,8 @@ def _on_copies(call: SampleCall, enter: Enter) -> Iterator[SampleCall]:
             own = {key: each for key, each in twin.originals.items() if not isinstance(each, torch.Tensor)}
             reads = recorded_reads(Reads(own, twin.module.named_modules()))
             with working_for(device_of_call(call)), generators_put_back(), reads.recorded():
-                yield SampleCall(twin.module, *pytree.tree_map_only(torch.Tensor, copied, (call.args, call.kwargs)))
+                given = call.as_pytree()
+                yield SampleCall(twin.module, *pytree.tree_map_only(torch.Tensor, copied, (given.args, given.kwargs)))
         finally:
             before.restore()
 

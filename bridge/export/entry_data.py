@@ -107,7 +107,9 @@ def to_structure(spec: pytree.TreeSpec) -> Any:
 
 
 def _of_object(context: tuple, children: tuple) -> Any:
-    made, _, layout = context
+    made, _, layout, is_argument = context
+    if is_argument:
+        raise NoFormError(f"an argument of class {made.__name__}")
     if any(plain is not None for _, plain in layout):
         names = [name for name, plain in layout if plain is not None]
         raise NoFormError(f"an object of class {made.__name__} with values that are no tensors: {', '.join(names)}")

@@ -20,6 +20,7 @@ from bridge.base.errors import TORCH_DIR
 from bridge.guards.flow import CallSite, Source
 from bridge.guards.functions import CLOCKS, USES, does, effect_of_function, is_asked
 from bridge.guards.kinds import (
+    CONTAINERS,
     PLAIN,
     RAISING_WARNINGS,
     contents_of,
@@ -134,6 +135,9 @@ class CallAnalysis(Sources):
                 self._ask(known, place, function, call, given, f"{module}.{name}()")
         elif is_asked(module, name):
             self._ask(known, place, function, call, given, f"{module}.{name}()")
+        elif name == "hash":
+            for each in (each for given in args for each in given):
+                self.identity_of_passed(each, where)
         elif name in ("id", "is_", "is_not") and call is not None:
             for source in call.arguments:
                 self._identity(known, source)
@@ -200,6 +204,8 @@ class CallAnalysis(Sources):
             for value in [each for word in args[0] for each in self.attribute(owner, word)]:
                 self._result(known.called, place, value, known)
         elif self.knows(owner):
+            for each in (each for arg in args if is_a(owner, CONTAINERS) for each in arg):
+                self.identity_of_passed(each, where)
             if reason := effect_of(owner, name):
                 self.refuse(f"{self.place(owner)}.{name}()", where, *reason)
             if name == "__next__":

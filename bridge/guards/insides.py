@@ -82,8 +82,16 @@ class Insides(World):
         self._followed.clear()
         self._insides.clear()
 
+    def identity_of_passed(self, value: Any, where: str) -> None:
+        """Refuses to tell which object an argument is, or where it lies."""
+        if any(value is each for each in self.passed):
+            reason = "forward asks which object it is given; a compiled call makes another one of the same contents"
+            self.refuse(f"a {type(value).__name__}", where, reason, "compare what is in it")
+
     def whole(self, value: Any, where: str = "forward", compared: bool = False) -> None:
         """The contents of an object are looked at; ``compared``: with those of another one, or shown as text."""
+        if compared and type(value).__repr__ is object.__repr__:
+            self.identity_of_passed(value, where)
         if not self.knows(value):
             self.strangers.note(value, ("whole", where))
         elif is_a(value, torch.Tensor):

@@ -260,6 +260,8 @@ class Sources(Insides):
         """A value is compared by identity."""
         values = self._given(frame, (source,))
         self.identities |= {self.inputs[id(value)] for value in values if id(value) in self.inputs}
+        for value in values:
+            self.identity_of_passed(value, frame.where)
         known = [self.original(value) for value in values if value is not None and type(value) is not bool]
         self.identical.update((id(value), value) for value in known)
         for value in values:
@@ -281,6 +283,9 @@ class Sources(Insides):
     def _keys(self, frame: Frame, source: Source) -> list[Any]:
         """The keys that a source may be; none where a function in C makes them."""
         sources = self._expanded(frame, [source])
+        if self.passed:
+            for value in self._given(frame, sources):
+                self.identity_of_passed(value, frame.where)
         return self._constants(frame, [each for each in sources if _is_heard(frame, each)])
 
     def _unheard(self, frame: Frame, source: Source) -> bool:

@@ -80,6 +80,8 @@ class World(Changes):
         bases: classes whose bases decided something.
         hidden: ids of tensors that modules outside of the tree hold.
         inputs: of the run, by id: their places.
+        passed: Python objects among the run's arguments. ``kin``: objects of their classes that were there before the
+            call: an argument that is one of them is told apart from others by ``==``, ``in`` and as a key.
         tensors: what was asked of which of them (:mod:`bridge.guards.tensor_reads`).
         looked: places of those whose properties forward looked at, computed with or not. ``looks``: other tensors
             likewise, by id.
@@ -101,6 +103,8 @@ class World(Changes):
         self.modules: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
         self.bases: dict[type, None] = {}
         self.inputs: dict[int, int] = {}
+        self.passed: list[Any] = []
+        self.kin: list[Any] = []
         self.tensors: dict[tuple[int, str], None] = {}
         self.looked, self.looks = set[int](), dict[int, torch.Tensor]()
         self.identities, self.validates = set[int](), False
@@ -427,9 +431,15 @@ class World(Changes):
             self.know(value, told)
         return interesting(value)
 
+    def note_kin(self) -> None:
+        """To be called at the end of a run."""
+        kinds = set(map(type, self.passed))
+        self.kin = [self.original(each) for each in self._known.values() if type(each) in kinds]
+
     def forget(self) -> None:
         """Drops what only the run needed: a guard lives on."""
         held = self._known, self._held, self.first, self.inputs, self._places, self._tables, self._insides, self.looks
         for each in held:
             each.clear()
+        self.passed.clear()
         self.originals = {}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from bridge.base.pytrees import packed_arguments, unpacked
 from bridge.base.torch_internals import pytree
 
 __all__ = ["SampleCall"]
@@ -35,14 +36,20 @@ class SampleCall:
 
     @property
     def leaves(self) -> list[Any]:
-        """Of the arguments."""
-        return pytree.tree_leaves((self.args, self.kwargs))
+        """Of the arguments, those in Python objects among them."""
+        return pytree.tree_leaves(packed_arguments((self.args, self.kwargs)))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
+    def as_pytree(self) -> SampleCall:
+        """The call with nodes for Python objects among its arguments."""
+        args, kwargs = packed_arguments((self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
+
     def forward(self) -> Any:
         """Runs the module's forward, without hooks."""
-        return self.module.forward(*self.args, **self.kwargs)
+        args, kwargs = unpacked((self.args, self.kwargs))
+        return self.module.forward(*args, **kwargs)

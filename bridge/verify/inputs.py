@@ -17,6 +17,7 @@ from torch import nn
 from bridge.base.devices import working_for
 from bridge.base.generators import gpus_in_use
 from bridge.base.modes import autocast_to
+from bridge.base.pytrees import unpacked
 from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_internals import pytree
 from bridge.lowering import LoweredCall, Sample
@@ -126,7 +127,8 @@ def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
         drawn = _drawn(lowered, inputs)
         torch.manual_seed(seed)
         with working_for(captured.device), autocast_of(sample):
-            result = sample.module.forward(*sample.args, **sample.kwargs)
+            args, kwargs = unpacked((sample.args, sample.kwargs))
+            result = sample.module.forward(*args, **kwargs)
     leaves = [leaf for leaf in pytree.tree_leaves(result)]
     outputs: dict[int, torch.Tensor] = {
         position: leaf for leaf, position in zip(leaves, imported.output_of, strict=True) if position is not None

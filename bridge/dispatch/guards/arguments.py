@@ -24,7 +24,7 @@ from torch import nn
 
 from autodiff.extents import Dim
 from bridge.base.errors import ARGUMENTS, STRUCTURE, GuardFailure
-from bridge.base.pytrees import leaf_names, structure_difference
+from bridge.base.pytrees import ObjectNode, leaf_names, objects_of, packed_arguments, structure_difference
 from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured, is_number
@@ -91,6 +91,7 @@ class ArgumentGuard:
         forward: the module's forward, whose signature says which calls give the same arguments.
         saves: whether autograd saves tensors of the call.
         numbers: the kinds of the numbers among the arguments that the compiled code takes as inputs, by leaf.
+        kin: objects that are no arguments (:class:`bridge.guards.Reads`).
     """
 
     condition_names = ("keyword arguments", "structure", "constants", "tensor arguments")
@@ -103,8 +104,9 @@ class ArgumentGuard:
         *,
         saves: bool,
         numbers: Mapping[int, type] = MappingProxyType({}),
+        kin: Sequence[Any] = (),
     ):
-        self._structure = _Structure(captured.in_spec, forward)
+        self._structure = _Structure(captured.in_spec, forward, kin)
         self.paths = leaf_names(captured.in_spec)
         leaves = list(zip(captured.argument_leaves, captured.argument_is_tensor, strict=True))
         self.tensor_leaves = [i for i, (_, is_tensor) in enumerate(leaves) if is_tensor]
@@ -196,8 +198,8 @@ class _Structure:
     far quicker than ``pytree``; the thorough one flattens them with ``pytree``, which can say what differs.
     """
 
-    def __init__(self, spec: pytree.TreeSpec, forward: Callable[..., Any]):
-        self._spec = spec
+    def __init__(self, spec: pytree.TreeSpec, forward: Callable[..., Any], kin: Sequence[Any]):
+        self._spec, self._kin = spec, kin
         self._num_positional = spec.child(0).num_children
         self._keywords = list(spec.child(1).context)
         self._shape = [_shape_of(part, i) for part in spec.children() for i in range(part.num_children)]
@@ -238,7 +240,14 @@ class _Structure:
         if self._is_flat:
             return values
         leaves: list[Any] = []
-        return leaves if all(_take(*pair, leaves) for pair in zip(values, self._shape, strict=True)) else None
+        fits = all(_take(*pair, leaves) for pair in zip(values, self._shape, strict=True))
+        return leaves if fits and not self._has_kin(values) else None
+
+    def _has_kin(self, given: Any) -> bool:
+        if not self._kin:
+            return False
+        passed = objects_of(packed_arguments(given))
+        return any(each is other for each in passed for other in self._kin)
 
     def _flattened(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         other = None
@@ -249,9 +258,12 @@ class _Structure:
             detail = f"compiled for {sorted(self._keywords)}, called with {sorted(kwargs)}"
             raise GuardFailure(STRUCTURE, "keyword arguments", detail)
         # the order of keywords carries no meaning
-        leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
+        given = args, {name: kwargs[name] for name in self._keywords}
+        leaves, spec = pytree.tree_flatten(packed_arguments(given))
         if spec != self._spec:
             raise GuardFailure(STRUCTURE, *structure_difference(self._spec, spec))
+        if self._has_kin(given):
+            raise GuardFailure(STRUCTURE, "an argument's identity", "an object that forward reads elsewhere, too")
         if other is not None:
             self._other_spellings.add(other)
         return leaves
@@ -288,6 +300,8 @@ def _take(value: Any, shape: tuple | None, leaves: list[Any]) -> bool:
         leaves.append(value)
         return True
     kind, context, children, spec = shape
+    if kind is ObjectNode and type(value) is context[0]:
+        value = packed_arguments(value)
     if type(value) is not kind:
         return False
     if kind is tuple or kind is list:

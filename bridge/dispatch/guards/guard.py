@@ -154,7 +154,8 @@ class EntryGuard:
         self.modes = modes_as_now(requires_grad, exact, captured.observation.reads_validation, captured.device)
         self.settings = settings_as_now(captured.device) if captured.device.type == "cuda" else None
         self.has_default_device = isinstance(function_modes(), torch.device)
-        self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
+        kin = self.reads.kin
+        self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves, kin=kin)
         self.sizes, self.later = self._arguments.sizes, self._tree.later
         owned, self.frozen = self._tree.tensors(module), None
         if frozen is not None:
