@@ -227,6 +227,8 @@ def _packed(leaf: Any, seen: set[int], is_argument: bool = False) -> Any:
     node = ObjectNode(type(leaf), dict(_attributes(leaf)), items, leaf, is_argument)
     for values in (node.attributes, node.items):
         for name, value in values.items():
+            if is_argument and isinstance(value, type):  # no constant of a call
+                return leaf
             if isinstance(value, _PLAIN):
                 continue
             leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
