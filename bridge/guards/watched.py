@@ -314,7 +314,8 @@ class CachedResult(Watched):
         self._call, self.place = partial(function, *args, **kwargs), place
         self.made, self.free, self._found = ABSENT, False, (ABSENT, ABSENT)
         inside = gc.get_referents(function)
-        self._cache = next(each for each in inside if type(each) is dict and each is not function.__dict__)
+        tables = [each for each in inside if type(each) is dict and each is not function.__dict__]
+        self._cache = tables[-1]  # results, which may be dictionaries, come before it
         typed = function.cache_parameters()["typed"]
         types_of = tuple(map(type, (*args, *kwargs.values()))) if typed else ()
         words = tuple(part for pair in kwargs.items() for part in pair)

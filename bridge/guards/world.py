@@ -125,6 +125,7 @@ class World(Changes):
 
     def know(self, value: Any, place: Place = _NOWHERE) -> None:
         """This object was there before the call."""
+        value = self.cached_function(value)
         if type(value) in PLAIN or id(value) in self._known:
             return
         self._known[id(value)], _ = value, self._places.setdefault(id(value), place)

@@ -120,3 +120,43 @@ def test_a_model_of_transformers_that_caches_its_positions():
     torch.testing.assert_close(module(x)[0], wanted, rtol=1e-4, atol=1e-4)
     assert stats(module).hits == 1
     assert type(BeitModel(config)(x)[0]) is torch.Tensor
+
+
+def around(value):
+    def get():
+        return value
+
+    return get
+
+
+READS = {
+    "a global": lambda f, holder: f(0),
+    "an attribute": lambda f, holder: holder.f(0),
+    "a variable around another function": lambda f, holder: holder.get()(0),
+    "the contents of a cell": lambda f, holder: holder.get.__closure__[0].cell_contents(0),
+}
+RESULTS = {"a number": (float, float), "a dictionary": (lambda n: {"v": n}, lambda found: found["v"])}
+
+
+@pytest.mark.parametrize("on_miss", ["eager", "compile"])
+@pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_what_a_cache_holds_is_what_eager_finds_in_it(read, result, on_miss):
+    made, number = result
+    items = [made(2.0)]
+    cached = functools.lru_cache(lambda index: items[index])
+    holder = nn.Module()
+    holder.f, holder.get = cached, around(cached)
+    module = Net(lambda m, x: m.linear(x) * number(read(cached, holder)))
+    x = torch.randn(3, 4)
+    module.forward(x)
+    add_tvm_dispatch(module, x, on_miss=on_miss)
+
+    def changed(value):
+        items[0] = made(value)
+
+    for change in (lambda: None, lambda: changed(3.0), cached.cache_clear, lambda: changed(4.0), cached.cache_clear):
+        change()
+        wanted = module.forward(x)
+        torch.testing.assert_close(module(x), wanted)
+        torch.testing.assert_close(module(x), wanted)
