@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.torch_internals import FakeTensor, aten, storage_id
+from bridge.base.torch_internals import FakeTensor, aten, has_storage, storage_id
 from bridge.capture.inplace_rules import overlaps_itself
 from bridge.capture.observation import Output
 from bridge.capture.passes.alias_analysis import aliased, written
@@ -150,7 +150,7 @@ def _behind(node: fx.Node) -> Iterator[fx.Node]:
 
 def _memory(node: fx.Node) -> int | None:
     value = node.meta.get("val")
-    return storage_id(value) if isinstance(value, torch.Tensor) else None
+    return storage_id(value) if isinstance(value, torch.Tensor) and has_storage(value) else None
 
 
 def _source(node: fx.Node, memory: int | None) -> fx.Node | None:

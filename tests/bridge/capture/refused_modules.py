@@ -104,6 +104,11 @@ REFUSED: dict[str, tuple[Any, tuple, str]] = {
         "runs autograd inside forward.*refused_modules.py",
     ),
     "an operator": (lambda m, x, y: y.to_sparse().to_dense(), (), "_to_sparse.default: makes a tensor of layout"),
+    "an operator behind a row": (
+        lambda m, x, y: (r := y[(x > 9).sum()], r.mul_(2), y.to_sparse().to_dense())[2],
+        (),
+        "_to_sparse.default: makes a tensor of layout",
+    ),
     "a function's derivative": (
         lambda m, x, y: torch.func.grad(lambda t: t.sin().sum())(x * y[:, :4]) + x,
         (),
