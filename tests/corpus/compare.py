@@ -204,8 +204,9 @@ class Report:
             if pairs:
                 cases = len({case for case, _ in pairs})
                 lines.append(f"{'FAILURE: ' * (kind in FAILURES)}{kind}: {cases} cases")
-                lines += [f"  {case}: {words}" for case, words in pairs[:MOST_LISTED]]
-                lines += [f"  and {len(pairs) - MOST_LISTED} more"] * (len(pairs) > MOST_LISTED)
+                most = len(pairs) if kind in FAILURES else MOST_LISTED
+                lines += [f"  {case}: {words}" for case, words in pairs[:most]]
+                lines += [f"  and {len(pairs) - most} more"] * (len(pairs) > most)
         moved = {counts: number for counts, number in self.forwards.items() if counts[0] != counts[1]}
         total = [sum(counts[place] * number for counts, number in self.forwards.items()) for place in (0, 1)]
         lines.append(f"runs of forward while dispatch is added: {total[0]} -> {total[1]}")

@@ -11,7 +11,7 @@ import torch
 from bridge import Unsupported, UnsupportedModule
 from tests.corpus import fuzzed
 from tests.corpus.__main__ import main
-from tests.corpus.compare import differences
+from tests.corpus.compare import MOST_LISTED, Report, differences
 from tests.corpus.forwards import counted
 from tests.corpus.numbers import apart, pack, pack_text, scrubbed, unpack_text
 from tests.corpus.store import Store
@@ -107,6 +107,14 @@ def test_kinds_of_differences(folder):
     assert kinds({**random, "hits": 1}, random) == {"fewer hits"}
     assert kinds({**random, "about": refused["about"], "case": refused["case"]}, refused) >= {"fell away"}
     assert kinds({**random, "about": "other"}, random) == {"another case"}
+
+
+@pytest.mark.parametrize("kind, is_failure", [("worse status", True), ("fell away", False)])
+def test_each_failure_is_listed(kind, is_failure):
+    count = MOST_LISTED + 7
+    told = str(Report(found={kind: [(f"plain/{seed}", "words") for seed in range(count)]}))
+    assert told.count("plain/") == (count if is_failure else MOST_LISTED)
+    assert ("and 7 more" in told) is not is_failure
 
 
 def test_distances():
