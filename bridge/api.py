@@ -91,9 +91,9 @@ def add_tvm_dispatch(
 
     Args:
         module: any module; it is changed in place only by one attribute that copies and pickles drop.
-        sample_input: a tensor (one positional argument), a tuple or a list (positional arguments: a DataLoader's
-            batch) or a mapping (keyword arguments: a dict, transformers' ``BatchEncoding``) of dense tensors,
-            numbers, strings, flags and ``None``; of tensors only shape, strides, dtype and requires_grad count, and the
+        sample_input: a tensor or a dataclass (one positional argument), a tuple or a list (positional arguments: a
+            DataLoader's batch) or a mapping (keyword arguments: a dict, ``BatchEncoding``) of dense tensors, numbers,
+            strings, flags and ``None``; of tensors only shape, strides, dtype and requires_grad count, and the
             numbers where forward reads them (``if x.any()``): the entry serves calls that read the same. A
             list or a mapping that fits forward's signature as its one argument only is that argument; to say so:
             ``(batch,)``.
