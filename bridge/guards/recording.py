@@ -367,10 +367,10 @@ class Reads(CallAnalysis):
         self._operators |= flow.operators
 
     def _calls_python(self, frame: Frame, place: int) -> bool:
-        """Whether a call runs code in Python, which tells itself what it does with its arguments."""
+        """Whether a call runs code in Python, which is followed itself, or asks for the class of an argument alone."""
         sources = self._expanded(frame, frame.flow.calls[place].function)
         called = [getattr(each, "__func__", each) for one in sources for each in self._values(frame, one)]
-        return bool(called) and all(is_a(each, FunctionType | torch.nn.Module) for each in called)
+        return bool(called) and all(is_a(each, FunctionType | torch.nn.Module) or each is isinstance for each in called)
 
     def _write(self, frame: Frame, write: tuple) -> None:
         """Notes a place that is about to be written."""

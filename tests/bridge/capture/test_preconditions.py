@@ -113,6 +113,7 @@ class Colour(enum.Enum):
 @dataclass
 class Options:
     scale: float = 1.0
+    convert: object = len
 
 
 @pytest.mark.parametrize(
