@@ -350,7 +350,7 @@ class Reads(CallAnalysis):
                     continue
                 _, source, place = source
             for value in self._values(frame, source):
-                if place is None or not is_a(value, torch.Tensor) or not self._calls_python(frame, place):
+                if place is None or not is_a(value, torch.Tensor) or not self._is_followed(frame, place):
                     self.whole(value, frame.where, compared)
         for source in flow.iterated:
             for value in self._values(frame, source):
@@ -366,7 +366,7 @@ class Reads(CallAnalysis):
                         self._called(frame, place, value, call, source)
         self._operators |= flow.operators
 
-    def _calls_python(self, frame: Frame, place: int) -> bool:
+    def _is_followed(self, frame: Frame, place: int) -> bool:
         """Whether a call runs code in Python, which is followed itself, or asks for the class of an argument alone."""
         sources = self._expanded(frame, frame.flow.calls[place].function)
         called = [getattr(each, "__func__", each) for one in sources for each in self._values(frame, one)]
