@@ -34,6 +34,8 @@ __all__ += ["Missing", "Name", "Place", "Slot", "Watched", "alike", "class_entry
 _LOCAL = threading.local
 MANY = 64
 """More entries than these are not followed one by one."""
+_REFILLED: dict[int, weakref.ref] = {}
+"""Sets that were put back: another order of the same entries means nothing."""
 _TABLES = {list: iter, tuple: iter, set: iter, frozenset: iter, dict: lambda held: chain.from_iterable(held.items())}
 
 
@@ -215,10 +217,15 @@ class Contents(Watched):
     def same(self, now: Any, then: Any) -> bool:
         if self.table and now is not None and len(now) == len(then) and all(map(is_, now, then)):
             return True
+        if id(self.value) in _REFILLED and len(now) == len(then):
+            then = [dict(zip(then, then, strict=True)).get(each, ABSENT) for each in now]
         return alike(now, then)
 
     def write(self, value: Any) -> None:
         if self.running is None:
+            if is_a(self.value, set) and not self.table:
+                gone = partial(_REFILLED.pop, id(self.value))
+                _REFILLED[id(self.value)] = weakref.ref(self.value, gone)
             (write_table if self.table else put_back)(self.value, value)
 
 

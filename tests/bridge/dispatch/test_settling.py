@@ -40,6 +40,7 @@ WRITES = {
     "a table of the file": lambda net, x: TABLE.update(n=5),
     "a global": sets_flag,
     "sizes": lambda net, x: net.config.seen.add(str(x.shape)),
+    "sizes of one slot": lambda net, x: net.config.seen.add(8 * x.shape[0]),
     "an attribute": lambda net, x: setattr(net, "size", x.shape),
     "a new attribute": lambda net, x: setattr(net, "ready", True),
     "an attribute of a layer": lambda net, x: setattr(net.linear, "ready", True),
@@ -91,13 +92,14 @@ def test_another_call_does_what_eager_does(write):
     assert stats(module).hits == 0
 
 
-def test_sizes_that_vary_leave_no_symbols():
+@pytest.mark.parametrize("write", ["sizes", "sizes of one slot"])
+def test_sizes_that_vary_leave_no_symbols(write):
     def step(module, _, i):
         y = module(double(i, 3 + i % 3, 4))
         y.sum().backward()
         return y, *sorted(module.config.seen)
 
-    beside(lambda: (make(WRITES["sizes"]), None), step, lambda m, own: (double(9, 3, 4),), steps=6, on_miss="compile")
+    beside(lambda: (make(WRITES[write]), None), step, lambda m, own: (double(9, 3, 4),), steps=6, on_miss="compile")
 
 
 def test_an_attribute_of_a_parameter_that_forward_reads_is_guarded():
