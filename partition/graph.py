@@ -24,7 +24,6 @@ what can be saved for the backward: :mod:`partition.heuristics`. No value change
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -54,6 +53,7 @@ from autodiff.ir import (
 )
 from autodiff.ir import nbytes as tensor_bytes
 from autodiff.ir import shape as tensor_shape
+from autodiff.lazy import cached_property
 from autodiff.zapp import LIKE
 from partition.ops import RANDOM
 from partition.read_again import results_of
@@ -208,32 +208,32 @@ class Node:
     inputs: tuple[str, ...]
     module_path: str = ""
 
-    @functools.cached_property
+    @cached_property
     def is_tensor(self) -> bool:
         """Whether this is one tensor of known shape; only such values are ever captured."""
         return isinstance(self.var.ty, TensorType) and self.var.ty.shape is not None
 
-    @functools.cached_property
+    @cached_property
     def shape(self) -> tuple[Dim, ...]:
         """The shape; empty for a value that is not a tensor."""
         return tensor_shape(self.var) if self.is_tensor else ()
 
-    @functools.cached_property
+    @cached_property
     def size(self) -> Dim:
         """Bytes when stored densely; 0 for a value that is not a tensor."""
         return tensor_bytes(self.var) if self.is_tensor else 0
 
-    @functools.cached_property
+    @cached_property
     def dtype(self) -> str:
         """Element type as in ``"float32"``; the type's name, as in ``"TupleType"``, for what is no tensor."""
         return dtype(self.var) if self.is_tensor else type(self.var.ty).__name__
 
-    @functools.cached_property
+    @cached_property
     def bytes(self) -> int:
         """As :attr:`size`, for the sample: what costs are reckoned with."""
         return sample_of(self.size)
 
-    @functools.cached_property
+    @cached_property
     def elements(self) -> int:
         """Number of elements, for the sample."""
         return sample_of(math.prod(self.shape))
@@ -243,7 +243,7 @@ class Node:
         """Whether it is what the forward leaves in memory of which the backward reads what is there then."""
         return self.op == "library.overwritten"
 
-    @functools.cached_property
+    @cached_property
     def op(self) -> str:
         """``"relax.matmul"``, ``"library.embedding"``, or the kind of expression: ``"TupleGetItem"``, ``"param"``."""
         if self.value is None:
@@ -276,7 +276,7 @@ class JointGraph:
     kept: frozenset[str] = frozenset()
     apart: frozenset[int] = frozenset()
 
-    @functools.cached_property
+    @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
         """For each node the names of those that read it, in joint order."""
         found: dict[str, list[str]] = {name: [] for name in self.nodes}
@@ -285,7 +285,7 @@ class JointGraph:
                 found[read].append(node.name)
         return {name: tuple(users) for name, users in found.items()}
 
-    @functools.cached_property
+    @cached_property
     def candidates(self) -> tuple[str, ...]:
         """Every binding that the required values depend on, themselves included, in joint order."""
         wanted = set(self.required)
@@ -294,12 +294,12 @@ class JointGraph:
                 wanted.update(self.nodes[name].inputs)
         return tuple(name for name in self.nodes if name in wanted and self.nodes[name].value is not None)
 
-    @functools.cached_property
+    @cached_property
     def output_index(self) -> dict[str, int]:
         """The forward outputs that are bindings: name to the first result index."""
         return self._first_of(range(len(self.outputs)))
 
-    @functools.cached_property
+    @cached_property
     def free_outputs(self) -> dict[str, int]:
         """Those of them that the backward can read at no cost: tensors, which nobody changes meanwhile."""
         found = self._first_of(index for index in range(len(self.outputs)) if index not in self.apart)
@@ -313,7 +313,7 @@ class JointGraph:
                 found.setdefault(name, index)
         return found
 
-    @functools.cached_property
+    @cached_property
     def primal_index(self) -> dict[str, int]:
         """The index of each primal parameter."""
         return {name: index for index, name in enumerate(self.primals)}

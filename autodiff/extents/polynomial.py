@@ -12,8 +12,7 @@ Terms as integer expressions of TVM's IR, spelled in one way: equal terms are eq
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from tvm import tirx
 from tvm.tirx import IntImm
@@ -28,7 +27,7 @@ class Symbol:
 
     name: str
 
-    @cached_property
+    @property
     def order(self) -> str:
         """By which atoms are sorted."""
         return self.name
@@ -47,10 +46,10 @@ class Composite:
     kind: str
     a: Terms
     b: Terms
+    order: str = field(init=False, compare=False, repr=False)
 
-    @cached_property
-    def order(self) -> str:
-        return str(self)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", str(self))
 
     def __hash__(self) -> int:
         return hash(self.order)  # a string keeps its hash, and terms are looked up often

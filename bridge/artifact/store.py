@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import tvm
 
 import autodiff
 import partition
+from autodiff.lazy import cached_property
 from bridge.artifact.codec import DamagedError, key_of, read_artifact, write_artifact
 from bridge.artifact.settings import (
     CacheSettings,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 
+from autodiff.lazy import cached_property
 from bridge.base.devices import HOST, current_device, working_for
 from bridge.base.torch_cuda import settle_attention_order
 from bridge.base.torch_shapes import SYMBOLIC, conclusions, fixed

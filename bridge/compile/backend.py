@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from tvm import relax
 from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
+from autodiff.lazy import cached_property
 from bridge.compile.loop_ir.operations import LookupPlan, PackPlan, PoolPlan, ProductPlan, ScatterPlan
 from bridge.compile.schedule.chain_plan import CallShape, ChainPlan, ColumnPlan
 from bridge.compile.schedule.choices import NO_CHOICES, Alternative, Choices

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch.autograd import profiler
 
 from autodiff.ir import Function
+from autodiff.lazy import cached_property
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.compile import Compilation, CompileOptions, DrawnMask, KeptFunction, Program, cut, with_constants
 from bridge.dispatch.backward_nodes import BoundSegment

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
 from autodiff.extents import SizeGuard
 from autodiff.ir import results
+from autodiff.lazy import cached_property
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.tensor_properties import as_parts
 from bridge.base.threads import free_in_children, interrupts_deferred

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import autodiff
 from autodiff import Body, inference
 from autodiff.errors import UndifferentiableOp
 from autodiff.ir import Function, results
+from autodiff.lazy import cached_property
 from bridge.artifact import key_of
 from bridge.aten import Imported
 from bridge.base.devices import HOST

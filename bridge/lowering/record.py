@@ -11,7 +11,7 @@ import operator
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from autodiff.ir import Function
+from autodiff.lazy import cached_property
 from bridge.artifact import (
     NoFormError,
     from_parts,

@@ -24,12 +24,12 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import torch
 
+from autodiff.lazy import cached_property
 from bridge.base.devices import HOST
 from bridge.base.log import channel
 from bridge.compile import DEGREE, PER_BLOCK, Built, bernoulli_function, host_backend
@@ -147,7 +147,7 @@ class Stream:
     segments: np.ndarray = field(repr=False)
     terms: np.ndarray = field(repr=False)
 
-    @functools.cached_property
+    @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
         """Of the tables, and the number of chunks: the last arguments of a compiled draw."""
         return self.chunks.ctypes.data, self.segments.ctypes.data, self.terms.ctypes.data, self.count

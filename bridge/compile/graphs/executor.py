@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch.autograd import profiler
 
+from autodiff.lazy import cached_property
 from bridge.base.errors import swallowed
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.control import STREAMS, RecordedGraphs, Shared

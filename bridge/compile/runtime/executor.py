@@ -15,12 +15,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from operator import add
 
 import torch
 from torch.autograd import profiler
 
+from autodiff.lazy import cached_property
 from bridge.base.devices import HOST
 from bridge.base.mkl import can_pack, packed
 from bridge.base.pytrees import picker

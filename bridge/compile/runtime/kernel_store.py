@@ -14,13 +14,14 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import tvm
 import tvm_ffi
 from tvm.tirx import PrimFunc
 
+from autodiff.lazy import cached_property
 from bridge.artifact import Store, current_store, from_parts, key_of, made_once, of_this_package, to_parts
 from bridge.base.log import channel
 from bridge.compile.backend import Built

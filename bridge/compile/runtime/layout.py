@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 
 from autodiff.extents import Dim, sample_of
 from autodiff.ir import itemsize
+from autodiff.lazy import cached_property
 from autodiff.library import GENERATOR_STATE
 from bridge.base.devices import HOST
 from bridge.base.session import SESSION

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal
 
 from autodiff.extents import Composite, Extent, ExtentScope, ScopeState, SizeGuard, Symbol, sample_of, state_of_scope
+from autodiff.lazy import cached_property
 from bridge.artifact import to_text, written, written_as
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.backend import Backend, Built

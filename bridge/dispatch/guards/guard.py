@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from autodiff.extents import Dim
+from autodiff.lazy import cached_property
 from bridge.base.devices import function_modes
 from bridge.base.errors import ARGUMENTS, MODULE, GuardFailure
 from bridge.base.torch_internals import STORAGE_NUMBER, storage_id

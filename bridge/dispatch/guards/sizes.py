@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 
 import torch
 
 from autodiff.extents import Dim, Extent, ExtentScope, SizeGuard, Symbol
+from autodiff.lazy import cached_property
 from bridge.base.errors import ARGUMENTS, GuardFailure, Unsupported, UnsupportedModule
 from bridge.base.tensor_properties import same_strides
 from bridge.capture import Captured

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from autodiff.lazy import cached_property
 from bridge import add_tvm_dispatch, stats
 from tests.bridge.models import MLP
 from tests.threads import together
@@ -200,3 +201,23 @@ def test_a_fork_in_the_middle_of_another_threads_capture():
     assert reached.wait(60)
     assert child_ends_well(lambda: add_tvm_dispatch(MLP(), rows(5)))
     adder.join(60)
+
+
+@pytest.mark.cpu("CUDA does not outlive a fork")
+def test_a_fork_while_another_thread_computes_a_property():
+    reached, done = threading.Event(), threading.Event()
+
+    class Slow:
+        @cached_property
+        def value(self):
+            if threading.current_thread() is reader:
+                reached.set()
+                done.wait(60)
+            return 3
+
+    reader = threading.Thread(target=lambda: Slow().value, daemon=True)
+    reader.start()
+    assert reached.wait(60)
+    assert child_ends_well(lambda: Slow().value)
+    done.set()
+    reader.join(60)
