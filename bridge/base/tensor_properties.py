@@ -85,12 +85,7 @@ class _Subclass(torch.Tensor):
 PROPERTIES = (
     # Dynamo's guard is never handed a nested tensor.
     Property("nested", is_nested, lambda: [], "layout", words="a nested tensor"),
-    Property(
-        "shape",
-        attrgetter("shape"),
-        lambda: [torch.zeros(3, 2), torch.zeros(2, 3, 1), _swapped()],
-        show=tuple,
-    ),
+    Property("shape", attrgetter("shape"), lambda: [torch.zeros(3, 2), torch.zeros(2, 3, 1), _swapped()], show=tuple),
     Property("dtype", attrgetter("dtype"), lambda: [torch.zeros(2, 3).double(), torch.zeros(2, 3).bfloat16()]),
     Property("requires_grad", attrgetter("requires_grad"), _zeros(requires_grad=True)),
     Property("device", attrgetter("device"), _zeros(device="meta")),

@@ -40,10 +40,7 @@ class Built:
     """
 
     def __init__(
-        self,
-        make: Callable[[], tvm_ffi.Function],
-        build: Any = None,
-        kept: Callable[[], str | None] = lambda: None,
+        self, make: Callable[[], tvm_ffi.Function], build: Any = None, kept: Callable[[], str | None] = lambda: None
     ):
         self._make = make
         self.build = build

@@ -161,11 +161,7 @@ log, fallbacks_log = channel("compile"), channel("fallbacks")
 
 
 def compile_function(
-    func: Function,
-    *,
-    name: str,
-    options: CompileOptions | None = None,
-    drawn: Mapping[int, DrawnMask] | None = None,
+    func: Function, *, name: str, options: CompileOptions | None = None, drawn: Mapping[int, DrawnMask] | None = None
 ) -> Program:
     """Compile a function in flat form (see :mod:`autodiff.ir`).
 

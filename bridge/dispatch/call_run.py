@@ -79,11 +79,7 @@ class CallRun:
     """
 
     def __init__(
-        self,
-        given: Sequence[steps.CallStep],
-        programs: Programs,
-        guard: EntryGuard | None,
-        captured: Captured,
+        self, given: Sequence[steps.CallStep], programs: Programs, guard: EntryGuard | None, captured: Captured
     ):
         self.programs, execute, device_type = programs, programs.forward.run, programs.device_type
         makers: dict[type, tuple[list[Action], Callable[[Any], Action]]] = {}

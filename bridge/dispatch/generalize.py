@@ -174,11 +174,7 @@ class Generalization:
             self._entries.drop(found)
         return entry
 
-    def of_any_length(
-        self,
-        call: SampleCall,
-        is_meant: Callable[[Entry], bool] = lambda _: True,
-    ) -> Entry | None:
+    def of_any_length(self, call: SampleCall, is_meant: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
         """An entry whose recorded loops are of any length, and which serves that of the call: its steps are recorded,
         and those of the entry.
 
@@ -217,11 +213,7 @@ class Generalization:
         return None
 
     def _for_all_sizes(
-        self,
-        call: SampleCall,
-        dims: tuple[DynamicDim, ...],
-        known: Entry,
-        looped: LoopedCall | None = None,
+        self, call: SampleCall, dims: tuple[DynamicDim, ...], known: Entry, looped: LoopedCall | None = None
     ) -> Entry | None:
         """A new entry for all sizes of these dimensions; ``None`` if they are refused."""
         name, entry = call.name, None

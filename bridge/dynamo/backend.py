@@ -28,14 +28,7 @@ from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.threads import interrupts_deferred
 from bridge.capture import is_traced_here
 from bridge.compile import Backend, backend_for
-from bridge.dispatch import (
-    MAX_BOUND,
-    MAX_ENTRIES,
-    DispatchStats,
-    Entries,
-    interpreter_state,
-    require_capturable,
-)
+from bridge.dispatch import MAX_BOUND, MAX_ENTRIES, DispatchStats, Entries, interpreter_state, require_capturable
 from bridge.dynamo.compiled import Compiled, brief, layout
 from bridge.dynamo.graph import inline_checkpoints, numbers_of, read_directly, sizes_of
 from bridge.lowering import DEFAULT_PARTITION

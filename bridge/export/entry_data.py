@@ -28,14 +28,7 @@ from bridge.base.modes import autocast_setting
 from bridge.base.pytrees import ObjectNode, WithWholes
 from bridge.base.torch_cuda import SETTINGS, meaning_the_same
 from bridge.base.torch_internals import pytree
-from bridge.capture import (
-    Captured,
-    Draw,
-    DropoutOperand,
-    Observation,
-    Output,
-    Parameter,
-)
+from bridge.capture import Captured, Draw, DropoutOperand, Observation, Output, Parameter
 from bridge.compile import DrawnMask
 from bridge.dispatch import STEPS, Backward, CallStep, Entry, MakeDraws, Save
 from bridge.rng import checked_gpu, computed_mask

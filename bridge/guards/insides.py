@@ -10,15 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.guards.kinds import (
-    CONTAINERS,
-    PLAIN,
-    contents_of,
-    is_a,
-    is_iterator,
-    is_key,
-    parts_of,
-)
+from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_a, is_iterator, is_key, parts_of
 from bridge.guards.objects import Instance, dict_of, interesting, is_library, names_of
 from bridge.guards.watched import MANY, Contents, Place, table_of
 from bridge.guards.world import World

@@ -21,12 +21,7 @@ from torch.distributions import Distribution
 
 from bridge.base.tensor_properties import properties_of
 from bridge.guards.changes import Changes, reads_later
-from bridge.guards.kinds import (
-    PLAIN,
-    implicit_of,
-    is_a,
-    key_of,
-)
+from bridge.guards.kinds import PLAIN, implicit_of, is_a, key_of
 from bridge.guards.machinery import is_machinery
 from bridge.guards.objects import (
     ABSENT,

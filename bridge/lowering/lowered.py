@@ -166,13 +166,7 @@ class LoweredCall:
     __repr__ = __str__
 
     def run(
-        self,
-        name: str,
-        made_by: str,
-        body: Body,
-        transform: Callable[..., Any],
-        *args: Any,
-        if_changed: bool = False,
+        self, name: str, made_by: str, body: Body, transform: Callable[..., Any], *args: Any, if_changed: bool = False
     ) -> None:
         """Applies one pass to ``body``, which holds the latest stage's function, and appends its function as a stage,
         with ``if_changed`` only if it is another one.

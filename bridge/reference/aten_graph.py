@@ -128,10 +128,7 @@ def _number(node: fx.Node) -> int | None:
 
 
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
-_ATTENTION = (
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-)
+_ATTENTION = (aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default)
 """Whose fifth argument says whether they compute what their backward reads."""
 _SCATTERS = {
     aten.slice_scatter.default: aten.slice.Tensor,

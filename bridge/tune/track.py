@@ -41,14 +41,7 @@ class CallTrack:
         UnsupportedModule, CompilationError: the call cannot be compiled.
     """
 
-    def __init__(
-        self,
-        call: SampleCall,
-        options: EntryOptions,
-        *,
-        memory: float,
-        race: Race,
-    ):
+    def __init__(self, call: SampleCall, options: EntryOptions, *, memory: float, race: Race):
         self._call, self._options = call, options
         self._memory, self._race = memory, race
         self._watch: Stopwatch | None = None

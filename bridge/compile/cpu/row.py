@@ -12,14 +12,7 @@ from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import combine, compute_type, fold_lanes, identity
 from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
 from bridge.compile.loop_ir.operations import Access, Number
-from bridge.compile.schedule.row_plan import (
-    InputElement,
-    KernelBuffers,
-    PassStep,
-    RowPass,
-    RowPlan,
-    RowValues,
-)
+from bridge.compile.schedule.row_plan import InputElement, KernelBuffers, PassStep, RowPass, RowPlan, RowValues
 
 __all__ = ["Accumulators", "RowScope", "VectorLoop", "VectorStep", "block_of", "emit_row", "left_over", "narrowed"]
 __all__ += ["vectors_and_tail"]

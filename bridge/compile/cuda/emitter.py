@@ -61,11 +61,7 @@ class SharedMemory:
 
 
 def launch(
-    blocks: Expr,
-    threads: int,
-    groups: int,
-    body: Callable[[Var, Var, Var], Stmt],
-    shared: SharedMemory | None = None,
+    blocks: Expr, threads: int, groups: int, body: Callable[[Var, Var, Var], Stmt], shared: SharedMemory | None = None
 ) -> Stmt:
     """``body(block, group, thread)`` for all, with memory that it may ask for; nothing if there are no blocks.
 

@@ -96,11 +96,7 @@ class CudaExecutor(Executor):
         self._brought = [param.slot for param in self._layout.params if param.lies_on_host and param.slot in read]
 
     def __call__(
-        self,
-        inputs: Sequence[torch.Tensor],
-        *,
-        consume: bool = False,
-        fresh: Sequence[torch.Tensor] | None = None,
+        self, inputs: Sequence[torch.Tensor], *, consume: bool = False, fresh: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
         """See :meth:`bridge.compile.runtime.executor.Executor.__call__`."""
         if current_device() != self._index:

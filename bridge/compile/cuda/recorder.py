@@ -203,10 +203,7 @@ class CudaRecorder:
         return RunTimer()
 
     def record(
-        self,
-        inputs: Sequence[torch.Tensor],
-        fresh: Sequence[torch.Tensor],
-        copies: Sequence[tuple[int, torch.Tensor]],
+        self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor], copies: Sequence[tuple[int, torch.Tensor]]
     ) -> Replay:
         stream = self.stream()
         shared = STREAMS.of(self._device, stream)

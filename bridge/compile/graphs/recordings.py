@@ -236,10 +236,7 @@ class GraphRecorder(Protocol):
         """A timer that begins now."""
 
     def record(
-        self,
-        inputs: Sequence[torch.Tensor],
-        fresh: Sequence[torch.Tensor],
-        copies: Sequence[tuple[int, torch.Tensor]],
+        self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor], copies: Sequence[tuple[int, torch.Tensor]]
     ) -> Replay:
         """Records a run on these inputs with this memory for results, for replays on the current stream.
 

@@ -114,13 +114,7 @@ class ProductChoice:
         return _turned(placed.reshape(turned, (*batch, b.shape[-1], a.shape[-2])))
 
     def _way(
-        self,
-        element_type: str,
-        a: View,
-        b: View,
-        batch: Sequence[Dim],
-        constant: bool = False,
-        lasting: bool = False,
+        self, element_type: str, a: View, b: View, batch: Sequence[Dim], constant: bool = False, lasting: bool = False
     ) -> str:
         product = product_shape(element_type, a, b, batch)
         if constant and product.batch == 1 and all(isinstance(extent, int) for extent in a.shape):

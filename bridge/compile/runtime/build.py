@@ -279,11 +279,7 @@ def _library_of(name: str, func: PrimFunc) -> tuple[bool, str]:
 
 
 def build_kernels(
-    funcs: Sequence[tuple[str, PrimFunc]],
-    key: str,
-    libraries: Libraries,
-    *,
-    together: bool = False,
+    funcs: Sequence[tuple[str, PrimFunc]], key: str, libraries: Libraries, *, together: bool = False
 ) -> list[Built]:
     """Machine code for PrimFuncs given with names, made in the background.
 

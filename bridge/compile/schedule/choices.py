@@ -25,10 +25,7 @@ LIMITS, ORDER, PRODUCTS, CALLS, PARTITION = "limits", "order", "products", "call
 Value = int | tuple[int, ...]
 Name = str | ProductShape | CallShape
 
-_NAMES = {
-    LIMITS: frozenset(Limits.names()),
-    ORDER: frozenset(field.name for field in fields(ReductionOrder)),
-}
+_NAMES = {LIMITS: frozenset(Limits.names()), ORDER: frozenset(field.name for field in fields(ReductionOrder))}
 
 
 @dataclass(frozen=True)

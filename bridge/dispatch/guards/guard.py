@@ -50,11 +50,7 @@ class InputGuard:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        written: Sequence[tuple[int, str]],
-        asked: TensorReads,
-        addresses: Mapping[int, int],
+        self, names: Sequence[str], written: Sequence[tuple[int, str]], asked: TensorReads, addresses: Mapping[int, int]
     ):
         self._names, self._written, self._asked, self.addresses = names, written, asked, addresses
         self.aligned: Mapping[int, int] = {}

@@ -34,11 +34,7 @@ from bridge.dispatch.guards.module_conditions import (
 )
 from bridge.dispatch.guards.tensors import TensorGuard
 from bridge.guards import ReadGuard, Reads
-from bridge.state import (
-    ModuleTensor,
-    dict_versions,
-    write_counter,
-)
+from bridge.state import ModuleTensor, dict_versions, write_counter
 
 __all__ = ["ModuleGuard"]
 
