@@ -31,7 +31,7 @@ import torch
 from bridge.artifact import current_store, from_parts, made_once, of_this_package, to_parts
 from bridge.base.log import channel
 from bridge.base.session import SESSION
-from bridge.base.threads import held
+from bridge.base.threads import held, renewed_in_children
 
 __all__ = ["KERNELS", "KIND", "TRIALS", "Decision", "Pace", "Pairs", "Question", "Race", "RunTimer", "Spans", "Step"]
 __all__ += ["Trials", "as_quick", "chosen", "is_faster", "ratio_of", "ratios", "seconds_of", "shortest"]
@@ -356,7 +356,7 @@ class Trials:
 
     def _alone(self, kind: str) -> AbstractContextManager:
         """One trial of a kind at a time: a trial of one kind may need choices of another one."""
-        return held(self._locks.setdefault(kind, threading.RLock()))
+        return held(self._locks.setdefault(kind, renewed_in_children(threading.RLock())))
 
     def _set(self, question: Question, way: str) -> None:
         self._counts[question.kind] += question not in self._choices

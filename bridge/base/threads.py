@@ -27,7 +27,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = ["free_in_children", "held", "interrupts_deferred", "is_alone", "raise_deferred", "serves", "stack_of"]
+__all__ = ["free_in_children", "held", "interrupts_deferred", "is_alone", "raise_deferred", "renewed_in_children"]
+__all__ += ["serves", "stack_of"]
 
 _SERVANTS = frozenset(["bridge", "execnet", "ipykernel", "torch", "tornado", "tqdm", "zmq"])
 """Packages whose own threads pass messages, compile or watch a progress bar, and never draw; this one's build."""
@@ -83,6 +84,20 @@ def free_in_children(lock: Lock) -> Lock:
     return lock
 
 
+_RENEWED: weakref.WeakSet[threading.Lock | threading.RLock] = weakref.WeakSet()
+
+
+def renewed_in_children(lock: Lock) -> Lock:
+    """A lock that is new in a forked child: nobody waits. For locks held for long, whose data change in one step."""
+    _RENEWED.add(lock)
+    return lock
+
+
+def _renew() -> None:
+    for lock in list(_RENEWED):
+        lock._at_fork_reinit()
+
+
 def _acquire_all() -> None:
     """Holds all locks. It waits for one while it holds no other, so that threads may nest them in any order."""
     global _held
@@ -126,6 +141,7 @@ def _release(held: list[threading.Lock | threading.RLock]) -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_acquire_all, after_in_parent=_release_all, after_in_child=_release_all)
+    os.register_at_fork(after_in_child=_renew)
 
 
 _POLL = 0.1

@@ -43,7 +43,7 @@ from autodiff.scan import Scan, carried_in_parts, turned_inside
 from bridge.artifact import current_store, of_this_package
 from bridge.base.log import Stopwatch, channel
 from bridge.base.session import SESSION
-from bridge.base.threads import raise_deferred
+from bridge.base.threads import free_in_children, raise_deferred, renewed_in_children
 from bridge.compile.backend import Backend
 from bridge.compile.loop_ir.graph import Graph, LoopCall, MatMul, Value, eliminate_dead_code
 from bridge.compile.options import CompileOptions
@@ -155,7 +155,7 @@ _KEPT: WeakValueDictionary[str, Program] = SESSION.cache("programs", WeakValueDi
 """Those in use that the disk cache has, or is to have, by their keys there."""
 _BODIES: WeakValueDictionary[tuple, _LoopBody] = SESSION.cache("programs", WeakValueDictionary())
 """Bodies of loops that are in use, by options, text and how many constants they have."""
-_LOCK = threading.Lock()
+_LOCK = free_in_children(threading.Lock())
 
 log, fallbacks_log = channel("compile"), channel("fallbacks")
 
@@ -338,7 +338,7 @@ class _LoopBody:
         policy = options.backend.products(options.threads, options.deterministic)
         self.graphs = _Graphs(scan.function, options, policy, lasting=scan.constants, is_step=True)
         self.choices = policy.made()
-        self._lock, self._program = threading.Lock(), None
+        self._lock, self._program = renewed_in_children(threading.Lock()), None
 
     def program(self, name: str) -> Program:
         """Its program, under the name that it was first asked for."""

@@ -34,7 +34,7 @@ from bridge.base.errors import (
     swallowed,
 )
 from bridge.base.log import channel
-from bridge.base.threads import interrupts_deferred, raise_deferred
+from bridge.base.threads import interrupts_deferred, raise_deferred, renewed_in_children
 from bridge.base.torch_internals import (
     MODULE_CALL,
     MODULE_HOOKS,
@@ -166,7 +166,7 @@ class Dispatcher:
         self.budget = CompileBudget()
         self._generalization = Generalization(self.entries, self._added, self._options)
         self._noted = _Noted()
-        self._adding = threading.RLock()
+        self._adding = renewed_in_children(threading.RLock())
 
     def take(self, options: DispatchOptions) -> None:
         """Goes on with other options."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bridge.base.collector import are_frozen
+from bridge.base.threads import free_in_children
 from bridge.guards.kinds import CONTAINERS, PLAIN, is_a
 from bridge.guards.objects import FrameOf, Instance
 
@@ -27,7 +28,7 @@ _OWN_REFERENCES = 2
 """To an object that is looked at here: a variable, and an argument."""
 _PYTHONS = 5000
 """More objects are frozen only where the user has frozen some; they stay so, and those that there are are listed."""
-_lock = threading.Lock()
+_lock = free_in_children(threading.Lock())
 _frozen: list[bool] = []
 """An item for each run that lasts: whether the first of them has frozen."""
 Read = tuple[Any, ...]

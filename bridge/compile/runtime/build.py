@@ -37,7 +37,7 @@ from tvm_ffi import structural_equal, structural_hash
 
 from bridge.base.log import Stopwatch
 from bridge.base.session import SESSION
-from bridge.base.threads import raise_deferred
+from bridge.base.threads import free_in_children, raise_deferred
 from bridge.compile.backend import Built
 from bridge.compile.codegen.tir import LOOPS_ATTR, SHARED_ATTR
 from bridge.compile.runtime.elf import CannotLinkError, shared_library
@@ -268,7 +268,7 @@ def _is_usable(built: Built) -> bool:
 
 
 _KERNELS: WeakCache[PrimFunc, Built] = SESSION.cache("programs", WeakCache(structural_equal, _is_usable))
-_LOCK = threading.Lock()
+_LOCK = free_in_children(threading.Lock())
 
 _SHARED: list[Built] = SESSION.cache("programs", [])
 

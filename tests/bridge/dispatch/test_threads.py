@@ -221,3 +221,30 @@ def test_a_fork_while_another_thread_computes_a_property():
     assert child_ends_well(lambda: Slow().value)
     done.set()
     reader.join(60)
+
+
+class SlowInEager(nn.Module):
+    """Refused, so that its calls run eager; one in a thread of its own waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.__dict__["waiting"], self.__dict__["done"] = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        if threading.current_thread() is not threading.main_thread():
+            self.waiting.set()
+            self.done.wait(60)
+        return self.linear(x).unique()
+
+
+@pytest.mark.cpu("CUDA does not outlive a fork")
+@pytest.mark.composes("a train step and adding in a forked child")
+def test_a_fork_in_the_middle_of_another_threads_call():
+    module = add_tvm_dispatch(SlowInEager(), on_miss="compile")
+    caller = threading.Thread(target=lambda: module(rows(7)), daemon=True)
+    caller.start()
+    assert module.waiting.wait(60)
+    assert child_ends_well(lambda: module(rows(9)))
+    module.done.set()
+    caller.join(60)
