@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from benchmarks.__main__ import scripts
 from benchmarks.results import FOLDER, Results
 from benchmarks.tables import FORMS, PAGES, markdown, written
+from bridge.compile.pipeline import PASSES
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "notebooks" / "README.md"])
@@ -48,6 +50,40 @@ def test_links_paths_and_modules_exist(path):
         assert importlib.util.find_spec(module), module
     targets = re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), re.MULTILINE)
     assert set(re.findall(r"(?:`|^    )make ([\w-]+)", text, re.MULTILINE)) <= set(targets)
+
+
+def rows_of(page: str, name: str) -> list[list[str]]:
+    """The cells of the table between two markers of a page, without its head."""
+    table = re.search(rf"<!-- {name}: .*?\n(.*?)<!-- end of {name} -->", text_of(ROOT / "docs" / page), re.DOTALL)[1]
+    return [[cell.strip().strip("`") for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
+
+
+def stages() -> list[tuple[str, str]]:
+    """The stages of the lowering pipeline, from its source: names, and the passes that make them."""
+    tree, texts, found = ast.parse(text_of(ROOT / "bridge" / "lowering" / "pipeline.py")), {}, []
+    nodes = [each for each in ast.walk(tree) if isinstance(each, ast.Assign | ast.Call)]
+    for node in sorted(nodes, key=lambda each: (each.lineno, each.col_offset)):
+        if isinstance(node, ast.Assign):
+            texts[ast.unparse(node.targets[0])] = node.value
+        elif ast.unparse(node.func) in ("lowered.run", "Stage"):
+            name, made_by = (texts.get(ast.unparse(each), each) for each in node.args[:2])
+            first = made_by.values[0] if isinstance(made_by, ast.JoinedStr) else made_by
+            found.append((name.value, first.value.removesuffix(" (")))
+    return found
+
+
+def test_the_tables_of_passes_are_those_of_the_pipelines():
+    assert [tuple(row[:2]) for row in rows_of("architecture.md", "stages")] == stages()
+    assert [row[0] for row in rows_of("compiler.md", "passes")] == [each.__name__ for each in PASSES]
+
+
+SIZES = {"architecture.md": 12_000, "CHANGELOG.md": 10_000}
+
+
+@pytest.mark.parametrize("page", SIZES)
+def test_pages_are_short(page):
+    path = ROOT / page if (ROOT / page).exists() else ROOT / "docs" / page
+    assert len(path.read_bytes()) < SIZES[page]
 
 
 def test_the_readme_is_short():
