@@ -107,9 +107,11 @@ def test_the_example_of_the_readme_trains():
     assert (found.hits, sum(found.misses.values())) == (10, 0)
 
 
-def test_the_tools_that_the_docs_show_work():
-    for block in code_blocks(ROOT / "docs" / "seeing_inside.md"):
-        exec(compile(block, "seeing_inside.md", "exec"), {})
+@pytest.mark.parametrize("page", ["seeing_inside.md", "first_steps.md"])
+def test_the_examples_of_a_page_run(page):
+    names: dict = {}
+    for block in code_blocks(ROOT / "docs" / page):
+        exec(compile(block, page, "exec"), names)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
