@@ -25,7 +25,6 @@ from bridge.base.session import SESSION
 __all__ = ["CacheSettings", "NoFolderError", "cache_settings", "complain", "is_off"]
 __all__ += ["made_private", "why_unsafe"]
 
-
 _LOG = channel("cache")
 
 _TOLD: set[str] = SESSION.cache("complaints", set())

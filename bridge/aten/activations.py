@@ -27,7 +27,6 @@ from bridge.base.torch_internals import aten
 __all__ = ["clamp_at_bound", "fmax_prefers_first", "scaled", "softshrink_rounds_its_bound", "times", "where"]
 __all__ += ["with_derivative", "with_slope"]
 
-
 op = relax.op
 
 

@@ -23,10 +23,8 @@ op = relax.op
 COMPLEX: dict[Any, Callable[..., Any]] = {}
 """ATen overload → ``convert(importer, node, *args, **kwargs)`` for a node with complex operands or results."""
 
-
 SEES_COMPLEX = {aten._to_copy.default}
 """Those of them that are given the node as it is, with complex forms; to all others its results are parts."""
-
 
 _complex = partial(converts, table=COMPLEX)
 

@@ -33,7 +33,6 @@ from bridge.capture import UPSAMPLES, TensorForm
 __all__ = ["CUDNN_TYPES", "cudnn_is_quicker", "cudnn_layers", "is_channels_last", "library_of_images", "lies_behind"]
 __all__ += ["read_from_behind"]
 
-
 op = relax.op
 
 _TO_BACK, _TO_FRONT = (0, 2, 3, 1), (0, 3, 1, 2)

@@ -37,7 +37,6 @@ from bridge.capture import Captured, Draw, Parameter
 __all__ = ["ChainedDraws", "check_parameters", "described_draw", "drawn_type", "given_type", "placed_draw"]
 __all__ += ["state_before", "unplaced"]
 
-
 _DTYPES = "float32 float64 int64 bool float16 bfloat16 int32 uint8 int8 int16".split()
 
 

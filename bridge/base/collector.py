@@ -22,7 +22,6 @@ __all__ = ["are_frozen", "collection_paused", "give_back_pages", "only_new_objec
 #: Whoever freezes objects freezes the interpreter's thousands too.
 _IMMORTAL = 1000 if sys.version_info[:2] == (3, 12) else 0
 
-
 _OURS: list[bool] = []
 """One for each stretch of work whose objects are frozen by :func:`only_new_objects_collected`."""
 

@@ -19,6 +19,7 @@ import enum
 import inspect
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import itemgetter
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
@@ -124,6 +125,7 @@ class WithWholes(NamedTuple):
     wholes: list[Any]
 
 
+@dataclasses.dataclass(eq=False)
 class ObjectNode:
     """Stands for an object of a class that pytree does not know.
 
@@ -135,19 +137,11 @@ class ObjectNode:
         is_argument: whether plain values among its attributes and items are leaves, too.
     """
 
-    def __init__(
-        self,
-        kind: type,
-        attributes: dict[str, Any],
-        items: dict[Any, Any],
-        value: Any = None,
-        is_argument: bool = False,
-    ):
-        self.kind = kind
-        self.attributes = attributes
-        self.items = items
-        self.value = value
-        self.is_argument = is_argument
+    kind: type
+    attributes: dict[str, Any]
+    items: dict[Any, Any]
+    value: Any = None
+    is_argument: bool = False
 
     def make(self) -> Any:
         """A new object like it."""
@@ -185,22 +179,21 @@ def _unflatten(children: Any, context: tuple) -> ObjectNode:
 pytree.register_pytree_node(ObjectNode, _flatten, _unflatten, serialized_type_name="tvm_dispatch.ObjectNode")
 
 
-def packed(result: Any) -> Any:
-    """``result`` with an :class:`ObjectNode` for each object that can be made anew; unchanged if there is none."""
-    leaves, spec = pytree.tree_flatten(result, is_leaf=_is_size)
-    if not any(_is_object(leaf) or _is_size(leaf) for leaf in leaves):
-        return result
+def packed(value: Any, is_argument: bool = False) -> Any:
+    """A value with an :class:`ObjectNode` for each object that can be made anew; unchanged if there is none.
+
+    ``is_argument``: it is what a module is given: a ``torch.Size`` stays one, and is refused.
+    """
+    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
+    made_anew = [_is_object(leaf) or (_is_size(leaf) and not is_argument) for leaf in leaves]
+    if not any(made_anew):
+        return value
     seen: set[int] = set()
-    return pytree.tree_unflatten([_packed(leaf, seen) for leaf in leaves], spec)
+    pairs = zip(leaves, made_anew, strict=True)
+    return pytree.tree_unflatten([_packed(leaf, seen, is_argument) if anew else leaf for leaf, anew in pairs], spec)
 
 
-def packed_arguments(arguments: Any) -> Any:
-    """As :func:`packed`, of what a module is given: a ``torch.Size`` stays one, and is refused."""
-    leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_size)
-    if not any(map(_is_object, leaves)):
-        return arguments
-    seen: set[int] = set()
-    return pytree.tree_unflatten([leaf if _is_size(leaf) else _packed(leaf, seen, True) for leaf in leaves], spec)
+packed_arguments: Callable[[Any], Any] = partial(packed, is_argument=True)
 
 
 def unpacked(result: Any) -> Any:

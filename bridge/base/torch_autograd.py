@@ -28,10 +28,8 @@ FunctionNode: type = torch.autograd.function.BackwardCFunction
 GENERATED = "GeneratedBackwardFor_"
 """How the names of Functions begin that torch makes for operators with derivatives in Python."""
 
-
 keeps_graph: Callable[[], bool] = find("torch._C._autograd._get_current_graph_task_keep_graph")
 """Whether the graph is retained; true outside of a backward."""
-
 
 no_torch_dispatch: Callable[[], AbstractContextManager] = find("torch._C._DisableTorchDispatch", nullcontext)
 """While active, no dispatch mode sees operators on plain tensors."""

@@ -152,7 +152,6 @@ ELEMENTWISE_TYPE_PROMOTION_KIND = find("torch._prims_common.ELEMENTWISE_TYPE_PRO
 get_data_attribute = find("torch._C._autograd._get_data_attr", None)
 """What Dynamo writes for ``tensor.data``; ``None`` where it writes something else."""
 
-
 STORAGE_NUMBER: Callable[[Any], int] = attrgetter("_cdata")
 """A storage → a number of its own."""
 
@@ -191,10 +190,8 @@ innermost_transform: Callable[[], Any] = find("torch._C._functorch.peek_interpre
 _forward_ad = find("torch.autograd.forward_ad")
 find("torch._C._get_mkldnn_enabled")
 
-
 forward_ad_level: Callable[[], int] = functools.partial(getattr, _forward_ad, "_current_level")
 """How deep in forward-mode differentiation this thread is, -1 outside of it."""
-
 
 _saved_tensors_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks")
 saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(_saved_tensors_hooks, True)
@@ -236,7 +233,6 @@ _GLOBAL_HOOKS = [
     find(f"torch.nn.modules.module._global_{kind}")
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 ]
-
 
 has_global_hooks: Callable[[], bool] = functools.partial(any, _GLOBAL_HOOKS)
 """Whether hooks are registered on all modules (``register_module_forward_hook`` and its kin)."""

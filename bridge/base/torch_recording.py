@@ -28,7 +28,6 @@ no_python_kernels: Callable[[], AbstractContextManager] = find("torch._dispatch.
 has_wrapper: Callable[[Any], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor")
 """Whether a tensor is one of a ``torch.func`` transform's."""
 
-
 _without_keys = find("torch._C._ExcludeDispatchKeyGuard")
 _RECORDED = find("torch._C.DispatchKeySet")(_PRE_DISPATCH)
 

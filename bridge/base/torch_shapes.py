@@ -30,7 +30,6 @@ _USED = ("guards", "var_to_range", "replace", "backed_var_to_val")
 
 Conclusion = tuple[Any, FrameSummary | None]
 
-
 upsampled_sizes = find("torch._decomp.decompositions.upsample_compute_output_size")
 """Sizes of what is interpolated, those that are asked for or ``None``, factors → those of the result."""
 

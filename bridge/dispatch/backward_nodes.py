@@ -180,7 +180,9 @@ class SegmentedRun:
         self._slots = dict(enumerate(inputs))
         inputs.clear()
         later = {slot for segment, _ in segments[1:] for slot, _ in segment.takes}
-        self._versions = {slot: each._version for slot, each in self._slots.items() if slot in later and _counts(each)}
+        self._versions = {
+            slot: each._version for slot, each in self._slots.items() if slot in later and not each.is_inference()
+        }
         self._ready: dict[int, torch.Tensor] = {}
 
     def __call__(self, index: int) -> list[torch.Tensor | None]:
@@ -209,11 +211,6 @@ class SegmentedRun:
         for _, slot in segment.results:
             slots.pop(slot, None)
         return [None if place is None else self._ready.pop(place) for place in self._taken[index]]
-
-
-def _counts(tensor: torch.Tensor) -> bool:
-    """Whether changes in place are counted."""
-    return not tensor.is_inference()
 
 
 def make_token(device: torch.device, run: Pass | None = None) -> torch.Tensor:

@@ -87,11 +87,11 @@ class CallRun:
         chains = chains_of(results.outputs, results.computed) if programs.differentiable else ()
         opened, closed = complex_places(captured, results.outputs, results.computed)
         moved = host_inputs(captured)
-        self.before: list[Action] = [partial(_as_parts, opened)] * bool(opened)
-        self.before += [partial(_on_device, moved, captured.device)] * bool(moved)
+        self.before: list[Action] = [partial(_each, "primals", opened, as_parts)] * bool(opened)
+        self.before += [partial(_each, "primals", moved, lambda each: each.to(captured.device))] * bool(moved)
         self.before += [begin_chains] * bool(chains)
         self.forward: list[Action] = []
-        self.after: list[Action] = [partial(_as_complex, closed)] * bool(closed)
+        self.after: list[Action] = [partial(_each, "computed", closed, as_complex)] * bool(closed)
         self.after += [partial(chain_results, programs, chains)] * bool(chains)
         self.after += [take_hooks] * (len(programs.differentiable) > 1)
         makers[steps.ReadNumbers] = self.before, partial(_numbers, device=torch.device(device_type))
@@ -117,25 +117,12 @@ def _out_of_sight(act: Action, call: CallValues) -> None:
         act(call)
 
 
-def _as_parts(places: Sequence[int], call: CallValues) -> None:
-    """Complex inputs as a program takes them; autograd follows."""
-    call.primals = list(call.primals)
+def _each(values: str, places: Sequence[int], change: Callable[[torch.Tensor], torch.Tensor], call: CallValues) -> None:
+    """Changes some of a call's values: complex inputs, or those on the host, as a program takes them; results back."""
+    found = list(getattr(call, values))
     for place in places:
-        call.primals[place] = as_parts(call.primals[place])
-
-
-def _as_complex(places: Sequence[int], call: CallValues) -> None:
-    """Complex results as eager has them."""
-    call.computed = list(call.computed)
-    for place in places:
-        call.computed[place] = as_complex(call.computed[place])
-
-
-def _on_device(places: Sequence[int], device: torch.device, call: CallValues) -> None:
-    """Inputs on the host as a program takes them."""
-    call.primals = list(call.primals)
-    for place in places:
-        call.primals[place] = call.primals[place].to(device)
+        found[place] = change(found[place])
+    setattr(call, values, found)
 
 
 def _numbers(step: steps.ReadNumbers, device: torch.device) -> Action:
@@ -275,6 +262,6 @@ def _set_attributes(step: steps.SetAttributes, guard: EntryGuard) -> Action:
         kept: Sequence[Any] = ()
         if step.kept:
             call.result, kept = call.result
-        guard.set_attributes(call.module, kept)
+        guard.tree.set_attributes(call.module, kept)
 
     return set_attributes

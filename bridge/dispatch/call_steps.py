@@ -387,7 +387,7 @@ def plan_call(
         found.append(WriteBack(written, captured.observation.counted & {index for index, *_ in written}))
     spec = captured.observation.out_spec
     found.append(Results(observed.outputs, imported.output_of, spec, inputs))
-    if guard is not None and guard.sets_attributes:
+    if guard is not None and guard.tree.sets_attributes:
         found.append(SetAttributes(captured.counters, tuple(each.name for each in captured.kept)))
     return tuple(found)
 

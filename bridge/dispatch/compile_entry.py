@@ -155,7 +155,6 @@ def with_choices(entry: Entry, choices: Choices) -> Entry:
 Tuner = Callable[[SampleCall, EntryOptions], None]
 """What is asked before an entry is compiled; it may tune the call."""
 
-
 _TUNERS: list[Tuner] = []
 
 

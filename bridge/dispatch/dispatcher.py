@@ -43,7 +43,7 @@ from bridge.base.torch_internals import (
     is_exporting,
     jit_is_tracing,
 )
-from bridge.capture import ALL_COUNTS, CAPTURES, LoopedCall, is_traced_here, same_numbers, uninitialized
+from bridge.capture import ALL_COUNTS, CAPTURES, DynamicDim, LoopedCall, is_traced_here, same_numbers, uninitialized
 from bridge.compile import Backend, Mode, RecordedGraphs
 from bridge.dispatch.compile_entry import (
     backend_of_call,
@@ -275,9 +275,8 @@ class Dispatcher:
         """Whether a call that missed may be compiled; says so once for each cause that has used up its budget."""
         if failure.reason in self.entries.refused or failure.__cause__ is not None:  # eager raises, too
             return False
-        if active_modes():  # of the code around this call, which says nothing about the next one
-            return False
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # that work would be in the graph
+        is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # the work, in a graph
+        if is_recorded or active_modes():  # of the code around this call, which says nothing about the next one
             return False
         if self.budget.allows(failure.field, self.entries.all):
             return True
@@ -390,7 +389,7 @@ class Dispatcher:
         require_capturable(call.name)
         if not call.dims:
             backend = self._options(call).backend
-            self._generalization.of_any_length(call, lambda known: self._is_alike(known, backend))
+            self._generalization.of_any_length(call, lambda known: self._is_alike(known, backend, set()))
             return self._added(call)
         try:
             return self._added(call)
@@ -412,18 +411,13 @@ class Dispatcher:
             self._frozen_anew(call)  # changes that torch does not count are among what it is called for
         fitting = [entry for entry in self.entries.all if entry.guard.holds(call)]
         for served in fitting:
-            is_alike = self._is_alike(served, backend) and not served.readings and dims <= set(served.options.dims)
-            if is_alike and not has_other_choices(served):
+            if self._is_alike(served, backend, dims) and not served.readings and not has_other_choices(served):
                 log.info("%r serves the call already", served)
                 return served
         entry = compile_entry(call, options, looped=looped)
         replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
         for served in replaced:
-            if (
-                self._is_alike(served, backend)
-                and dims <= set(served.options.dims)
-                and served.options.tuned == entry.options.tuned
-            ):
+            if self._is_alike(served, backend, dims) and served.options.tuned == entry.options.tuned:
                 return served
         if not (entry.has_loops and any(known.has_loops for known in self.entries.all)):  # another length is no smaller
             with entry.guard.trial():
@@ -444,11 +438,14 @@ class Dispatcher:
         backend = backend_of_call(wanted.backend, call)
         return EntryOptions(wanted.partition, backend, wanted.freeze, self.graphs, call.dims)
 
-    def _is_alike(self, entry: Entry, backend: Backend) -> bool:
-        """Whether an entry was compiled with the same strategy, by this backend, and frozen if that is wanted."""
-        if entry.backward is None and entry.is_frozen != self.options.freeze:
+    def _is_alike(self, entry: Entry, backend: Backend, dims: set[DynamicDim]) -> bool:
+        """Whether an entry was compiled with the same strategy, by this backend, frozen if that is wanted, and for all
+        sizes of these dimensions."""
+        if not dims <= set(entry.options.dims) or (entry.backward is None and entry.is_frozen != self.options.freeze):
             return False
-        return _is_same(entry.options.partition, self.options.partition) and entry.options.backend.key == backend.key
+        one, other = entry.options.partition, self.options.partition
+        is_same = one is other or (type(one) is type(other) and bool(one == other))
+        return is_same and entry.options.backend.key == backend.key
 
     def _frozen_anew(self, call: SampleCall) -> Entry | None:
         """An entry that serves the call but for frozen tensors that have changed, with these as they are now."""
@@ -473,7 +470,3 @@ class Dispatcher:
 
 #: A hook of the deprecated kind is handed the gradients of the module's last operator, which is not there any more.
 _OLD_HOOK = GuardFailure(INTERPRETER, "backward hook of the deprecated kind", "use register_full_backward_hook")
-
-
-def _is_same(strategy: Any, other: Any) -> bool:
-    return strategy is other or (type(strategy) is type(other) and bool(strategy == other))

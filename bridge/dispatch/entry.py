@@ -125,10 +125,6 @@ class BoundCalls:
             failure.stage = RUN
             raise failure
 
-    def bind_sample(self) -> None:
-        """Binds the sizes of the sample, which waits for machine code; raises what goes wrong."""
-        self.bind(self._samples)
-
     def _bind(self, sizes: Sizes) -> CallRun:
         """As :meth:`bind` for a call, which is eager's if that fails."""
         try:
@@ -143,8 +139,9 @@ class BoundCalls:
     def _planned(self, sizes: Sizes) -> tuple[CallStep, ...]:
         return _planned(self._lowered, self._programs, self._guard, self._observed(sizes))
 
-    def bind(self, sizes: Sizes) -> CallRun:
-        """What a call of these sizes runs."""
+    def bind(self, sizes: Sizes | None = None) -> CallRun:
+        """What a call of these sizes, by default the sample's, runs; waits for machine code, raises what goes wrong."""
+        sizes = self._samples if sizes is None else sizes
         return CallRun(self._planned(sizes), self._programs.at(sizes), self._guard, self._lowered.captured)
 
     def clear(self) -> None:
@@ -215,7 +212,7 @@ class Entry:
         if self.bound is None:
             self.run = CallRun(self.steps, programs, guard, lowered.captured)
         else:
-            self.bound.bind_sample()
+            self.bound.bind()
         self._wanted = picker(lowered.wanted)
         several = apply_in_nodes if len(programs.nodes) > 1 else apply
         self._apply = several if lowered.differentiable else None

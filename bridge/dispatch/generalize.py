@@ -52,7 +52,7 @@ def varying_dims(guard: EntryGuard, call: SampleCall) -> tuple[DynamicDim, ...]:
     for place, leaf in enumerate(call.leaves):
         places.setdefault(id(leaf), []).append(place)
     found: list[DynamicDim] = []
-    for path, shape, tensor in guard.compiled_shapes(call):
+    for path, shape, tensor in guard.arguments.compiled_shapes(call):
         leaf = places[id(tensor)].pop(0)
         if tensor.dim() != len(shape):
             return ()

@@ -10,7 +10,7 @@ import statistics
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,8 +98,8 @@ def shares_of(call: SampleCall, paths: Sequence[str]) -> dict[str, float]:
     Time inside of one that another one of them calls is the outer one's.
     """
     inside: list[str] = []
-    wait = partial(torch.cuda.synchronize, device_of_call(call)) if _is_gpus(call.module) else _nothing
-    spans = Spans(wait)
+    is_gpus = current_device().type == "cuda" or any(each.is_cuda for each in call.module.parameters())
+    spans = Spans(partial(torch.cuda.synchronize, device_of_call(call)) if is_gpus else lambda: None)
 
     def enter(path: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if inside or path not in paths:
@@ -118,7 +118,9 @@ def shares_of(call: SampleCall, paths: Sequence[str]) -> dict[str, float]:
         return spans.seconds
 
     runs: list[dict[str, float]] = []
-    with _on_copies(call, enter) as copied, _draws_put_back():
+    # as IsolatedRNG, which slows each operator down, where no other thread can draw meanwhile
+    put_back = states_put_back([default_generator(HOST), *of_gpus()]) if is_alone() else IsolatedRNG()
+    with _on_copies(call, enter) as copied, put_back:
         with IsolatedRNG() as drawn:
             whole()
         for _ in _PACE.runs():
@@ -127,14 +129,6 @@ def shares_of(call: SampleCall, paths: Sequence[str]) -> dict[str, float]:
         for generator, state in reversed(drawn.passed):
             generator.set_state(state)
     return {path: statistics.median(run[path] for run in runs) for path in paths}
-
-
-def _nothing() -> None:
-    return None
-
-
-def _is_gpus(module: nn.Module) -> bool:
-    return current_device().type == "cuda" or any(each.is_cuda for each in module.parameters())
 
 
 @contextmanager
@@ -153,11 +147,6 @@ def _on_copies(call: SampleCall, enter: Enter) -> Iterator[SampleCall]:
                 yield SampleCall(twin.module, *pytree.tree_map_only(torch.Tensor, copied, (given.args, given.kwargs)))
         finally:
             before.restore()
-
-
-def _draws_put_back() -> AbstractContextManager[Any]:
-    """As :class:`IsolatedRNG`, which slows each operator down, where no other thread can draw meanwhile."""
-    return states_put_back([default_generator(HOST), *of_gpus()]) if is_alone() else IsolatedRNG()
 
 
 Enter = Callable[..., Any]

@@ -5,7 +5,6 @@ Advice on misses: the guard field that keeps differing → what the user can do 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from bridge.base.errors import GuardFailure
@@ -18,18 +17,25 @@ __all__ = ["DispatchStats", "advice"]
 _REASONS = 20
 """That are printed: sizes that differ at every call give one each."""
 
-
 _HINT = 'add_tvm_dispatch(module, sample) in the state of such a call adds an entry for it; on_miss="compile" by itself'
 
 
 class DispatchStats:
-    """What became of a dispatched module's calls: a view, which later calls change."""
+    """What became of a dispatched module's calls: a view, which later calls change.
+
+    Attributes:
+        misses: calls that ran eager, by the reason, which names what differed.
+        eager_backwards: backwards of hits that eager's operators computed, since they were differentiated again or
+            batched, by the reason.
+        graphs: what became of CUDA graphs: replays, runs without one by the reason, bytes.
+    """
 
     def __init__(
         self, entries: Entries, graphs: RecordedGraphs | None = None, compiles: Callable[[], bool] = lambda: False
     ):
         self._entries, self._compiles = entries, compiles
-        self._graphs = graphs or RecordedGraphs(False)
+        self.misses, self.eager_backwards = entries.misses, entries.eager_backwards
+        self.graphs = graphs or RecordedGraphs(False)
 
     @property
     def hits(self) -> int:
@@ -37,25 +43,9 @@ class DispatchStats:
         return self._entries.hits
 
     @property
-    def misses(self) -> Counter[str]:
-        """Calls that ran eager, by the reason, which names what differed."""
-        return self._entries.misses
-
-    @property
-    def eager_backwards(self) -> Counter[str]:
-        """Backwards of hits that eager's operators computed, since they were differentiated again or batched, by the
-        reason."""
-        return self._entries.eager_backwards
-
-    @property
     def entries(self) -> list[Entry]:
         """The compiled calls."""
         return self._entries.all
-
-    @property
-    def graphs(self) -> RecordedGraphs:
-        """What became of CUDA graphs: replays, runs without one by the reason, bytes."""
-        return self._graphs
 
     def __repr__(self) -> str:
         lines = [f"DispatchStats(hits={self.hits}, misses={sum(self.misses.values())})"]

@@ -237,7 +237,6 @@ _RULES: dict[str, Rule] = {
     "scaled_dot_product_flash_attention": _flash_attention,
 }
 
-
 _EVALUATION = "add an entry under module.eval()"
 _NO_NUMBERS = (
     "let forward read no numbers (transformers looks at attention masks of two dimensions, not at those of four)"

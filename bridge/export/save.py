@@ -32,7 +32,6 @@ from bridge.state import ModuleTensor
 
 __all__ = ["INDEX", "KIND", "PARAMETERS", "digest", "save_compiled"]
 
-
 KIND = "compiled module"
 """Of the artifact that the index is."""
 

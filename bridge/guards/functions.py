@@ -99,7 +99,6 @@ _CHANGING = {
 }
 """Functions in C that change the process, by module, beside those that begin with ``set``, and what Python audits."""
 
-
 CHANGES_FILES = _PROCESS, OUTSIDE
 
 

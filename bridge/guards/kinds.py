@@ -290,7 +290,6 @@ _UNCHANGING = {
 UNCHANGING = frozenset((module, name) for module, names in _UNCHANGING.items() for name in names.split())
 """Classes in C whose objects never change, or whose state has places of its own, by module and name."""
 
-
 _TOLD = (("builtins", "range"), ("decimal", "Decimal"), ("datetime", "date"), ("datetime", "timedelta"))
 
 

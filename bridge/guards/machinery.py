@@ -54,7 +54,6 @@ ASKED_PYTHON = frozenset(
 LOOKING = (LIBRARY + "inspect.py", LIBRARY + "typing.py")
 """What these are given they look into."""
 
-
 CHANGING_PYTHON = frozenset(
     (LIBRARY + os.path.join("logging", "__init__.py"), name)
     for name in "addHandler removeHandler setLevel addFilter removeFilter disable basicConfig captureWarnings".split()

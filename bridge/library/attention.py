@@ -25,7 +25,6 @@ from bridge.library.registry import library_function
 
 __all__ = ["FORMULA", "KERNELS", "SUMS", "AttentionKernel", "Dropout"]
 
-
 _ACCESS = 16
 """Bytes of a kernel's widest access, and those that are left unused behind each row of keys."""
 

@@ -17,7 +17,6 @@ from bridge.library.registry import into_given, library_function
 
 __all__ = ["move", "pad_into"]
 
-
 _WIDER = torch.complex128, torch.complex64, torch.int32
 """As which types rows are moved, the widest one that divides them."""
 _SHORT_ROW = 1024

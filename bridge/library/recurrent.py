@@ -233,7 +233,6 @@ def backward(
 
 _LAYERS = {"rnn_relu": torch.rnn_relu, "rnn_tanh": torch.rnn_tanh, "lstm": torch.lstm, "gru": torch.gru}
 
-
 _Options = TypeVar("_Options")
 
 

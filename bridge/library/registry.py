@@ -44,7 +44,6 @@ NEVER_RAISE = frozenset(
 )
 """Calls, of functions and of kernels that write into given tensors, that take any numbers."""
 
-
 PLACED_DRAWS = frozenset({"placed_draw", "dropping_attention"})
 """Calls that draw random numbers of a GPU, from the state of its generator that they are given on the host."""
 

@@ -54,7 +54,6 @@ from partition import Cost, Partitioned, Plan, Saved
 
 __all__ = ["KeptLowering", "graph_of", "parts_of_lowering", "record_of"]
 
-
 _GETITEM = "getitem"
 
 
@@ -151,7 +150,6 @@ written_as(fx.Node, "Node", ("name",), lambda node: (node.name,))
 written_as(OpOverload, "OpOverload", ("name",), lambda op: (str(op),), _called)
 written_like(immutable_list, list)
 written_like(immutable_dict, dict)
-
 
 _GRAPH_STAGE = "captured"
 

@@ -31,7 +31,6 @@ from autodiff.scan import Scan, is_scan, scan_of
 __all__ = ["attributes", "binding_line", "count", "function_lines", "html_table", "megabytes", "script", "short_op"]
 __all__ += ["type_text", "value_text"]
 
-
 _OPTIONS = re.compile(r'R\.str\("\{\\"body\\": .*?[^\\]"\)')
 
 

@@ -99,7 +99,6 @@ def _is_zero(arg: object) -> bool:
 _ZEROS = _overloads("zeros", "zeros_like", "new_zeros")
 _FILLED = _overloads("full", "full_like", "scalar_tensor", "new_full")
 
-
 Evaluate = Callable[[fx.Node, Mapping[fx.Node, Any]], Any]
 """A node, and the values of those that it reads → its value."""
 

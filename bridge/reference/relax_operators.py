@@ -21,7 +21,6 @@ __all__ = ["LIBRARY", "OPERATORS"]
 
 Meaning = Callable[..., Any]
 
-
 OPERATORS: dict[str, Meaning] = {}
 #: Library functions that compiled programs generate code for instead of calling the library.
 LIBRARY: dict[str, Meaning] = {

@@ -234,7 +234,6 @@ _CASES = (
 _ATTENTIONS = ((2, 3, 37, 45), (1, 2, 130, 200))
 """Weights of attention: whole blocks of its kernel and parts of them; rows that begin anywhere in a call's four."""
 
-
 _BEGUN: dict[torch.device, Compilation | None] = {}
 """The check's program on its way; ``None`` behind the check."""
 

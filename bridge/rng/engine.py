@@ -47,7 +47,6 @@ from bridge.compile import (
 __all__ = ["LOCK", "EngineOffsets", "GeneratorStates", "find_layout", "functions", "is_the_lock", "layout_for"]
 __all__ += ["swap_state"]
 
-
 _STATE_BYTES = 5056
 _HANDLE = 16
 """Where a Python object, behind its head, has the address of the C++ object."""

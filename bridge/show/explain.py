@@ -66,7 +66,7 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
         lowered,
         () if entry.bound is None else tuple(str(entry.bound).splitlines()),
         tuple(choices_of(entry)),
-        entry.guard.places,
+        entry.guard.tree.reads.places,
         entry.guard.check.source,
     )
 

@@ -19,7 +19,6 @@ from bridge.tune.search import GAIN, Outcome
 
 __all__ = ["CallTrack"]
 
-
 _BUILDERS = 2
 """One that runs Python, one that waits for a compiler, which takes one library at a time."""
 

@@ -40,7 +40,6 @@ from partition.cut import resolve as resolve_strategy
 
 __all__ = ["Means", "Progress", "TuningResult", "tune", "tune_call"]
 
-
 _LOG = channel("tune")
 
 _FORM = "{desc} {percentage:3.0f}%|{bar:20}| {n:.0f} of {total:.0f} s{postfix}"

@@ -31,7 +31,6 @@ from bridge.trials import seconds_of
 
 __all__ = ["CpuLibraries", "attainable_rate", "features", "fingerprint", "kernel_source", "llvm_version", "model"]
 
-
 _SETTINGS = ("MKL_", "OMP_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "OPENBLAS_")
 """What environment variables that libraries of products look at begin with."""
 
@@ -69,7 +68,6 @@ _LOG = channel("cache")
 
 #: Form -> what TVM's LLVM modules call it (``None``: not compiled at all).
 _FORMS = {"tvmscript": None, "llvm": "ll", "asm": "s"}
-
 
 tirx.register_tir_pipeline("bridge_loops", lower_loops)
 

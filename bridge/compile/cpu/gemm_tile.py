@@ -24,7 +24,6 @@ from bridge.compile.cpu.loops import transpose
 __all__ = ["DEPTH", "NARROW", "VECTORS", "WIDE", "Buffers", "RegisterTile", "Strip", "multiply_tile", "pack_a"]
 __all__ += ["pack_b", "quotient_up", "register_tile", "smaller"]
 
-
 DEPTH = 256
 """Terms of one chain of multiply-adds."""
 

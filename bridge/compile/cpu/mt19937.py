@@ -65,7 +65,6 @@ __all__ = ["BLOCK", "CHUNK_FIELDS", "DEGREE", "DOUBLE", "FIRST", "FLOAT", "LEFT"
 __all__ += ["SEGMENT_FIELDS", "STATE_WORDS", "WORDS", "at_address", "bernoulli_function", "elements", "emit_loop"]
 __all__ += ["jump", "load", "locked", "next_words", "twist", "working_buffer"]
 
-
 BLOCK = 624
 """Words of a block."""
 
@@ -174,7 +173,6 @@ def elements(words: Buffer, at: Expr, mask: Buffer, to: Expr, count: Expr, thres
 
 DEGREE = 19937
 """Of the characteristic polynomial."""
-
 
 _STRIP = 3  # vectors of the result that are summed at a time, in registers
 _WORDS = -(-(DEGREE + BLOCK) // BLOCK) * BLOCK  # what the windows of all terms lie in

@@ -30,7 +30,6 @@ from bridge.compile.cpu.mt19937 import (
 
 __all__ = ["hold_function", "swap_function"]
 
-
 _TURNS = 200_000
 """Of 50 us each: ten seconds. A thread that is started takes less than one of them."""
 

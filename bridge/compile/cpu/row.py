@@ -17,7 +17,6 @@ from bridge.compile.schedule.row_plan import InputElement, KernelBuffers, PassSt
 __all__ = ["Accumulators", "RowScope", "VectorLoop", "VectorStep", "block_of", "emit_row", "left_over", "narrowed"]
 __all__ += ["vectors_and_tail"]
 
-
 _NARROWEST = 4
 """Lanes of a vector below which the columns behind the vectors are walked one by one."""
 

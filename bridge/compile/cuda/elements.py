@@ -30,7 +30,6 @@ from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
 __all__ = ["elements", "lookup", "pool_gradient"]
 
-
 _LONG = 8
 """Rows of as many warps' vectors: in such, the threads of a warp take neighbours at once where a vector is less than an
 access, and the last warp of a row is the only one that may have nothing to do."""

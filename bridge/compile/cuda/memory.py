@@ -34,7 +34,6 @@ from bridge.compile.graphs.recordings import Form, nbytes
 __all__ = ["ALIGNMENT", "PoolMemory", "PrivatePool", "SlotMemory", "bytes_of", "pieces_of", "places_of", "rooms_of"]
 __all__ += ["spare_bytes", "takes_from"]
 
-
 _LOCK = free_in_children(threading.RLock())
 """Held where a thread begins or ends to take memory from a pool, and while pools are destroyed."""
 _PROCESS = os.getpid()
@@ -223,7 +222,6 @@ def pieces_of(block: torch.Tensor, forms: Sequence[Form], places: Sequence[int])
 
 _MEMORIES: weakref.WeakSet[PoolMemory] = weakref.WeakSet()
 """All there are: what they hold together is bounded."""
-
 
 _SPARE: dict[int, int] = {}
 """By device, what was spare when the driver was asked last, less what was wanted since."""

@@ -30,7 +30,6 @@ from bridge.base.session import SESSION
 
 __all__ = ["OPTIONS", "absent", "compiled", "disassembled", "disassembler", "version", "warm_up"]
 
-
 _TOOLS = {"nvdisasm": ("-c",), "cuobjdump": ("-sass",)}
 """Programs of CUDA's toolkit, with what is said before the file's name."""
 

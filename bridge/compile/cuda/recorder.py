@@ -41,7 +41,6 @@ _GROWTH = 1.5
 """Of a block that a stream's recordings share, where a larger one takes its place: earlier recordings keep theirs, and
 all of them together are not much more than the last."""
 
-
 _SAVED = 0.1
 """Of the device's time, that steps beside others are expected to save where a graph pays for that alone."""
 

@@ -45,7 +45,6 @@ from bridge.compile.schedule.row_plan import KernelBuffers, RowPass, RowPlan
 
 __all__ = ["SHORT_ROW", "RowForm", "TaskParts", "emit_row", "row_launch", "rows"]
 
-
 _UNROLLED = 16
 """Turns of a loop over a row at most that is unrolled, so that what a thread keeps is in registers."""
 

@@ -45,7 +45,6 @@ from bridge.compile.schedule.row_plan import (
 __all__ = ["RowBuffer", "ThreadScope", "ThreadStep", "column_steps", "drawn_vector", "first_pass", "is_at_multiples"]
 __all__ += ["kernel_buffers", "reads_ahead"]
 
-
 _MOST_BYTES = 256
 """That a thread keeps for later passes at most: 64 registers."""
 

@@ -53,7 +53,6 @@ from bridge.library import TensorAt
 
 __all__ = ["add_moments_at_once", "generate_lookups", "generate_pool_gradients", "name_normal_functions"]
 
-
 _WIDE = "float64"
 
 

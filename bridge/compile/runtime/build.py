@@ -46,7 +46,6 @@ from bridge.compile.runtime.kernel_store import KernelTexts, Libraries, stored_o
 __all__ = ["REFUSALS", "Build", "LateMapping", "WeakCache", "build_kernels", "in_background"]
 __all__ += ["library_bytes", "loaded", "others_may_build", "settle", "some_of"]
 
-
 Value = TypeVar("Value")
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 __all__ = ["CannotLinkError", "ElfObject", "ElfSection", "ElfSymbol", "Relocation", "read_object", "shared_library"]
 __all__ += ["with_data"]
 
-
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
@@ -199,9 +198,7 @@ _JUMP = b"\xff\x25"
 """``jmp *[rip + offset]``, a stub's only instruction, with two bytes of padding."""
 _STUB = 8
 
-
 _PROGRAM = struct.Struct("<IIQQQQQQ")
-
 
 _HEADERS = 5
 

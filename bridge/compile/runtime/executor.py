@@ -40,7 +40,6 @@ __all__ = ["Action", "Actions", "Arrays", "Executor", "bind", "bind_all", "last_
 Action = Callable[[list], None]
 """An instruction as a function of the registers."""
 
-
 _ADDRESS = torch.Tensor.data_ptr
 
 Arrays = dict[tuple[int, ...], tuple[torch.Tensor, ctypes.c_void_p]]

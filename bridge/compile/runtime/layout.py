@@ -324,7 +324,6 @@ class ArenaPool:
 ARENAS = SESSION.cache("programs", ArenaPool())
 """The host's pool."""
 
-
 _KIND, _DEVICE = attrgetter("shape", "dtype"), attrgetter("device")
 #: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode, or are strided.
 _MAX_LOOKS = 4

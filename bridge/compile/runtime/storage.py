@@ -33,7 +33,6 @@ from bridge.compile.runtime.program import Program
 
 __all__ = ["keep_program", "kept_program", "load", "save", "texts"]
 
-
 _FILE, _KIND = "program file", "program"
 """Kinds of artifacts."""
 

@@ -31,7 +31,6 @@ from bridge.compile.schedule.row_plan import Operand as PlannedOperand
 
 __all__ = ["PassContents", "Planned", "RecomputePolicy", "levels_of", "plan_passes", "plan_rows"]
 
-
 Plan = TypeVar("Plan")
 
 

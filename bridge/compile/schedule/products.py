@@ -18,7 +18,6 @@ GENERATED = "generated"
 PACKED = "packed"
 """The way of a library's product whose second factor is a constant, laid out once for its kernels."""
 
-
 IN_PANELS = f"{GENERATED} in panels"
 """Generated code that finds ``b`` packed: of products whose ``b`` is the same in every step of a loop, or a constant.
 The bits are those of the other generated ways."""

@@ -25,7 +25,6 @@ _DIRECT = [
     if name not in ("copy", "concat", "where", "log1p", "expm1", "floor_mod", "floor_divide", "power", "right_shift")
 ]
 
-
 _FLOAT_ONLY = frozenset(
     "exp log tanh erf sigmoid sqrt rsqrt floor ceil trunc round sin cos tan asin acos atan atan2 sinh cosh asinh acosh"
     " atanh isnan isinf isfinite".split()

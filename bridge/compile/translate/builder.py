@@ -30,7 +30,6 @@ from bridge.compile.schedule.limits import Rules
 
 __all__ = ["TRANSLATIONS", "Builder", "Translation", "number", "numbers", "register"]
 
-
 Translation = Callable[[Any, Any], Any]
 """``(builder, call) -> operand``; a list of operands for a tuple-typed call, ``NotImplemented`` for "not this one"."""
 

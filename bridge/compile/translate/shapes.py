@@ -25,7 +25,6 @@ from bridge.compile.translate.libcalls import emit, tensor
 
 __all__ = ["DrawnMask", "drawn_mask", "state_parameter"]
 
-
 _END = 2**62
 """From here on the end of a slice means that of the tensor, whatever its size."""
 

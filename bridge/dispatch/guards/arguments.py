@@ -241,13 +241,10 @@ class _Structure:
             return values
         leaves: list[Any] = []
         fits = all(_take(*pair, leaves) for pair in zip(values, self._shape, strict=True))
-        return leaves if fits and not self._has_kin(values) else None
+        return leaves if fits and not (self._kin and self._has_kin(packed_arguments(values))) else None
 
-    def _has_kin(self, given: Any) -> bool:
-        if not self._kin:
-            return False
-        passed = objects_of(packed_arguments(given))
-        return any(each is other for each in passed for other in self._kin)
+    def _has_kin(self, packed: Any) -> bool:
+        return any(each is other for each in objects_of(packed) for other in self._kin)
 
     def _flattened(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         other = None
@@ -258,11 +255,11 @@ class _Structure:
             detail = f"compiled for {sorted(self._keywords)}, called with {sorted(kwargs)}"
             raise GuardFailure(STRUCTURE, "keyword arguments", detail)
         # the order of keywords carries no meaning
-        given = args, {name: kwargs[name] for name in self._keywords}
-        leaves, spec = pytree.tree_flatten(packed_arguments(given))
+        packed = packed_arguments((args, {name: kwargs[name] for name in self._keywords}))
+        leaves, spec = pytree.tree_flatten(packed)
         if spec != self._spec:
             raise GuardFailure(STRUCTURE, *structure_difference(self._spec, spec))
-        if self._has_kin(given):
+        if self._has_kin(packed):
             raise GuardFailure(STRUCTURE, "an argument's identity", "an object that forward reads elsewhere, too")
         if other is not None:
             self._other_spellings.add(other)

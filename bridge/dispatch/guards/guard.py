@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autodiff.extents import Dim
 from autodiff.lazy import cached_property
 from bridge.base.devices import function_modes
 from bridge.base.errors import ARGUMENTS, MODULE, GuardFailure
@@ -112,7 +111,7 @@ class EntryGuard:
 
     Attributes:
         modes, settings: the conditions on the interpreter's modes, and on a GPU's settings if there is one.
-        inputs: those on all inputs together.
+        inputs: those on all inputs together. ``tree``: those on the module, ``arguments``: on the arguments.
         frozen: the condition that these have not changed; ``None`` where every call reads them.
         reads: what the call read.
         sizes: reads the sizes of the argument tensors; ``None`` where every extent is a number.
@@ -137,23 +136,16 @@ class EntryGuard:
         leaves = {place.leaf: place.kind for place in numbers if place.leaf is not None}
         requires_grad = any(tensor.requires_grad for tensor in (*captured.module_tensors, *arguments))
         saves = torch.is_grad_enabled() and requires_grad
-        self._tree = ModuleGuard(
-            module,
-            captured.module_tensors,
-            saves=saves,
-            numbers=attributes,
-            counters=captured.counters,
-            kept=captured.kept,
-            reads=self.reads,
-        )
-        exact = exact_modes or self._tree.reads_grad_mode
+        self.tree = ModuleGuard(module, captured, saves=saves, numbers=attributes, reads=self.reads)
+        asks = self.reads.mentions("is_grad_enabled", "is_inference_mode_enabled", "is_inference")
+        exact = exact_modes or asks  # it may do different things
         self.modes = modes_as_now(requires_grad, exact, captured.observation.reads_validation, captured.device)
         self.settings = settings_as_now(captured.device) if captured.device.type == "cuda" else None
         self.has_default_device = isinstance(function_modes(), torch.device)
         kin = self.reads.kin
-        self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves, kin=kin)
-        self.sizes, self.later = self._arguments.sizes, self._tree.later
-        owned, self.frozen = self._tree.tensors(module), None
+        self.arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves, kin=kin)
+        self.sizes, self.later = self.arguments.sizes, self.tree.reads.later
+        owned, self.frozen = self.tree.tensors(module), None
         if frozen is not None:
             kinds = [f"{spec.kind} '{spec.name}'" for spec in captured.module_tensors]
             self.frozen = FrozenTensors(owned, kinds, frozen)
@@ -164,11 +156,11 @@ class EntryGuard:
     def _input_guard(
         self, captured: Captured, owned: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]
     ) -> InputGuard:
-        numbers, paths, reads = self.numbers, self._arguments.paths, self.reads
+        numbers, paths, reads = self.numbers, self.arguments.paths, self.reads
         given = [*owned, *(None for _ in numbers), *arguments]
         names = [spec.name for spec in captured.module_tensors]
         names += [place.name or paths[place.leaf] for place in numbers]
-        names += [paths[i] for i in self._arguments.tensor_leaves]
+        names += [paths[i] for i in self.arguments.tensor_leaves]
 
         def among(place: int) -> int:
             """A place among the run's tensors -> among the module's, the numbers and the arguments."""
@@ -183,11 +175,6 @@ class EntryGuard:
             names, written, TensorReads(given, names, asked, compared, [*reads.others.values()]), addresses
         )
 
-    @property
-    def sets_attributes(self) -> bool:
-        """See :attr:`bridge.dispatch.guards.module.ModuleGuard.sets_attributes`."""
-        return self._tree.sets_attributes
-
     @cached_property
     def check(self) -> Check:
         """The generated check: a call → the inputs of the compiled code if it is exactly like the sample, ``None`` to
@@ -198,8 +185,8 @@ class EntryGuard:
         source.refuse(f"not thorough and {guard}.settling is not None and not {guard}.settling.done")
         if self.settings is not None:
             self.settings.write(source, "settings")
-        self._arguments.write(source, inference)
-        self._tree.write(source, inference)
+        self.arguments.write(source, inference)
+        self.tree.write(source, inference)
         if self.frozen is not None:
             holds = source.name(self.frozen.holds, "frozen tensors hold")
             failure = source.name(self.frozen.failure, "frozen tensor that changed")
@@ -272,22 +259,12 @@ class EntryGuard:
     def tensors(self, module: nn.Module) -> list[torch.Tensor]:
         """The module's tensors as they are now, in the order of the inputs."""
         with self._settled():
-            return self._tree.tensors(module)
+            return self.tree.tensors(module)
 
     def module_failure(self, module: nn.Module) -> GuardFailure | None:
         """In what the module is no longer as it was compiled, training flags apart."""
         with self._settled():
-            return self._tree.failure(module)
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """The places outside of the module tree that forward read, in words."""
-        return self._tree.places
-
-    @property
-    def training(self) -> dict[str, bool]:
-        """The training flag of each module, by its path."""
-        return self._tree.training
+            return self.tree.failure(module)
 
     def changed_numbers(self, call: SampleCall) -> dict[NumberPlace, Any] | None:
         """The numbers that differ from what was compiled, with what they were.
@@ -296,38 +273,27 @@ class EntryGuard:
         looked at.
         """
         try:
-            leaves = self._arguments.changed_numbers(call)
-            attributes = self._tree.changed_numbers(call.module)
+            leaves = self.arguments.changed_numbers(call)
+            attributes = self.tree.changed_numbers(call.module)
         except (GuardFailure, KeyError):
             return None
-        if leaves is None or attributes is None or not (leaves or attributes) or self._tree.mentions("type"):
+        if leaves is None or attributes is None or not (leaves or attributes) or self.reads.mentions("type"):
             return None
-        if not self._arguments.sizes_fit(call):
+        if not self.arguments.sizes_fit(call):
             return None
         places = {NumberPlace(type(then), path=path, name=name): then for (path, name), then in attributes.items()}
         return {**places, **{NumberPlace(type(then), leaf=leaf): then for leaf, then in leaves.items()}}
 
-    def compiled_shapes(self, call: SampleCall) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
-        """Of each tensor argument its name, the shape that was compiled and the tensor that is given.
-
-        Nothing if the arguments differ in more than their tensors and in numbers.
-        """
-        return self._arguments.compiled_shapes(call)
-
-    def set_attributes(self, module: nn.Module, kept: Sequence[Any] = ()) -> None:
-        """What the call does to the module's counters, and to places that it sets."""
-        self._tree.set_attributes(module, kept)
-
     def _number_inputs(self, module: nn.Module, leaves: Sequence[Any]) -> list[torch.Tensor]:
         given = (leaves[place.leaf] for place in self.numbers if place.leaf is not None)
-        return [number_tensor(value, self._device) for value in (*self._tree.numbers(module), *given)]
+        return [number_tensor(value, self._device) for value in (*self.tree.numbers(module), *given)]
 
     @property
     def condition_names(self) -> tuple[str, ...]:
         """Names of all conditions, in order."""
         modes, each = (mode.name for mode in MODES), TensorGuard.condition_names
-        arguments = (*self._arguments.condition_names, *(f"{name} of arguments" for name in each))
-        owned = (*self._tree.condition_names, *(f"{name} of module tensors" for name in each))
+        arguments = (*self.arguments.condition_names, *(f"{name} of arguments" for name in each))
+        owned = (*self.tree.condition_names, *(f"{name} of module tensors" for name in each))
         frozen = () if self.frozen is None else ("frozen tensors",)
         return (*modes, *arguments, *owned, *frozen, *self.inputs.condition_names)
 

@@ -8,18 +8,17 @@ what has no such count, and how the tensors look.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import repeat
 from operator import attrgetter, getitem
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from bridge.base.errors import MODULE, GuardFailure
-from bridge.capture import Counter, KeptPlace
+from bridge.capture import Captured, KeptPlace
 from bridge.dispatch.guards.arguments import AnyNumber
 from bridge.dispatch.guards.condition import CheckSource, Condition
 from bridge.dispatch.guards.free_tensors import free_tensors
@@ -92,28 +91,20 @@ class ModuleGuard:
 
     Args:
         root: the module as it is now; only its submodules are kept alive from here, since it owns its entries.
-        tensors: those that the compiled code reads, in its order; all of the module's parameters and buffers.
+        captured: what was compiled: the tensors that it reads, attributes that a call counts up, places that it sets.
         saves: whether autograd saves tensors of the call.
         numbers: the kinds of the attributes that the compiled code takes as inputs, by path and name.
-        counters: attributes that a call counts up. ``kept``: places that it sets.
         reads: what forward read.
 
     Attributes:
-        sets_attributes: whether a call does, counters or places.
+        sets_attributes: whether a call does, counters or places. ``reads``: the conditions on what lies outside.
         types: of the modules; ``unwritten``: what spares :meth:`look`, ``None`` where nothing does.
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        tensors: Sequence[ModuleTensor],
-        *,
-        saves: bool,
-        numbers: Mapping[tuple[str, str], type] = MappingProxyType({}),
-        counters: Sequence[Counter] = (),
-        kept: Sequence[KeptPlace] = (),
-        reads: Reads,
+        self, root: nn.Module, captured: Captured, *, saves: bool, numbers: Mapping[tuple[str, str], type], reads: Reads
     ):
+        tensors, kept = captured.module_tensors, captured.kept
         named = list(root.named_modules(remove_duplicate=False))
         paths: dict[int, str] = {}  # a module's own ``__eq__`` and ``__hash__`` may be about something else
         for path, module in named:
@@ -138,11 +129,10 @@ class ModuleGuard:
         attributes = [each for each in attributes if each[:2] not in found.attributes]
         kinds = {(index[path], name): AnyNumber(kind) for (path, name), kind in numbers.items()}
         but = [*((each.original, each.key) for each in kept), *found.places]
-        self._outside = ReadGuard(reads, modules, but)
-        self._mentions = reads.mentions
+        self.reads = ReadGuard(reads, modules, but)
         self._number_places = list(kinds)
         self._kept = [(None if each.path is None else index[each.path], each) for each in kept]
-        self._counters = [(index[each.path], each.name, each.step) for each in counters]
+        self._counters = [(index[each.path], each.name, each.step) for each in captured.counters]
         kinds.update(((i, name), AnyNumber(int, counts=True)) for i, name, _ in self._counters)
         self._conditions = TreeConditions(
             tree, list(paths.values()), attributes, names, tensors, index, kinds, found.ties
@@ -151,23 +141,8 @@ class ModuleGuard:
         self._attribute_places = self._conditions.attribute_places
         self._references = self._conditions.references
         self._tensors = _tensor_guard(self._conditions.find_tensors(tree), tensors, saves)
-        self.sets_attributes = bool(counters or kept)
+        self.sets_attributes = bool(captured.counters or kept)
         self.unwritten: _Unwritten | None = None
-
-    @property
-    def later(self) -> Callable[[], None] | None:
-        """See :attr:`bridge.guards.ReadGuard.later`."""
-        return self._outside.later
-
-    @property
-    def reads_grad_mode(self) -> bool:
-        """Whether the code asks if gradients are enabled, and so may do different things."""
-        return self._mentions("is_grad_enabled", "is_inference_mode_enabled", "is_inference")
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """The places outside of the tree that forward read, in words."""
-        return self._outside.places
 
     @property
     def training(self) -> dict[str, bool]:
@@ -194,7 +169,8 @@ class ModuleGuard:
             written += f" or list(map({version}, [*dicts, *known.registries])) != known.versions"
         source.add(f"if {written}:", f"    known = {tree}.look(modules, dicts, thorough)")
         source.add("    if known is None:", "        return None")
-        source.refuse(f"known.hooked and not {tree}.has_same_hooks(modules, dicts)")
+        same_hooks, read = source.name(self._conditions.hooks.holds, "same hooks"), source.name(self._read, "read tree")
+        source.refuse(f"known.hooked and not {same_hooks}({read}(modules, dicts))")
         found = [f"*map({get}, known.holders, known.names)"]
         if self._attribute_places:
             owners, names = zip(*self._attribute_places, strict=True)
@@ -206,7 +182,8 @@ class ModuleGuard:
             found.append("*held")
         source.add(f"owned = [{', '.join(found)}]")
         self._tensors.write(source, "owned", inference, nested="held" if self._references else "")
-        source.refuse(f"not {source.name(self._outside.unchanged, 'reads unchanged')}()", f"{tree}.other_reads()")
+        unchanged, reads = source.name(self.reads.unchanged, "reads unchanged"), source.name(self.reads, "reads")
+        source.refuse(f"not {unchanged}()", f"{reads}.match()")
 
     def other_types(self, modules: Sequence[nn.Module]) -> GuardFailure | None:
         """The first module of another class; ``None``, and never again, where fully_shard gave it one of its own."""
@@ -214,14 +191,6 @@ class ModuleGuard:
         if failure is None:
             self.types = list(map(type, modules))
         return failure
-
-    def other_reads(self) -> None:
-        """Raises :class:`GuardFailure` for the first place that forward read, and that means something else."""
-        self._outside.match()
-
-    def has_same_hooks(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> bool:
-        """Whether modules inside have the very hooks that they had."""
-        return self._conditions.hooks.holds(self._read(modules, dicts))
 
     def look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]], thorough: bool) -> _Unwritten | None:
         """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do.
@@ -265,7 +234,7 @@ class ModuleGuard:
         tree = self._tree(root)
         try:
             failure = self.other_types(tree.modules) or self._failure(tree, but=self._conditions.training)
-            return failure or self.other_reads()
+            return failure or self.reads.match()
         except GuardFailure as failure:
             return failure
 
@@ -285,10 +254,6 @@ class ModuleGuard:
     def changed_numbers(self, root: nn.Module) -> dict[tuple[str, str], Any] | None:
         """As :meth:`TreeConditions.changed_numbers`."""
         return self._conditions.changed_numbers(self._tree(root))
-
-    def mentions(self, *names: str) -> bool:
-        """Whether one of these names occurs in the code."""
-        return self._mentions(*names)
 
     def _tree(self, root: nn.Module) -> Tree:
         modules = [root, *self._modules]
