@@ -49,7 +49,8 @@ from autodiff.redundancy import live_bindings, unique_names
 from autodiff.reverse import accumulate
 from autodiff.zapp import deduplicate_views
 
-__all__ = ["backward_bindings", "differentiate", "drop_gradients", "put_gradients", "seed_vjp", "without_grad_outs"]
+__all__ = ["backward_bindings", "differentiate", "drop_gradients", "has_float", "put_gradients", "seed_vjp"]
+__all__ += ["without_grad_outs"]
 
 
 @on_functions
@@ -343,7 +344,7 @@ def _live_and_active(body: Body, scalar: Var, required: Sequence[Var]) -> Pairs:
     active = {body.binding(param) for param in required}
     found: list[Binding] = []
     for binding in _behind(scalar, body.bindings, body):
-        if binding.op == _STOP or not _has_float(binding.var.ty):
+        if binding.op == _STOP or not has_float(binding.var.ty):
             continue
         if any(read in active for read in binding.reads):
             active.add(binding)
@@ -367,9 +368,10 @@ def _behind(result: Var, bindings: Sequence[Binding], body: Body) -> list[Bindin
     return [binding for binding in bindings if binding in needed]
 
 
-def _has_float(ty: relax.Type) -> bool:
+def has_float(ty: relax.Type) -> bool:
+    """Whether a type is of floating point numbers, or a tuple with some."""
     if isinstance(ty, TupleType):
-        return any(_has_float(field) for field in ty.fields)
+        return any(has_float(field) for field in ty.fields)
     return isinstance(ty, relax.TensorType) and "float" in str(ty.dtype)
 
 

@@ -93,7 +93,7 @@ class LoweredCall:
     @property
     def whole_forward(self) -> Function:
         """The function that is differentiated, of outputs and new buffer values alone."""
-        last = [stage for stage in self.stages if stage.name in ("forward", "biased")][-1]
+        last = [stage for stage in self.stages if stage.name in ("forward", "in blocks", "biased")][-1]
         return last.function
 
     @property

@@ -74,6 +74,10 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
     made_by = "autodiff.channels_behind, heads_behind, clean, unique_names"
     lowered.run("forward", made_by, body, cleaned_and_named, not differentiable)
+    blocks: list[str] = []
+    if rolls:
+        asked = differentiable, wanted, blocks
+        lowered.run("in blocks", "autodiff.reduce_in_blocks", body, autodiff.reduce_in_blocks, *asked, if_changed=True)
     if captured.device != HOST:
         lowered.run("biased", "autodiff.biased_products", body, autodiff.biased_products, if_changed=True)
     if not differentiable:
@@ -89,7 +93,8 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     log.info("%s %s", captured.module_name, lowered.plan.summary())
     log.debug("%s", lowered.plan)
     joined = autodiff.join_products(lowered.backward)
-    lowered.partitioned = dataclasses.replace(lowered.partitioned, backward=joined)
+    plan = dataclasses.replace(lowered.plan, notes=(*lowered.plan.notes, *blocks))
+    lowered.partitioned = dataclasses.replace(lowered.partitioned, plan=plan, backward=joined)
     seconds = watch.seconds
     made_by = f"partition ({lowered.plan.strategy})"
     lowered.add(Stage("split forward", made_by, lowered.forward, seconds, size))

@@ -2,8 +2,8 @@
 
 A part of a tensor with the steps in front is a view, and a kernel of the body writes a result straight into the part
 that it is. A carry that is such a part is read from there in the next step; another one is written by turns into two
-places, so that no step writes what it reads. What the step that is run last reads may be no part, but a tensor of its
-own.
+places, so that no step writes what it reads: the last step writes into the loop's result. What the step that is run
+last reads may be no part, but a tensor of its own.
 
 Where the backend has a driver and the body is kernels alone, the driver runs the steps: then what is put into a slot is
 an address, see :mod:`bridge.compile.runtime.loop_frame`. Tensors of the memory that a loop works in are made once for
@@ -39,7 +39,7 @@ _FEWEST_DRIVEN = 4
 
 def scratch_bytes(layout: RegisterLayout, carries: int) -> int:
     """Memory that a loop needs beside what it reads and writes."""
-    return _aligned(layout.arena_bytes) + 2 * sum(_aligned(each.nbytes) for each in layout.params[:carries])
+    return _aligned(layout.arena_bytes) + sum(_aligned(each.nbytes) for each in layout.params[:carries])
 
 
 def _aligned(count: int) -> int:
@@ -135,7 +135,9 @@ class _LoopAction:
         given = [registers[slot] for slot in loop.reads]
         carries, xs, count = loop.carries, loop.xs, len(loop.reads) - len(loop.apart)
         lasts = {slot: given[count + place][0] for place, slot in self._apart}
-        filled, places = self._in_memory(scratch)
+        filled, others = self._in_memory(scratch)
+        is_odd = loop.length % 2 == 1
+        places = [(out, other) if is_odd else (other, out) for out, other in zip(outs, others, strict=False)]
         body = filled.copy()
         for slot, tensor in zip(self._fixed, given[carries + xs : count], strict=True):
             body[slot] = tensor
@@ -154,7 +156,8 @@ class _LoopAction:
             turns = {slot: places[carry] for carry, slot in self._turns}
             self._drive_steps(self._frames, body, wholes, lasts, turns)
         for out, slot in zip(outs, self._carried, strict=False):
-            out.copy_(body[slot])
+            if body[slot] is not out:
+                out.copy_(body[slot])
         for out, stack in zip(outs[carries:], stacks, strict=True):
             if stack is not out:
                 out.copy_(stack)
@@ -289,7 +292,7 @@ class _LoopAction:
         return parts[::-1] if self._loop.reverse else parts
 
     @torch.inference_mode(False)  # they serve calls of any mode
-    def _in_memory(self, scratch: torch.Tensor) -> tuple[list, list[list[torch.Tensor]]]:
+    def _in_memory(self, scratch: torch.Tensor) -> tuple[list, list[torch.Tensor]]:
         """The body's registers with those of its arena filled, and :meth:`_places`: kept as long as the memory is."""
         found = self._lying.get(scratch)
         if found is None:
@@ -299,16 +302,13 @@ class _LoopAction:
             found = self._lying[scratch] = filled, self._places(memory)
         return found
 
-    def _places(self, scratch: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Two tensors for each carry, behind the body's arena."""
+    def _places(self, scratch: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor for each carry, behind the body's arena."""
         begin = _aligned(self._loop.layout.arena_bytes)
         places = []
         for register in self._loop.layout.params[: self._loop.carries]:
-            pair = []
-            for _ in range(2):
-                pair.append(_tensor(register, scratch, begin))
-                begin += _aligned(register.nbytes)
-            places.append(pair)
+            places.append(_tensor(register, scratch, begin))
+            begin += _aligned(register.nbytes)
         return places
 
 

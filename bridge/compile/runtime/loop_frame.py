@@ -32,7 +32,7 @@ class RunLoop:
     ``reads``: the initial carries, tensors with the steps in front, of which each step reads its part, what every step
     reads, then ``constants`` that fill those slots of the body, then the parts of xs that lie ``apart`` (see
     :class:`~bridge.compile.loop_ir.graph.LoopCall`). ``writes``: the last carries, tensors with the steps in
-    front, of which each step fills its part, and scratch memory: the body's arena and two places for each carry.
+    front, of which each step fills its part, and scratch memory: the body's arena and a place for each carry.
 
     The body's registers are its own: parameters are carries, ``xs`` parts and what every step reads; results are the
     next carries, then parts.

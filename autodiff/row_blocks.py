@@ -1,0 +1,278 @@
+"""Row blocks: a product whose rows are reduced to one number -> a loop over blocks of its rows.
+
+The loss of a language model is ``loss(x @ w)``, with as many columns as there are words. Whole, the product, its copy
+in float32 and its gradient are the largest tensors of a step. Here a scan takes some rows of ``x`` at a time,
+multiplies them, reduces them, and differentiates that at once: no more than one block of the product is held.
+
+What may stand between the product and the number is no list of losses: any operators that keep rows apart, and what is
+linear in sums over all rows. So the number ``t`` is a sum over blocks, ``t = sum_b f(x_b, w)``, and its gradient is a
+factor ``g``, one number for all rows, times what the blocks give for ``g = 1``: ``dx = g * df/dx``, ``dw = g * sum_b
+df/dw``. The loop computes these sums, in float32 at least; the backward multiplies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tvm.relax import op
+
+from autodiff import library
+from autodiff.body import Binding, Body, BodyScope, Scope, const, on_functions
+from autodiff.clean import clean
+from autodiff.differentiate import differentiate, has_float
+from autodiff.ir import (
+    Call,
+    Expr,
+    Function,
+    TensorType,
+    TupleGetItem,
+    Var,
+    bindings,
+    build_function,
+    dtype,
+    itemsize,
+    results,
+    shape,
+    substitute,
+)
+from autodiff.normalization import statistics_dtype
+from autodiff.redundancy import unique_names
+from autodiff.row_region import RowRegion
+from autodiff.scan.operator import Scan, body_text, scan_call
+
+__all__ = ["LEAST_ROWS", "LEAST_SAVED", "reduce_in_blocks"]
+
+LEAST_ROWS = 1024
+"""Rows of a block, at least. A block reads and writes the sum of the weight's gradients, some 12 bytes for each element
+for 6 operations of each row: from 1,024 rows on that is 500 operations a byte, below a tenth of the time on any device.
+"""
+
+LEAST_SAVED = 64 << 20
+"""Bytes that must be saved for a loop to be worth its launches; a step of which so little is held is quick anyway."""
+
+_HELD = 4
+"""Tensors like a weight that the loop holds for the sum of its gradients: zeros, a step's, and two sums by turns."""
+
+_STOP = "relax.grad.no_grad"
+
+
+@on_functions
+def reduce_in_blocks(
+    body: Body, outputs: Sequence[int], required: Sequence[int], told: list[str] | None = None
+) -> None:
+    """Products whose rows are reduced to a number that is read in their place are computed in blocks of rows.
+
+    Safe: the same operators on the same rows; sums over rows are added up block by block. Not for float16, whose
+    gradients are scaled so that they do not underflow.
+
+    Args:
+        outputs, required: results that are differentiated, and parameters whose gradients are wanted, by number.
+        told: takes a sentence about each such product.
+    """
+    for product in [each for each in body.bindings if each.op == "relax.matmul"]:
+        region = RowRegion.of(body, product)
+        if region is None:
+            continue
+        active = _active(body, required)
+        is_needed = region.number in _behind(body, outputs)
+        wanted = [each for each in region.read if is_needed and body.binding(each) in active]
+        blocks = _blocks_of(region, wanted)
+        if blocks and _replace(body, region, blocks.rows, wanted) and told is not None:
+            told.append(str(blocks))
+
+
+def _active(body: Body, required: Sequence[int]) -> set[Binding]:
+    """What depends on the required parameters by way of operators that pass gradients on."""
+    parameters = body.parameters()
+    active = {parameters[index] for index in required}
+    for binding in body.bindings:
+        if binding.op != _STOP and has_float(binding.var.ty) and any(read in active for read in binding.reads):
+            active.add(binding)
+    return active
+
+
+def _behind(body: Body, outputs: Sequence[int]) -> set[Binding]:
+    """What the outputs depend on by way of operators that pass gradients on."""
+    needed = {body.binding(body.outputs[index]) for index in outputs}
+    for binding in reversed(body.bindings):
+        if binding in needed and binding.op != _STOP:
+            needed.update(binding.reads)
+    return needed
+
+
+class _Blocks(NamedTuple):
+    """How many rows a block has, of a product of this name and of these extents, and what that saves."""
+
+    name: str
+    whole: tuple[int, int]
+    rows: int
+    saved: int
+
+    def __str__(self) -> str:
+        rows, columns = self.whole
+        return (
+            f"{self.name}, {rows:,} x {columns:,}, is computed and reduced in {-(-rows // self.rows)} blocks of "
+            f"{self.rows:,} rows, which takes {self.saved:,} bytes less at once"
+        )
+
+
+def _blocks_of(region: RowRegion, wanted: Sequence[Var]) -> _Blocks | None:
+    """The blocks of a product; ``None`` if a loop would not save enough.
+
+    Whole, the product is held, and its gradient or a copy where one is wider; in the loop those of a block, and the
+    sums of gradients. There are as many blocks as have the least number of rows, or up to twice as many if they can
+    have equally many.
+    """
+    if any(region.read[each] == (None, region.columns) for each in wanted if not each.same_as(region.x)):
+        return None
+    first, *_ = widths = region.widths
+    bytes_of_row = region.columns * (first + (max(widths) if wanted else 0))
+    summed = [each for each in wanted if region.read[each][:1] != (None,)]
+    sums = sum(math.prod(shape(each)) * itemsize(statistics_dtype(dtype(each))) for each in summed)
+    least = -(-region.rows // LEAST_ROWS)
+    count = next((count for count in range(least, 2 * least) if region.rows % count == 0), least)
+    rows = -(-region.rows // count)
+    saved = (region.rows - rows) * bytes_of_row - _HELD * sums
+    name = region.product.name.split("__")[0]
+    is_worth_it = rows < region.rows and saved >= LEAST_SAVED
+    return _Blocks(name, (region.rows, region.columns), rows, saved) if is_worth_it else None
+
+
+def _replace(body: Body, region: RowRegion, rows: int, wanted: Sequence[Var]) -> bool:
+    """Puts the loops in the place of the number, with its gradient; the rest of the region is read no more. ``False``
+    if a body cannot be written down."""
+    spans = [(0, region.rows // rows * rows, rows), (region.rows // rows * rows, region.rows, region.rows % rows)]
+    spans = [span for span in spans if span[2]]
+    steps = [_Step.of(region, count, wanted) for *_, count in spans]
+    if None in steps:
+        return False
+    place = body.bindings.index(region.number)
+    node = region.product.name.split("__")[0]
+    scope, after = _NamedScope(body, body.bindings[:place], node), body.bindings[place:]
+    given = _given(region, scope)
+    sources = [scope.emit(op.grad.no_grad(value), "rows") for value in given.values()]
+    sums = [scope.emit(op.zeros(ty.shape, str(ty.dtype)), "sum_of_blocks") for ty in steps[0].sums]
+    parts: list[list[Var]] = []
+    for step, (begin, end, count) in zip(steps, spans, strict=True):
+        xs = [_blocks(scope, value, begin, end, count) for value in sources[: step.scanned]]
+        scan = Scan(step.text, len(sums), len(xs), (end - begin) // count)
+        call = scope.emit(scan_call(scan, [*sums, *xs, *sources[step.scanned :]]), "blocks_of_rows")
+        made = [scope.emit(TupleGetItem(call, index), "of_blocks") for index in range(len(call.ty.fields))]
+        sums = made[: len(sums)]
+        parts.append([scope.emit(op.reshape(y, (end - begin, *shape(y)[2:])), "of_rows") for y in made[len(sums) :]])
+    gradients = [
+        column[0] if len(column) == 1 else scope.emit(op.concat(column, 0)) for column in zip(*parts, strict=True)
+    ]
+    gradients = dict(zip(steps[0].order, [*gradients, *sums[1:]], strict=True))
+    linear = None
+    for value, gradient in gradients.items():
+        term = _linear(scope, given[value], gradient, dtype(region.number.var))
+        linear = term if linear is None else scope.emit(op.add(linear, term), "linear")
+    total = scope.emit(op.reshape(sums[0], ()), "total")
+    body.assign(region.number, total if linear is None else library.call("with_derivative", [total, linear], total.ty))
+    body.finish([*scope.bindings, *after], {})
+    body.counts.rewrites += 1
+    body.prune()
+    return True
+
+
+class _NamedScope(BodyScope):
+    """Bindings that are all named after one node of the traced graph."""
+
+    def __init__(self, body: Body, before: Sequence[Binding], node: str):
+        super().__init__(body, before)
+        self._node = node
+
+    def emit(self, value: Expr, name: str = "lv") -> Var:
+        return super().emit(value, f"{self._node}__{name}")
+
+
+def _given(region: RowRegion, scope: Scope) -> dict[Var, Var]:
+    """What the region reads, as the loop takes it."""
+    given = {}
+    for value, extents in region.read.items():
+        rows = value
+        for each in region.slices if value.same_as(region.x) else ():
+            before, *bounds = each.value.args[:]
+            rows = scope.emit(op.reshape(rows, (*shape(before)[:-1], shape(value)[-1])), "rows")
+            rows = scope.emit(Call(each.value.op, [rows, *bounds], each.value.attrs), "rows")
+        wanted = tuple(region.rows if extent is None else extent for extent in extents)
+        given[value] = rows if shape(rows) == wanted else scope.emit(op.reshape(rows, wanted), "rows")
+    return given
+
+
+def _blocks(scope: Scope, value: Var, begin: int, end: int, rows: int) -> Var:
+    """Rows of a tensor, the blocks in front."""
+    if (begin, end) != (0, shape(value)[0]):
+        value = scope.emit(op.strided_slice(value, [0], [begin], [end], [1]), "rows")
+    return scope.emit(op.reshape(value, ((end - begin) // rows, rows, shape(value)[1])), "rows")
+
+
+def _linear(scope: Scope, value: Var, gradient: Var, result: str) -> Var:
+    """What has this gradient with respect to a tensor: the sum of their products."""
+    wide = statistics_dtype(dtype(value))
+    factors = [_cast(scope, each, wide) for each in (value, scope.emit(op.grad.no_grad(gradient), "gradient"))]
+    return _cast(scope, scope.emit(op.sum(scope.emit(op.multiply(*factors), "linear")), "linear"), result)
+
+
+def _cast(scope: Scope, value: Var, wanted: str) -> Var:
+    return value if dtype(value) == wanted else scope.emit(op.astype(value, wanted), "wide")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the loop does with a block.
+
+    Attributes:
+        text: the body: ``(sums.., parts.., constants..) -> (sums.., gradients of the block's parts..)``.
+        sums: their types: the number, then gradients of constants.
+        scanned: how many of what is given are parts.
+        order: the tensors whose gradients come, those of parts first.
+    """
+
+    text: str
+    sums: tuple[TensorType, ...]
+    scanned: int
+    order: tuple[Var, ...]
+
+    @classmethod
+    def of(cls, region: RowRegion, rows: int, wanted: Sequence[Var]) -> _Step | None:
+        """The step of blocks of so many rows; ``None`` if TVM's JSON cannot hold a literal in it."""
+        params = {}
+        for place, (value, extents) in enumerate(region.read.items()):
+            own = tuple(rows if extent is None else extent for extent in extents)
+            params[value] = Var(f"read_{place}", TensorType(own, dtype(value)))
+        scope = Scope(param.name for param in params.values())
+        number = region.replay(params, scope)
+        function = build_function(list(params.values()), scope.body, [number])
+        values = list(params)
+        scanned = 1 + len(region.parts)
+        order = tuple(each for each in values if each in wanted)
+        made = _with_gradients(function, [values.index(each) for each in order])
+        found = dict(zip(order, results(made)[1:], strict=True))
+        sums = [results(made)[0], *(found[each] for each in order if values.index(each) >= scanned)]
+        types = [TensorType(shape(value), statistics_dtype(dtype(value))) for value in sums]
+        before = [Var(f"before_{place}", ty) for place, ty in enumerate(types)]
+        scope = Scope(each.name for each in (*made.params, *before, *(var for var, _ in bindings(made))))
+        for var, value in bindings(made):
+            scope.bind(var, value)
+        added = [op.add(one, _cast(scope, value, dtype(one))) for one, value in zip(before, sums, strict=True)]
+        outputs = [scope.emit(value, "sum") for value in added]
+        outputs += [found[each] for each in order if values.index(each) < scanned]
+        text = body_text(build_function([*before, *made.params], scope.body, outputs))
+        return None if text is None else cls(text, tuple(types), scanned, order)
+
+
+def _with_gradients(function: Function, wanted: Sequence[int]) -> Function:
+    """The number and its gradients, simplified."""
+    if not wanted:
+        return unique_names(clean(function))
+    joint = differentiate(function, [0], wanted)
+    *params, grad_out = joint.params
+    one = {grad_out: const(1, grad_out)}
+    pairs = [(var, substitute(value, one)) for var, value in bindings(joint)]
+    outputs = [one.get(value, value) if isinstance(value, Var) else value for value in results(joint)]
+    return unique_names(clean(build_function(params, pairs, outputs)))

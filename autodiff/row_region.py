@@ -1,0 +1,288 @@
+"""Row regions: what is computed of a product's rows, up to one number -> that, for any number of the rows.
+
+A region begins at a product and ends at a number. Between them stands what keeps rows apart, in three kinds of values:
+with the product's columns in each row, with a number for each row, and numbers, which are sums over rows or linear in
+such sums. Nothing but its end is read from anywhere else, so it may be computed for some rows at a time: the end is the
+sum of what those give.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tvm.relax import op
+
+from autodiff.body import Binding, Body, Scope, const
+from autodiff.ir import (
+    Call,
+    Constant,
+    Expr,
+    TensorType,
+    Var,
+    dtype,
+    is_float,
+    itemsize,
+    op_name,
+    operands,
+    permutation,
+    shape,
+)
+from autodiff.ops import POINTWISE, RESHAPES
+
+__all__ = ["Outside", "RowRegion"]
+
+_STOP, _SLICE = "relax.grad.no_grad", "relax.strided_slice"
+_ALONG = {"relax.sum": op.sum, "relax.max": op.max, "relax.min": op.min, "relax.mean": op.mean}
+_ROWWISE = {"relax.nn.log_softmax": op.nn.log_softmax, "relax.nn.softmax": op.nn.softmax}
+
+
+class Outside(NamedTuple):
+    """A tensor that the region reads, and its extents in a block, ``None`` for the block's rows.
+
+    What has no rows is the same for all of them: ``[1, columns]``, or ``[]``.
+    """
+
+    value: Var
+    extents: tuple[int | None, ...]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether each block has rows of its own of it."""
+        return bool(self.extents) and self.extents[0] is None
+
+
+_FULL, _ROW, _NUMBER = "full", "row", "number"
+
+
+@dataclass
+class RowRegion:
+    """What is computed of a product up to the number, each value with what it has: columns in each row, a number for
+    each row, or one number.
+
+    In a block these are ``[rows, columns]``, ``[rows, 1]`` and ``[]``.
+    """
+
+    body: Body
+    product: Binding
+    rows: int
+    columns: int
+    weight: Var
+    has_weight_turned: bool
+    kinds: dict[Binding, str]
+    outside: dict[Var, Outside] = field(default_factory=dict)
+    slices: list[Binding] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, body: Body, product: Binding) -> RowRegion | None:
+        """The region of a product; ``None`` if its rows are not reduced to one number, or are read otherwise."""
+        x, weight = product.value.args
+        extents = shape(product.var)
+        is_known = all(isinstance(extent, int) for extent in (*extents, *shape(x)))
+        if not is_known or len(shape(weight)) != 2 or dtype(product.var) == "float16" or not is_float(product.var):
+            return None
+        if not (isinstance(x, Var) and isinstance(weight, Var)) or min(extents[-1], math.prod(extents[:-1])) < 2:
+            return None
+        made = body.binding(weight).value
+        is_turned = op_name(made) == "relax.permute_dims" and permutation(made) == [1, 0]
+        source = made.args[0] if is_turned and isinstance(made.args[0], Var) else weight
+        if source.same_as(x):
+            return None
+        rows = math.prod(extents[:-1])
+        turned = source is not weight
+        region = cls(body, product, rows, extents[-1], source, turned, {product: _FULL})
+        return region if region._grow() else None
+
+    @property
+    def x(self) -> Var:
+        """The product's operand with the rows."""
+        return self.product.value.args[0]
+
+    @property
+    def parts(self) -> list[Outside]:
+        """What is read from outside of which each row has its own."""
+        return [each for each in self.outside.values() if each.is_part]
+
+    @property
+    def read(self) -> dict[Var, tuple[int | None, ...]]:
+        """All that is read, with its extents in a block: what has rows first, the weight last."""
+        found = {self.x: (None, shape(self.x)[-1])}
+        found |= {each.value: each.extents for each in sorted(self.outside.values(), key=lambda each: not each.is_part)}
+        return {**found, self.weight: shape(self.weight)}
+
+    @property
+    def widths(self) -> list[int]:
+        """Bytes of an element of each value with columns, the product's first."""
+        full = [each.var for each, kind in self.kinds.items() if kind == _FULL and is_float(each.var)]
+        return [itemsize(dtype(each)) for each in full]
+
+    @property
+    def number(self) -> Binding:
+        """What the rows are reduced to."""
+        return next(reversed(self.kinds))
+
+    def _grow(self) -> bool:
+        """Adds what reads the region, until one number is all that is read of it; whether that is reached."""
+        returned = self.body.returned()
+        open_users = dict.fromkeys(self.product.users)
+        if self.product in returned:
+            return False
+        for binding in self.body.bindings[self.body.bindings.index(self.product) + 1 :]:
+            if binding not in open_users:
+                continue
+            kind = self._kind(binding)
+            if kind is None:
+                return False
+            del open_users[binding]
+            self.kinds[binding] = kind
+            if kind == _NUMBER and not open_users:
+                return dtype(binding.var) in ("float32", "float64")
+            if binding in returned:
+                return False
+            open_users.update(dict.fromkeys(binding.users))
+        return False
+
+    def _kind(self, binding: Binding) -> str | None:
+        """What a binding has that reads the region; ``None`` if it does not keep rows apart."""
+        if not isinstance(binding.var.ty, TensorType) or not isinstance(binding.value, Call):
+            return None
+        args = [arg for arg in operands(binding.value)]
+        given = [self.kinds.get(self.body.binding(arg)) for arg in args]
+        first = given[0] if given else None
+        if binding.op in RESHAPES:
+            return self._reshaped(binding, first)
+        if binding.op == _SLICE:
+            return self._sliced(binding)
+        if _NUMBER in given:
+            return _NUMBER if self._is_linear(binding, args, given) else None
+        if binding.op in _ALONG:
+            return self._reduced(binding, first)
+        axis = getattr(binding.value.attrs, "axis", None)
+        if binding.op in _ROWWISE:
+            return _FULL if first == _FULL and _is_last(axis, binding.var) else None
+        if binding.op == "relax.gather_elements":
+            fits = given == [_FULL, None] and _is_last(axis, args[0]) and self._adds(args[1], (None, 1))
+            return _ROW if fits and shape(args[1])[:-1] == shape(args[0])[:-1] else None
+        return self._pointwise(binding, args, given) if binding.op in POINTWISE or binding.op == _STOP else None
+
+    def _reshaped(self, binding: Binding, kind: str | None) -> str | None:
+        extents = shape(binding.var)
+        if kind == _NUMBER:
+            return kind if extents == () else None
+        return kind if kind == _ROW or extents[-1:] == (self.columns,) else None
+
+    def _sliced(self, binding: Binding) -> str | None:
+        """Some rows of what has been a chain so far: they are taken of the product's operand."""
+        (before,) = binding.reads if len(binding.reads) == 1 else (None,)
+        is_chain = all(len(each.users) == 1 for each in self.kinds) and set(self.kinds.values()) == {_FULL}
+        axes = [int(axis) % len(shape(binding.var)) for axis in binding.value.args[1].fields]
+        if not is_chain or self.parts or before is not self.number:
+            return None
+        if len(shape(binding.var)) - 1 in axes or not all(isinstance(extent, int) for extent in shape(binding.var)):
+            return None
+        self.slices.append(binding)
+        self.rows = math.prod(shape(binding.var)[:-1])
+        return _FULL if self.rows > 1 else None
+
+    def _is_linear(self, binding: Binding, args: list[Expr], given: list[str | None]) -> bool:
+        """Whether a number of the region's numbers is linear in these, without a constant."""
+        value = binding.value
+        if shape(binding.var) != () or any(shape(arg) != () for arg in value.args[:]):
+            return False
+        numbers = [isinstance(arg, Var) and self.body.binding(arg) in self.kinds for arg in value.args[:]]
+        fits = {
+            "relax.add": all(numbers),
+            "relax.subtract": all(numbers),
+            "relax.negative": True,
+            "relax.astype": is_float(binding.var) and itemsize(dtype(binding.var)) >= 4,
+            "relax.multiply": sum(numbers) == 1,
+            "relax.divide": numbers == [True, False],
+        }.get(binding.op, False)
+        others = [arg for arg, kind in zip(args, given, strict=True) if kind is None]
+        return fits and all(self._adds(arg, ()) for arg in others)
+
+    def _reduced(self, binding: Binding, kind: str | None) -> str | None:
+        x = binding.value.args[0]
+        rank, axes = len(shape(x)), binding.value.attrs.axis
+        axes = set(range(rank)) if axes is None else {int(axis) % rank for axis in axes}
+        if axes == {rank - 1} and kind == _FULL:
+            return _ROW
+        is_added = binding.op in ("relax.sum", "relax.mean") and shape(binding.var) == ()
+        return _NUMBER if is_added and len(axes) == rank else None
+
+    def _pointwise(self, binding: Binding, args: list[Expr], given: list[str | None]) -> str | None:
+        """Every operand has the result's rows, in their order, or is the same for all rows."""
+        extents = shape(binding.var)
+        kind = _FULL if _FULL in given else _ROW
+        if math.prod(extents) != self.rows * (self.columns if kind == _FULL else 1):
+            return None
+        literals = [arg for arg in binding.value.args[:] if isinstance(arg, Constant)]
+        if (kind == _FULL and extents[-1] != self.columns) or any(shape(literal) for literal in literals):
+            return None
+        for arg, known in zip(args, given, strict=True):
+            if known == _ROW and kind == _FULL and not _has_rows(shape(arg), extents):
+                return None
+            if known is None and not self._adds(arg, self._extents_in_block(shape(arg), extents, kind)):
+                return None
+        return kind
+
+    def _extents_in_block(
+        self, extents: tuple[int, ...], whole: tuple[int, ...], kind: str
+    ) -> tuple[int | None, ...] | None:
+        """Of a tensor from outside that a point-wise operator with a result of extents ``whole`` reads."""
+        if math.prod(extents) == 1:
+            return ()
+        if kind == _ROW:
+            return (None, 1) if math.prod(extents) == self.rows else None
+        if math.prod(extents) == self.columns == extents[-1]:
+            return (1, self.columns)
+        if math.prod(extents) == self.rows * self.columns:
+            return (None, self.columns)
+        return (None, 1) if _has_rows(extents, whole) and math.prod(extents) == self.rows else None
+
+    def _adds(self, value: Var, extents: tuple[int | None, ...] | None) -> bool:
+        """Notes what is read from outside; whether it can be, always in one way."""
+        if extents is None or not all(isinstance(each, int) for each in shape(value)):
+            return False
+        if any(value.same_as(factor) for factor in (self.x, self.weight)):
+            return False
+        return self.outside.setdefault(value, Outside(value, extents)).extents == extents
+
+    def replay(self, known: dict[Var, Var], scope: Scope) -> Var:
+        """The region on the rows of a block: ``known`` has the block's part of ``x`` and what it reads from outside."""
+        weight = known[self.weight]
+        if self.has_weight_turned:
+            weight = scope.emit(op.permute_dims(weight, [1, 0]), "turned")
+        product = self.product.value
+        made = {self.product.var: scope.emit(Call(product.op, [known[self.x], weight], product.attrs))}
+        for binding in list(self.kinds)[1:]:
+            value, args = binding.value, [made.get(arg, known.get(arg, arg)) for arg in binding.value.args[:]]
+            if binding.op in (*RESHAPES, _SLICE):
+                made[binding.var] = args[0]
+                continue
+            if binding.op in _ROWWISE:
+                new = _ROWWISE[binding.op](args[0], axis=1)
+            elif binding.op == "relax.gather_elements":
+                new = op.gather_elements(*args, axis=1)
+            elif binding.op in _ALONG and self.kinds[binding] == _ROW:
+                new = _ALONG[binding.op](args[0], [1], keepdims=True)
+            elif binding.op == "relax.mean":
+                total = scope.emit(op.sum(args[0]), "total")
+                new = op.divide(total, const(math.prod(shape(value.args[0])), total))
+            elif binding.op == "relax.sum":
+                new = op.sum(args[0])
+            else:
+                new = Call(value.op, args, value.attrs, value.ty_args)
+            made[binding.var] = scope.emit(new, binding.name)
+        return made[self.number.var]
+
+
+def _is_last(axis: object, value: Expr) -> bool:
+    return axis is not None and int(axis) % len(shape(value)) == len(shape(value)) - 1
+
+
+def _has_rows(extents: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether a tensor has one element for each row of one with columns, which it is broadcast to."""
+    rows = (1,) * (len(whole) - len(extents)) + extents
+    return rows == (*whole[:-1], 1)
