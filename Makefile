@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 TORCH_VENV := .venv-torch-$(VERSION)
 ARGS ?=
 
-.PHONY: train test test-all test-gpu test-torch test-wild lint wheel clean
+.PHONY: train test quick test-all test-gpu test-torch test-wild lint wheel clean
 
 # The main job: train a small BERT eager and dispatched, side by side (ARGS="--help" lists the options).
 train: $(STAMP)
@@ -15,7 +15,11 @@ train: $(STAMP)
 # compiling the sources anew in every process that a test starts, where the environment says that no bytecode is kept.
 # Each worker begins with a half of the list, so that tests of one file share what they compile; later they share work.
 test: lint
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 $(ARGS)
+
+# One test of sixty, of all rooms, for the edit loop.
+quick: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ARGS)
 
 # The sweeps too: the rest of families of generated cases, of which `make test` runs a sample of each kind.
 test-all:

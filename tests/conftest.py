@@ -7,6 +7,7 @@ import inspect
 import linecache
 import logging
 import os
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,8 @@ os.environ["BRIDGE_CACHE"] = "0"  # of processes that tests start, too; what tes
 
 LONG = tuple(f"tests/{name}/" for name in ("notebooks", "zoo", "typing", "bridge/composition"))
 """Folders of tests that take long: they come first, so that in the end no worker is busy while the other is not."""
+
+QUICK = 60
 
 ON_ANY_DEVICE = tuple(
     f"tests/bridge/{room}/"
@@ -100,6 +103,9 @@ def lowered_once():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the tests that are marked as sweeps, too")
+    parser.addoption(
+        "--quick", action="store_true", help=f"one of {QUICK} tests, the same ones each time; no slow ones"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -121,6 +127,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     if DEVICE.type == "cpu":
         if not config.getoption("--all"):
             _keep(items, config, lambda item: item.get_closest_marker("sweep") is None)
+        if config.getoption("--quick"):
+            _keep(items, config, _is_quick)
         return
     _keep(items, config, lambda item: _is_about(item, DEVICE))
     for item in items:  # eager warns of every copy of such a module
@@ -131,6 +139,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays to the end: no collection of garbage walks through it any more."""
     gc.collect()
     gc.freeze()
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    is_slow = item.get_closest_marker("slow") is not None or item.nodeid.startswith(LONG)
+    return not is_slow and zlib.crc32(item.nodeid.encode()) % QUICK == 0
 
 
 def _keep(items: list[pytest.Item], config: pytest.Config, wanted: Callable[[pytest.Item], bool]) -> None:
