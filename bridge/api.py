@@ -63,7 +63,7 @@ def add_tvm_dispatch(
     dynamic_shapes: Any = None,
     freeze: bool = False,
     cuda_graphs: Literal["auto"] | bool = "auto",
-    whole: bool = True,
+    whole: bool | None = None,
 ) -> Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
 
@@ -118,7 +118,9 @@ def add_tvm_dispatch(
             longer, which the first calls are timed for, and where there is memory to spare; ``True``: wherever that is
             exact; ``False``: never. Results and gradients are tensors like any others, and ``stats(module).graphs``
             counts the calls without a graph by their reasons.
-        whole: whether a module that cannot be captured whole is refused. ``False``: the largest modules inside it that
+        whole: whether a module that cannot be captured whole is refused; the default is that, but for one that decides
+            by random draws what it runs (layer drop, stochastic depth): it is dispatched in parts. ``True``: such a
+            module is compiled for the sample's decision. ``False``: the largest modules inside it that
             can be are dispatched then, each with what it is called with in a run of the sample; the code between them
             runs as before. ``stats(module)`` and ``explain(module)`` say what stays eager and why, and which share of
             an eager forward's time is spent in what is dispatched. Wants a sample, and no ``dynamic_shapes``.

@@ -15,10 +15,10 @@ from functools import cache
 
 import torch
 
-__all__ = ["ARGUMENTS", "BY_NUMBERS", "CALL_BEFORE", "INTERPRETER", "MODULE", "RUN", "STRUCTURE", "TORCH_DIR"]
+__all__ = ["ARGUMENTS", "BY_DRAWS", "BY_NUMBERS", "CALL_BEFORE", "INTERPRETER", "MODULE", "RUN", "STRUCTURE"]
 __all__ += ["CacheNotFilled", "CompilationError", "DispatchMiss", "GuardFailure", "Unsupported", "UnsupportedModule"]
 __all__ += ["from_user_code", "is_out_of_memory", "is_pythons_file", "is_refused_by_eager", "is_user_file", "line_of"]
-__all__ += ["refused_by_eager", "swallowed", "user_line"]
+__all__ += ["TORCH_DIR", "refused_by_eager", "swallowed", "user_line"]
 
 TORCH_DIR = os.path.join(os.path.dirname(torch.__file__), "")
 """With what ends a folder's name: ``torch_geometric`` lies beside it."""
@@ -74,12 +74,18 @@ class UnsupportedModule(RuntimeError):
         super().__init__(f"{module_name} cannot be {what}; it was left as it was.\n{lines}")
 
     @property
+    def is_of_draws(self) -> bool:
+        """Whether draws may decide what its code does: the modules inside can be dispatched all the same."""
+        return any(each.reason.startswith(BY_DRAWS) for each in self.ops)
+
+    @property
     def is_of_numbers(self) -> bool:
         """Whether it is for numbers in tensors that decide, and may not be where counts are sizes that vary."""
         return any(BY_NUMBERS in each.reason for each in self.ops)
 
 
 BY_NUMBERS = "depends on the numbers in a tensor"
+BY_DRAWS = ("a random draw decides", "draws from a generator that is not torch's")
 
 
 class CacheNotFilled(UnsupportedModule):

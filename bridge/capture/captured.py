@@ -11,7 +11,7 @@ from torch import fx
 
 from autodiff.extents import Dim, ExtentScope, SizeGuard
 from bridge.base.devices import HOST
-from bridge.base.errors import Unsupported
+from bridge.base.errors import BY_DRAWS, Unsupported
 from bridge.base.torch_internals import pytree
 from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import AnyLength
@@ -47,6 +47,7 @@ class Captured:
         readings: numbers that forward took out of tensors on the sample, in order.
         read: the nodes of those numbers; ``None`` for those that are recomputed, for constants and what is certain.
         recomputed: those that a call computes from its inputs by itself (:mod:`bridge.capture.recomputed`).
+        by_draws: which of the readings draws alone decide, so that calls read others: indices.
         extents: the symbols of the dimensions that vary; ``None``: every extent is a number. Where there are some,
             shapes and strides in ``observation`` hold extents, and ``arguments`` are of the sample's sizes.
         argument_shapes, argument_strides: of ``arguments``, with extents; empty where ``extents`` is ``None``.
@@ -77,6 +78,7 @@ class Captured:
     readings: tuple[ScalarGuard, ...] = ()
     read: tuple[fx.Node | None, ...] = ()
     recomputed: tuple[PreCallExpression, ...] = ()
+    by_draws: tuple[int, ...] = ()
     extents: ExtentScope | None = None
     argument_shapes: tuple[tuple[Dim, ...], ...] = ()
     argument_strides: tuple[tuple[Dim, ...], ...] = ()
@@ -90,6 +92,14 @@ class Captured:
     @property
     def problems(self) -> list[Unsupported]:
         return self.observation.unsupported
+
+    @property
+    def decisions(self) -> list[Unsupported]:
+        """What each call decides anew, by draws."""
+        reason = f"{BY_DRAWS[0]} what comes next: a compiled call decides as the sample's"
+        hint = "dispatch the modules inside (whole=False), or this module for one decision (whole=True)"
+        where = dict.fromkeys(self.readings[place].where for place in self.by_draws)
+        return [Unsupported("a number that forward reads", each, reason, hint) for each in where]
 
     @property
     def draws(self) -> list[Draw]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bridge.base.errors import Unsupported, user_line
+from bridge.base.errors import BY_DRAWS, Unsupported, user_line
 from bridge.base.threads import is_alone, stack_of
 from bridge.base.torch_internals import storage_id
 from bridge.capture.autograd_uses import CheckpointedReads
@@ -92,7 +92,7 @@ class InPlaceRules:
     def foreign_draw(self, name: str, where: str | None = None) -> None:
         """A draw from Python's or numpy's generator, which is said once."""
         if not any(known.op == name for known in self.unsupported):
-            reason = "draws from a generator that is not torch's: a compiled call would repeat one number for ever"
+            reason = f"{BY_DRAWS[1]}: a compiled call would repeat one number for ever"
             hint = "draw with torch, or outside of the module and pass the number in"
             if where is None and not is_alone():
                 hint += "; if it is another thread that draws, add the dispatch before it does"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import BY_NUMBERS, Unsupported
 from bridge.base.torch_internals import OpOverload, aten, schema
 from bridge.base.torch_shapes import hint
+from bridge.capture.draws import IsolatedRNG
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT
 from bridge.capture.readings import ScalarGuard
 from bridge.capture.refusals import shape_by_numbers
@@ -168,10 +169,15 @@ def recomputed(
 
 def constant(node: fx.Node, bound: Mapping[str, int]) -> list[fx.Node] | None:
     """The calls that a value is computed by, if that is of no input and no draw; else ``None``."""
+    return _behind(node, lambda each: each.name not in bound and (each.op == "placeholder" or _name(each) is not None))
+
+
+def _behind(node: fx.Node, may_be: Callable[[fx.Node], bool]) -> list[fx.Node] | None:
+    """The calls that a value is computed by; ``None`` where it is computed of what may not be."""
     todo, seen = [node], {node: None}
     while todo:
         each = todo.pop()
-        if each.name in bound or not (each.op == "placeholder" or _name(each) is not None):
+        if not may_be(each):
             return None
         new = [source for source in each.all_input_nodes if source not in seen]
         seen.update(dict.fromkeys(new))
@@ -401,3 +407,41 @@ def _with_moved(node: fx.Node) -> list[fx.Node]:
 def _is_uniform(node: fx.Node) -> bool:
     """In a type that rounds no number below 1 to 1."""
     return node.target in _DRAWS and node.meta["val"].dtype in (torch.float32, torch.float64)
+
+
+# Decisions by draws: what forward reads of draws alone (``torch.rand([]) < 0.1``) → whether calls read other numbers.
+
+
+_REDRAWS = 32
+"""How often a number is drawn again: what was the same each time is compiled for."""
+
+
+def varies(node: fx.Node | None, drawing: Collection[str], literals: Mapping[str, torch.Tensor]) -> bool:
+    """Whether draws, and nothing that calls are given, decide a number, and another one when they are made again.
+
+    Args:
+        drawing: names of the nodes that draw.
+        literals: the graph's placeholders of constants, as of :func:`recomputed`.
+    """
+
+    def may_be(each: fx.Node) -> bool:
+        if each.op == "placeholder":
+            return each.name in literals
+        return each.name in drawing or each.target is aten.empty.memory_format or _name(each) is not None
+
+    nodes = None if node is None else _behind(node, may_be)
+    if nodes is None or len(nodes) > MAX_OPERATIONS or not any(each.name in drawing for each in nodes):
+        return False
+    places = {each: place for place, each in enumerate(node.graph.nodes)}
+    nodes.sort(key=places.__getitem__)
+    known = {each: literals[each.name] for each in node.graph.nodes if each.name in literals}
+    with IsolatedRNG(), torch.no_grad():
+        found = [_run(nodes, dict(known))[node] for _ in range(_REDRAWS)]
+    return not all(torch.equal(each, found[0]) for each in found)
+
+
+def _run(nodes: Sequence[fx.Node], values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+    for each in nodes:
+        args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
+        values[each] = args[0] if each.target == STOP_GRADIENT else each.target(*args, **kwargs)
+    return values

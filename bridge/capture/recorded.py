@@ -31,7 +31,7 @@ from bridge.capture.loops.lengths import LoopedCall, comparable, run_of_any_leng
 from bridge.capture.observation import Observation
 from bridge.capture.passes.stop_gradient import link_functions, mark_overwritten, prepare
 from bridge.capture.real_run import RealRun
-from bridge.capture.recomputed import recomputed, too_many, uncounted
+from bridge.capture.recomputed import recomputed, too_many, uncounted, varies
 from bridge.capture.replay import fakes_of
 from bridge.capture.rows import Record, form_of
 from bridge.capture.sample import DynamicDim
@@ -89,8 +89,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     finals = zip([index_of[place] for place in real.final], replaced, strict=True)
     mutated = [*((bound[name], node) for name, node in functional.written.items()), *finals]
     owned_names = [tensor.names[0] for tensor in real.given.tensors]
-    written = [index for index, _ in mutated]
-    observation.unsupported += written_and_read(observation.checkpointed, written, owned_names)
+    observation.unsupported += written_and_read(observation.checkpointed, [index for index, _ in mutated], owned_names)
     functional.graph.output((*(node for _, node in mutated), *functional.results[:count], *read))
     drop_unused(functional.graph)
     readings = tuple(each.reading for each in record.reads)
@@ -119,6 +118,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
         readings=readings,
         read=read,
         recomputed=conditions,
+        by_draws=tuple(place for place, node in enumerate(read) if varies(node, draw_of, made.literals)),
         loops=rolls,
         recording=comparable(real) if rolls else None,
         kept=() if real.kept is None else tuple(real.kept.places),

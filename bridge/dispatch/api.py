@@ -51,7 +51,7 @@ def add_tvm_dispatch(
     dynamic_shapes: Any = None,
     freeze: bool = False,
     cuda_graphs: Literal["auto"] | bool = "auto",
-    whole: bool = True,
+    whole: bool | None = None,
 ) -> Module:
     """As :func:`bridge.add_tvm_dispatch`, which tells what it takes, returns and raises."""
     learns = sample_input is None and sample_kwargs is None
@@ -59,14 +59,15 @@ def add_tvm_dispatch(
     _require_arguments(module, others, on_miss, cuda_graphs, freeze=freeze, whole=whole)
     resolve_strategy(partition)
     call = SampleCall(module) if learns else SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))
-    if not whole and (learns or dynamic_shapes is not None):
+    if whole is False and (learns or dynamic_shapes is not None):
         raise TypeError("whole=False: wanted a sample_input and no dynamic_shapes (on_miss='compile' finds them)")
     if learns and dynamic_shapes is not None:
         raise TypeError("dynamic_shapes: wanted a sample_input that they are shapes of")
     if module.__dict__.get(COMPILED_CALL) is not None and dispatcher_of(module) is None:
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
     backend = None if target is None else backend_for(target)
-    options = DispatchOptions(partition, on_miss, backend, freeze, cuda_graphs)
+    is_whole = whole or dynamic_shapes is not None or (learns and on_miss == "error")
+    options = DispatchOptions(partition, on_miss, backend, freeze, cuda_graphs, None if is_whole else add_parts)
     dispatcher = dispatcher_of(module) or Dispatcher(module, options)
     if learns:
         dispatcher.take(options)
@@ -76,23 +77,40 @@ def add_tvm_dispatch(
     with after_pre_hooks(call) as given:
         call = replace(given, dims=dynamic_dims(given, dynamic_shapes))
         try:
-            with options_of(dispatcher, options), torch.no_grad() if freeze else nullcontext():
-                dispatcher.add(call)
-        except UnsupportedModule as refused:
-            if whole:
-                raise
-            problem = refused
+            if not _add(dispatcher, call, options, is_whole=whole is not False):
+                return module
+        except UnsupportedModule:
+            raise
         except Exception as error:
             _add_note(error, is_one_mapping=isinstance(sample_input, Mapping) and bool(call.args))
             raise
-        else:
-            problem = None
-        if problem is not None:  # outside of the except clause: what goes wrong then has nothing to do with it
-            with torch.no_grad() if freeze else nullcontext():
-                add_parts(call, problem, options)
-            return module
     install(module, dispatcher)
     return module
+
+
+def _add(dispatcher: Dispatcher, call: SampleCall, options: DispatchOptions, is_whole: bool) -> bool:
+    """Adds a call to a dispatcher; or to those of the modules inside, and returns False.
+
+    Args:
+        is_whole: whether a module is divided for nothing but draws that decide.
+    """
+    problem = None
+    with torch.no_grad() if options.freeze else nullcontext():
+        try:
+            with options_of(dispatcher, options):
+                dispatcher.add(call)
+                return True
+        except UnsupportedModule as refused:
+            if options.divide is None or (is_whole and not refused.is_of_draws):
+                raise
+            problem = refused
+        try:  # outside of the except clause: what goes wrong then has nothing to do with it
+            add_parts(call, problem, options)
+            return False
+        except UnsupportedModule:
+            if not problem.is_of_draws:
+                raise
+    return _add(dispatcher, call, replace(options, divide=None), is_whole)
 
 
 def _require_arguments(module: Any, others: tuple, on_miss: Any, cuda_graphs: Any, **flags: Any) -> None:
@@ -106,7 +124,7 @@ def _require_arguments(module: Any, others: tuple, on_miss: Any, cuda_graphs: An
     if type(cuda_graphs) not in (str, bool) or cuda_graphs not in MODES:
         raise ValueError(f"cuda_graphs: wanted one of {', '.join(map(repr, MODES))}, got {cuda_graphs!r}")
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
+        if not isinstance(flag, bool) and (name, flag) != ("whole", None):
             raise TypeError(f"{name}: wanted True or False, got {flag!r}")
 
 

@@ -277,7 +277,7 @@ def _compile_entry(
     with undo(module) as before:
         try:
             if numbers is None:
-                places, lowered = (), lower_once(call, options.partition, looped)
+                places, lowered = (), lower_once(call, options.partition, looped, options.steady)
                 if choices is None and not call.dims:
                     tuned = kept_tuned(lowered, backend, options.freeze)
                     choices = None if tuned is None else tuned.choices

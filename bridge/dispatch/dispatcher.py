@@ -134,6 +134,8 @@ class DispatchOptions:
     Attributes:
         backend: ``None``: that of the device of each call's tensors.
         freeze: whether the module's tensors become constants of what is compiled for calls without gradients.
+        divide: dispatches the modules inside of one that decides by draws (:func:`bridge.dispatch.parts.add_parts`);
+            ``None``: such a module is compiled for the decisions of the call at hand.
     """
 
     partition: Any
@@ -141,6 +143,7 @@ class DispatchOptions:
     backend: Backend | None = None
     freeze: bool = False
     cuda_graphs: Mode = "auto"
+    divide: Callable[[SampleCall, UnsupportedModule, DispatchOptions], None] | None = None
 
 
 class Dispatcher:
@@ -327,6 +330,8 @@ class Dispatcher:
                     self._leave_to_eager(call.name, failure, "it reads other numbers at every run")
                     return None
             except UnsupportedModule as error:
+                if self.options.divide is not None and error.is_of_draws:
+                    return self._divided(call, failure, error)
                 if self.options.on_miss == "error":
                     raise
                 if isinstance(error, CacheNotFilled) and self._noted.first((failure.reason, "filled")):
@@ -352,12 +357,26 @@ class Dispatcher:
             self._let_one_leave(call.name, failure)
             return entry, inputs
 
-    def _leave_to_eager(self, name: str, failure: GuardFailure, why: object) -> None:
+    def _divided(
+        self, call: SampleCall, failure: GuardFailure, refused: UnsupportedModule
+    ) -> tuple[Entry, list[torch.Tensor]] | None:
+        """Dispatches the modules inside, so that the call may run eager; where none can be, as :meth:`_compile`."""
+        try:
+            self.options.divide(call, refused, self.options)
+        except UnsupportedModule:
+            self.take(replace(self.options, divide=None))
+            return self._compile(call, failure)
+        self._leave_to_eager(call.name, failure, refused, is_told=True)
+        return None
+
+    def _leave_to_eager(self, name: str, failure: GuardFailure, why: object, is_told: bool = False) -> None:
         while len(self.entries.refused) >= MAX_UNSUPPORTED:
             del self.entries.refused[next(iter(self.entries.refused))]
         self.entries.refused[failure.reason] = str(why)
         self.budget.note_wasted(failure.field)
         self.learns = False
+        if is_told:
+            return
         if self.on_refused is not None:
             self.on_refused(failure.reason, why)
         else:
@@ -436,7 +455,9 @@ class Dispatcher:
         """How a call is compiled."""
         wanted = self.options
         backend = backend_of_call(wanted.backend, call)
-        return EntryOptions(wanted.partition, backend, wanted.freeze, self.graphs, call.dims)
+        return EntryOptions(
+            wanted.partition, backend, wanted.freeze, self.graphs, call.dims, steady=wanted.divide is not None
+        )
 
     def _is_alike(self, entry: Entry, backend: Backend, dims: set[DynamicDim]) -> bool:
         """Whether an entry was compiled with the same strategy, by this backend, frozen if that is wanted, and for all

@@ -57,6 +57,7 @@ class EntryOptions:
         graphs: control of the programs' recorded graphs; ``None``: there are none.
         dims: the dimensions that are to vary.
         tuned: the choices that it is compiled with; ``None``: default ones.
+        steady: whether a call is refused of which each decides anew, by draws.
     """
 
     partition: Any
@@ -65,6 +66,7 @@ class EntryOptions:
     graphs: RecordedGraphs | None = None
     dims: tuple[DynamicDim, ...] = ()
     tuned: Any = None
+    steady: bool = False
 
 
 class BoundCalls:

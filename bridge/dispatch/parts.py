@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from bridge.base.devices import working_for
-from bridge.base.errors import GuardFailure, Unsupported, UnsupportedModule, is_refused_by_eager
+from bridge.base.errors import BY_DRAWS, GuardFailure, Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.log import channel
 from bridge.base.threads import raise_deferred
 from bridge.base.torch_internals import pytree
@@ -37,6 +37,8 @@ __all__ = ["DispatchedParts", "Eager", "PartStats", "add_parts", "parts_of", "re
 
 log = channel("dispatch")
 
+_DRAWN = "%s: draws decide what runs, at %s. That stays eager, and %d modules inside are dispatched by themselves%s"
+_ONE_DECISION = " (whole=True: it is compiled for the decisions of one call)"
 _PLAIN = (int, float, str, bool, type(None))
 _ALONE = Unsupported("one operator without parameters", "forward", "eager runs it as well", "nothing is to be done")
 
@@ -100,6 +102,7 @@ def remove_parts(module: nn.Module) -> None:
     for path, known in parts.dispatchers.items() if parts is not None else ():
         child = _inside(module, path)
         if child is not None and dispatcher_of(child) is known():
+            remove_parts(child)
             uninstall(child)
 
 
@@ -119,7 +122,7 @@ def add_parts(call: SampleCall, refused: UnsupportedModule, options: DispatchOpt
     """
     module = call.module
     with ExitStack() as undone:  # on any error, existing dispatchers are as they were
-        chosen = _Chosen(module, inner_calls(call), refused, options, undone)
+        chosen = _Chosen(module, inner_calls(call, refused.is_of_draws), refused, options, undone)
         chosen.descend("")
         if not chosen.found:
             raise refused
@@ -135,6 +138,10 @@ def add_parts(call: SampleCall, refused: UnsupportedModule, options: DispatchOpt
             parts.dispatchers[path] = weakref.ref(dispatcher)
     parts.shares, parts.eager = shares, tuple(chosen.eager())
     log.info("%s: %d parts, %.0f%% of an eager forward", type(module).__name__, len(paths), 100 * parts.coverage)
+    if refused.is_of_draws:
+        first = next(each for each in refused.ops if each.reason.startswith(BY_DRAWS))
+        more = _ONE_DECISION if first.reason.startswith(BY_DRAWS[0]) else ""
+        log.warning(_DRAWN, call.name, first.where, len(paths), more)
 
 
 class _Chosen:

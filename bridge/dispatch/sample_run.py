@@ -34,6 +34,9 @@ __all__ = ["InnerCall", "inner_calls", "shares_of"]
 
 _WHOLE = ""
 """The path of the module itself."""
+_SAME_RUNS, _MOST_RUNS = 3, 32
+"""Runs one after the other that call nothing new, after which no further draws are tried, unless one of a list's
+modules has never been called; runs in all."""
 _PACE = Pace(fewest=1, most=5, seconds=2.0)
 
 
@@ -62,17 +65,22 @@ class InnerCall:
             yield
 
 
-def inner_calls(call: SampleCall) -> list[InnerCall]:
-    """The calls of the modules inside, in order; of each, the first from each parent in each grad mode.
+def inner_calls(call: SampleCall, redraws: bool = False) -> list[InnerCall]:
+    """The calls of the modules inside, in order; of each, the first from each parent in each grad mode, and for each
+    choice of arguments that require grad.
+
+    With ``redraws``, of several runs, each with draws of its own: one run may leave out what another one calls.
 
     Where some are without gradients in a call with them, a backward follows: a reentrant checkpoint calls them there.
     """
     found: list[InnerCall] = []
-    known: set[tuple[str, str, bool]] = set()
+    known: set[tuple] = set()
     stack = [""]
 
     def enter(path: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        key = path, stack[-1], torch.is_grad_enabled()
+        leaves = pytree.tree_leaves((args, kwargs))
+        needs = tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor))
+        key = path, stack[-1], torch.is_grad_enabled(), needs
         if key not in known:
             known.add(key)
             given = unpacked(pytree.tree_map_only(torch.Tensor, copier(), packed_arguments((args, kwargs))))
@@ -84,11 +92,19 @@ def inner_calls(call: SampleCall) -> list[InnerCall]:
             stack.pop()
 
     with _on_copies(call, enter) as copied, IsolatedRNG():
-        leaves = pytree.tree_leaves(copied.forward())  # hooks of the module are not the sample's
-        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if outputs and torch.is_grad_enabled() and not all(each.grad for each in found):
-            with suppress(Exception):  # whatever hooks and a user's functions raise: what was called is known anyway
-                torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+        lists = [set(each) for each in copied.module.modules() if isinstance(each, nn.ModuleList)]
+        same, called = 0, set()
+        for _ in range(_MOST_RUNS if redraws else 1):
+            before = len(found)
+            leaves = pytree.tree_leaves(copied.forward())  # hooks of the module are not the sample's
+            outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            if outputs and torch.is_grad_enabled() and not all(each.grad for each in found):
+                with suppress(Exception):  # whatever hooks and a user's functions raise: what was called is known
+                    torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+            same = 0 if len(found) > before else same + 1
+            called.update(map(copied.module.get_submodule, (each.path for each in found[before:])))
+            if same >= _SAME_RUNS and not any(0 < len(called & each) < len(each) for each in lists):
+                break
     return found
 
 

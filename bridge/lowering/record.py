@@ -176,6 +176,7 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
         "mutated": tuple((index, places[node.name]) for index, node in captured.mutated),
         "read": tuple(None if node is None else places[node.name] for node in captured.read),
         "recomputed": captured.recomputed,
+        "by_draws": captured.by_draws,
         "draw_of": captured.draw_of,
         "draws": tuple(map(_draw, captured.draws)),
         "strides": tuple(output.stride if output.is_tensor else None for output in captured.outputs),
@@ -295,6 +296,7 @@ class KeptLowering(LoweredCall):
             lines={},
             loops=call["loops"],
             recomputed=call["recomputed"],
+            by_draws=call["by_draws"],
             _record=parts["graph"],
             _call=call,
         )

@@ -31,6 +31,7 @@ from torch import nn
 
 from bridge.artifact import NoFormError, current_store, of_this_package
 from bridge.base.devices import HOST, current_device, working_for
+from bridge.base.errors import UnsupportedModule
 from bridge.base.log import Stopwatch, channel
 from bridge.base.session import SESSION
 from bridge.base.torch_cuda import gpu_features, read_settings
@@ -123,7 +124,7 @@ _LOWERED: dict[tuple, WeakValueDictionary[tuple, LoweredCall]] = SESSION.cache("
 atexit.register(_LOWERED.clear)
 
 
-def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = None) -> LoweredCall:
+def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = None, steady: bool = False) -> LoweredCall:
     """A call, lowered, or the lowered call of an equal one; with gradients where grad mode is on.
 
     The module is left as :func:`bridge.capture.record_call` leaves it.
@@ -132,13 +133,14 @@ def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = Non
         partition: a strategy of :func:`partition.partition`. What was lowered with a strategy object that could
             change is not shared.
         looped: the call with loops of any length, which is not shared.
+        steady: whether a call is refused of which each decides anew, by draws.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
     """
     watch = Stopwatch()
     if looped is not None:
-        return _lowered(capture(call, looped), partition, watch)
+        return _lowered(_decided(capture(call, looped), steady), partition, watch)
     recorded, module = record_call(call), call.module
     with working_for(device_of_call(call)):
         call_key = call_key_of(call, partition)
@@ -147,21 +149,30 @@ def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = Non
         found = None if key is None else _LOWERED.get(call_key, {}).get(key)
         if found is not None:
             log.info("%s runs the operators of a call that is lowered already", call.name)
+            _decided(found.captured, steady)
             return found
         found = None if on_disk is None else kept_lowering(on_disk, key, module, recorded)
         if found is not None:
+            _decided(found.captured, steady)
             found.seconds = watch.seconds
             _remember(call_key, key, found)
             return found
         if on_disk is not None:
             begin_reading(module)
-        captured = recorded.captured()
+        captured = _decided(recorded.captured(), steady)
         lowered = _lowered(captured, partition, watch)
         if key is not None:
             _remember(call_key, key, lowered)
             if on_disk is not None and not captured.problems:
                 keep_lowering(on_disk, key, module, lowered)
         return lowered
+
+
+def _decided(captured: Captured, steady: bool) -> Captured:
+    """The captured call; where each decides anew, a refusal, if they are to be steady."""
+    if steady and captured.by_draws:
+        raise UnsupportedModule(captured.module_name, captured.decisions)
+    return captured
 
 
 def _lowered(captured: Captured, partition: Any, watch: Stopwatch) -> LoweredCall:

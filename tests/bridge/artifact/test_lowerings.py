@@ -297,7 +297,7 @@ def test_records_know_every_field():
     """A field that is new here has to be written down, or to be of the runs of the call at hand."""
     known = {
         Captured: "module_name graph placeholders module_tensors arguments argument_leaves argument_is_tensor in_spec "
-        "results mutated observation draw_of literals counters kept readings read recomputed extents "
+        "results mutated observation draw_of literals counters kept readings read recomputed by_draws extents "
         "argument_shapes argument_strides lines counted device loops recording any_length",
         Imported: "function output_of num_outputs dropout_draws input_draws leaves_state checks",
         LoweredCall: "captured imported wanted differentiable stages partitioned seconds sample content",

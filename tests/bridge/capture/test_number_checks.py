@@ -260,7 +260,7 @@ def dropped(linear, x):
 
 @pytest.mark.parametrize("on_miss", ["eager", "compile"])
 def test_a_branch_on_a_draw(on_miss):
-    eager, module = dispatched(Written(dropped), X, on_miss=on_miss)
+    eager, module = dispatched(Written(dropped), X, on_miss=on_miss, whole=True)
     for seed in range(8):
         assert_same(run(module, Call((X,)), seed=seed), run(eager, Call((X,)), seed=seed))
     counted = stats(module)

@@ -220,7 +220,7 @@ def test_refused_by_name_and_line(kind, name, source):
 
 def test_a_draw_inside_of_a_function_that_modes_override():
     with pytest.raises(UnsupportedModule, match=r"(?s)random.*return x \+ _PRIVATE.random\(\)"):
-        add_tvm_dispatch(DrawsInOverridable(), torch.randn(6, 6))
+        add_tvm_dispatch(DrawsInOverridable(), torch.randn(6, 6), whole=True)
 
 
 TOUCHES = (MutatesInputByIndex, MutatesParameter, CountsCalls, CustomFunction)
