@@ -12,7 +12,10 @@ from autodiff.ir import bindings
 from autodiff.scan import is_scan, scan_of
 from bridge import add_tvm_dispatch, explain, lower, stats
 from bridge.base.session import SESSION
+from bridge.compile import CompileOptions, RunLoop, compile_function
 from tests.bridge.compare import check_module
+from tests.bridge.compile.test_cuda_programs import Collecting, check_compiled
+from tests.nvrtc import ARCHES, needs_nvrtc
 
 WORDS = 23
 
@@ -310,3 +313,17 @@ class Head(nn.Module):
 
     def forward(self, x, labels):
         return F.cross_entropy(self.head(x), labels)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_kernels_are_compiled_for_a_gpu(autocast):
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        lowered = lower(Model(flat, bias=True), sample())
+    backend = Collecting(arch=ARCHES[0])
+    options = CompileOptions.current(backend)
+    forward = compile_function(lowered.forward, name="forward", options=options)
+    compile_function(lowered.expected_backward, name="backward", options=options)
+    assert any(isinstance(step, RunLoop) for step in forward.steps)
+    check_compiled(backend.kernels, ARCHES[0])
