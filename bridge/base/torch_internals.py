@@ -320,7 +320,9 @@ def no_frames_compiled() -> Iterator[None]:
     original = eval_frame._callback_from_stance
     compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)  # none below 0: it then must be some
     callback, count = eval_frame.set_eval_frame(None), compiled and compiled(0)
-    eval_frame._callback_from_stance = lambda each: None if threading.get_ident() == here else original(each)
+    eval_frame._callback_from_stance = lambda each: (
+        None if threading.get_ident() == here and not getattr(_frames, "compiled", False) else original(each)
+    )
     try:
         yield
     finally:
@@ -328,6 +330,19 @@ def no_frames_compiled() -> Iterator[None]:
         eval_frame.set_eval_frame(callback)
         if compiled:
             compiled(count)
+
+
+_frames = threading.local()
+
+
+@contextmanager
+def frames_compiled() -> Iterator[None]:
+    """While active inside of :func:`no_frames_compiled`, Dynamo compiles what ``torch.compile`` was told to."""
+    _frames.compiled = True
+    try:
+        yield
+    finally:
+        _frames.compiled = False
 
 
 def leave_frames_alone(code: CodeType) -> bool:

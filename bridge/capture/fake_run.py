@@ -21,6 +21,7 @@ from bridge.base.log import channel
 from bridge.base.modes import modes_put_back
 from bridge.base.pytrees import objects_of, packed
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
+from bridge.base.torch_higher_order import nested_operands
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python_kernels, pytree
 from bridge.base.torch_shapes import SYMBOLIC, fake_results_not_kept, hint, size_environment
 from bridge.capture.counted_dims import CountedDims, integers_as_symbols
@@ -134,7 +135,7 @@ def fake_run_of(
         integers = integers_as_symbols(real.integers, asked) if symbolic else nullcontext()
         with ExitStack() as stack:
             watching = functions_called.of_fakes(), functions_called.scripts(), functions_called.parameters()
-            for each in (*watching, integers, functions_called, *modes):
+            for each in (*watching, nested_operands(), integers, functions_called, *modes):
                 stack.enter_context(each)
             result = prepared(*fake_args, **fake_kwargs)
         if places is not None:

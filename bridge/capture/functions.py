@@ -35,6 +35,7 @@ from bridge.base.torch_internals import (
 from bridge.base.torch_script import ScriptFunction, run_unfused
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.draws import unwatched
+from bridge.capture.higher_order import HigherOrder
 from bridge.capture.inplace_rules import InPlaceRules, overlaps_itself
 from bridge.capture.observation import Output
 from bridge.capture.own_functions import function_running
@@ -52,14 +53,6 @@ _SETTERS = {torch.Tensor.data.__set__: "data", torch.Tensor.grad.__set__: "grad"
 """What assigning to an attribute of a tensor calls, and the attribute."""
 _SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__, torch.Tensor.detach_)
 """What may change whether autograd follows a tensor."""
-_IN_PYTHON = {
-    "cond": "write an if: each way that calls go is an entry",
-    **dict.fromkeys(
-        ("associative_scan", "map_impl", "scan", "while_loop"),
-        "write loops in Python: their equal steps are compiled as one",
-    ),
-}
-"""What a user writes in place of a higher-order operator."""
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 _OTHER_MEMORY = "gives a tensor other memory or another gradient inside forward"
 _OLD_NAME = "what had the old memory of a tensor is read after it: it has the new numbers in a compiled call"
@@ -101,7 +94,7 @@ class Functions(TorchFunctionMode):
         #: A number of :data:`bridge.capture.readings.COUNTS`, which forward reads with that.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
-        self._calls = FunctionReplay(recorder)
+        self._calls, self._higher_order = FunctionReplay(recorder), HigherOrder(recorder, self)
 
     def __enter__(self) -> Functions:
         self.recorder.judge = None if self.rules is None else self._judge
@@ -126,9 +119,7 @@ class Functions(TorchFunctionMode):
         if "generator" in kwargs and kwargs["generator"] is None:  # else it is another overload that is called
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if isinstance(func, HigherOrderOperator):
-            reason = "a higher-order operator, whose function torch traces by itself"
-            hint = (_IN_PYTHON[func.name()],) if func.name() in _IN_PYTHON else ()
-            raise UnsupportedModule("", [Unsupported(func.name(), _line(), reason, *hint)])
+            return self._higher_order.called(func, args, kwargs, quiet.call)
         if func in _BACKWARDS:
             reason = "runs a backward inside forward, which adds to gradients that are the caller's"
             raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", _line(), reason)])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from textwrap import shorten
 from types import MappingProxyType
@@ -42,7 +42,15 @@ from bridge.capture.values import Values
 from bridge.guards import read_later
 
 __all__ = ["AGAIN", "CUSTOM_GRADIENT", "FUNCTION", "ONCE", "OWN", "TANGENT", "UNKNOWN", "WITH_GRADIENT", "Applied"]
-__all__ += ["Inside", "OwnFunctions", "Use", "WritesArgumentsError", "backward_running", "function_running"]
+__all__ += [
+    "Inside",
+    "OwnFunctions",
+    "Use",
+    "WritesArgumentsError",
+    "backward_running",
+    "function_running",
+    "functions_of_torchs",
+]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 _KINDS = ("CompositeExplicitAutograd", "Meta")
@@ -367,19 +375,26 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterat
             inside.sets_modes = True
         if current is None or not torch.is_grad_enabled() or kind.__name__.startswith(GENERATED):
             return apply_function(kind, args, kwargs)
-        _thread.handler = None
-        try:
+        with _passed_to(None):
             return current(kind, args, kwargs)
-        finally:
-            _thread.handler = current
 
+    with _passed_to(handler), applications_through(apply):
+        yield
+
+
+@contextmanager
+def _passed_to(handler: Callable[[type, tuple, dict[str, Any]], Any] | None) -> Iterator[None]:
     before = getattr(_thread, "handler", None)
     _thread.handler = handler
     try:
-        with applications_through(apply):
-            yield
+        yield
     finally:
         _thread.handler = before
+
+
+def functions_of_torchs() -> AbstractContextManager:
+    """While active, this thread's applications are none of forward's."""
+    return _passed_to(None)
 
 
 _running = threading.local()

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, UnsupportedModule, line_of
 from bridge.base.modes import modes_put_back
 from bridge.base.pytrees import objects_of, packed, packed_arguments, unpacked
+from bridge.base.torch_higher_order import nested_operands
 from bridge.base.torch_internals import python_kernels, pytree, storage_id
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.capture.autograd_uses import SavedMemory, SavedTensorsNeededError
@@ -330,7 +331,8 @@ class _Watch:
             stack.enter_context(generator_watch(rules, reads))
             saves = self.saved.is_all
             self.asked = stack.enter_context(saved_here() if saves else _nothing_saved(self.saved.note))
-            for each in (calls.scripts(), calls.parameters(), calls, python_kernels(), self.recorder):
+            instead = calls.scripts(), calls.parameters(), nested_operands()
+            for each in (*instead, calls, python_kernels(), self.recorder):
                 stack.enter_context(each)
             torch.clear_autocast_cache()  # casts are made in the same order by each run
             with as_loud_as_eager():

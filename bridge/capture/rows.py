@@ -131,6 +131,8 @@ class Record:
         raised: by the number of rows before it and the operator, the errors of calls in place of a row.
         same: of a run on symbolic sizes, values that no other run has: parts, whole at the sample's sizes → the value
             that each is there. Their numbers are negative.
+        followed: of each higher-order operator (:mod:`bridge.capture.higher_order`), the values whose gradients are
+            zeros; ``None`` for one that autograd does not follow.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -144,6 +146,7 @@ class Record:
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)
     raised: dict[tuple[int, Any], list[type[Exception]]] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
+    followed: list[list[int] | None] = field(default_factory=list)
 
     def place_of(self, func: Any) -> tuple[int, Any]:
         """The key of a call, in :attr:`raised`, that comes next."""

@@ -64,6 +64,11 @@ class Values:
             return same[1]
         return None
 
+    def tensor_of(self, number: int) -> torch.Tensor | None:
+        """A tensor that is a value, if one is left."""
+        held = (each() for each, value in self._known.values() if value == number)
+        return next((each for each in held if each is not None), None)
+
     def new(self, tensor: torch.Tensor, *, once: bool = True, made: bool = False, of_row: bool = False) -> int:
         """A number for a tensor."""
         record, number, form, memory = self._record, len(self._record.forms), form_of(tensor), memory_of(tensor)

@@ -10,6 +10,8 @@ import weakref
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
+
 from bridge.base.errors import TORCH_DIR, is_pythons_file
 
 __all__ = ["ASKED_PYTHON", "CALLED", "CALLING", "CHANGING_PYTHON", "LOOKING", "OWN"]
@@ -58,8 +60,9 @@ CHANGING_PYTHON = frozenset(
     (LIBRARY + os.path.join("logging", "__init__.py"), name)
     for name in "addHandler removeHandler setLevel addFilter removeFilter disable basicConfig captureWarnings".split()
 )
-_PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton", "filelock"))
-"""Packages that torch's machinery calls: progress bars, the compiler of kernels and locks of its files."""
+_PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton", "filelock", os.path.join("tvm", "script")))
+"""Packages that torch's machinery calls: progress bars, the compiler of kernels, locks of its files, and what TVM puts
+in the place of ``inspect.getfile``."""
 _REFERENCES = ("weakref.py", "_weakrefset.py")
 """Where callbacks of references are from, which run whenever something dies."""
 _FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values() if isinstance(each, FunctionType))
@@ -89,6 +92,7 @@ def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:
     if (
         any(each in code.co_filename for each in _PACKAGES)
         or code in _FINALIZERS
+        or code is torch.compile.__code__
         or (code.co_name in ("_remove", "remove") and code.co_filename.endswith(_REFERENCES))
     ):
         return True

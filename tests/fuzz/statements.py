@@ -99,6 +99,11 @@ assert {x}.dim() >= 0\n{v} = {x} + 1
 {v} = torch.broadcast_tensors({x}, {y})[1]
 {v} = torch.broadcast_tensors({x}, {y})[1] * 2
 {v} = F.dropout({x}, self.p if hasattr(self, "p") else 0.2, self.training)
+{v} = torch.cond({x}.shape[0] > 1, torch.sin, torch.cos, ({x},))
+{v} = torch.cond({x}.isnan().any(), lambda t: t * 2, lambda t: t * {y}.mean(), ({x},))
+{v} = torch._higher_order_ops.map(lambda t, u: t.sin() * u.mean(), {x}, {y})
+{v} = torch._higher_order_ops.scan(lambda h, t: (h + t, h * t), torch.zeros_like({x}[0]), {x})[1]
+{v} = torch._higher_order_ops.scan(lambda h, t: (h * t.cos(), h + {y}.mean()), {x}[0], {x}, reverse=True)[0]
 """
 
 STATE = r"""
@@ -188,6 +193,7 @@ RARE = r"""
 {v} = {x} * {x}.mean().item()
 if {x}.sum() > 0:\n    {v} = {x} * 2\nelse:\n    {v} = {x} * 3
 {v} = Gate()({x})
+{v} = torch.cond({x}.sum() > 0, lambda t: t * 2, lambda t: t * {y}.mean(), ({x},))
 if {x}.isnan().any():\n    raise ValueError("nan")\n{v} = {x} * 2
 assert {x}.isfinite().all(), "not finite"\n{v} = {x} + 1
 torch._assert({x}.max() < 1e6, "too large")\n{v} = {x} - 1

@@ -219,7 +219,7 @@ def test_a_call_that_eager_refuses_is_no_entry_under_on_miss_compile():
 
 
 def test_higher_order_operators_are_refused_by_name():
-    module = Calls(lambda y: torch.cond(y.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (y,)))
+    module = Calls(lambda y: torch.vmap(lambda y: torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)))(y))
     with pytest.raises(UnsupportedModule, match=r"cond: a higher-order operator[\s\S]*test_refusal_words.py:\d+: "):
         add_tvm_dispatch(module, torch.ones(2, 4))
 

@@ -1,0 +1,196 @@
+"""Higher-order operators: ``torch.cond``, ``while_loop``, ``scan``, ``map`` → the Python that they mean.
+
+In eager Dynamo traces their functions, and an ``autograd.Function`` runs what it found. In a recorded run the functions
+are called themselves: a predicate is a number that forward reads, loops are recorded step by step, and what functions
+read is noted as all that forward reads. Two things are eager's alone, and the run on real numbers asks Dynamo's trace
+for them (:func:`bridge.base.torch_higher_order.lifted_operands`): which functions it refuses, and which tensors that
+Function takes. These get zeros for a gradient where the way that was gone does not use them, and the results follow
+them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
+from bridge.base.threads import stack_of
+from bridge.base.torch_higher_order import lifted_operands
+from bridge.base.torch_internals import innermost_transform, no_torch_function, pytree
+from bridge.capture.own_functions import functions_of_torchs
+
+if TYPE_CHECKING:
+    from bridge.capture.recorder import OperatorRecorder
+
+__all__ = ["HigherOrder"]
+
+
+class _NotExactError(Exception):
+    """Why a call cannot be recorded."""
+
+
+def _cond(_: bool | None, pred: Any, true_fn: Callable, false_fn: Callable, operands: Sequence) -> Any:
+    return true_fn(*operands) if pred else false_fn(*operands)
+
+
+def _while_loop(
+    is_followed: bool | None, cond_fn: Callable, body_fn: Callable, carried: Sequence, additional: Sequence, **_: Any
+) -> Any:
+    """Eager's backward takes what is carried for a constant, at each step, where autograd did not follow it before."""
+    values, is_run, grads = carried, False, torch.is_grad_enabled()
+    constant = [grads and isinstance(each, torch.Tensor) and not each.requires_grad for each in carried]
+    while cond_fn(*values, *additional):
+        given = (each.detach() if is_one else each for each, is_one in zip(values, constant, strict=True))
+        values, is_run = body_fn(*given, *additional), True
+    if is_run and not is_followed:
+        return values
+    if grads and not is_run and is_followed is not False:
+        raise _NotExactError("its body does not run, where eager's backward is that of one step")
+    form = torch.contiguous_format if is_followed else torch.preserve_format  # of a row of what was stacked
+    return tuple(each.clone(memory_format=form) if isinstance(each, torch.Tensor) else each for each in values)
+
+
+def _map(_: bool | None, function: Callable, xs: Sequence[torch.Tensor], others: Sequence) -> Any:
+    return _stacked([function(*(each.select(0, step) for each in xs), *others) for step in range(len(xs[0]))])
+
+
+def _scan(
+    _: bool | None, combine_fn: Callable, init: Sequence, xs: Sequence[torch.Tensor], additional_inputs: Sequence = ()
+) -> Any:
+    carry, outs = init, []
+    for step in range(len(xs[0])):
+        given = (*pytree.tree_leaves(carry), *(each.select(0, step) for each in xs), *additional_inputs)
+        carry, out = combine_fn(*given)
+        outs.append(out)
+    return carry, pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, _stacked(outs))
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    leaves = zip(*map(pytree.tree_leaves, trees), strict=True)
+    return pytree.tree_unflatten([torch.stack(each) for each in leaves], pytree.tree_structure(trees[0]))
+
+
+_FORMS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "map_impl": _map, "scan": _scan}
+"""Higher-order operators by their names → what is called in their place: whether autograd follows it (``None``: it is
+inside of another one), and the operator's arguments → its result."""
+
+
+class Followed(torch.autograd.Function):
+    """Results of a higher-order operator → the same, whose gradient is also zeros for operands that it does not use."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unused = [(each.shape, each.dtype, each.device) for each in tensors[count:]]
+        return tuple(each.clone() for each in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.unused)
+        return None, *grads, *zeros
+
+
+class HigherOrder:
+    """The higher-order operators that a run calls.
+
+    Args:
+        recorder, mode: of this run, its mode of torch functions.
+    """
+
+    def __init__(self, recorder: OperatorRecorder, mode: TorchFunctionMode) -> None:
+        self._recorder, self._mode, self._is_inside = recorder, mode, False
+
+    def called(self, op: Any, args: tuple, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+        """What an operator returns, whose form ``call(form, args, kwargs)`` calls.
+
+        Raises:
+            UnsupportedModule: it is another one, is inside of a transform, eager refuses its functions, or does
+                something else in its backward than in its forward.
+        """
+
+        def run(*given: Any) -> Any:
+            TorchFunctionMode.__enter__(self._mode)
+            try:
+                return call(*given)
+            finally:
+                TorchFunctionMode.__exit__(self._mode, None, None, None)
+
+        reason = "a higher-order operator, whose function torch traces by itself"
+        if op.name() in _FORMS and innermost_transform() is None:
+            try:
+                return self._call(op, args, kwargs, run)
+            except _NotExactError as error:
+                reason = str(error)
+        where = user_line(stack_of(threading.get_ident())) or "forward"
+        raise UnsupportedModule("", [Unsupported(op.name(), where, reason)])
+
+    def _call(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        form, record, answers = _FORMS[op.name()], self._recorder.record, self._recorder.answers
+        if self._is_inside:
+            return run(form, (None, *args), kwargs)
+        operands = _traced(op, args, kwargs) if answers is None else []
+        is_followed = torch.is_grad_enabled() and any(each.requires_grad for each in operands)
+        numbers = answers.followed[len(record.followed)] if answers is not None else [] if is_followed else None
+        start, self._is_inside = len(record.rows), True
+        try:
+            result = run(form, (numbers is not None, *args), kwargs)
+        finally:
+            self._is_inside = False
+        record.followed.append(numbers)
+        with no_torch_function():
+            return result if numbers is None else self._followed(result, operands, numbers, start)
+
+    def _followed(self, result: Any, operands: Sequence[torch.Tensor], numbers: list[int], start: int) -> Any:
+        """The result of an operator that autograd follows.
+
+        Args:
+            operands: in the run on real numbers, the tensors that eager's Function takes.
+            numbers: those of their values whose gradients are zeros; to be found in that run.
+            start: the row from which on its functions ran.
+        """
+        recorder, is_first = self._recorder, self._recorder.answers is None
+        leaves, spec = pytree.tree_flatten(result)
+        places = [n for n, each in enumerate(leaves) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        results = [leaves[n] for n in places]
+        if is_first:
+            if any(row.draws[0] != row.draws[1] for row in recorder.record.rows[start:]):
+                raise _NotExactError("draws random numbers, and eager draws others when its backward runs it again")
+            operands = [each for each in operands if each.requires_grad and each.is_floating_point()]
+            with recorder.pause():
+                unused = _unreached(results, operands)
+            if not unused and not all(each.requires_grad for each in results):
+                unused = operands[:1]
+            numbers += [recorder.values.of(each).number for each in unused]
+        else:
+            unused = [recorder.told(number) for number in numbers]
+        if unused and results:
+            for n, each in zip(places, Followed.apply(len(results), *results, *unused), strict=True):
+                leaves[n] = each
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def _traced(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    try:
+        with functions_of_torchs():
+            return lifted_operands(op, args, kwargs)
+    except Exception as error:  # what Dynamo raises of a user's function
+        swallowed(error)
+        said = next(iter(str(error).strip().splitlines()), "")
+        raise _NotExactError(f"is refused by Dynamo, by which eager runs it: {type(error).__name__}: {said}") from error
+
+
+def _unreached(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands that no gradient of results comes to."""
+    edge_of = torch.autograd.graph.get_gradient_edge
+    wanted = {(each.node, each.output_nr): operand for operand in operands for each in [edge_of(operand)]}
+    edges = [(each.node, each.output_nr) for result in results if result.requires_grad for each in [edge_of(result)]]
+    seen = set()
+    while edges and wanted:
+        edge = edges.pop()
+        if wanted.pop(edge, None) is None and edge[0] not in seen:
+            seen.add(edge[0])
+            edges += [each for each in edge[0].next_functions if each[0] is not None]
+    return [*wanted.values()]
