@@ -6,9 +6,11 @@ import, and a script that only asks for a name, or refuses its arguments, should
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -36,6 +38,7 @@ __all__ = ["add_tvm_dispatch", "examine", "explain", "load_compiled", "lower", "
 __all__ += ["stats", "tune", "visualize"]
 
 Module = TypeVar("Module", bound=nn.Module)
+Stated = TypeVar("Stated", bound=Callable[..., Any])
 
 
 @contextmanager
@@ -52,6 +55,23 @@ def _importing() -> Iterator[None]:
         yield
 
 
+def _done_by(room: str) -> Callable[[Stated], Stated]:
+    """The function of the same name and signature in a room, which is imported at the first call."""
+
+    def decorated(stated: Stated) -> Stated:
+        @functools.wraps(stated)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            stated(*args, **kwargs)  # raises for arguments that it does not take, before the import
+            with _importing():
+                function = getattr(importlib.import_module(room), stated.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorated
+
+
+@_done_by("bridge.dispatch")
 def add_tvm_dispatch(
     module: Module,
     sample_input: Any = None,
@@ -145,23 +165,9 @@ def add_tvm_dispatch(
         >>> stats(module).hits
         1
     """
-    with _importing():
-        from bridge.dispatch import add_tvm_dispatch as of_room
-    return of_room(
-        module,
-        sample_input,
-        *others,
-        sample_kwargs=sample_kwargs,
-        partition=partition,
-        on_miss=on_miss,
-        target=target,
-        dynamic_shapes=dynamic_shapes,
-        freeze=freeze,
-        cuda_graphs=cuda_graphs,
-        whole=whole,
-    )
 
 
+@_done_by("bridge.dispatch")
 def remove_tvm_dispatch(module: Module) -> Module:
     """Takes the dispatch off ``module`` and frees what was compiled; a module without one is returned as it is.
 
@@ -177,11 +183,9 @@ def remove_tvm_dispatch(module: Module) -> Module:
         >>> add_tvm_dispatch(module, x)
         >>> remove_tvm_dispatch(module)(x)  # PyTorch's own again
     """
-    with _importing():
-        from bridge.dispatch import remove_tvm_dispatch as of_room
-    return of_room(module)
 
 
+@_done_by("bridge.dispatch")
 def stats(module: nn.Module) -> DispatchStats:
     """Hits, misses with their reasons, and entries of a dispatched module: a live object, counted up by every call.
 
@@ -195,11 +199,9 @@ def stats(module: nn.Module) -> DispatchStats:
         >>> dict(stats(module).misses)
         {'shape of args[0]: compiled for (5, 3), called with (4, 3)': 1}
     """
-    with _importing():
-        from bridge.dispatch import stats as of_room
-    return of_room(module)
 
 
+@_done_by("bridge.show")
 def explain(module: nn.Module, *, full: bool = False) -> Report:
     """Reports on a dispatched module: guards, what a call does, programs, saved tensors with reasons, compile time.
 
@@ -219,11 +221,9 @@ def explain(module: nn.Module, *, full: bool = False) -> Report:
         >>> print(report.full)
         >>> print(report.entries[0].programs[0].source("k0"))
     """
-    with _importing():
-        from bridge.show import explain as of_room
-    return of_room(module, full=full)
 
 
+@_done_by("bridge.examine")
 def examine(
     module: nn.Module,
     sample_input: Any,
@@ -253,11 +253,9 @@ def examine(
         >>> examine(nn.Linear(3, 2), torch.ones(5, 3)).percentage
         100.0
     """
-    with _importing():
-        from bridge.examine import examine as of_room
-    return of_room(module, sample_input, sample_kwargs=sample_kwargs, dynamic_shapes=dynamic_shapes, compare=compare)
 
 
+@_done_by("bridge.lower")
 def lower(
     module: nn.Module,
     sample_input: Any,
@@ -290,13 +288,9 @@ def lower(
         >>> [stage.name for stage in lowered][:3]
         ['captured', 'imported', 'masked']
     """
-    with _importing():
-        from bridge.lower import lower as of_room
-    return of_room(
-        module, sample_input, sample_kwargs=sample_kwargs, partition=partition, dynamic_shapes=dynamic_shapes
-    )
 
 
+@_done_by("bridge.show")
 def visualize(
     what: LoweredCall | Stage | Function | Program,
     stage: str | None = None,
@@ -330,11 +324,9 @@ def visualize(
         >>> visualize(lower(module, sample), "joint").render("joint", format="svg")
         >>> visualize(stats(module).entries[0].forward, kernel="k0")
     """
-    with _importing():
-        from bridge.show import visualize as of_room
-    return of_room(what, stage, kernel=kernel, kernels=kernels, views=views, legend=legend)
 
 
+@_done_by("bridge.tune")
 def tune(
     module: nn.Module,
     sample_input: Any,
@@ -383,22 +375,9 @@ def tune(
         >>> tune(model, batch, minutes=5, log="bert.jsonl")
         >>> add_tvm_dispatch(model, batch)
     """
-    with _importing():
-        from bridge.tune import tune as of_room
-    return of_room(
-        module,
-        sample_input,
-        sample_kwargs=sample_kwargs,
-        minutes=minutes,
-        log=log,
-        partition=partition,
-        target=target,
-        freeze=freeze,
-        memory=memory,
-        progress=progress,
-    )
 
 
+@_done_by("bridge.export")
 def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = False) -> None:
     """Saves a dispatched module as it is now: parameters, buffers, and its compiled calls, forward and backward.
 
@@ -424,11 +403,9 @@ def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = 
         >>> save_compiled(model, "model.tvm")
         >>> model = load_compiled("model.tvm")  # in another process, without the model's source
     """
-    with _importing():
-        from bridge.export import save_compiled as of_room
-    return of_room(module, path, native=native)
 
 
+@_done_by("bridge.export")
 def load_compiled(path: str | os.PathLike) -> nn.Module:
     """The module that :func:`save_compiled` wrote: its parameters under their names, its compiled calls.
 
@@ -450,6 +427,3 @@ def load_compiled(path: str | os.PathLike) -> nn.Module:
         >>> model = load_compiled("model.tvm")
         >>> model(**batch).loss.backward()
     """
-    with _importing():
-        from bridge.export import load_compiled as of_room
-    return of_room(path)

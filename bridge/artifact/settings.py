@@ -22,8 +22,7 @@ from pathlib import Path
 from bridge.base.log import channel
 from bridge.base.session import SESSION
 
-__all__ = ["CacheSettings", "NoFolderError", "cache_settings", "complain", "is_off"]
-__all__ += ["made_private", "why_unsafe"]
+__all__ = ["CacheSettings", "NoFolderError", "cache_settings", "complain", "is_off", "made_private", "why_unsafe"]
 
 _LOG = channel("cache")
 

@@ -78,8 +78,7 @@ from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate
 from bridge.trials import TRIALS, Question
 
-__all__ = ["STEPS", "Compilation", "chosen_chains", "compile_function", "optimize"]
-__all__ += ["products_and_calls"]
+__all__ = ["STEPS", "Compilation", "chosen_chains", "compile_function", "optimize", "products_and_calls"]
 
 STEPS, CHAIN = "steps", "chain"
 

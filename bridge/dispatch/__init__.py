@@ -24,17 +24,8 @@ from bridge.dispatch.stats import DispatchStats
 from bridge.dispatch.worth import TimedStep, unnoticed
 
 __all__ = ["MAX_BOUND", "MAX_ENTRIES", "NO_ENTRY", "SAVED", "STEPS", "Backward", "BackwardRun", "CallStep"]
-__all__ += [
-    "DispatchOptions",
-    "DispatchStats",
-    "Dispatcher",
-    "Entries",
-    "Entry",
-    "EntryGuard",
-    "EntryOptions",
-    "Executable",
-]
-__all__ += ["FrozenPrograms", "GuardFailure", "MakeDraws", "PartStats", "Programs", "Save", "TimedStep", "Tuned"]
-__all__ += ["add_tvm_dispatch", "backend_of_call", "before_compiling", "compile_programs", "dispatch_at_first_call"]
-__all__ += ["entry_of_call", "interpreter_state", "keep_tuned", "remove_tvm_dispatch", "require_capturable"]
-__all__ += ["signature_of", "stats", "tuned_of", "tuning_key", "unnoticed", "with_choices"]
+__all__ += ["DispatchOptions", "DispatchStats", "Dispatcher", "Entries", "Entry", "EntryGuard", "EntryOptions"]
+__all__ += ["Executable", "FrozenPrograms", "GuardFailure", "MakeDraws", "PartStats", "Programs", "Save", "TimedStep"]
+__all__ += ["Tuned", "add_tvm_dispatch", "backend_of_call", "before_compiling", "compile_programs"]
+__all__ += ["dispatch_at_first_call", "entry_of_call", "interpreter_state", "keep_tuned", "remove_tvm_dispatch"]
+__all__ += ["require_capturable", "signature_of", "stats", "tuned_of", "tuning_key", "unnoticed", "with_choices"]

@@ -10,10 +10,9 @@ from typing import Any
 
 from bridge.guards.flow import DataFlow
 
-__all__ = ["BUILDS", "COMPARES", "DEREFS", "ENDS", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING"]
-__all__ += ["NO_PLACES", "NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS"]
-__all__ += ["Lookups", "argument_is_subscript", "computed", "handlers", "held_in", "joined", "result_of"]
-__all__ += ["without_locals"]
+__all__ = ["BUILDS", "COMPARES", "DEREFS", "ENDS", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING", "NO_PLACES"]
+__all__ += ["NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS", "Lookups", "argument_is_subscript", "computed"]
+__all__ += ["handlers", "held_in", "joined", "result_of", "without_locals"]
 
 NOTHING: frozenset = frozenset()
 NULL = frozenset((("null",),))

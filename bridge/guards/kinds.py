@@ -19,18 +19,8 @@ from typing import Any
 import torch
 
 __all__ = ["CONTAINERS", "FILES", "OUTSIDE", "PLAIN", "RAISING_WARNINGS", "answer_of", "contents_of", "effect_of"]
-__all__ += [
-    "effect_on_memory",
-    "implicit_of",
-    "is_a",
-    "is_iterator",
-    "is_key",
-    "is_told",
-    "key_of",
-    "parts_of",
-    "put_back",
-]
-__all__ += ["rows_of_types", "unwatched"]
+__all__ += ["effect_on_memory", "implicit_of", "is_a", "is_iterator", "is_key", "is_told", "key_of", "parts_of"]
+__all__ += ["put_back", "rows_of_types", "unwatched"]
 
 PLAIN = frozenset(
     (

@@ -22,7 +22,6 @@ from bridge.state.values import (
 )
 from bridge.state.write_counts import dict_behind, dict_versions, write_counter
 
-__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "constant_key"]
-__all__ += ["dict_behind", "dict_of", "dict_versions", "generators_put_back", "hooks_of", "kept", "kind_of_container"]
-__all__ += ["module_tensors", "moved_generators", "own_attributes", "same"]
-__all__ += ["same_inside", "tensor_problem", "write_counter", "written_class"]
+__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "constant_key", "dict_behind", "dict_of", "dict_versions"]
+__all__ += ["generators_put_back", "hooks_of", "kept", "kind_of_container", "module_tensors", "moved_generators"]
+__all__ += ["own_attributes", "same", "same_inside", "tensor_problem", "write_counter", "written_class"]

@@ -41,8 +41,7 @@ from bridge.compile.runtime.layout import ArenaPool, PoolUser
 from bridge.compile.runtime.loop_frame import Instruction
 from bridge.compile.runtime.program import Program
 
-__all__ = ["ALIGNMENT", "POOLS", "Branches", "Crossings", "CudaExecutor", "Range", "StreamPools"]
-__all__ += ["memory_of"]
+__all__ = ["ALIGNMENT", "POOLS", "Branches", "Crossings", "CudaExecutor", "Range", "StreamPools", "memory_of"]
 
 #: Bytes, of a kernel's widest access.
 ALIGNMENT = 16
