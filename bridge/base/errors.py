@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -191,17 +192,9 @@ def line_of(place: tuple[str, int]) -> str:
 
 
 def _user_line_of_text(text: str) -> str | None:
-    lines = text.splitlines()
-    for index in range(len(lines) - 1, -1, -1):
-        line = lines[index].strip()
-        if not line.startswith('File "'):
-            continue
-        filename, _, rest = line[len('File "') :].partition('", line ')
-        if is_user_file(filename):
-            number = rest.split(",")[0]
-            code = lines[index + 1].strip() if index + 1 < len(lines) else ""
-            return f"{filename}:{number}: {code}"
-    return None
+    frames = reversed(re.findall(r'^\s*File "(.*?)", line (\d+).*(?=\n(.*)|\Z)', text, re.MULTILINE))
+    told = (f"{filename}:{number}: {code.strip()}" for filename, number, code in frames if is_user_file(filename))
+    return next(told, None)
 
 
 #: The stages of a guard, in the order in which they are checked: the later one fails, the closer the call was.

@@ -15,9 +15,8 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -266,26 +265,14 @@ _TRACERS = "_decomp _export _functorch _higher_order_ops _ops _prims _refs _subc
 # Inductor and AOTAutograd: imported at first use
 
 
-@dataclass(frozen=True)
-class Partitioner:
-    """What AOTAutograd's and Inductor's partition of a joint graph is made of.
+@functools.cache
+def torch_partitioner() -> SimpleNamespace:
+    """What AOTAutograd's and Inductor's partition of a joint graph is made of; importing it takes a second.
 
     ``aot_module`` differentiates a module ahead of time, ``min_cut`` splits a joint graph, ``inductor_passes`` clean it
     in place before; decompositions are tables, made when called.
     """
-
-    aot_module: Callable[..., Any]
-    min_cut: Callable[..., Any]
-    decompositions: Callable[[], dict]
-    inductor_decompositions: Callable[[], dict]
-    inductor_passes: Callable[[torch.fx.GraphModule], Any]
-    inductor_config: Any
-
-
-@functools.cache
-def torch_partitioner() -> Partitioner:
-    """torch's own partition; importing it takes a second."""
-    return Partitioner(
+    return SimpleNamespace(
         aot_module=find("torch._functorch.aot_autograd.aot_module"),
         min_cut=find("torch._functorch.partitioners.min_cut_rematerialization_partition"),
         decompositions=find("torch._decomp.core_aten_decompositions"),

@@ -67,26 +67,18 @@ def _classes_are_counted() -> bool:
     held, owner = _behind(vars(Owner)), Owner()
     if held is None or version is None or _behind(vars(Base)) is held:
         return False
-    seen = {version(held)}
 
     def assign(value: Any) -> None:
         Owner.first = value
 
-    writes: list[Callable[[], Any]] = [functools.partial(assign, value) for value in range(100)]
-    writes += [
+    writes = [
         lambda: setattr(Owner, "third", 3),
         lambda: delattr(Owner, "third"),
         lambda: type.__setattr__(Owner, "second", 2),
         lambda: setattr(Owner, "method", lambda self: 1),
     ]
-    for write in writes:
-        write()
-        now = version(held)
-        owner.first, Owner.second, vars(Owner)["first"], setattr(owner, "own", 1)
-        if now in seen or now != version(held):
-            return False
-        seen.add(now)
-    return True
+    reads = lambda: (owner.first, Owner.second, vars(Owner)["first"], setattr(owner, "own", 1))  # noqa: E731
+    return _are_counted(version, held, assign, writes, reads) is not None
 
 
 class _Owner:
@@ -94,17 +86,15 @@ class _Owner:
 
 
 def _is_exact(version: Callable[[dict[str, Any]], int]) -> bool:
-    """Whether every kind of write makes a number that was not there before, and reading none."""
+    """Whether every kind of write to an object's dictionary makes a number that was not there before."""
     owner = _Owner()
     owner.first = owner.second = 1
     held = vars(owner)
-    seen = {version(held)}
 
     def assign(value: Any) -> None:
-        owner.first = value  # in a loop, so that the interpreter has its quick way for it
+        owner.first = value
 
-    writes: list[Callable[[], Any]] = [functools.partial(assign, value) for value in range(100)]
-    writes += [
+    writes = [
         lambda: held.__setitem__("second", 2),
         lambda: held.update(third=3),
         lambda: setattr(owner, "fourth", 4),
@@ -114,10 +104,22 @@ def _is_exact(version: Callable[[dict[str, Any]], int]) -> bool:
         held.popitem,
         held.clear,
     ]
-    for write in writes:
+    seen = _are_counted(version, held, assign, writes, lambda: (list(held), owner.__dict__ is held))
+    return seen is not None and version({"x": 1}) not in seen
+
+
+def _are_counted(
+    version: Callable[[dict], int], held: dict, assign: Callable[[Any], None], writes: list, reads: Callable[[], Any]
+) -> set[int] | None:
+    """The numbers that a dictionary had, if every write made a new one, and reading none.
+
+    It is assigned to in a loop first, so that the interpreter has its quick way for it.
+    """
+    seen = {version(held)}
+    for write in (*(functools.partial(assign, value) for value in range(100)), *writes):
         write()
         now = version(held)
-        if now in seen or now != version(held) or (list(held), owner.__dict__ is held, version(held))[2] != now:
-            return False
+        if now in seen or now != version(held) or (reads(), version(held))[1] != now:
+            return None
         seen.add(now)
-    return version({"x": 1}) not in seen
+    return seen

@@ -39,6 +39,9 @@ from bridge.verify.inputs import (
 __all__ = ["Check", "StageCheck", "Trace", "check", "trace"]
 
 AGREES, ROUNDING, DEVIATES = "agrees", "rounding", "deviates"
+BEFORE = {"masked": "imported", "spelled": "masked", "forward": "spelled", "joint": "forward", "cleaned": "joint"}
+BEFORE |= {"split forward": "cleaned", "split backward": "cleaned"}
+"""Of the stages that a pass makes: which one it makes them of."""
 
 
 @dataclass(frozen=True)
@@ -350,20 +353,17 @@ def _narrow_verdict(name: str, made: Trace) -> str:
 def find_culprit(made: Trace, stage: str, seed: int) -> Culprit | None:
     """The operation that makes a stage deviate, or ``None`` if it cannot be named."""
     lowered, runs, allowed = made.lowered, made.runs, made.allowed
-    before = {"masked": "imported", "spelled": "masked", "forward": "spelled", "cleaned": "joint"}
-    before |= {"split forward": "cleaned", "split backward": "cleaned"}
     finders: dict[str, Callable[[], Culprit | None]] = {
         "captured": lambda: None,
         "imported": lambda: first_wrong_node(lowered, runs["captured"], runs["imported"], allowed),
         "joint": lambda: first_wrong_gradient(lowered, runs["forward"], allowed, seed=seed),
+        "compiled forward": lambda: _wrong_kernel(made, "forward"),
+        "compiled backward": lambda: _wrong_kernel(made, "backward"),
     }
-    for name, earlier in before.items():
-        finders[name] = lambda name=name, earlier=earlier: first_difference(
-            lowered, lowered[name].function, runs[earlier].values, runs[name].values, allowed
-        )
-    for direction in ("forward", "backward"):
-        finders[f"compiled {direction}"] = lambda direction=direction: _wrong_kernel(made, direction)
-    return finders[stage]()
+    if stage in finders:
+        return finders[stage]()
+    before, after = runs[BEFORE[stage]].values, runs[stage].values
+    return first_difference(lowered, lowered[stage].function, before, after, allowed)
 
 
 def _wrong_kernel(made: Trace, direction: str) -> Culprit | None:

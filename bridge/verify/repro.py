@@ -19,7 +19,7 @@ from bridge.artifact import from_text, to_text
 from bridge.base.devices import HOST, devices_of
 from bridge.lowering import LoweredCall, cleaned_and_named
 from bridge.reference import interpret
-from bridge.verify.check import Check, Trace, check, in_dtype, trace
+from bridge.verify.check import BEFORE, Check, Trace, check, in_dtype, trace
 from bridge.verify.culprit import compiled_on
 from bridge.verify.inputs import deviation, largest
 from partition import STRATEGIES, partition
@@ -51,16 +51,6 @@ if __name__ == "__main__":
     print(outcome)
     sys.exit(1 if outcome.deviates else 0)
 '''
-
-_BEFORE = {
-    "masked": "imported",
-    "spelled": "masked",
-    "forward": "spelled",
-    "joint": "forward",
-    "cleaned": "joint",
-    "split forward": "cleaned",
-    "split backward": "cleaned",
-}
 
 
 def save_repro(lowered: LoweredCall, directory: str | Path, *, stage: str | None = None, seed: int = 0) -> Path:
@@ -118,7 +108,7 @@ def _functions(lowered: LoweredCall, stage: str) -> tuple[Function, Function]:
     if stage.startswith("compiled"):
         function = lowered.forward if stage == "compiled forward" else lowered.backward
         return function, function
-    return lowered[_BEFORE[stage]].function, lowered[stage].function
+    return lowered[BEFORE[stage]].function, lowered[stage].function
 
 
 def _record(made: Trace, stage: str, before: Function, after: Function) -> dict[str, object]:
