@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import TORCH_DIR
-from bridge.guards.flow import CallSite, Source
+from bridge.guards.bytecode import CallSite, Source
 from bridge.guards.functions import CLOCKS, USES, does, effect_of_function, is_asked
 from bridge.guards.kinds import (
     CONTAINERS,

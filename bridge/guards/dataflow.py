@@ -29,6 +29,8 @@ from bridge.guards.bytecode import (
     NOTHING,
     NULL,
     NULL_BEHIND,
+    CallSite,
+    DataFlow,
     Lookups,
     argument_is_subscript,
     computed,
@@ -38,7 +40,6 @@ from bridge.guards.bytecode import (
     result_of,
     without_locals,
 )
-from bridge.guards.flow import CallSite, DataFlow
 
 __all__ = ["flow_of"]
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from bridge.base.errors import is_pythons_file
+from bridge.guards.bytecode import DataFlow
 from bridge.guards.calls import CallAnalysis
 from bridge.guards.dataflow import flow_of
-from bridge.guards.flow import DataFlow
 from bridge.guards.functions import CHANGES_FILES, OPENS, audited, changes_files, does, entries_of, file_state
 from bridge.guards.kinds import CONTAINERS, PLAIN, is_a, is_iterator, parts_of
 from bridge.guards.machinery import (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bridge.guards.flow import DataFlow, Source
+from bridge.guards.bytecode import DataFlow, Source
 from bridge.guards.insides import Insides
 from bridge.guards.kinds import PLAIN, answer_of, is_a
 from bridge.guards.objects import ABSENT, FrameOf, Instance, class_entry, dict_of, identity_of, interesting

@@ -27,6 +27,7 @@ from bridge.guards.objects import (
     ABSENT,
     FrameOf,
     Instance,
+    Strangers,
     dict_of,
     function_or_object,
     inner_function,
@@ -35,7 +36,6 @@ from bridge.guards.objects import (
     is_changeable,
     is_ours,
 )
-from bridge.guards.strangers import Strangers
 from bridge.guards.tensor_reads import asked_of, is_asked
 from bridge.guards.watched import (
     Answer,

@@ -1,8 +1,8 @@
 """A module as Python sees it: its tensors and attributes; snapshot, restore, compare."""
 
-from bridge.state.call import SampleCall
 from bridge.state.module import (
     ModuleTensor,
+    SampleCall,
     Snapshot,
     hooks_of,
     module_tensors,

@@ -10,12 +10,14 @@ Each registers a forward pre-hook that computes the plain attribute (``weight``)
 guarded; after a call it is computed once more, as the hook does, for whoever reads it or differentiates through it.
 
 Module tensors: a module → its parameters, buffers and tensor attributes, each once: inputs of the compiled code.
+
+Sample call: a module and the arguments of its forward, as one object.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,11 +25,12 @@ from torch import nn
 
 from bridge.base.devices import TYPES
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
+from bridge.base.pytrees import packed_arguments, unpacked
+from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS, pytree
 from bridge.state.values import CONTAINERS, same_inside, snapshot
 
-__all__ = ["ModuleTensor", "Snapshot", "hooks_of", "module_tensors"]
-__all__ += ["own_attributes", "tensor_attribute", "tensor_problem", "written_class"]
+__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "hooks_of", "module_tensors", "own_attributes", "tensor_attribute"]
+__all__ += ["tensor_problem", "written_class"]
 
 # What nn.Module keeps in __dict__ for itself; parameters, buffers, submodules and flags are guarded separately.
 # torch.compile(module) notes on the module that it did.
@@ -223,3 +226,43 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
     if tensor.is_inference():
         return "a tensor made under torch.inference_mode(), which autograd cannot follow: make a clone outside of it"
     return None
+
+
+@dataclass(frozen=True)
+class SampleCall:
+    """One call of a module.
+
+    Attributes:
+        module: it; ``args``, ``kwargs``: what its forward is given.
+        dims: dimensions of arguments whose sizes vary (:func:`bridge.capture.dynamic_dims`).
+    """
+
+    module: nn.Module
+    args: tuple = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    dims: Sequence[Any] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the module's class."""
+        return type(self.module).__name__
+
+    @property
+    def leaves(self) -> list[Any]:
+        """Of the arguments, those in Python objects among them."""
+        return pytree.tree_leaves(packed_arguments((self.args, self.kwargs)))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Among the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def as_pytree(self) -> SampleCall:
+        """The call with nodes for Python objects among its arguments."""
+        args, kwargs = packed_arguments((self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
+
+    def forward(self) -> Any:
+        """Runs the module's forward, without hooks."""
+        args, kwargs = unpacked((self.args, self.kwargs))
+        return self.module.forward(*args, **kwargs)

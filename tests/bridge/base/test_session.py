@@ -42,7 +42,7 @@ OTHERS = {
     "dynamo.backend._GRAPHS": "graphs of the user's, as long as Dynamo has them",
     "guards.functions._hearing": ACTIVE,
     "guards.functions._hooked": "a hook of Python's that stays",
-    "guards.strangers._frozen": ACTIVE,
+    "guards.objects._frozen": ACTIVE,
     "library.registry.FUNCTIONS": TABLES,
     "library.registry.INTO_GIVEN": TABLES,
     "library.registry.OUT_KERNELS": TABLES,
