@@ -17,9 +17,8 @@ from bridge.artifact.codec import (
     written_as,
     written_like,
 )
-from bridge.artifact.once import made_once
 from bridge.artifact.settings import CacheSettings, cache_settings
-from bridge.artifact.store import Artifact, Store, current_store, of_this_package, prune, versions
+from bridge.artifact.store import Artifact, Store, current_store, made_once, of_this_package, prune, versions
 
 __all__ = ["Artifact", "CacheSettings", "DamagedError", "NoFormError", "Store", "cache_settings", "current_store"]
 __all__ += ["from_parts", "from_text", "key_of", "made_once", "of_this_package", "prune", "read_artifact"]

@@ -1,7 +1,6 @@
 """Looking inside: pictures, reports and differences of what the pipeline makes. Nothing here changes anything."""
 
-from bridge.show.explain import explain
-from bridge.show.report import Report
+from bridge.show.report import Report, explain
 from bridge.show.visualize import visualize
 
 __all__ = ["Report", "explain", "visualize"]

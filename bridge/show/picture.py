@@ -9,12 +9,14 @@ A ``graphviz.Digraph`` whose display says what to install where the ``dot`` prog
 from __future__ import annotations
 
 import html
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import graphviz
+try:
+    import graphviz
+except ImportError:  # it comes with the extra ``show``
+    graphviz = None
 
 __all__ = ["KINDS", "Arrow", "Box", "Digraph", "Picture", "draw"]
 
@@ -109,11 +111,9 @@ def _label(box: Box) -> str:
 
 def draw(picture: Picture, *, legend: bool = True) -> graphviz.Digraph:
     """The graphviz graph of a picture. ``ImportError`` names the extra if the Python package is missing."""
-    try:
-        package = importlib.import_module("bridge.show.picture")
-    except ImportError as error:
-        raise ImportError("visualize needs the Python package graphviz: pip install 'tvm-dispatch[show]'") from error
-    dot = package.Digraph(graph_attr={**_GRAPH, "label": picture.title}, node_attr=_NODE, edge_attr=_EDGE)
+    if graphviz is None:
+        raise ImportError("visualize needs the Python package graphviz: pip install 'tvm-dispatch[show]'")
+    dot = Digraph(graph_attr={**_GRAPH, "label": picture.title}, node_attr=_NODE, edge_attr=_EDGE)
     for cluster, title in ({"": ""} | picture.clusters).items():
         members = [box for box in picture.boxes.values() if box.cluster == cluster]
         if not cluster:
@@ -188,7 +188,7 @@ def _legend(dot: Any, picture: Picture) -> None:
         dot.node("legend", f'<<TABLE BORDER="0" CELLSPACING="2" CELLPADDING="1">{cells}</TABLE>>', shape="plain")
 
 
-class Digraph(graphviz.Digraph):
+class Digraph(object if graphviz is None else graphviz.Digraph):
     """As ``graphviz.Digraph``; without the program ``dot``, a notebook shows the source and what to install."""
 
     def _repr_mimebundle_(self, *args: Any, **kwargs: Any) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""What ``explain`` returns: a dispatched module as plain data that prints as text and, in notebooks, as HTML."""
+"""What ``explain`` returns: a dispatched module as plain data that prints as text and, in notebooks, as HTML.
+
+``explain``: what a dispatched module compiled to, what it saves, what it missed.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import nn
+
 from autodiff.extents import Extent
-from bridge.compile import CallLibrary, Instruction, Launch, RunLoop
-from bridge.dispatch import CallStep, Entry
-from bridge.lowering import LoweredCall, html_table, megabytes
-from bridge.show.program_picture import ROOT, ProgramReport
+from autodiff.ir import Function, bindings
+from bridge.compile import CallLibrary, Instruction, Launch, Program, RunLoop
+from bridge.dispatch import CallStep, Entry, PartStats, stats
+from bridge.lowering import LoweredCall, Origin, html_table, megabytes
+from bridge.show.memory import kept_bytes
+from bridge.show.program_picture import ROOT, ProgramReport, StepRow
 from partition import Plan, bytes_text
 
-__all__ = ["WIDTH", "EntryReport", "Report", "choices_of", "cut", "more", "table"]
-
+__all__ = ["WIDTH", "EntryReport", "Report", "choices_of", "cut", "explain", "more", "program_report", "table"]
 
 #: Characters of a line, and of a cell, in the short form.
 WIDTH, _CELL = 118, 34
@@ -134,13 +140,10 @@ class EntryReport:
     def lines(self, full: bool) -> list[str]:
         """The entry as text."""
         out = [self.title]
-        guards = self.guards if full else self.guards[:FEW_GUARDS]
-        out += [cut(f"  guard     {guard}", full) for guard in guards] + more(self.guards, guards, "guards")
-        reads = self.reads if full else ()
-        out += [cut(f"  read      {each}", full) for each in reads] + more(self.reads, reads, "reads")
+        out += self._few("guard", self.guards, "guards", None if full else FEW_GUARDS)
+        out += self._few("read", self.reads, "reads", None if full else 0)
         out += [f"  check     {line}" for line in self.check.splitlines()] if full else []
-        sizes = self.sizes if full else self.sizes[:FEW_GUARDS]
-        out += [cut(f"  sizes     {each}", full) for each in sizes] + more(self.sizes, sizes, "sizes")
+        out += self._few("sizes", self.sizes, "sizes", None if full else FEW_GUARDS)
         out += [cut(f"  choices   {each}", full) for each in self.choices]
         out += [cut(f"  call      {step}", full) for step in self.call]
         out.append(f"  compiled  {1e3 * sum(self.seconds.values()):.0f} ms: {self._spent(full)}")
@@ -154,6 +157,11 @@ class EntryReport:
             rows = [rows[i] for i in order]
         out += table(("step", "name", "flop", "moved", "module", "operators"), rows, full, right=(2, 3))
         return out + self._saved(full)
+
+    @staticmethod
+    def _few(head: str, lines: Sequence[str], what: str, most: int | None) -> list[str]:
+        shown = lines[:most]
+        return [cut(f"  {head:<9} {each}", most is None) for each in shown] + more(lines, shown, what)
 
     def _spent(self, full: bool) -> str:
         parts: dict[str, float] = {}
@@ -189,12 +197,11 @@ class EntryReport:
     def html(self) -> str:
         """The entry's tables, to fold out."""
         parts = [f"<p>{html.escape(self.title)}</p>"]
-        parts.append(_fold("guards", html_table(("a call must have",), [(guard,) for guard in self.guards])))
-        parts.append(_fold("reads", html_table(("what forward read",), [(each,) for each in self.reads])))
+        parts.append(_listed("guards", "a call must have", self.guards))
+        parts.append(_listed("reads", "what forward read", self.reads))
         parts.append(_fold("check", f"<pre>{html.escape(self.check)}</pre>"))
-        if self.sizes:
-            parts.append(_fold("sizes", html_table(("sizes that vary",), [(each,) for each in self.sizes])))
-        parts.append(_fold("choices", html_table(("how it is compiled",), [(each,) for each in self.choices])))
+        parts += [_listed("sizes", "sizes that vary", self.sizes)] if self.sizes else []
+        parts.append(_listed("choices", "how it is compiled", self.choices))
         parts.append(_fold("a call", html_table(("step", "what"), [(step.kind, step.text()) for step in self.call])))
         rows = [(name, f"{1e3 * seconds:.1f}") for name, seconds in self.seconds.items()]
         total = 1e3 * sum(self.seconds.values())
@@ -289,10 +296,9 @@ class Report:
         """Totals in the open, tables to fold out."""
         parts = [f"<b>{html.escape(self.head())}</b>", *(entry.html() for entry in self.entries)]
         if self.parts:
-            parts.insert(1, _fold("parts", html_table(("what is dispatched",), [(each,) for each in self.parts])))
+            parts.insert(1, _listed("parts", "what is dispatched", self.parts))
         if self.graphs:
-            rows = [(each,) for each in self.graphs]
-            parts.append(_fold("recorded graphs", html_table(("what became of them",), rows)))
+            parts.append(_listed("recorded graphs", "what became of them", self.graphs))
         if self.eager_backwards:
             rows = [(str(number), reason) for reason, number in self.eager_backwards.items()]
             parts.append(_fold("backwards by eager's operators", html_table(("backwards", "reason"), rows, right=(0,))))
@@ -302,5 +308,137 @@ class Report:
         return f'<div style="font-size:90%">{"".join(parts)}</div>'
 
 
+def _listed(title: str, head: str, rows: Sequence[str]) -> str:
+    return _fold(title, html_table((head,), [(each,) for each in rows]))
+
+
 def _fold(title: str, body: str, *, is_open: bool = False) -> str:
     return f"<details{' open' if is_open else ''}><summary>{html.escape(title)}</summary>{body}</details>"
+
+
+def explain(module: nn.Module, *, full: bool = False) -> Report:
+    """As :func:`bridge.explain`, which tells what it takes, returns and raises."""
+    counted = stats(module)
+    if not all(isinstance(entry.lowered, LoweredCall) for entry in counted.entries):
+        name = type(module).__name__
+        raise ValueError(
+            f"{name} was loaded: its stages stayed behind; print(stats(module).entries[0].forward) is here"
+        )
+    entries = tuple(_entry(entry, module) for entry in counted.entries)
+    told = repr(counted.graphs).splitlines() if counted.graphs.recordings or counted.graphs.refused else ()
+    name, replaced = type(module).__name__, counted.eager_backwards.copy()
+    report = Report(name, counted.hits, counted.misses.copy(), entries, full, tuple(told), replaced)
+    return report if not isinstance(counted, PartStats) else replace(report, parts=_parts(counted))
+
+
+def _parts(counted: PartStats) -> tuple[str, ...]:
+    """What is dispatched in a model and what is not, a line each."""
+    shares = counted.shares
+    told = [f"an eager forward spends {100 * counted.coverage:.0f}% of its time in {len(counted.parts)} parts"]
+    for path, each in counted.parts.items():
+        share = f"{100 * shares[path]:.0f}%" if path in shares else "not in the latest sample"
+        told.append(f"{path or 'the model'}: {share}; {each.hits} hits, {sum(each.misses.values())} misses")
+    return (*told, *(f"eager: {each}" for each in counted.eager))
+
+
+def _entry(entry: Entry, module: nn.Module) -> EntryReport:
+    lowered = entry.lowered
+    programs = [program_report(lowered, "forward", entry.programs.forward.function, entry.forward)]
+    if entry.backward is not None:
+        programs.append(program_report(lowered, "backward", lowered.expected_backward, entry.backward))
+    seconds = {stage.name: stage.seconds for stage in lowered.stages}
+    seconds["split"] = seconds.pop("split forward", 0.0) + seconds.pop("split backward", 0.0)
+    if entry.is_frozen:
+        seconds |= {stage.name: stage.seconds for stage in entry.programs.frozen}
+    for report in programs:
+        for stage, spent in report.program.timings.items():
+            seconds[stage] = seconds.get(stage, 0.0) + spent
+    return EntryReport(
+        repr(entry),
+        (*_guards(lowered, module), *_frozen(entry)),
+        entry.steps,
+        tuple(programs),
+        lowered.plan,
+        kept_bytes(lowered, computed=entry.programs.masks.forward) if lowered.plan else 0,
+        seconds,
+        lowered,
+        () if entry.bound is None else tuple(str(entry.bound).splitlines()),
+        tuple(choices_of(entry)),
+        entry.guard.tree.reads.places,
+        entry.guard.check.source,
+    )
+
+
+def _guards(lowered: LoweredCall, module: nn.Module) -> tuple[str, ...]:
+    """What :class:`bridge.dispatch.guards.EntryGuard` compares, in words."""
+    captured = lowered.captured
+    names = {index: name for name, index in captured.placeholders.items()}
+    first = len(captured.module_tensors)
+    found = []
+    shapes = captured.argument_shapes or [tensor.shape for tensor in captured.arguments]
+    strides = captured.argument_strides or [tensor.stride() for tensor in captured.arguments]
+    for position, (tensor, shape, stride) in enumerate(zip(captured.arguments, shapes, strides, strict=True)):
+        name = names.get(first + position, f"argument {position}")
+        kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(shape)}, strides {tuple(stride)}"
+        found.append(f"{name}: {kind}{', requires grad' if tensor.requires_grad else ''}")
+    leaves = zip(captured.argument_leaves, captured.argument_is_tensor, strict=True)
+    constants = [leaf for leaf, is_tensor in leaves if not is_tensor and leaf is not None]
+    if constants:
+        found.append(f"arguments that are no tensors: {', '.join(map(repr, constants))}")
+    modes = {child.training for child in module.modules()}
+    mode = "train" if modes == {True} else "eval" if modes == {False} else "mixed train and eval"
+    wants = sum(tensor.requires_grad for tensor in captured.module_tensors)
+    gradients = "grad mode on" if lowered.plan else "nothing that requires grad reaches a result, or grad mode off"
+    found.append(
+        f"{len(list(module.modules()))} modules (now {mode}): types, train or eval, plain attributes, no hooks inside"
+    )
+    found.append(
+        f"{first} parameters and buffers, {wants} with gradient: shapes, strides, dtypes, requires_grad, which are tied"
+    )
+    found.append(f"{gradients}; autocast, default dtype, deterministic algorithms and torch modes as at capture")
+    found += [f"{each.field}: {each.words}" for each in captured.recomputed]
+    found += [": ".join(check).partition(", called with")[0] for check in lowered.imported.checks]
+    return tuple(found)
+
+
+def _frozen(entry: Entry) -> tuple[str, ...]:
+    if not entry.is_frozen:
+        return ()
+    count = len(entry.lowered.captured.module_tensors)
+    return (f"{count} parameters and buffers are the tensors that were frozen, unchanged since",)
+
+
+def program_report(lowered: LoweredCall, direction: str, function: Function, program: Program) -> ProgramReport:
+    """The steps of a program that ``function``, of this lowering, was compiled to.
+
+    Equal functions share a program, which has the names of the first of them: they are translated here.
+    """
+    own = [var.name for var in function.params] + [var.name for var, _ in bindings(function)]
+    name_of = dict(zip(program.variables, own, strict=True))
+    origins = lowered.origins_in(function)
+    rows = []
+    for index, step in enumerate(program.steps):
+        rows.append(_row(program, index, step, name_of, origins))
+    return ProgramReport(direction, program, tuple(rows))
+
+
+def _row(
+    program: Program, index: int, step: Instruction, name_of: dict[str, str], origins: dict[str, Origin]
+) -> StepRow:
+    outputs = tuple(name_of.get(name, name) for name in step.outputs)
+    if isinstance(step, RunLoop):
+        kinds = Counter("kernels" if isinstance(each, Launch) else "library calls" for each in step.steps)
+        what = f"{step.length} times: {', '.join(f'{number} {kind}' for kind, number in kinds.items())}"
+        known = tuple(filter(None, [origins.get(name) for name in dict.fromkeys(outputs)]))
+        return StepRow(index, "loop", step.name, what, outputs, step.contents.flops, step.contents.bytes, known)
+    if not isinstance(step, Launch | CallLibrary):
+        return StepRow(index, "view", step.name, "view", outputs, 0, 0, ())
+    inside = step.contents
+    found = [origins.get(name_of.get(name, name)) for name in inside.bindings]
+    kind = "kernel" if isinstance(step, Launch) else "library"
+    what = " ".join(operation.op.removeprefix("relax.").removeprefix("nn.") for operation in inside.operations)
+    told = (*filter(None, [inside.plan]), *(program.launches(step) if isinstance(step, Launch) else ()))
+    if told:
+        what = f"{what} ({', '.join(told)})"
+    known = tuple(dict.fromkeys(origin for origin in found if origin is not None))
+    return StepRow(index, kind, step.name, what, outputs, inside.flops, inside.bytes, known)

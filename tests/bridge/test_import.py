@@ -143,3 +143,16 @@ kinds = set(SESSION._caches)
 import bridge.dispatch, bridge.export, bridge.show, bridge.tune
 print(*(SESSION._caches.keys() ^ kinds))""")
     assert found == ""
+
+
+def test_reports_need_no_graphviz_and_pictures_say_what_does():
+    found = fresh("""
+import sys
+sys.modules["graphviz"] = None
+import bridge.show
+from bridge.show.picture import Picture, draw
+try:
+    draw(Picture("nothing"))
+except ImportError as error:
+    print(error)""")
+    assert found == "visualize needs the Python package graphviz: pip install 'tvm-dispatch[show]'"
