@@ -27,7 +27,8 @@ def run_unfused(function: Any, *args: Any, fakes: bool, **kwargs: Any) -> Any:
     Args:
         fakes: whether it is called with fake tensors.
     """
-    if not fakes and any(map(_holds_a_tensor, function.graph.nodes())):
+    constants = () if fakes else (node for node in function.graph.nodes() if node.kind() == "prim::Constant")
+    if any(node.hasAttribute("value") and node.kindOf("value") == "t" for node in constants):
         return _call_script(function, *args, **kwargs)
     fresh = _function_of_graph(function.name, function.graph)
     left = function.schema.arguments[len(args) :]  # a graph knows neither their names nor defaults
@@ -35,7 +36,3 @@ def run_unfused(function: Any, *args: Any, fakes: bool, **kwargs: Any) -> Any:
     if given.keys() != {argument.name for argument in left}:
         return _call_script(fresh, *args, **kwargs)  # raises
     return _call_script(fresh, *args, *(given[argument.name] for argument in left))
-
-
-def _holds_a_tensor(node: Any) -> bool:
-    return node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "t"

@@ -188,11 +188,9 @@ def _checks(step: steps.Checks) -> Action:
 
 
 def _layout(step: steps.Relayout) -> Action:
-    ways = [(place, relaid(stride)) for place, _, stride in step.results]
-
     def lay_out(call: CallValues) -> None:
-        for place, relay in ways:
-            call.values[place] = relay(call.values[place])
+        for place, _, stride in step.results:
+            call.values[place] = relaid(call.values[place], stride)
 
     return lay_out
 

@@ -220,8 +220,9 @@ def compile_entry(
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
     """
     module, backend = call.module, options.backend
-    backend.prepare([*module.parameters()])  # first: entering imports Dynamo, which takes as long as a build
-    with _compiling(call) as (call, gradients), loops_tell(partial(_prepare_loops, module, backend)):
+    owned = [*module.parameters()]
+    backend.prepare(owned)  # first: entering imports Dynamo, which takes as long as a build
+    with _compiling(call) as (call, gradients), loops_tell(partial(backend.prepare, owned, in_loops=True)):
         options = replace(options, freeze=options.freeze and not gradients)
         return _compile_entry(call, options, numbers, choices, looped)
 
@@ -272,7 +273,8 @@ def _compile_entry(
 ) -> Entry | None:
     watch = Stopwatch()
     module, backend, tuned = call.module, options.backend, None
-    if backend.device.type == "cuda" and any(map(_drops, module.modules())):
+    dropouts = (each for each in module.modules() if isinstance(each, nn.Dropout) and each.training)
+    if backend.device.type == "cuda" and any(each.p > 0 for each in dropouts):
         begin_check(backend.device)
     with undo(module) as before:
         try:
@@ -312,14 +314,6 @@ def _compile_entry(
         except BaseException:
             before.restore()
             raise
-
-
-def _prepare_loops(module: nn.Module, backend: Backend) -> None:
-    backend.prepare([*module.parameters()], in_loops=True)
-
-
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, nn.Dropout) and module.training and module.p > 0
 
 
 def require_capturable(module_name: str) -> None:

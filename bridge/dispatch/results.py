@@ -132,12 +132,10 @@ def result_layouts(
     return [(position, others.get(position)) for position in sorted({*shared, *others})]
 
 
-def relaid(stride: tuple[int, ...] | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What copies a result into memory of its own, with these strides."""
-    return torch.clone if stride is None else partial(_strided_copy, stride=stride)
-
-
-def _strided_copy(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+def relaid(value: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+    """A copy of a result in memory of its own, with these strides."""
+    if stride is None:
+        return torch.clone(value)
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 

@@ -24,7 +24,6 @@ from bridge.base.torch_internals import COMPILED_CALL
 from bridge.compile import Backend, backend_for, load_program
 from bridge.dispatch import (
     SAVED,
-    Backward,
     BackwardRun,
     Dispatcher,
     DispatchOptions,
@@ -98,15 +97,14 @@ def _entry(
             pair = Executable.loaded(constants), Executable.loaded(forward)
             programs: Programs = FrozenPrograms(*pair, data["weights"], data["outputs"], guard.frozen.tensors)
         else:
-            runs = {outputs: _backward(name, step, folder, backend) for name, outputs, step in data["backwards"]}
+            runs = {
+                outputs: BackwardRun(Executable.loaded(load_program(folder / name, backend)), step)
+                for name, outputs, step in data["backwards"]
+            }
             losses = min(runs, key=len, default=())  # the fewest outputs
             made, outputs, nodes = partial(_saved, runs), data["outputs"], (tuple(range(len(call.wanted))),)
             programs = Programs(Executable.loaded(forward), outputs, call.differentiable, made, losses, nodes)
         return Entry(guard, call, programs, EntryOptions("min_cut", backend), steps)
-
-
-def _backward(name: str, step: Backward, folder: Path, backend: Backend) -> BackwardRun:
-    return BackwardRun(Executable.loaded(load_program(folder / name, backend)), step)
 
 
 def _saved(runs: Mapping[tuple[int, ...], BackwardRun], outputs: tuple[int, ...], sizes: None) -> BackwardRun:

@@ -146,14 +146,6 @@ def _number(value: Expr) -> int | float:
     return value.value
 
 
-def _embedding(args: Sequence[Expr], scope: Scope) -> Expr:
-    return gathered(args[0], args[1], 0)
-
-
-def _index_select(args: Sequence[Expr], scope: Scope) -> Expr:
-    return gathered(args[0], args[2], int(_number(args[1])))
-
-
 def _index(args: Sequence[Expr], scope: Scope) -> Expr:
     x, dims, indices = args
     return indexed(x, _numbers(dims), list(scope.definition(indices).fields), scope)
@@ -229,9 +221,9 @@ _RULES: dict[str, Rule] = {
     "avg_pool_last": _last(_avg_pool),
     "convolution": _convolution,
     "convolution_last": _last(_convolution),
-    "embedding": _embedding,
+    "embedding": lambda args, scope: gathered(args[0], args[1], 0),
     "index": _index,
-    "index_select": _index_select,
+    "index_select": lambda args, scope: gathered(args[0], args[2], int(_number(args[1]))),
     "max_pool": _max_pool,
     "max_pool_last": _last(_max_pool),
     "scaled_dot_product_flash_attention": _flash_attention,

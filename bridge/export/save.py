@@ -13,7 +13,7 @@ import inspect
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,13 +90,9 @@ def _tree(module: nn.Module, tensors: Sequence[ModuleTensor]) -> dict[str, Any]:
     modules = []
     for path, child in module.named_modules(remove_duplicate=False):
         modules.append((path, first.setdefault(id(child), path), child.training))
-    kept = {name for path, child in module.named_modules() for name in _not_saved(path, child)}
-    return {"modules": tuple(modules), "tensors": tuple(tensors), "non_persistent": tuple(sorted(kept))}
-
-
-def _not_saved(path: str, module: nn.Module) -> list[str]:
-    """Buffers that are in no ``state_dict``."""
-    return [f"{path}.{name}".lstrip(".") for name in module._non_persistent_buffers_set]
+    unsaved = ((path, name) for path, child in module.named_modules() for name in child._non_persistent_buffers_set)
+    kept = sorted(f"{path}.{name}".lstrip(".") for path, name in unsaved)
+    return {"modules": tuple(modules), "tensors": tuple(tensors), "non_persistent": tuple(kept)}
 
 
 def _has_complex(captured: Captured) -> bool:
@@ -140,15 +136,10 @@ def _write(program: Program, folder: Path, name: str) -> str:
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
     found = hashlib.sha256()
-    for block in _blocks(path):
-        found.update(block)
-    return found.hexdigest()
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while block := file.read(1 << 24):
-            yield block
+            found.update(block)
+    return found.hexdigest()
 
 
 def _put(folder: Path, path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["BUILDS", "COMPARES", "DEREFS", "ENDS", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING", "NO_PLACES"]
 __all__ += ["NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS", "CallSite", "DataFlow", "Lookups", "Source"]
-__all__ += ["argument_is_subscript", "computed", "handlers", "held_in", "joined", "result_of", "without_locals"]
+__all__ += ["computed", "handlers", "held_in", "joined", "result_of", "without_locals"]
 
 Source = tuple
 """``(kind, ...)``, see :func:`bridge.guards.recording.Reads.values_of` for each."""
@@ -147,11 +147,6 @@ def computed(symbol: str, left: frozenset, right: frozenset) -> frozenset:
     if symbol not in ("+", "%", "-", "*") or len(pairs) > 2:
         return NOTHING
     return frozenset(("op", symbol, a, b) for a, b in pairs)
-
-
-def argument_is_subscript(each: Any) -> bool:
-    """Whether a binary operator is ``a[b]``, as it is from Python 3.14 on."""
-    return str(each.argrepr) == "[]"
 
 
 def handlers(code: CodeType, instructions: list[Any]) -> Iterator[tuple[int, int]]:

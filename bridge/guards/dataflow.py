@@ -32,7 +32,6 @@ from bridge.guards.bytecode import (
     CallSite,
     DataFlow,
     Lookups,
-    argument_is_subscript,
     computed,
     handlers,
     held_in,
@@ -262,7 +261,7 @@ class _Interpreter(Lookups):
 
     def _operation(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
         """Operators, comparisons and truth."""
-        if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and argument_is_subscript(each)):
+        if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and str(each.argrepr) == "[]"):  # from 3.14 on
             key, owner = pop(), pop()
             self.flow.operators.add("__getitem__")
             stack.append(self._item(owner, key, each.offset))

@@ -26,7 +26,6 @@ from bridge.verify.culprit import (
 )
 from bridge.verify.inputs import (
     Reference,
-    autocast_of,
     backward_inputs,
     copied,
     deviation,
@@ -271,7 +270,7 @@ def in_dtype(lowered: LoweredCall, dtype: torch.dtype) -> LoweredCall:
     try:
         with (
             working_for(lowered.captured.device),
-            autocast_of(sample),
+            autocast_to(sample.autocast),
             torch.set_grad_enabled(lowered.plan is not None),
         ):
             return sample.relower(module, args, sample_kwargs=kwargs, partition=sample.partition)

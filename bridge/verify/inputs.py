@@ -54,11 +54,6 @@ def sample_of(lowered: LoweredCall) -> Sample:
     return lowered.sample
 
 
-def autocast_of(sample: Sample) -> torch.autocast:
-    """The autocast state in which the sample was lowered, as a context."""
-    return autocast_to(sample.autocast)
-
-
 def copied(sample: Sample) -> Sample:
     """A copy of the module, in the modes in which it was lowered, and of the arguments."""
     try:
@@ -104,12 +99,8 @@ def _drawn(lowered: LoweredCall, inputs: Sequence[torch.Tensor]) -> list[torch.T
 
 
 def _grad_outs(lowered: LoweredCall, results: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for position in lowered.differentiable:
-        like = results[position]
-        made.append(torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like))
-    return made
+    generator, likes = torch.Generator().manual_seed(seed), [results[position] for position in lowered.differentiable]
+    return [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in likes]
 
 
 def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
@@ -126,10 +117,10 @@ def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
         torch.manual_seed(seed)
         drawn = _drawn(lowered, inputs)
         torch.manual_seed(seed)
-        with working_for(captured.device), autocast_of(sample):
+        with working_for(captured.device), autocast_to(sample.autocast):
             args, kwargs = unpacked((sample.args, sample.kwargs))
             result = sample.module.forward(*args, **kwargs)
-    leaves = [leaf for leaf in pytree.tree_leaves(result)]
+    leaves = pytree.tree_leaves(result)
     outputs: dict[int, torch.Tensor] = {
         position: leaf for leaf, position in zip(leaves, imported.output_of, strict=True) if position is not None
     }
