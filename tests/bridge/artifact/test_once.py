@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 
 import pytest
 
-from bridge.artifact import key_of, made_once, once
+from bridge.artifact import key_of, made_once
+from bridge.artifact import store as artifact_store
 
 KEY = key_of("made once")
 
@@ -59,9 +61,9 @@ def test_who_is_killed_keeps_nobody(store, tmp_path):
     assert time.monotonic() - started < 2 and log.read_text() == "made\nmade\n"
 
 
-@pytest.mark.parametrize("told", ["", "elsewhere 1 1", "x" * 100, f"{once.socket.gethostname()} 1 12345678"])
+@pytest.mark.parametrize("told", ["", "elsewhere 1 1", "x" * 100, f"{socket.gethostname()} 1 12345678"])
 def test_a_claim_that_cannot_be_asked_keeps_nobody_for_long(store, monkeypatch, told):
-    monkeypatch.setattr(once, "_ELSEWHERE", 0.1)
+    monkeypatch.setattr(artifact_store, "_ELSEWHERE", 0.1)
     store.put("other", KEY, {})
     claim = store.folder / "claims" / KEY
     claim.parent.mkdir()
