@@ -232,10 +232,6 @@ def module_path(node: fx.Node) -> str:
     return stack[-1][0] if stack else ""
 
 
-def _origin(node: fx.Node) -> Origin:
-    return Origin(str(node.target), module_path(node), where_is(node) or "", node.name)
-
-
 def origins(captured: Captured, imported: Imported, functions: Iterable[Function]) -> dict[str, Origin]:
     """The origin of every named value of these functions, as far as it is known.
 
@@ -258,7 +254,7 @@ def _named(captured: Captured, imported: Imported) -> tuple[dict[str, Origin], d
     rank: dict[str, int] = {}
 
     def add(name: str, node: fx.Node, position: int) -> None:
-        known.setdefault(name, _origin(node))
+        known.setdefault(name, Origin(str(node.target), module_path(node), where_is(node) or "", node.name))
         rank.setdefault(name, position)
 
     position_of = {node: position for position, node in enumerate(captured.graph.nodes)}

@@ -164,7 +164,7 @@ class _Fuser:
         if len(first.nodes) + len(second.nodes) > limits.kernel.nodes:
             return None
         union = _union(first, second, self.position, self.rules)
-        if union is None or self._cycle(first, second):
+        if union is None or _reaches(second, first) or _reaches(first, second):  # through a third group
             return None
         if len({operand.value for _, operand in union.reads()}) + len(union.made) > limits.kernel.buffers:
             free = {operand.value for _, operand in union.reads()}
@@ -188,10 +188,6 @@ class _Fuser:
         _end_behind(union)
         self._own(union)
         return union
-
-    def _cycle(self, first: Group, second: Group) -> bool:
-        """Whether a path between the two runs through a third group."""
-        return _reaches(second, first) or _reaches(first, second)
 
     def _ordered(self) -> list[Group]:
         """Groups in an order of execution; ties by the place of their last node.

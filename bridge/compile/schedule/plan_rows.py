@@ -222,7 +222,7 @@ class _Planner:
             "int64" if largest >= 2**31 else "int32",
             len(self.arguments.numbers),
             self.lanes,
-            self._accumulators(),
+            self.order.possible_accumulators(self.space.column_count) if self.reduces else (1,),
             self._small(),
         )
         ops = tuple(node.op for node in group.nodes)
@@ -358,9 +358,6 @@ class _Planner:
             return NodeElement(self.index[operand.value])
         there = access(self.space, operand, scale, self.arguments, fixed=self.fixed)
         return Index(there) if operand.value.source == "index" else InputElement(self.inputs[operand.value], there)
-
-    def _accumulators(self) -> tuple[int, ...]:
-        return self.order.possible_accumulators(self.space.column_count) if self.reduces else (1,)
 
     def _small(self) -> bool:
         elements = self.space.row_count * self.space.column_count
