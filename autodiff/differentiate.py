@@ -31,7 +31,6 @@ from autodiff.ir import (
     DataflowVar,
     Expr,
     Function,
-    TupleGetItem,
     TupleType,
     Var,
     dtype,
@@ -41,6 +40,7 @@ from autodiff.ir import (
     shape,
     substitute,
 )
+from autodiff.memory import OVERWRITTEN, read_memory, with_own_results
 from autodiff.normalization import cast, fold_normalizations, statistics_dtype
 from autodiff.ops import having
 from autodiff.picked_rows import pick_rows
@@ -270,7 +270,7 @@ def _in_order(bindings: list[Binding]) -> list[Binding]:
 
 Pairs = list[tuple[Var, Expr]]
 _STOP = "relax.grad.no_grad"
-_WITH_DERIVATIVE, _OVERWRITTEN = "library.with_derivative", "library.overwritten"
+_WITH_DERIVATIVE = "library.with_derivative"
 
 
 @on_functions
@@ -279,6 +279,8 @@ def differentiate(
     outputs: Sequence[int],
     require_grads: Sequence[int],
     owners: Mapping[str, str] = MappingProxyType({}),
+    again: Mapping[int, bool] = MappingProxyType({}),
+    statistics: Collection[str] = (),
 ) -> None:
     """``func`` with a parameter ``grad_out_<i>`` per listed output, and a gradient result per required parameter.
 
@@ -289,7 +291,9 @@ def differentiate(
 
     What a gradient reads of a parameter's memory, the parameter itself or ``library.overwritten`` or what shows a part
     of them, it reads of what ``func`` leaves there: of the result that is the last of these. So it does the inner
-    values of an operation on them (``owners``: by variable name, the operation that a value is a part of).
+    values of an operation on them (``owners``: by variable name, the operation that a value is a part of) but the
+    ``statistics``. ``again``: further parameters of which the gradient reads what is there when it is computed, and
+    whether it does through what shows a part of them, too.
 
     Bindings of ``func`` keep their order and their variables' names (see :func:`unique_names`), whatever is required;
     those that no result needs are dropped.
@@ -303,6 +307,7 @@ def differentiate(
     scalar, *primal = body.outputs
     required = [body.params[index] for index in require_grads]
     active = fold_normalizations(_live_and_active(body, scalar, required), scalar)
+    active, owners = with_own_results(body, active, owners, again)
     backward, gradients = backward_bindings(active, scalar) if active else ([], {})
     wanted = []
     for param in required:
@@ -316,10 +321,11 @@ def differentiate(
     backward = live_bindings(backward, wanted)
     backward, renamed = _rename(backward, dict(zip(wanted, required, strict=True)), NameSupply(body.names()))
     body.outputs = [*primal, *(renamed.get(gradient, gradient) for gradient in wanted)]
-    forward = [*body.bindings]
-    body.bindings += [body.define(var, value) for var, value in backward]
-    _read_overwritten(body, forward, owners)
-    _remove_stops(body)
+    gradient = [body.define(var, value) for var, value in backward]
+    body.bindings += gradient
+    _remove(body, _is_stop)
+    read_memory(body, {*gradient}, owners, again, statistics)
+    _remove(body, _is_before_last)
     body.prune()
     put_gradients(body)
     pick_rows(body)
@@ -399,76 +405,27 @@ def backward_bindings(body: Pairs, scalar: Var) -> tuple[Pairs, dict[Var, Expr]]
     return remaining, {var: equal.get(gradient, gradient) for var, gradient in gradients.items()}
 
 
-_SHOWS_PART = having("view") | having("slice")
-
-
-_SAVES_RESULTS = (
-    "it reads memory that forward overwrites by .data, and its gradient what was computed of that; clone what it reads"
-)
-
-
-def _read_overwritten(body: Body, forward: Sequence[Binding], owners: Mapping[str, str]) -> None:
-    """Has the backward read what is in overwritten memory in the end.
-
-    An operation of several steps that computes with the memory is refused: eager's saves some of their results.
-    """
-    marks = [binding for binding in forward if library_name(binding.value) == _OVERWRITTEN]
-    last = {int(mark.value.args[2].value): mark.var for mark in marks if int(mark.value.args[3].value)}
-    if not last:
-        return
-    parameters = body.parameters()
-    instead: dict[Binding, Expr] = {parameters[place]: var for place, var in last.items()}
-    instead |= {mark: last[int(mark.value.args[2].value)] for mark in marks}
-    shown, computed = list[Binding](), dict[Binding, str]()
-    supply, returned = NameSupply(body.names()), body.returned()
-    own = {binding: owners.get(binding.name, binding.name) for binding in forward}
-    for binding in forward:
-        shows = [read in instead for read in binding.reads]
-        is_part = binding.op in _SHOWS_PART or _is_item_of_split(body, binding)
-        is_inner = binding not in returned and {own[user] for user in binding.users if user in own} == {own[binding]}
-        if binding not in instead and ((is_part and all(shows)) or is_inner) and any(shows):
-            read = {each.var: instead[each] for each in binding.reads if each in instead}
-            value = substitute(binding.value, read)
-            made = body.define(DataflowVar(supply.fresh(binding.name), binding.var.ty), value)
-            shown.append(made)
-            instead[binding] = made.var
-            if not (is_part or binding.op == "relax.astype") and is_float(made.var):
-                computed[made] = binding.name
-    for binding in body.bindings[len(forward) :]:
-        if library_name(binding.value) == "library.operator_vjp":
-            for reader in [user for read in binding.reads if read in instead for user in read.users if user in own]:
-                raise UndifferentiableOp(binding.value.args[1].value, reader.name, _SAVES_RESULTS)
-        body.substitute(binding, instead)
-    body.bindings = [*forward, *shown, *body.bindings[len(forward) :]]
-    body.prune()
-    for binding in body.bindings:
-        if binding in computed:
-            raise UndifferentiableOp(str(binding.op), computed[binding], _SAVES_RESULTS)
-
-
-def _is_item_of_split(body: Body, binding: Binding) -> bool:
-    return isinstance(binding.value, TupleGetItem) and body.binding(binding.value.tuple_value).op == "relax.split"
-
-
-def _remove_stops(body: Body) -> None:
-    """``no_grad(x)`` becomes ``x``, and ``with_derivative(x, linear)`` too: their work is done. So is that of what was
-    in overwritten memory before the end."""
+def _remove(body: Body, is_done: Callable[[Binding], bool]) -> None:
+    """Marks whose work is done become what they mark."""
     remaining: list[Binding] = []
-    stopped: dict[Binding, Expr] = {}
+    replaced: dict[Binding, Expr] = {}
     for binding in body.bindings:
-        if stopped:
-            body.substitute(binding, stopped)
-        if binding.op == _STOP:
-            stopped[binding] = binding.value.args[0]
-        elif library_name(binding.value) == _WITH_DERIVATIVE or _is_before_last(binding):
-            stopped[binding] = binding.value.args[1]  # after the function's name
+        if replaced:
+            body.substitute(binding, replaced)
+        if is_done(binding):
+            replaced[binding] = binding.value.args[0 if binding.op == _STOP else 1]  # after the function's name
         else:
             remaining.append(binding)
-    body.finish(remaining, stopped)
+    body.finish(remaining, replaced)
+
+
+def _is_stop(binding: Binding) -> bool:
+    return binding.op == _STOP or library_name(binding.value) == _WITH_DERIVATIVE
 
 
 def _is_before_last(binding: Binding) -> bool:
-    return library_name(binding.value) == _OVERWRITTEN and not int(binding.value.args[3].value)
+    """Whether it is what was in overwritten memory before the end."""
+    return library_name(binding.value) == OVERWRITTEN and not int(binding.value.args[3].value)
 
 
 def _rename(backward: Pairs, gradients: dict[Expr, Var], supply: NameSupply) -> tuple[Pairs, dict[Expr, Var]]:

@@ -104,11 +104,13 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  tangents' places; between two steps of ``differentiate``
 ``operator``                                     name:str, arguments:str, tensors.. -> the result (a tuple of them) of
                                                  the library's operator of that name; arguments is JSON
-                                                 ``[args, kwargs]`` in which ``{"$tensor": i}`` is the i-th tensor,
-                                                 which may be a size that varies as well
-``operator_vjp``                                 name:str, arguments:str, wanted:int, (outputs), tensors.., gradients..
-                                                 -> gradient of tensor ``wanted``, given one gradient for each listed
-                                                 output; the library's own derivative, computing the operator again
+                                                 ``[args, kwargs, saved]`` in which ``{"$tensor": i}`` is the i-th
+                                                 tensor, which may be a size that varies as well; saved are places of
+                                                 results that the library's derivative reads
+``operator_vjp``                                 name:str, arguments:str, wanted:int, (outputs), tensors.., results..,
+                                                 gradients.. -> gradient of tensor ``wanted``, given the results that
+                                                 are saved and one gradient for each listed output; the library's own
+                                                 derivative, computing the operator again
 ================================================ =======================================================================
 
 A second result (``logsumexp``, ``positions``) is for the backward function only and has no gradient, as in PyTorch.

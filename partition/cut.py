@@ -272,7 +272,7 @@ def partition(
     rows_again: bool = False,
     short_chains: bool = False,
     joined_behind: bool = False,
-    again: Mapping[int, bool] = MappingProxyType({}),
+    again: Mapping[int, tuple[bool, bool]] = MappingProxyType({}),
     owners: Mapping[str, str] = MappingProxyType({}),
     apart: Collection[int] = (),
 ) -> Partitioned:
@@ -291,7 +291,8 @@ def partition(
         short_chains: whether what would be computed from one block to the next is saved, see
             :mod:`partition.heuristics`.
         joined_behind: whether what the backward would join of results is saved, see :mod:`partition.heuristics`.
-        again: indices of primals that the backward reads as they are then, and whether autograd saves views of one.
+        again: indices of primals that the backward reads as they are then: whether autograd saves views of one, and
+            whether it is a parameter.
         owners: by variable name, the operation that a value is a part of, see :mod:`partition.read_again`.
         apart: indices of outputs that their owner may change: what the backward reads of one is a capture.
 

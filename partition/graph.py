@@ -326,7 +326,7 @@ def build_graph(
     module_paths: Mapping[str, str] | None = None,
     *,
     as_read: bool = False,
-    again: Mapping[int, bool] = MappingProxyType({}),
+    again: Mapping[int, tuple[bool, bool]] = MappingProxyType({}),
     owners: Mapping[str, str] = MappingProxyType({}),
     apart: Collection[int] = (),
 ) -> JointGraph:
@@ -360,8 +360,8 @@ def build_graph(
     output_names = tuple(names[body.binding(output)] for output in outputs)
     gradient_names = tuple(names[body.binding(gradient)] for gradient in gradients)
     forward = _ancestors(nodes, output_names)
-    read_again = {primals[index]: viewed for index, viewed in again.items()}
-    read_again |= {name: True for name in output_names if name is not None and nodes[name].is_overwritten}
+    read_again = {primals[index]: told for index, told in again.items()}
+    read_again |= {name: (True, False) for name in output_names if name is not None and nodes[name].is_overwritten}
     tangled = _tangled(nodes, grad_outs, forward, read_again)
     for index, name in enumerate(output_names):
         if name in tangled:

@@ -3,7 +3,8 @@
 Autograd saves a tensor, not its numbers: its formulas read what is in it when the backward comes, while results that
 were computed of it stay as they were. So the backward reads such a primal itself, and so do the inner values of the
 operation that reads it (a normalization's centred rows); results of operations on it are saved (but by
-``recompute_all``, which reads everything again, as a checkpoint does).
+``recompute_all``, which reads everything again, as a checkpoint does). Of a parameter only what is computed of
+parameters alone is: a scaled activation would cost as much memory as the activation.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ def results_of(
     nodes: Mapping[str, Any],
     forward: Collection[str],
     outputs: Collection[str | None],
-    again: Mapping[str, bool],
+    again: Mapping[str, tuple[bool, bool]],
     owners: Mapping[str, str],
 ) -> frozenset[str]:
     """Names of the forward's values that are results of operations on the primals.
 
     Args:
         nodes: of the graph (:class:`partition.graph.Node`), by name, in order.
-        again: the primals, and whether autograd saves views of one, which are then no results.
+        again: the primals: whether autograd saves views of one, which are then no results, and whether it is a
+            parameter.
         owners: by variable name, the operation that a value is a part of.
     """
     readers: dict[str, set[str]] = {}
@@ -35,8 +37,12 @@ def results_of(
         for read in nodes[name].inputs:
             readers.setdefault(read, set()).add(owners.get(name, name))
     found: set[str] = set()
-    seen = dict(again)
+    seen = {name: viewed for name, (viewed, _) in again.items()}
+    learned = {name for name, (_, is_parameter) in again.items() if is_parameter}
+    others = again.keys() - learned
     for name, node in nodes.items() if again else ():
+        if node.value is not None and learned.issuperset(node.inputs):  # a constant, too
+            learned.add(name)
         viewed = [seen[read] for read in node.inputs if read in seen]
         if name not in forward or not viewed:
             continue
@@ -44,7 +50,8 @@ def results_of(
         is_inner = name not in outputs and readers.get(name) == {owners.get(name)}
         if not node.is_tensor or is_inner or (is_view and all(viewed)):
             seen[name] = all(viewed)
-        else:
+            others |= {name} if others.intersection(node.inputs) else set()
+        elif name in learned or others.intersection(node.inputs):
             found.add(name)
     return frozenset(found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Collection, Sequence
 
@@ -377,8 +378,13 @@ def binary_cross_entropy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 
 @library_gradient("library.operator")
 def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx_i = the library's vector-Jacobian product, a call for each tensor: one can be had without the others"""
+    """dx_i = the library's vector-Jacobian product, a call for each tensor: one can be had without the others
+
+    It reads results where the library's own formula does: ``arguments`` lists them.
+    """
     name, arguments, *tensors = call.args
+    kept = json.loads(arguments.value)[2]
+    results = [emit(TupleGetItem(y, index)) if isinstance(y.ty, TupleType) else y for index in kept]
     if isinstance(y.ty, TupleType):
         outputs = [index for index, field in enumerate(y.ty.fields) if "float" in str(field.dtype)]
         grads = [emit(TupleGetItem(g, index)) for index in outputs]
@@ -386,7 +392,7 @@ def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
         outputs, grads = [0], [g]
     partials = []
     for index, tensor in enumerate(tensors):
-        args = [name, arguments, relax.prim_value(index), ShapeExpr(outputs), *tensors, *grads]
+        args = [name, arguments, relax.prim_value(index), ShapeExpr(outputs), *tensors, *results, *grads]
         is_followed = isinstance(tensor.ty, TensorType) and is_float(tensor)
         partials.append(library_call("operator_vjp", args, tensor.ty) if is_followed else None)
     return [None, None, *partials]

@@ -16,7 +16,7 @@ Computed from: a node → whether one of those that it is computed from is of a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from autodiff.extents import Extent
 from autodiff.ir import Expr
 from bridge.aten.complex_value import Complex, joined_form
 from bridge.aten.registry import UnsupportedUse, converts, lies_elsewhere
-from bridge.base.torch_internals import OpOverload, aten, pytree, schema
+from bridge.base.errors import swallowed
+from bridge.base.torch_internals import OpOverload, aten, pytree, schema, storage_id
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture import WHOLE, WHOLE_FUNCTIONS, TensorForm
 
@@ -115,9 +116,9 @@ _NORMS = {
 """Operators whose order may be 0, and how their arguments after the first say it."""
 
 
-def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
-    """``(args, kwargs)`` as JSON in which ``{"$tensor": i}`` stands for the i-th of the returned tensors and sizes that
-    vary; for a complex one, which the library takes with its parts side by side, ``{"$complex": i}``."""
+def describe(args: tuple, kwargs: dict[str, Any], saved: Sequence[int] = ()) -> tuple[str, list[Any]]:
+    """``(args, kwargs, saved)`` as JSON in which ``{"$tensor": i}`` stands for the i-th of the returned tensors and
+    sizes that vary; for a complex one, which the library takes with its parts side by side, ``{"$complex": i}``."""
     tensors: list[Any] = []
 
     def written(leaf: Any) -> Any:
@@ -133,7 +134,7 @@ def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
             return {"$dtype": str(leaf).removeprefix("torch.")}
         return leaf
 
-    text = json.dumps(pytree.tree_map(written, [list(args), kwargs]), sort_keys=True)
+    text = json.dumps(pytree.tree_map(written, [list(args), kwargs, list(saved)]), sort_keys=True)
     return text, tensors
 
 
@@ -151,6 +152,30 @@ def _refuse_without_gradient(node: fx.Node) -> None:
         raise UnsupportedUse("a norm of order 0: eager has no gradient there, not even zeros", "write (x != 0).sum()")
 
 
+def _saved_results(node: fx.Node) -> list[int]:
+    """Places of the results that autograd saves, found on tensors without numbers; all where that cannot be told."""
+    made = node.meta["val"]
+    results = list(made) if isinstance(made, tuple | list) else [made]
+    places = [place for place, each in enumerate(results) if each.dtype.is_floating_point]
+    seen: set[int] = set()
+
+    def plain(arg: fx.Node) -> Any:
+        value = arg.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return value
+        follows = value.dtype.is_floating_point or value.dtype.is_complex
+        return torch.empty_like(value, device="meta", requires_grad=follows)
+
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(storage_id(t)), id):
+            made = node.target(*fx.map_arg(node.args, plain), **fx.map_arg(node.kwargs, plain))
+    except Exception as error:  # noqa: BLE001 - whatever torch has against tensors without numbers
+        swallowed(error)
+        return places
+    made = made if isinstance(made, tuple | list) else [made]
+    return [place for place, each in enumerate(made) if storage_id(each) in seen and not each.is_complex()]
+
+
 @converts(*WHOLE, *WHOLE_FUNCTIONS)
 def whole(importer, node, *args, **kwargs):
     _refuse_without_gradient(node)
@@ -161,7 +186,7 @@ def whole(importer, node, *args, **kwargs):
         computed = WHOLE_FUNCTIONS[node.target]
         if isinstance(computed.operator, OpOverload):  # else it is ours alone
             name, (args, kwargs) = str(computed.operator), computed.call(args)
-    text, tensors = describe(args, kwargs)
+    text, tensors = describe(args, kwargs, _saved_results(node))
     tensors = [importer.whole_of(tensor) for tensor in tensors]
     forms = fx.node.map_aggregate(node.meta["val"], joined_form)
     made = importer.library("operator", [name, text, *tensors], forms)

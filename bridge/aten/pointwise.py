@@ -15,7 +15,7 @@ from tvm import relax
 
 from autodiff.extents import Extent
 from autodiff.ir import Expr, dtype, is_float
-from bridge.aten.activations import clamp_at_bound, fmax_prefers_first
+from bridge.aten.activations import clamp_at_bound, fmax_prefers_first, with_slope
 from bridge.aten.any_operator import whole
 from bridge.aten.registry import UnsupportedUse, converts, has_extents
 from bridge.base.devices import HOST, current_device
@@ -153,8 +153,10 @@ def broadcast(importer, node, *operands):
 
 @converts(aten.reciprocal.default)
 def reciprocal(importer, node, x):
+    """dx = -g y^2"""
     (x,) = importer.operands(node, x)
-    return importer.emit(op.divide(importer.constant(1, dtype(x)), x))
+    y = importer.emit(op.divide(importer.constant(1, dtype(x)), x))
+    return with_slope(importer, y, x, op.negative(importer.emit(op.multiply(y, y))))
 
 
 @converts(aten.pow.Tensor_Scalar)
@@ -170,8 +172,9 @@ def pow_scalar(importer, node, x, exponent):
         return importer.emit(op.multiply(x, x))
     if exponent == 1:
         return x
-    if exponent == 0.5 and is_float(x):
-        return importer.emit(op.sqrt(x))
+    if exponent == 0.5 and is_float(x):  # its gradient reads x, that of a root the root
+        slope = op.multiply(importer.constant(0.5, dtype(x)), importer.emit(op.rsqrt(x)))
+        return with_slope(importer, importer.emit(op.sqrt(x)), x, slope)
     if exponent == 3:
         return importer.emit(op.multiply(importer.emit(op.multiply(x, x)), x))
     if not is_float(x):

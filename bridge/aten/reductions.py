@@ -53,15 +53,17 @@ def nansum(importer, node, x, dims=None, keepdim=False, *, dtype=None):
 
 @converts(aten.logsumexp.default)
 def logsumexp(importer, node, x, dims, keepdim=False):
-    """Less the largest, which has no share in the gradient: what it adds in one place it takes away in another."""
+    """Less the largest; dx = g exp(x - y)."""
     (x,) = importer.operands(node, x)
     element_type = importer.out_dtype(node)
-    largest = importer.emit(op.grad.no_grad(reduce(importer, op.max, x, dims, True)))
+    largest = reduce(importer, op.max, x, dims, True)
     infinite = importer.emit(op.equal(importer.emit(op.abs(largest)), importer.constant(math.inf, element_type)))
     largest = importer.emit(op.where(infinite, importer.constant(0, element_type), largest))
     powers = importer.emit(op.exp(importer.emit(op.subtract(x, largest))))
     total = importer.emit(op.log(reduce(importer, op.sum, powers, dims, keepdim)))
-    return importer.emit(op.add(total, importer.reshape(largest, shape(total))))
+    y = importer.emit(op.add(total, importer.reshape(largest, shape(total))))
+    share = op.exp(importer.emit(op.subtract(x, importer.reshape(y, shape(largest)))))
+    return with_derivative(importer, y, reduce(importer, op.sum, times(importer, x, share), dims, keepdim))
 
 
 @converts(aten.mean.dim, aten.mean.default)
@@ -161,16 +163,12 @@ def spread(importer, node, x, dim=None, *, correction=1, keepdim=False):
     return (result, mean) if name.endswith("_mean") else result
 
 
-def _root(importer, total, root, keeps_nan=False):
-    """``root`` of a sum of squares, and zero, with a gradient of zero, where the sum is zero.
-
-    With ``keeps_nan`` that is zero times what comes in: nan for an infinite gradient.
-    """
+def _root(importer, total, root):
+    """``root`` of a sum of powers, and zero, with a gradient of zero, where the sum is zero."""
     zero = importer.constant(0, dtype(total))
     nothing = importer.emit(op.equal(total, zero))
-    none = importer.emit(op.multiply(total, zero)) if keeps_nan else zero
     safe = importer.emit(op.where(nothing, importer.constant(1, dtype(total)), total))
-    return importer.emit(op.where(nothing, none, importer.emit(root(safe))))
+    return importer.emit(op.where(nothing, zero, importer.emit(root(safe))))
 
 
 @converts(aten._softmax.default, aten._log_softmax.default)
@@ -225,11 +223,14 @@ def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None
 
 
 def euclidean_norm(importer, x, dims, keepdims):
-    """The root of the sum of squares, in the type of ``x``, with torch's gradients."""
+    """The root of the sum of squares, in the type of ``x``; dx = x (g / y), where y is zero x (0 g)."""
     if _of_one(x, dims):
         return reduce(importer, op.sum, _size(importer, x, 2), dims, keepdims)
-    total = reduce(importer, op.sum, importer.emit(op.multiply(x, x)), dims, keepdims)
-    return _root(importer, total, op.sqrt, keeps_nan=True)
+    y = importer.emit(op.sqrt(reduce(importer, op.sum, importer.emit(op.multiply(x, x)), dims, keepdims)))
+    zero, one = (importer.constant(number, dtype(x)) for number in (0, 1))
+    flat, along = importer.emit(op.equal(y, zero)), reduce(importer, op.sum, times(importer, x, x), dims, keepdims)
+    divisor = importer.emit(op.grad.no_grad(where(importer, flat, one, y)))
+    return with_derivative(importer, y, where(importer, flat, op.multiply(along, zero), op.divide(along, divisor)))
 
 
 def _of_one(x, dims):

@@ -21,7 +21,7 @@ from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UN
 from bridge.capture.packed import PACKED_LAYERS, packed_layers
 from bridge.capture.passes.alias_analysis import OVERWRITTEN
 from bridge.capture.passes.decompositions import COMPUTED_DRAWS, RECURRENT_LAYERS, SLOPE_DRAWS, UPSAMPLES, WHOLE
-from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
+from bridge.capture.passes.stop_gradient import PART_OF, STOP_GRADIENT, where_is
 from bridge.capture.pre_hooks import after_pre_hooks
 from bridge.capture.prepared_twin import copier
 from bridge.capture.readings import ScalarGuard, same_numbers
@@ -40,6 +40,7 @@ __all__ += [
     "OVERWRITTEN",
     "OWN",
     "PACKED_LAYERS",
+    "PART_OF",
     "RAN",
     "RECURRENT_LAYERS",
     "SIZE_OPERATORS",

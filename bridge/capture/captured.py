@@ -110,15 +110,13 @@ class Captured:
         return self.observation.outputs
 
     @property
-    def read_again(self) -> dict[int, bool]:
-        """Inputs of which eager's backward reads what is in them when it comes, and whether through views, too.
-
-        A parameter's numbers are held to be those of the forward: it changes by what autograd counts.
-        """
+    def read_again(self) -> dict[int, tuple[bool, bool]]:
+        """Inputs of which eager's backward reads what is in them when it comes: whether through views, too, and whether
+        it is a parameter (of which the compiled one does, saved or not: none is copied)."""
         seen, written = self.observation, {index for index, _ in self.mutated}
-        written |= {index for index, each in enumerate(self.module_tensors) if each.kind == "parameter"}
-        found = (seen.saved | seen.saved_views) - written - seen.checkpointed.keys()
-        return {index: index in seen.saved_views for index in sorted(found)}
+        parameters = {index for index, each in enumerate(self.module_tensors) if each.kind == "parameter"}
+        found = (seen.saved | seen.saved_views | parameters) - written - seen.checkpointed.keys()
+        return {index: (index in seen.saved_views, index in parameters) for index in sorted(found)}
 
     @property
     def left(self) -> dict[int, int]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bridge.base.tensor_properties import as_parts
-from bridge.base.torch_internals import aten
+from bridge.base.torch_internals import aten, storage_id
 from bridge.library.padding import move
 from bridge.library.registry import library_function, out_kernel
 
@@ -62,7 +62,7 @@ def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> t
             return getattr(torch, value["$dtype"])
         return {key: read(item) for key, item in value.items()}
 
-    args, kwargs = read(json.loads(arguments))
+    args, kwargs = read(json.loads(arguments)[:2])
     made = target(*args, **kwargs)
     made = made if isinstance(made, tuple | list) else (made,)
     return tuple(map(as_parts, made))
@@ -75,15 +75,22 @@ def operator(name, arguments, *tensors):
 
 
 @library_function("operator_vjp")
-def operator_vjp(name, arguments, wanted, outputs, *tensors_and_grads):
+def operator_vjp(name, arguments, wanted, outputs, *given):
     """VJP with respect to tensor ``wanted`` from gradients of ``outputs``, indices of the results.
 
-    Zeros where the results do not depend on it.
+    Zeros where the results do not depend on it. Of results that are saved the formula reads what is given: what they
+    are computed from may have changed meanwhile.
     """
-    count = len(tensors_and_grads) - len(outputs)
-    grads = tensors_and_grads[count:]
-    tensors = [each.detach() if isinstance(each, torch.Tensor) else each for each in tensors_and_grads[:count]]
-    with torch.enable_grad():
+    saved = json.loads(arguments)[2]
+    grads = given[len(given) - len(outputs) :]
+    count = len(given) - len(outputs) - len(saved)
+    results = dict(zip(saved, given[count:], strict=False))
+    tensors = [each.detach() if isinstance(each, torch.Tensor) else each for each in given[:count]]
+
+    def as_given(tensor: torch.Tensor) -> torch.Tensor:
+        return next((each for place, each in results.items() if storage_id(made[place]) == storage_id(tensor)), tensor)
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, as_given):
         target = tensors[wanted].requires_grad_()
         made = _operator(name, arguments, tuple(tensors))
         pairs = [(made[index], grad) for index, grad in zip(outputs, grads, strict=True) if made[index].requires_grad]

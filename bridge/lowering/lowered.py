@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 import autodiff
 from autodiff import Body, inference
 from autodiff.errors import UndifferentiableOp
-from autodiff.ir import Function, results
+from autodiff.ir import Expr, Function, bindings, op_name, results
 from autodiff.lazy import cached_property
+from autodiff.ops import having
 from bridge.artifact import key_of
 from bridge.aten import Imported
 from bridge.base.devices import HOST
@@ -25,7 +26,8 @@ from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.log import Stopwatch, channel
 from bridge.base.threads import raise_deferred
 from bridge.base.torch_cuda import products_are_tf32
-from bridge.capture import Captured
+from bridge.base.torch_internals import implements_composite
+from bridge.capture import PART_OF, Captured
 from bridge.compile import KeptFunction
 from bridge.lowering.stage import Diff, Origin, Stage, diff, origins, stage_named
 from bridge.lowering.text import script
@@ -219,11 +221,31 @@ class LoweredCall:
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """Of each variable of the forward, where some memory is overwritten, the operation that it is a part of."""
-        if not self.captured.observation.overwritten:
-            return {}
-        found = origins(self.captured, self.imported, [self["forward"].function])
-        return {name: origin.node for name, origin in found.items()}
+        """Of each variable of the forward, where memory is read by the backward, the operation that it is a part of."""
+        return self._parts[0]
+
+    @cached_property
+    def _parts(self) -> tuple[dict[str, str], frozenset[str]]:
+        """The owners, and the values which are no results but that autograd saves: statistics."""
+        owners, statistics = dict[str, str](), set[str]()
+        if not self.captured.observation.overwritten and not self.captured.read_again:
+            return owners, frozenset()
+        nodes = {node.name: node for node in self.captured.graph.nodes}
+        function = self["forward"].function
+        of = origins(self.captured, self.imported, [function])
+        for var, value in bindings(function):
+            node = nodes.get(of[var.name].node) if var.name in of else None
+            if node is not None and not implements_composite(node.target):
+                owners[var.name] = (node.meta.get("custom") or {}).get(PART_OF, node.name)
+                if _is_statistic(node, value):
+                    statistics.add(var.name)
+        return owners, frozenset(statistics)
+
+    @property
+    def memory(self) -> tuple[dict[str, str], dict[int, bool], frozenset[str]]:
+        """What :func:`autodiff.differentiate` is told of memory that eager's backward reads when it comes."""
+        owners, statistics = self._parts
+        return owners, {place: viewed for place, (viewed, _) in self.captured.read_again.items()}, statistics
 
     def diff(self, before: str, after: str) -> Diff:
         """What differs between two stages, as operator counts and bindings; ``print`` it."""
@@ -268,9 +290,15 @@ class LoweredCall:
         return autodiff.without_grad_outs(self.backward, absent, results)
 
     def _rebuilt_backward(self, outputs: tuple[int, ...], gradients: tuple[int, ...]) -> Function:
-        joint = autodiff.clean_joint(autodiff.differentiate(self.whole_forward, outputs, gradients, self.owners))
+        joint = autodiff.clean_joint(autodiff.differentiate(self.whole_forward, outputs, gradients, *self.memory))
         backward = rebuild_backward(joint, self.plan, num_primals=self.num_primals, num_outputs=self.num_results)
         return autodiff.join_products(backward)
+
+
+def _is_statistic(node: fx.Node, value: Expr) -> bool:
+    """Whether it is a mean or a sum that an operator returns beside its first result: autograd saves these."""
+    is_reduced = op_name(value) in having("reduction") and isinstance(node.meta.get("val"), tuple | list)
+    return is_reduced and not str(node.target).startswith(("aten.var_mean", "aten.std_mean"))
 
 
 _EVAL = "call module.eval() before it is frozen"

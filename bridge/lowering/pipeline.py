@@ -84,7 +84,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
         return lowered
     lowered.wanted = tuple(wanted)
     lowered.wanted = lowered.gradients_for(differentiable)
-    asked = differentiable, lowered.wanted, lowered.owners
+    asked = differentiable, lowered.wanted, *lowered.memory
     lowered.run("joint", "autodiff.differentiate", body, autodiff.differentiate, *asked)
     lowered.run("cleaned", "autodiff.clean_joint", body, autodiff.clean_joint)
     size = lowered["cleaned"].size
@@ -105,6 +105,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
 def partition_options(lowered: LoweredCall, strategy: Any) -> dict[str, Any]:
     """What the partition of a lowered call's joint function is told of the call and of its device."""
     captured, sources = lowered.captured, lowered.origins_in(lowered["cleaned"].function)
+    owners, _, statistics = lowered.memory
     on_gpu, by_default = captured.device.type != HOST.type, strategy == DEFAULT_PARTITION
     return {
         "num_primals": lowered.num_primals,
@@ -112,7 +113,7 @@ def partition_options(lowered: LoweredCall, strategy: Any) -> dict[str, Any]:
         "module_paths": {name: origin.module for name, origin in sources.items()},
         "again": captured.read_again,
         "apart": [place for leaf in captured.apart[0] if (place := lowered.imported.output_of[leaf]) is not None],
-        "owners": {name: origin.node for name, origin in sources.items()},
+        "owners": {name: owner for name, owner in owners.items() if name not in statistics},
         "as_read": on_gpu,
         "cast_once": len(captured.module_tensors) if on_gpu and by_default else 0,
         "rows_again": on_gpu and by_default,

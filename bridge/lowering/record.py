@@ -37,6 +37,7 @@ from bridge.base.torch_fakes import fake_mode
 from bridge.base.torch_internals import OpOverload, pytree
 from bridge.capture import (
     OWN,
+    PART_OF,
     Captured,
     Draw,
     Observation,
@@ -135,7 +136,7 @@ def _meta(node: fx.Node) -> dict[str, Any]:
     if isinstance(stack := node.meta.get("stack_trace"), str):
         found["stack_trace"] = stack
     custom = node.meta.get("custom") or {}
-    if told := {key: custom[key] for key in ("where", OWN) if isinstance(custom.get(key), str)}:
+    if told := {key: custom[key] for key in ("where", PART_OF, OWN) if isinstance(custom.get(key), str)}:
         found["custom"] = told
     if modules := node.meta.get("nn_module_stack"):
         found["nn_module_stack"] = {str(key): tuple(map(str, each)) for key, each in modules.items()}

@@ -5,8 +5,8 @@ passed through ``tvm_dispatch::stop_gradient``, an operator of ours that decompo
 becomes that operator, too. ``stop_gradient`` is a copy, ``detach`` is an alias: where autograd follows nothing there is
 nothing to stop and the alias stays an alias, and where a write would tell the two apart, the module is refused.
 
-``meta["custom"]``, which decomposition hands on, says which node of the training IR a node came from and where that
-stands in the user's code.
+``meta["custom"]``, which decomposition hands on, says which node of the training IR a node came from, where that
+stands in the user's code, and which operator with a derivative of its own it is a part of.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.torch_internals import OpOverload, aten
+from bridge.base.torch_internals import OpOverload, aten, implements_composite
 from bridge.capture.inplace_rules import PARAMETER_HINT
 from bridge.capture.own_functions import FUNCTION, OWN, TANGENT, WITH_GRADIENT, Use
 from bridge.capture.passes.alias_analysis import (
@@ -38,7 +38,10 @@ from bridge.capture.passes.alias_analysis import (
 )
 from bridge.capture.passes.decompositions import keep_layers_whole
 
-__all__ = ["STOP_GRADIENT", "link_functions", "mark_overwritten", "prepare", "where_is"]
+__all__ = ["PART_OF", "STOP_GRADIENT", "link_functions", "mark_overwritten", "prepare", "where_is"]
+
+PART_OF = "part of"
+"""The key in ``meta["custom"]`` of the operator that autograd differentiates by one formula."""
 
 
 def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
@@ -56,6 +59,7 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
     for node in graph.nodes:
         if node.op == "call_function":
             told = {"where": user_line(node.meta.get("stack_trace")), OWN: node.meta.get(OWN)}
+            told[PART_OF] = "" if implements_composite(node.target) else node.name
             node.meta["custom"] = {"origin": node.name, **{key: value for key, value in told.items() if value}}
     graph.lint()
     return problems

@@ -289,8 +289,14 @@ def data_before_itself(m, x, y):
     return y * m.mean
 
 
+def distances(m, x, y):
+    y = torch.cdist(y, m.codes)
+    m.codes.data.mul_(0.5)
+    return y
+
+
 OVERWRITTEN = [halves, read_before, written_with_a_result, codebook, shifted, twice_in_a_loop, own_argument]
-OVERWRITTEN += [clipped, normalized, moving_average, complex_numbers]
+OVERWRITTEN += [distances, clipped, normalized, moving_average, complex_numbers]
 EXCHANGED = [data_behind_a_view, data_before_a_view, copied_before_a_view, data_before_itself]
 
 
@@ -335,8 +341,9 @@ def test_a_second_derivative_reads_what_data_has_written(function):
     assert stats(module).eager_backwards
 
 
-def distances(m, x, y):
-    y = torch.cdist(y, m.codes)
+def rows(m, x, y):
+    """Autograd saves their means beside what is in the memory."""
+    y = y + nn.functional.layer_norm(m.codes, (4,), m.linear.bias)[0]
     m.codes.data.mul_(0.5)
     return y
 
@@ -358,7 +365,7 @@ def another_buffer(m, x, y):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (distances, r"cdist.*it reads memory that forward overwrites by .data"),
+        (rows, r"it reads memory that forward overwrites by .data"),
         (another_buffer, r"'mean': is set to another tensor, where autograd saves"),
         (data_and_itself, r"'mean': is set to another tensor, where autograd saves"),
     ],

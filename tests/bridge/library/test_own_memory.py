@@ -42,7 +42,7 @@ def test_results_share_no_memory(name):
 def test_a_derivative_that_is_the_gradient():
     """Of a complex operator, whose gradient comes back as another view of what it was given."""
     numbers = [torch.randn(5, 2, device=DEVICE) for _ in range(4)]
-    operands = '[[{"$complex": 0}, {"$complex": 1}, {"$complex": 2}], {}]'
+    operands = '[[{"$complex": 0}, {"$complex": 1}, {"$complex": 2}], {}, []]'
     arguments = ["aten.addcmul.default", operands, 0, [0], *map(TensorAt, range(4))]
     (made,) = invoke(FUNCTIONS["operator_vjp"], arguments, numbers)
     assert torch.equal(made, numbers[3]) and not overlap(made, numbers[3])
