@@ -22,7 +22,6 @@ OPERATORS = {
     "cosine": lambda x, y, w: F.cosine_similarity(x, y),
     "deviation": lambda x, y, w: x.std(-1),
     "variance and mean": lambda x, y, w: torch.var_mean(x, -1)[0],
-    "logarithm of a sum": lambda x, y, w: x.logsumexp(-1),
     "layer norm": lambda x, y, w: F.layer_norm(x, (4,), w[0], w[1]),
     "layer norm without weights": lambda x, y, w: F.layer_norm(x, (4,)),
     "layer norm of an argument's weights": lambda x, y, w: F.layer_norm(x, (4,), y[0]),
