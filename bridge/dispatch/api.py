@@ -1,9 +1,4 @@
-"""``add_tvm_dispatch``, ``remove_tvm_dispatch`` and ``stats``: the public functions on a dispatched module.
-
-The dispatcher lies where ``nn.Module.compile()`` puts its own callable: in the instance attribute
-``_compiled_call_impl``, which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so that copies
-and pickles are plain modules.
-"""
+"""``add_tvm_dispatch``, ``remove_tvm_dispatch`` and ``stats``: the public functions on a dispatched module."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from bridge.rng import Draws, swap_state
 __all__ = ["Action", "CallRun", "CallValues", "outside_autocast"]
 
 
+@dataclass(slots=True, init=False, eq=False)
 class CallValues:
     """The values of one call.
 
@@ -47,9 +49,6 @@ class CallValues:
         later: what the backward asks before it runs; ``None``: nothing.
         undo: takes the draws back; ``None`` where none were made.
     """
-
-    __slots__ = ("beside", "computed", "held", "inputs", "later", "module", "primals", "result", "saved")
-    __slots__ += ("undo", "values", "watched")
 
     module: nn.Module | None
     inputs: list[torch.Tensor]

@@ -3,9 +3,7 @@
 It sits where ``nn.Module.compile()`` puts its own: in the instance attribute ``_compiled_call_impl``,
 which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so copies and pickles are plain modules.
 
-Hooks of a dispatched module: torch runs them around the compiled forward.
-
-torch runs a module's hooks in ``nn.Module._call_impl``, around ``self.forward``. To put another forward there without
+Hooks: torch runs a module's in ``nn.Module._call_impl``, around ``self.forward``. To put another forward there without
 touching the module, which other threads may be calling, ``_call_impl`` is given a shell in the module's place: all the
 module's state, that forward, and the module's hooks, each of which is called with the module itself.
 """

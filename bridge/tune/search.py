@@ -284,6 +284,8 @@ def _outcome(record: dict[str, Any]) -> Outcome:
 
 
 WAYS, FORMS = "ways", "forms"
+_SHAPES = {WAYS: "product", FORMS: "call"}
+"""How a record of the kind calls what it is about."""
 
 _MOST_PRODUCTS, _MOST_CALLS = 12, 12
 """Classes of products, and of library calls, that are tried in a call."""
@@ -325,11 +327,10 @@ def _chosen(entry: Entry, backend: Backend) -> tuple[dict[ProductShape, str], li
 
 def _calls(calls: Iterable[CallShape], backend: Backend, log: TuningLog) -> Iterator[Knob]:
     """Those that take longest first, of the ones that have another promising form."""
-    times = {call: _seconds_of_forms(call, backend, log) for call in calls}
+    times = {call: _recorded(log, FORMS, call, backend.seconds_of_forms)["seconds"] for call in calls}
     ordered = sorted((call for call in times if times[call]), key=lambda call: (-times[call][call.name], str(call)))
     for call in ordered[:_MOST_CALLS]:
-        forms = _promising(call.name, times[call])
-        if forms:
+        if forms := _promising(call.name, times[call]):
             yield Knob(CALLS, call, forms)
 
 
@@ -337,8 +338,8 @@ def _products(found: Mapping[ProductShape, str], backend: Backend, log: TuningLo
     """The largest first, of those that have another promising way."""
     ordered = sorted(found, key=lambda product: (-product.multiplications, str(product)))
     for product in ordered[:_MOST_PRODUCTS]:
-        present, seconds = _measured(product, found[product], backend, log)
-        if ways := _promising(present, seconds):
+        record = _recorded(log, WAYS, product, backend.seconds_of_ways, present=found[product])
+        if ways := _promising(str(record.get("present")), record["seconds"]):
             yield Knob(PRODUCTS, product, ways)
 
 
@@ -349,20 +350,10 @@ def _promising(present: str, seconds: Mapping[str, float]) -> tuple[str, ...]:
     return tuple(ways[:_MOST_WAYS])
 
 
-def _measured(product: ProductShape, present: str, backend: Backend, log: TuningLog) -> tuple[str, dict[str, float]]:
-    """The present way of a product and the seconds of all ways, from the log where it has them."""
-    named = repr(astuple(product))
+def _recorded(log: TuningLog, kind: str, shape: Any, measure: Callable[[Any], Any], **told: Any) -> dict[str, Any]:
+    """The record of the seconds of a product's ways or of a call's forms: the log's, or a new one, measured now."""
+    field, named = _SHAPES[kind], repr(astuple(shape))
     for record in log.records:
-        if record.get("kind") == WAYS and record.get("product") == named and isinstance(record.get("seconds"), dict):
-            return str(record.get("present")), record["seconds"]
-    record = log.append(kind=WAYS, product=named, present=present, seconds=dict(backend.seconds_of_ways(product)))
-    return present, record["seconds"]
-
-
-def _seconds_of_forms(call: CallShape, backend: Backend, log: TuningLog) -> dict[str, float]:
-    """The seconds of a call's forms, from the log where it has them."""
-    named = repr(astuple(call))
-    for record in log.records:
-        if record.get("kind") == FORMS and record.get("call") == named and isinstance(record.get("seconds"), dict):
-            return record["seconds"]
-    return log.append(kind=FORMS, call=named, seconds=dict(backend.seconds_of_forms(call)))["seconds"]
+        if record.get("kind") == kind and record.get(field) == named and isinstance(record.get("seconds"), dict):
+            return record
+    return log.append(kind=kind, **{field: named}, **told, seconds=dict(measure(shape)))

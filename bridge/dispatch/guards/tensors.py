@@ -188,7 +188,6 @@ def _explain(each: Property, stage: int, what: str, then: Any, now: Any) -> Guar
 
 
 _STATISTICS = {"running_mean", "running_var"}
-
 _CHANGES = attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
 
@@ -258,17 +257,13 @@ def uncounted_statistics(module: nn.Module, captured: Captured) -> list[int]:
         if isinstance(node.target, OpOverload):
             names = (argument.name for argument in node.target._schema.arguments)
             given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-            values = (value for name, value in given.items() if name in _STATISTICS)
-            found |= {captured.placeholders[value.name] for value in values if _is_placeholder(value)}
+            nodes = (each for name, each in given.items() if name in _STATISTICS and isinstance(each, fx.Node))
+            found |= {captured.placeholders[each.name] for each in nodes if each.op == "placeholder"}
     tensors = [tensor for layer in module.modules() if _counts(layer) for tensor in layer.buffers(recurse=False)]
     names = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
     owned = {index: names.get(spec.name) for index, spec in enumerate(captured.module_tensors)}
     counted = {id(tensor) for tensor in tensors}
     return sorted(index for index in found if index in owned and id(owned[index]) not in counted)
-
-
-def _is_placeholder(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.op == "placeholder"
 
 
 def _counts(layer: nn.Module) -> bool:
