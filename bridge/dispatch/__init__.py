@@ -14,13 +14,12 @@ from bridge.dispatch.compile_entry import (
 )
 from bridge.dispatch.compile_entry import compile_entry as entry_of_call
 from bridge.dispatch.dispatcher import MAX_ENTRIES, Dispatcher, DispatchOptions
-from bridge.dispatch.entries import NO_ENTRY, Entries
+from bridge.dispatch.entries import NO_ENTRY, DispatchStats, Entries
 from bridge.dispatch.entry import MAX_BOUND, Entry, EntryOptions
 from bridge.dispatch.executable import Executable
 from bridge.dispatch.guards import SAVED, EntryGuard, GuardFailure, interpreter_state, signature_of
 from bridge.dispatch.parts import PartStats
 from bridge.dispatch.programs import BackwardRun, FrozenPrograms, Programs, compile_programs
-from bridge.dispatch.stats import DispatchStats
 from bridge.dispatch.worth import TimedStep, unnoticed
 
 __all__ = ["MAX_BOUND", "MAX_ENTRIES", "NO_ENTRY", "SAVED", "STEPS", "Backward", "BackwardRun", "CallStep"]

@@ -17,9 +17,9 @@ from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import after_pre_hooks, dynamic_dims, normalize_sample
 from bridge.compile import MODES, backend_for
 from bridge.dispatch.dispatcher import Dispatcher, DispatchOptions
+from bridge.dispatch.entries import DispatchStats
 from bridge.dispatch.options import dispatcher_of, install, options_of, uninstall
 from bridge.dispatch.parts import PartStats, add_parts, parts_of, remove_parts
-from bridge.dispatch.stats import DispatchStats
 from bridge.lowering import DEFAULT_PARTITION
 from bridge.state import SampleCall
 from partition import Strategy

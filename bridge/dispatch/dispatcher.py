@@ -50,12 +50,11 @@ from bridge.dispatch.compile_entry import (
     installed_tuner,
     require_capturable,
 )
-from bridge.dispatch.entries import CompileBudget, Entries, no_entry
+from bridge.dispatch.entries import CompileBudget, DispatchStats, Entries, advice, no_entry
 from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.generalize import Generalization
 from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.outer_compiler import call_opaque, hide
-from bridge.dispatch.stats import DispatchStats, advice
 from bridge.dispatch.worth import TOO_SMALL, measure_worth
 from bridge.state import SampleCall
 

@@ -27,10 +27,10 @@ from bridge.base.torch_internals import pytree
 from bridge.capture import device_of_call
 from bridge.compile import RecordedGraphs
 from bridge.dispatch.dispatcher import Dispatcher, DispatchOptions
+from bridge.dispatch.entries import DispatchStats
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.options import dispatcher_of, install, options_of, uninstall
 from bridge.dispatch.sample_run import InnerCall, inner_calls, shares_of
-from bridge.dispatch.stats import DispatchStats
 from bridge.state import SampleCall, own_attributes
 
 __all__ = ["DispatchedParts", "Eager", "PartStats", "add_parts", "parts_of", "remove_parts"]
