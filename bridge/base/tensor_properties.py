@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, eq
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -118,7 +118,7 @@ def properties_of(tensor: torch.Tensor) -> list[Any]:
 _OTHERS = (type, torch.Tensor.is_inference)
 
 
-class TensorChecks:
+class TensorChecks(NamedTuple):
     """A test that as many tensors look exactly like the sample's. It may say no where only torch's modes differ.
 
     Attributes:
@@ -127,10 +127,8 @@ class TensorChecks:
         again: the same question of a list in which one is given twice; false of others.
     """
 
-    __slots__ = ("again", "exact")
-
-    def __init__(self, exact: Callable[..., bool], again: Callable[[Sequence[torch.Tensor]], bool]):
-        self.exact, self.again = exact, again
+    exact: Callable[..., bool]
+    again: Callable[[Sequence[torch.Tensor]], bool]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> bool:
         return self.exact(*tensors) or self.again(tensors)
@@ -195,9 +193,8 @@ def as_parts(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def as_complex(parts: torch.Tensor) -> torch.Tensor:
-    """The complex tensor of parts in a last dimension, in the same memory."""
-    return torch.view_as_complex(parts)
+as_complex: Callable[[torch.Tensor], torch.Tensor] = torch.view_as_complex
+"""The complex tensor of parts in a last dimension, in the same memory."""
 
 
 def is_parts_view(view: torch.Tensor, base: torch.Tensor) -> bool:

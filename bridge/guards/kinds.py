@@ -156,11 +156,6 @@ def _write_slice(value: Any, contents: Any) -> None:
     value[:] = contents
 
 
-def _pointed(value: Any) -> Any:
-    """A pointer of ctypes: where it points, and what is there."""
-    return [bytes(value), bytes(value.contents) if value else None]
-
-
 def _precision(value: Any) -> Any:
     """A context of decimals, without the flags that each operator sets."""
     traps = [kind.__name__ for kind, raises in value.traps.items() if raises]
@@ -170,10 +165,6 @@ def _precision(value: Any) -> Any:
 def _write_memory(value: Any, contents: Any) -> None:
     ctypes = sys.modules["ctypes"]
     ctypes.memmove(ctypes.addressof(value), contents, len(contents))
-
-
-def _write_lock(value: Any, held: bool) -> None:
-    value.acquire(False) if held else value.release()
 
 
 def _stored(kind: type) -> Any:
@@ -218,9 +209,12 @@ _ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], No
     ("_ctypes", "Array"): _memory,
     ("_ctypes", "Structure"): _memory,
     ("_ctypes", "Union"): _memory,
-    ("_ctypes", "_Pointer"): (_pointed, None),
+    ("_ctypes", "_Pointer"): (lambda value: [bytes(value), bytes(value.contents) if value else None], None),
     ("_thread", "RLock"): (repr, None),
-    ("_thread", "lock"): (lambda value: value.locked(), _write_lock),
+    ("_thread", "lock"): (
+        lambda value: value.locked(),
+        lambda value, held: value.acquire(False) if held else value.release(),
+    ),
     ("_queue", "SimpleQueue"): (lambda value: value.qsize(), None),
     ("_hashlib", "HASH"): (lambda value: value.digest(), None),
     **{("_asyncio", each): (lambda value: [value.done(), value._result, value._exception], None) for each in _FUTURES},

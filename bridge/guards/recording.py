@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import _bootstrap
 from types import CodeType, FrameType, FunctionType, GeneratorType
@@ -109,7 +109,7 @@ class Reads(CallAnalysis):
     def mentions(self, *names: str) -> bool:
         """Whether one of these names occurs in code that ran and is not torch's or Python's."""
         own = (code for code, flow in self.codes.items() if flow is not None)
-        return any(not is_library(code.co_filename) and _mentions(code, names) for code in own)
+        return any(not is_library(code.co_filename) and not set(names).isdisjoint(code.co_names) for code in own)
 
     def _known_before(self) -> None:
         """Strangers that were there before: they are known now, and so are the places that were read in them."""
@@ -418,7 +418,3 @@ def _flow(code: CodeType, namespace: dict[str, Any], called: bool) -> DataFlow |
 
 def _named(code: CodeType) -> tuple[str, str]:
     return code.co_filename, code.co_name
-
-
-def _mentions(code: CodeType, names: Iterable[str]) -> bool:
-    return not set(names).isdisjoint(code.co_names)

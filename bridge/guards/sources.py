@@ -32,10 +32,6 @@ class Held(NamedTuple):
     values: dict[Any, Any]
     inside: dict[Any, Any]
 
-    @classmethod
-    def none(cls) -> Held:
-        return cls({}, {})
-
 
 class Variables:
     """Assigned variables.
@@ -46,7 +42,7 @@ class Variables:
     """
 
     def __init__(self, names: Iterable[str]):
-        self.held = {name: Held.none() for name in names}
+        self.held = {name: Held({}, {}) for name in names}
         self.shown = self.held
         self.busy: set[str] = set()
 
@@ -215,7 +211,7 @@ class Sources(Insides):
 
     def _assigned(self, frame: Frame, flow: DataFlow) -> None:
         """Follows assignments until no variable has a new value: from what is new, and at last from everything."""
-        everything, passes, nothing = True, 0, dict.fromkeys(frame.variables.held, Held.none())
+        everything, passes, nothing = True, 0, dict.fromkeys(frame.variables.held, Held({}, {}))
         while flow.variables:
             if (passes := passes + 1) > _MOST_PASSES:
                 told = "leads from object to object, more of them than are followed"
@@ -236,7 +232,7 @@ class Sources(Insides):
 
     def _new(self, frame: Frame, name: str, sources: Iterable[Source]) -> Held:
         """What is assigned to a variable and was not known yet."""
-        new, known = Held.none(), frame.variables.held[name]
+        new, known = Held({}, {}), frame.variables.held[name]
         for source in sources:
             if source[0] == "var":
                 held = frame.variables.shown[source[1]]
@@ -286,7 +282,8 @@ class Sources(Insides):
         if self.passed:
             for value in self._given(frame, sources):
                 self.identity_of_passed(value, frame.where)
-        return self._constants(frame, [each for each in sources if _is_heard(frame, each)])
+        heard = [each for each in sources if each[0] != "called" and (each[0] != "result" or each[1] in frame.python)]
+        return self._constants(frame, heard)
 
     def _unheard(self, frame: Frame, source: Source) -> bool:
         """Whether a key is what one of the other kind gives: Python's and C's functions have a source each."""
@@ -310,11 +307,6 @@ class Sources(Insides):
         if value is ABSENT and answer_of(find_spec, (full,), {}) is None:
             self.items.setdefault(("missing", full), Missing(full, Place("module", full)))
         return interesting(value)
-
-
-def _is_heard(frame: Frame, source: Source) -> bool:
-    """Whether a key is known one by one: it is none that a function in C makes."""
-    return source[0] != "called" and (source[0] != "result" or source[1] in frame.python)
 
 
 def _peek(owner: Any, name: str) -> Any:

@@ -38,17 +38,13 @@ def cut(line: str, full: bool) -> str:
     return line if full or len(line) <= WIDTH else line[: WIDTH - 3] + "..."
 
 
-def _tail(cell: str) -> str:
-    return cell if len(cell) <= _CELL else "..." + cell[3 - _CELL :]
-
-
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]], full: bool, right: tuple[int, ...]) -> list[str]:
     """Rows under a head, columns aligned (``right``: to the right); long cells keep their ends unless ``full``."""
     if not rows:
         return []
     if not full:
-        last = len(head) - 1
-        rows = [tuple(cell if i == last else _tail(cell) for i, cell in enumerate(row)) for row in rows]
+        tails = [[cell if len(cell) <= _CELL else "..." + cell[3 - _CELL :] for cell in row[:-1]] for row in rows]
+        rows = [(*tail, row[-1]) for tail, row in zip(tails, rows, strict=True)]
     everything = [head, *rows]
     widths = [max(len(row[column]) for row in everything) for column in range(len(head))]
     widths[-1] = 0

@@ -11,7 +11,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -215,7 +215,10 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._is_shown:
-            self._bar = _bar(total=self._seconds, desc=f"tune {self._name}", bar_format=_FORM)
+            with suppress(ImportError):  # it comes with the extra ``train``
+                from tqdm import tqdm
+
+                self._bar = tqdm(total=self._seconds, desc=f"tune {self._name}", bar_format=_FORM)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -235,14 +238,6 @@ class Progress:
         now = min(search.spent, self._seconds)
         self._bar.update(now - self._shown_seconds)
         self._shown_seconds = now
-
-
-def _bar(**how: Any) -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:  # it comes with the extra ``train``
-        return None
-    return tqdm(**how)
 
 
 @dataclass(frozen=True)

@@ -91,13 +91,6 @@ def _inputs(lowered: LoweredCall, sample: Sample) -> list[torch.Tensor]:
     return tensors + [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _drawn(lowered: LoweredCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    imported = lowered.imported
-    used = (*imported.input_draws, *imported.dropout_draws)
-    captured = lowered.captured
-    return Draws(captured.draws, imported.dropout_draws, used, captured.module_name, (), captured.device).make(inputs)
-
-
 def _grad_outs(lowered: LoweredCall, results: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
     generator, likes = torch.Generator().manual_seed(seed), [results[position] for position in lowered.differentiable]
     return [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in likes]
@@ -111,11 +104,12 @@ def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
     """
     sample = copied(sample_of(lowered))
     captured, imported = lowered.captured, lowered.imported
-    inputs = _inputs(lowered, sample)
+    inputs, used = _inputs(lowered, sample), (*imported.input_draws, *imported.dropout_draws)
+    draws = Draws(captured.draws, imported.dropout_draws, used, captured.module_name, (), captured.device)
     before = [as_parts(tensor.detach()).clone() for tensor in inputs]
     with torch.random.fork_rng(devices=gpus_in_use()), torch.set_grad_enabled(bool(lowered.differentiable)):
         torch.manual_seed(seed)
-        drawn = _drawn(lowered, inputs)
+        drawn = draws.make(inputs)
         torch.manual_seed(seed)
         with working_for(captured.device), autocast_to(sample.autocast):
             args, kwargs = unpacked((sample.args, sample.kwargs))
