@@ -96,13 +96,9 @@ class _Hooks(OrderedDict):
 def take_hooks(call: Any) -> None:
     """Hooks that users register on results of a call come into :class:`_Hooks`, as ``Tensor.register_hook`` does it."""
     for tensor in call.computed:
-        _take_hooks(tensor)
-
-
-def _take_hooks(tensor: torch.Tensor) -> None:
-    if tensor.requires_grad and tensor._backward_hooks is None:
-        tensor._backward_hooks = _Hooks()
-        tensor.grad_fn._register_hook_dict(tensor)
+        if tensor.requires_grad and tensor._backward_hooks is None:
+            tensor._backward_hooks = _Hooks()
+            tensor.grad_fn._register_hook_dict(tensor)
 
 
 class _Looked:
@@ -110,7 +106,9 @@ class _Looked:
 
     def __init__(self, tensor: torch.Tensor):
         self._alive = weakref.ref(tensor)
-        _take_hooks(tensor)
+        if tensor.requires_grad and tensor._backward_hooks is None:  # as :func:`take_hooks`
+            tensor._backward_hooks = _Hooks()
+            tensor.grad_fn._register_hook_dict(tensor)
         self._hooks, self._version = tensor._backward_hooks, tensor._version
 
     def tensor(self) -> torch.Tensor | None:
