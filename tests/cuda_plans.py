@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from bridge.compile.cuda.backend import CudaBackend
-from bridge.compile.cuda.kernels import generate, generate_apart
+from bridge.compile.cuda.backend import CudaBackend, generate, generate_apart
 from bridge.compile.cuda.limits import LIMITS, ORDER
 from bridge.compile.loop_ir.graph import Graph, Reduction, Value
 from bridge.compile.runtime.link import kernel_apart

@@ -3,7 +3,6 @@
 from bridge.aten import (
     activations,
     any_operator,
-    attention,
     conv,
     indexing,
     nn,
@@ -13,13 +12,12 @@ from bridge.aten import (
     reductions,
     shape,
     special,
-    windows,
 )
 from bridge.aten.draws import described_draw
 from bridge.aten.importer import Imported, import_graph
 from bridge.aten.recurrent import LayerShape, layers_chosen_by
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 
-__all__ = ["CONVERSIONS", "Imported", "LayerShape", "UnsupportedUse", "activations", "any_operator", "attention"]
-__all__ += ["conv", "described_draw", "import_graph", "indexing", "layers_chosen_by", "nn", "own_functions"]
-__all__ += ["pointwise", "recurrent", "reductions", "shape", "special", "windows"]
+__all__ = ["CONVERSIONS", "Imported", "LayerShape", "UnsupportedUse", "activations", "any_operator", "conv"]
+__all__ += ["described_draw", "import_graph", "indexing", "layers_chosen_by", "nn", "own_functions"]
+__all__ += ["pointwise", "recurrent", "reductions", "shape", "special"]

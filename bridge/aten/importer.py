@@ -31,8 +31,7 @@ from autodiff.scan import from_marks
 from autodiff.typed import normalizer
 from autodiff.zapp import reshaped
 from bridge.aten.any_operator import check_functional, whole
-from bridge.aten.complex_arithmetic import COMPLEX
-from bridge.aten.complex_parts import convert_complex, is_complex
+from bridge.aten.complex_arithmetic import COMPLEX, convert_complex, is_complex
 from bridge.aten.complex_value import PARTS, Complex, joined, joined_form, separated
 from bridge.aten.draws import ChainedDraws, given_type, unplaced
 from bridge.aten.number_checks import compared, computed_numbers, first_broken, holds

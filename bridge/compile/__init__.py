@@ -4,8 +4,17 @@ from bridge.compile.backend import Backend, Built
 from bridge.compile.codegen.philox import IN_A_ROW
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cpu.build import features as host_features
-from bridge.compile.cpu.mt19937 import DEGREE, DOUBLE, FLOAT, PER_BLOCK, STATE_WORDS, WORDS, bernoulli_function
-from bridge.compile.cpu.mt19937_lock import hold_function, swap_function
+from bridge.compile.cpu.mt19937 import (
+    DEGREE,
+    DOUBLE,
+    FLOAT,
+    PER_BLOCK,
+    STATE_WORDS,
+    WORDS,
+    bernoulli_function,
+    hold_function,
+    swap_function,
+)
 from bridge.compile.cuda.products import Gpu, gpu_of
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
 from bridge.compile.graphs.executor import EntryGraphs
@@ -21,9 +30,8 @@ from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 from bridge.compile.runtime.program import Program, same_code
 from bridge.compile.runtime.storage import load as load_program
 from bridge.compile.runtime.storage import save as save_program
-from bridge.compile.schedule.chain_plan import CallShape
+from bridge.compile.schedule.chain_plan import CallShape, ProductShape
 from bridge.compile.schedule.choices import CALLS, LIMITS, NO_CHOICES, ORDER, PARTITION, PRODUCTS, Choices
-from bridge.compile.schedule.products import ProductShape
 from bridge.compile.signature import KeptFunction, digest_of
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask

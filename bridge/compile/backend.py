@@ -19,11 +19,10 @@ from tvm.tirx import PrimFunc
 
 from autodiff.lazy import cached_property
 from bridge.compile.loop_ir.operations import LookupPlan, PackPlan, PoolPlan, ProductPlan, ScatterPlan
-from bridge.compile.schedule.chain_plan import CallShape, ChainPlan, ColumnPlan
+from bridge.compile.schedule.chain_plan import CallShape, ChainPlan, ColumnPlan, ProductPolicy, ProductShape
 from bridge.compile.schedule.choices import NO_CHOICES, Alternative, Choices
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
-from bridge.compile.schedule.products import ProductPolicy, ProductShape
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.together import TogetherPlan
 

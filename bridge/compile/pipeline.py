@@ -71,8 +71,7 @@ from bridge.compile.runtime.link import assemble
 from bridge.compile.runtime.loop_frame import inner_steps
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.storage import keep_program, kept_program
-from bridge.compile.schedule.chain_plan import CallShape
-from bridge.compile.schedule.products import ProductPolicy, ProductShape
+from bridge.compile.schedule.chain_plan import CallShape, ProductPolicy, ProductShape
 from bridge.compile.signature import KeptFunction, digest_of, size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate

@@ -1,12 +1,11 @@
 """torch's kernels as named functions with attributes: what compiled programs call, and reference interpreters run.
 
 :data:`FUNCTIONS` holds ``library.<name>`` (see :mod:`autodiff.library`) by name, which return tensors of their own;
-:data:`OUT_KERNELS` the kernels that write into given tensors (:mod:`bridge.library.operators`,
-:mod:`bridge.library.products`). No name is in both.
+:data:`OUT_KERNELS` the kernels that write into given tensors (:mod:`bridge.library.operators`). No name is in both.
 """
 
 # Importing these registers their functions and kernels.
-from bridge.library import attention, convolution, draws, indexing, operators, padding, products, recurrent  # noqa: F401
+from bridge.library import attention, convolution, draws, indexing, operators, recurrent  # noqa: F401
 from bridge.library.convolution import FORMS
 from bridge.library.operators import waits_for_the_device
 from bridge.library.registry import (

@@ -20,7 +20,7 @@ from torch import Tensor
 from autodiff.library import LEARNED
 from bridge.base.generators import at_state, default_generator, own_at
 from bridge.base.torch_internals import aten
-from bridge.library.padding import move
+from bridge.library.convolution import move
 from bridge.library.registry import library_function
 
 __all__ = ["FORMULA", "KERNELS", "SUMS", "AttentionKernel", "Dropout"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bridge.base.session import SESSION
-from bridge.compile.schedule.products import GENERATED
+from bridge.compile.schedule.chain_plan import GENERATED
 from bridge.trials import Pace
 
 __all__ = ["ENVIRONMENT", "fresh", "pinned", "seeded"]
@@ -44,7 +44,7 @@ def pinned() -> Iterator[None]:
             "bridge.compile.cpu.products.measured",
             lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0},
         )
-        patch.setattr("bridge.lowering.recurrent_trial._seconds", lambda *args: {})
+        patch.setattr("bridge.lowering.pipeline._seconds", lambda *args: {})
         patch.setattr("bridge.dispatch.worth._PACE", Pace(fewest=1, most=1, warm_up=2))
         torch.set_num_threads(1)
         for logger in loggers:

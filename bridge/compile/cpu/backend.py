@@ -20,8 +20,7 @@ from tvm.tirx import PrimFunc
 from bridge.base.log import channel
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import CpuLibraries, fingerprint, kernel_source
-from bridge.compile.cpu.chain import chain_function
-from bridge.compile.cpu.gemm import gemm_function, packed_gemm_function, packing_function
+from bridge.compile.cpu.gemm import chain_function, gemm_function, packed_gemm_function, packing_function
 from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.loops import generate, generate_columns, scheduled
 from bridge.compile.cpu.products import CpuProducts, Multiply, generated_types
@@ -32,13 +31,12 @@ from bridge.compile.runtime.executor import Executor, bind_all
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.loop_frame import RunLoop
 from bridge.compile.runtime.program import Program
-from bridge.compile.schedule.chain_plan import CallShape, ChainPlan, ColumnPlan
+from bridge.compile.schedule.chain_plan import CallShape, ChainPlan, ColumnPlan, ProductShape
 from bridge.compile.schedule.choices import LIMITS as OF_LIMITS
 from bridge.compile.schedule.choices import ORDER as OF_ORDER
 from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
-from bridge.compile.schedule.products import ProductShape
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.library import FORMS, FUNCTIONS, TensorAt, invoke
 from bridge.trials import seconds_of

@@ -10,7 +10,7 @@ is measured: products are torch's, as in eager.
 Ways to compute a matrix product on the CPU: by name, and as functions over memory of their own for measuring.
 
 Every way gives the product to rounding; they differ in the order of additions. Library ways are the kernels of
-:mod:`bridge.library.products`, called as a program calls them.
+:mod:`bridge.library.operators`, called as a program calls them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from bridge.compile.cpu.threads import in_a_plain_thread
 from bridge.compile.loop_ir.operations import Geometry, Packing, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.runtime.build import settle
-from bridge.compile.schedule.products import (
+from bridge.compile.schedule.chain_plan import (
     BY_ROWS,
     CHAINED,
     GENERATED,
@@ -210,7 +210,7 @@ Measure = Callable[[ProductShape, Sequence[str]], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class CpuProducts:
-    """Matrix products on this processor; a :class:`~bridge.compile.schedule.products.ProductPolicy`.
+    """Matrix products on this processor; a :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`.
 
     Attributes:
         target: what generated code is built for.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from autodiff.extents import Dim, Extent, minimum
-from bridge.compile.schedule.products import ProductShape
+from bridge.compile.schedule.chain_plan import ProductShape
 
 __all__ = ["BLOCK", "NUMBERS", "CudaProducts", "Gpu", "gpu_of"]
 
@@ -50,7 +50,7 @@ _MOST_CARRIED = 3 * 2**18
 
 @dataclass(frozen=True)
 class CudaProducts:
-    """cuBLAS by torch, a :class:`~bridge.compile.schedule.products.ProductPolicy`.
+    """cuBLAS by torch, a :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`.
 
     The way follows from the shape, and from torch's settings, which are part of the compile options: products of few
     rows are cuBLASLt's, which eager's linear layers call, too, in TF32 those of a transposed weight, else those of a

@@ -214,7 +214,7 @@ class ProductPlan:
     """How generated code computes a matrix product: all that its kernel is told.
 
     Attributes:
-        way: what the backend's policy chose, see :mod:`bridge.compile.schedule.products`.
+        way: what the backend's policy chose, see :mod:`bridge.compile.schedule.chain_plan`.
         element_type: of operands and result; the kernel is made for it alone.
         geometry: extents and strides.
         block: rows and columns of the result that one task computes.

@@ -58,10 +58,9 @@ from bridge.compile.passes.cheap import Producers, permuted_arithmetic
 from bridge.compile.passes.choose_products import ProductChoice
 from bridge.compile.passes.sections import Placed, is_all_of_a_value
 from bridge.compile.schedule.access import make_space, share_loops
-from bridge.compile.schedule.chain_plan import CallShape
+from bridge.compile.schedule.chain_plan import CallShape, ProductPolicy
 from bridge.compile.schedule.fuse import sections_of
 from bridge.compile.schedule.limits import Rules
-from bridge.compile.schedule.products import ProductPolicy
 
 __all__ = ["arithmetic_of_copy", "calls_in", "choose_forms", "choose_layouts", "is_worth_joining", "join"]
 __all__ += ["make_walkable", "recompute_permutations"]

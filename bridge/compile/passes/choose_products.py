@@ -2,7 +2,7 @@
 
 Generated code reads operands through any strides, so heads of an attention are never copied into place, and writes its
 result in the order in which all its readers permute it. The policy is a
-:class:`~bridge.compile.schedule.products.ProductPolicy`.
+:class:`~bridge.compile.schedule.chain_plan.ProductPolicy`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bridge.compile.loop_ir.graph import LibraryCall, MatMul, Neutral, Node, Ope
 from bridge.compile.loop_ir.operations import Geometry, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.sections import Placed
-from bridge.compile.schedule.products import (
+from bridge.compile.schedule.chain_plan import (
     CHAINED,
     GENERATED,
     PACKED,
@@ -265,7 +265,7 @@ def _library(
 ) -> Operand:
     """2-D products by the kernel that ``way`` names; batches by ``torch.bmm``.
 
-    ``keeps_order``: see :class:`~bridge.compile.schedule.products.ProductPolicy`; ``dtype``: of the result, the
+    ``keeps_order``: see :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`; ``dtype``: of the result, the
     operands' or a wider one (:mod:`bridge.compile.passes.product_forms`).
     """
     dtype = a.dtype if dtype is None else dtype

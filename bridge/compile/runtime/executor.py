@@ -32,7 +32,7 @@ from bridge.compile.runtime.layout import ARENAS, ArenaPool, InputForms, PoolBlo
 from bridge.compile.runtime.loop import loop_action
 from bridge.compile.runtime.loop_frame import Drive, Instruction, LoopFrames, RunLoop, is_framed
 from bridge.compile.runtime.program import Program
-from bridge.compile.schedule.products import PACKED
+from bridge.compile.schedule.chain_plan import PACKED
 from bridge.library import FUNCTIONS, OUT_KERNELS, dense, invoke
 
 __all__ = ["Action", "Actions", "Arrays", "Executor", "bind", "bind_all", "last_uses", "with_constants"]

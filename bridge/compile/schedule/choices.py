@@ -12,10 +12,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from bridge.artifact import written
-from bridge.compile.schedule.chain_plan import CallShape
+from bridge.compile.schedule.chain_plan import CallShape, LayoutClass, ProductShape
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
-from bridge.compile.schedule.products import LayoutClass, ProductShape
 
 __all__ = ["CALLS", "LIMITS", "NO_CHOICES", "ORDER", "PARTITION", "PRODUCTS", "Alternative", "Choices"]
 

@@ -20,8 +20,8 @@ from bridge.base.devices import working_for
 from bridge.capture import Captured, Draw, DropoutOperand, Observation, Output
 from bridge.compile import pipeline
 from bridge.lowering import LoweredCall
-from bridge.lowering.call_key import NotCanonicalError, canonical, code_digest
 from bridge.lowering.record import graph_of, record_of
+from bridge.lowering.reuse import NotCanonicalError, canonical, code_digest
 from tests.bridge.artifact.count_builds import captures, digest, in_children
 from tests.sampling import sampled
 

@@ -12,7 +12,7 @@ from torch import nn
 from bridge import add_tvm_dispatch, stats
 from bridge.base.session import SESSION
 from bridge.compile.cpu import build
-from bridge.lowering import recurrent_trial
+from bridge.lowering import pipeline
 from tests.bridge.compare import Call, assert_same, run
 from tests.sampling import sampled
 
@@ -36,9 +36,7 @@ def as_another_process():
 @pytest.fixture
 def measured(tried, monkeypatch):
     """As :func:`tried`, without compiling the forms, which most tests do not run."""
-    monkeypatch.setattr(
-        recurrent_trial, "_runs", lambda *_: dict.fromkeys((recurrent_trial._KERNEL, recurrent_trial._LOOP))
-    )
+    monkeypatch.setattr(pipeline, "_runs", lambda *_: dict.fromkeys((pipeline._KERNEL, pipeline._LOOP)))
     return tried
 
 
@@ -55,7 +53,7 @@ def tried(monkeypatch):
         found.append(functions)
         return {name: 1.0 if "oneDNN" in name else found.loop for name in functions}
 
-    monkeypatch.setattr(recurrent_trial, "seconds_of", seconds_of)
+    monkeypatch.setattr(pipeline, "seconds_of", seconds_of)
     return found
 
 
@@ -110,9 +108,9 @@ def test_layers_of_one_call_are_chosen_one_by_one(monkeypatch, measured):
     loop = {16: 2.0, SIZE: 0.5}
 
     def times(_, __, layer):
-        return {recurrent_trial._KERNEL: 1.0, recurrent_trial._LOOP: loop[layer.inputs]}
+        return {pipeline._KERNEL: 1.0, pipeline._LOOP: loop[layer.inputs]}
 
-    monkeypatch.setattr(recurrent_trial, "_seconds", times)
+    monkeypatch.setattr(pipeline, "_seconds", times)
     module = lstm(num_layers=2)
     eager, call = copy.deepcopy(module), Call((sample(),))
     assert forms(module, call.args[0]) == (True, True)
@@ -120,14 +118,14 @@ def test_layers_of_one_call_are_chosen_one_by_one(monkeypatch, measured):
 
 
 def test_both_forms_run_and_nobody_notices(monkeypatch):
-    found, seconds_of = [], recurrent_trial.seconds_of
+    found, seconds_of = [], pipeline.seconds_of
 
     def noted(functions):
         assert not torch.is_grad_enabled()
         found.append(seconds_of(functions))
         return found[-1]
 
-    monkeypatch.setattr(recurrent_trial, "seconds_of", noted)
+    monkeypatch.setattr(pipeline, "seconds_of", noted)
     module, x = lstm(), sample()
     state = torch.get_rng_state()
     with torch.autocast("cpu", enabled=False):
@@ -218,7 +216,7 @@ def test_what_cannot_be_tried_is_oneDNNs(monkeypatch, caplog):
     def fails(*_):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(recurrent_trial, "_runs", fails)
+    monkeypatch.setattr(pipeline, "_runs", fails)
     with caplog.at_level("INFO", "bridge.compile"):
         assert forms(lstm(), sample()) == KERNEL
     assert "no trial, oneDNN's kernel is taken: no memory" in caplog.text

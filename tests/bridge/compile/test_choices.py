@@ -24,7 +24,7 @@ from bridge.compile import (
     same_code,
     save_program,
 )
-from bridge.compile.schedule.products import GENERATED, LayoutClass
+from bridge.compile.schedule.chain_plan import GENERATED, LayoutClass
 from tests.bridge.compile_helpers import assert_same, function
 from tests.sampling import sampled
 

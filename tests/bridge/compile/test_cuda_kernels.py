@@ -11,8 +11,8 @@ import torch
 from autodiff.extents import ExtentScope
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cuda import row
+from bridge.compile.cuda.backend import generate
 from bridge.compile.cuda.build import cuda_source
-from bridge.compile.cuda.kernels import generate
 from bridge.compile.cuda.nvrtc import compiled
 from bridge.compile.cuda.row import SHORT_ROW, RowForm, combines_columns_alone
 from bridge.compile.loop_ir.graph import Concat, Operand, Value, whole

@@ -8,7 +8,7 @@ import torch
 from tvm.relax import op
 
 from bridge.compile import CompileOptions, DrawnMask, backend_for, compile_function
-from bridge.compile.cuda.kernels import generate
+from bridge.compile.cuda.backend import generate
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.pipeline import optimize
 from bridge.compile.schedule.fuse import fuse

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bridge import lower
-from bridge.aten.attention import cuda_flash
+from bridge.aten.nn import cuda_flash
 from bridge.aten.registry import CONVERSIONS
 from bridge.base.torch_internals import aten
 from bridge.compile import CallLibrary, Compilation, CompileOptions

@@ -15,7 +15,7 @@ from bridge.compile import CompileOptions, compile_function, host_backend, with_
 from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.runtime.instructions import Launch
-from bridge.compile.schedule.products import GENERATED, IN_PANELS, PACKED, LayoutClass, ProductShape
+from bridge.compile.schedule.chain_plan import GENERATED, IN_PANELS, PACKED, LayoutClass, ProductShape
 from tests.bridge.compile_helpers import function
 from tests.sampling import sampled
 

@@ -21,7 +21,7 @@ from bridge.compile import backend_for, compile_function, host_backend
 from bridge.compile.cpu.build import attainable_rate
 from bridge.compile.cpu.gemm_tile import NARROW, WIDE
 from bridge.compile.cpu.products import CpuProducts, ProductTrial, library_ways, measured, shape_class
-from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
+from bridge.compile.schedule.chain_plan import GENERATED, LayoutClass, ProductShape
 from tests.bridge.compile_helpers import function, program
 from tests.sampling import sampled
 

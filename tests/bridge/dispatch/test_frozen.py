@@ -15,7 +15,7 @@ from bridge import UnsupportedModule, add_tvm_dispatch, explain, stats
 from bridge.base.mkl import can_pack
 from bridge.base.session import SESSION
 from bridge.compile.cpu import products
-from bridge.compile.schedule.products import PACKED
+from bridge.compile.schedule.chain_plan import PACKED
 from tests.bridge.models import bert_layer
 from tests.device import DEVICE, moved
 from tests.sampling import sampled

@@ -53,7 +53,7 @@ def products(generator, monkeypatch):
     monkeypatch.setattr(generator, "advance", lambda _, q, k: -(-q.shape[:3].numel() * k.shape[2] // 4) * 4)
     monkeypatch.setattr(attention, "_noise", kept)
     monkeypatch.setattr(captured_draws, "attends_by_products", on_gpu)
-    monkeypatch.setattr("bridge.aten.attention.attends_by_products", on_gpu)
+    monkeypatch.setattr("bridge.aten.nn.attends_by_products", on_gpu)
     return generator
 
 

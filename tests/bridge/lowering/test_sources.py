@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from bridge.lowering.call_key import begin_reading, code_digest
+from bridge.lowering.reuse import begin_reading, code_digest
 
 TEXT = """
 from torch import nn
