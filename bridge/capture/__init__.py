@@ -4,6 +4,7 @@ from bridge.capture.captured import Captured
 from bridge.capture.counted_dims import sized
 from bridge.capture.draws import IsolatedRNG, attends_by_products, with_generator
 from bridge.capture.functional import RAN
+from bridge.capture.higher_order import AsPython
 from bridge.capture.inplace_rules import share_elements
 from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import LoopedCall, looped_run
@@ -35,7 +36,17 @@ from bridge.capture.thread_isolation import CAPTURES, is_capturing, is_traced_he
 from bridge.capture.twin import Twin
 from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 
-__all__ = ["ALL_COUNTS", "CAPTURES", "COMPUTED_DRAWS", "CUSTOM_GRADIENT", "LEAST", "LITERAL", "LOOP_MARKS", "ONCE"]
+__all__ = [
+    "ALL_COUNTS",
+    "CAPTURES",
+    "COMPUTED_DRAWS",
+    "CUSTOM_GRADIENT",
+    "LEAST",
+    "LITERAL",
+    "LOOP_MARKS",
+    "ONCE",
+    "AsPython",
+]
 __all__ += [
     "OVERWRITTEN",
     "OWN",

@@ -20,13 +20,13 @@ from torch.overrides import TorchFunctionMode
 from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
 from bridge.base.threads import stack_of
 from bridge.base.torch_higher_order import lifted_operands
-from bridge.base.torch_internals import innermost_transform, no_torch_function, pytree
+from bridge.base.torch_internals import HigherOrderOperator, innermost_transform, no_torch_function, pytree
 from bridge.capture.own_functions import functions_of_torchs
 
 if TYPE_CHECKING:
     from bridge.capture.recorder import OperatorRecorder
 
-__all__ = ["HigherOrder"]
+__all__ = ["AsPython", "HigherOrder"]
 
 
 class _NotExactError(Exception):
@@ -77,6 +77,16 @@ def _stacked(trees: Sequence[Any]) -> Any:
 _FORMS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "map_impl": _map, "scan": _scan}
 """Higher-order operators by their names → what is called in their place: whether autograd follows it (``None``: it is
 inside of another one), and the operator's arguments → its result."""
+
+
+class AsPython(TorchFunctionMode):
+    """While active, higher-order operators run as the Python that they mean, where Dynamo traces no frames."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not isinstance(func, HigherOrderOperator) or func.name() not in _FORMS:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return _FORMS[func.name()](None, *args, **(kwargs or {}))
 
 
 class Followed(torch.autograd.Function):

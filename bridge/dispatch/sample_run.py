@@ -23,8 +23,8 @@ from bridge.base.generators import default_generator, of_gpus, states_put_back
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.pytrees import packed_arguments, unpacked
 from bridge.base.threads import is_alone
-from bridge.base.torch_internals import COMPILED_CALL, innermost_transform, pytree
-from bridge.capture import IsolatedRNG, Twin, copier, device_of_call, is_capturing
+from bridge.base.torch_internals import COMPILED_CALL, innermost_transform, no_frames_compiled, pytree
+from bridge.capture import AsPython, IsolatedRNG, Twin, copier, device_of_call, is_capturing
 from bridge.dispatch.dispatcher import call_with_hooks
 from bridge.guards import Reads, recorded_reads, undo
 from bridge.state import SampleCall, generators_put_back
@@ -158,7 +158,13 @@ def _on_copies(call: SampleCall, enter: Enter) -> Iterator[SampleCall]:
         try:
             own = {key: each for key, each in twin.originals.items() if not isinstance(each, torch.Tensor)}
             reads = recorded_reads(Reads(own, twin.module.named_modules()))
-            with working_for(device_of_call(call)), generators_put_back(), reads.recorded():
+            with (
+                working_for(device_of_call(call)),
+                generators_put_back(),
+                no_frames_compiled(),
+                AsPython(),
+                reads.recorded(),
+            ):
                 given = call.as_pytree()
                 yield SampleCall(twin.module, *pytree.tree_map_only(torch.Tensor, copied, (given.args, given.kwargs)))
         finally:

@@ -29,7 +29,9 @@ _PYTHONS = "logging warnings.py tempfile.py importlib abc.py typing.py re/ sre_"
 _PYTHONS += "inspect.py linecache.py traceback.py tokenize".split()
 _PROCESSES = "util.py context.py synchronize.py process.py popen resource".split()
 _PYTHONS += [f"multiprocessing/{each}" for each in _PROCESSES]
-CALLED = tuple(os.path.join(TORCH_DIR, each) for each in ("utils/_config_module.py", "hub.py", "storage.py"))
+CALLED = tuple(
+    os.path.join(TORCH_DIR, each) for each in ("utils/_config_module.py", "utils/weak.py", "hub.py", "storage.py")
+)
 """Of torch's files: these are machinery where machinery calls them, as Python's library is."""
 CALLING = tuple(
     os.path.join(TORCH_DIR, each) for each in ("nn/modules/module.py", "autograd", "utils/_contextlib.py", "utils/_py")

@@ -362,3 +362,24 @@ def test_parameters_in_a_mapping_of_ones_own(whole):
         return y
 
     beside(make, step, lambda m, own: (double(9, 3, 4),), steps=4, whole=whole)
+
+
+def test_a_branch_of_torchs_that_draws_between_parts():
+    """``torch.cond`` is Dynamo's in eager: a run of the sample does not let it trace, and later calls do."""
+
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.after = Block().double(), Block().double()
+
+        def forward(self, x):
+            x = self.before(x)
+            return self.after(torch.cond(x.sum() > 0, lambda t: F.dropout(t.sin(), 0.5), lambda t: t.cos(), (x,)))
+
+    def step(module, own, i):
+        y = module(double(i, 3, WIDTH))
+        y.sum().backward()
+        return y
+
+    module = beside(lambda: (Chooses(), None), step, lambda m, own: (double(9, 3, WIDTH),), whole=False, hits=0)
+    assert [each.hits for each in stats(module).parts.values()] == [3, 3]
