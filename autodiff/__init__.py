@@ -17,22 +17,12 @@ from autodiff.normalization import spell_out
 from autodiff.pads import join_pads
 from autodiff.products import biased_products, join_products
 from autodiff.redundancy import common_subexpression_elimination, dead_code_elimination, unique_names
-from autodiff.row_blocks import reduce_in_blocks
 from autodiff.zapp import deduplicate_views, one_zapp, zapp_like, zero_zapp
 
 __all__ = ["Body", "NoGradient", "RewriteCounts", "UndifferentiableOp", "biased_products", "channels_behind", "clean"]
 __all__ += ["clean_joint", "common_subexpression_elimination", "dead_code_elimination", "deduplicate_views"]
 __all__ += ["differentiate", "drop_gradients", "heads_behind", "instantiate", "join_pads", "join_products"]
-__all__ += [
-    "mask_dropout",
-    "one_zapp",
-    "reduce_in_blocks",
-    "seed_vjp",
-    "spell_out",
-    "unique_names",
-    "without_grad_outs",
-    "zapp_like",
-]
+__all__ += ["mask_dropout", "one_zapp", "seed_vjp", "spell_out", "unique_names", "without_grad_outs", "zapp_like"]
 __all__ += ["zero_zapp"]
 
 gradients.register()

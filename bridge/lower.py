@@ -6,7 +6,7 @@
     rolled      steps of a loop become a scan, where there are any   autodiff.scan, partition.scans
     spelled     LayerNorm & co. become what TVM can differentiate    autodiff.spell_out
     forward     channels, heads behind; simplified, named uniquely    autodiff.clean
-    in blocks   logits that one loss reads, some rows at a time      autodiff.reduce_in_blocks
+    in blocks   logits that one loss reads, some rows at a time      autodiff.row_blocks
     biased      on a GPU, biases are added by products               autodiff.biased_products
     joint       grad_outs in, gradients out                          autodiff.differentiate
     cleaned     ZappLike, ZeroZapp, OneZapp, CSE, DCE                autodiff.clean_joint

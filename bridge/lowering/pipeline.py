@@ -25,6 +25,7 @@ from torch import nn
 
 import autodiff
 from autodiff.ir import Function, dtype, shape
+from autodiff.row_blocks import reduce_in_blocks
 from autodiff.scan import hoist, roll_up
 from bridge.aten import Imported, LayerShape, import_graph, layers_chosen_by
 from bridge.base.devices import HOST, working_for
@@ -180,7 +181,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     blocks: list[str] = []
     if rolls:
         asked = differentiable, wanted, blocks
-        lowered.run("in blocks", "autodiff.reduce_in_blocks", body, autodiff.reduce_in_blocks, *asked, if_changed=True)
+        lowered.run("in blocks", "reduce_in_blocks", body, reduce_in_blocks, *asked, if_changed=True)
     if captured.device != HOST:
         lowered.run("biased", "autodiff.biased_products", body, autodiff.biased_products, if_changed=True)
     if not differentiable:
