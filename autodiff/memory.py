@@ -48,7 +48,7 @@ def read_memory(
     made = [_in_the_end(body, supply, parameters[place].var, place) for place in sorted(again.keys() - last.keys())]
     last |= {int(mark.value.args[2].value): mark.var for mark in made}
     instead: dict[Binding, Expr] = {parameters[place]: var for place, var in last.items()}
-    instead |= {mark: last[int(mark.value.args[2].value)] for mark in marks}
+    instead |= {mark: last[place] for mark in marks if (place := int(mark.value.args[2].value)) in last}
     looked_at = {binding: True for binding in marks}
     looked_at |= {parameters[place]: again.get(place, True) for place in last}
     places = {binding: {place for place, var in last.items() if var is instead[binding]} for binding in instead}

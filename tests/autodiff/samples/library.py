@@ -242,7 +242,7 @@ for _name in ("cummax", "cummin"):
 
 
 def _operator(name, reference, tensors):
-    arguments = json.dumps([[{"$tensor": index} for index in range(len(tensors))], {}])
+    arguments = json.dumps([[{"$tensor": index} for index in range(len(tensors))], {}, []])
     _library("operator", reference, tensors, before=(name, arguments))
 
 
