@@ -77,7 +77,7 @@ def refused(module, x, sample):
         return
     examine(module, x)
     with pytest.raises(UnsupportedModule):
-        add_tvm_dispatch(module, x)
+        add_tvm_dispatch(module, x, whole=True)
 
 
 @pytest.mark.parametrize("used", [True, False])
@@ -91,7 +91,7 @@ def test_what_forward_moves_is_refused_and_not_moved(kind, where, sample, used):
     got, module = outcomes(make, where, moves, used, x, lambda module: refused(module, x, sample))
     assert all(map(torch.equal if sample != "parts" else torch.allclose, got, wanted))
     if not sample:
-        assert stats(module).hits == 0
+        assert sum(stats(module).misses.values()) == 3  # of the module itself; what is inside of it may be dispatched
 
 
 @pytest.mark.parametrize("where", ["attribute", "list", "global"])
