@@ -12,10 +12,12 @@ Terms as integer expressions of TVM's IR, spelled in one way: equal terms are eq
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.tirx import IntImm
+
+from autodiff.lazy import cached_property
 
 __all__ = ["Atom", "Composite", "Monomial", "Range", "SizeGuard", "Symbol", "Terms", "add", "constant", "divide"]
 __all__ += ["multiply", "normal", "range_of", "symbols_of", "text", "to_tir"]
@@ -46,10 +48,10 @@ class Composite:
     kind: str
     a: Terms
     b: Terms
-    order: str = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "order", str(self))
+    @cached_property
+    def order(self) -> str:
+        return str(self)
 
     def __hash__(self) -> int:
         return hash(self.order)  # a string keeps its hash, and terms are looked up often
