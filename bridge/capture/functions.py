@@ -94,7 +94,7 @@ class Functions(TorchFunctionMode):
         #: A number of :data:`bridge.capture.readings.COUNTS`, which forward reads with that.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
-        self._calls, self._higher_order = FunctionReplay(recorder), HigherOrder(recorder, self)
+        self._calls, self._higher_order = FunctionReplay(recorder), HigherOrder(recorder)
 
     def __enter__(self) -> Functions:
         self.recorder.judge = None if self.rules is None else self._judge
@@ -119,7 +119,7 @@ class Functions(TorchFunctionMode):
         if "generator" in kwargs and kwargs["generator"] is None:  # else it is another overload that is called
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if isinstance(func, HigherOrderOperator):
-            return self._higher_order.called(func, args, kwargs, quiet.call)
+            return self._higher_order.called(func, args, kwargs, quiet.call, self)
         if func in _BACKWARDS:
             reason = "runs a backward inside forward, which adds to gradients that are the caller's"
             raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", _line(), reason)])

@@ -107,14 +107,20 @@ class HigherOrder:
     """The higher-order operators that a run calls.
 
     Args:
-        recorder, mode: of this run, its mode of torch functions.
+        recorder: of this run.
     """
 
-    def __init__(self, recorder: OperatorRecorder, mode: TorchFunctionMode) -> None:
-        self._recorder, self._mode, self._is_inside = recorder, mode, False
+    def __init__(self, recorder: OperatorRecorder) -> None:
+        self._recorder, self._is_inside = recorder, False
 
-    def called(self, op: Any, args: tuple, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+    def called(
+        self, op: Any, args: tuple, kwargs: dict[str, Any], call: Callable[..., Any], mode: TorchFunctionMode
+    ) -> Any:
         """What an operator returns, whose form ``call(form, args, kwargs)`` calls.
+
+        Args:
+            mode: of torch functions, of this run; kept here it would be a cycle, in which weak references to
+                parameters outlive the run.
 
         Raises:
             UnsupportedModule: it is another one, is inside of a transform, eager refuses its functions, or does
@@ -122,11 +128,11 @@ class HigherOrder:
         """
 
         def run(*given: Any) -> Any:
-            TorchFunctionMode.__enter__(self._mode)
+            TorchFunctionMode.__enter__(mode)
             try:
                 return call(*given)
             finally:
-                TorchFunctionMode.__exit__(self._mode, None, None, None)
+                TorchFunctionMode.__exit__(mode, None, None, None)
 
         reason = "a higher-order operator, whose function torch traces by itself"
         if op.name() in _FORMS and innermost_transform() is None:

@@ -2,8 +2,10 @@
 
 import copy
 import cProfile
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -412,9 +414,14 @@ def test_adding_under_a_profiler(module):
 
 
 def test_parameters_can_be_swapped(module):
-    """torch swaps the contents of two tensors only if nobody has a weak reference to them."""
+    """torch swaps the contents of two tensors only if nobody has a weak reference to them, garbage neither."""
     eager = copy.deepcopy(module)
-    add_tvm_dispatch(module, rows())
+    gc.disable()
+    try:
+        add_tvm_dispatch(module, rows())
+        assert not [each for each in module.parameters() if weakref.getweakrefs(each)]
+    finally:
+        gc.enable()
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
