@@ -7,21 +7,29 @@ Given a :class:`Body` instead, a pass edits it: several passes in a row build no
 
 from autodiff import gradients
 from autodiff.body import Body, RewriteCounts
-from autodiff.channels_last import channels_behind, heads_behind
 from autodiff.clean import clean, clean_joint
 from autodiff.differentiate import differentiate, drop_gradients, seed_vjp, without_grad_outs
 from autodiff.dropout import mask_dropout
 from autodiff.errors import NoGradient, UndifferentiableOp
 from autodiff.instantiate import instantiate
+from autodiff.layout_propagation import sink_channel_permutes, sink_head_permutes
 from autodiff.normalization import spell_out
 from autodiff.pads import join_pads
-from autodiff.products import biased_products, join_products
+from autodiff.products import fuse_bias_epilogues, join_products
 from autodiff.redundancy import common_subexpression_elimination, dead_code_elimination, unique_names
 from autodiff.zapp import deduplicate_views, one_zapp, zapp_like, zero_zapp
 
-__all__ = ["Body", "NoGradient", "RewriteCounts", "UndifferentiableOp", "biased_products", "channels_behind", "clean"]
+__all__ = [
+    "Body",
+    "NoGradient",
+    "RewriteCounts",
+    "UndifferentiableOp",
+    "clean",
+    "fuse_bias_epilogues",
+    "sink_channel_permutes",
+]
 __all__ += ["clean_joint", "common_subexpression_elimination", "dead_code_elimination", "deduplicate_views"]
-__all__ += ["differentiate", "drop_gradients", "heads_behind", "instantiate", "join_pads", "join_products"]
+__all__ += ["differentiate", "drop_gradients", "instantiate", "join_pads", "join_products", "sink_head_permutes"]
 __all__ += ["mask_dropout", "one_zapp", "seed_vjp", "spell_out", "unique_names", "without_grad_outs", "zapp_like"]
 __all__ += ["zero_zapp"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from autodiff.body import Body, on_functions, rewrite
-from autodiff.channels_last import channels_behind
 from autodiff.dropout import project
 from autodiff.ir import Function
+from autodiff.layout_propagation import sink_channel_permutes
 from autodiff.pads import join_pads
 from autodiff.products import share_sums
 from autodiff.redundancy import common_subexpression_elimination, dead_code_elimination
@@ -78,4 +78,4 @@ def clean_joint(joint: Function | Body) -> Function | Body:
 
     Safe: all three passes are.
     """
-    return share_sums(clean(channels_behind(joint)))
+    return share_sums(clean(sink_channel_permutes(joint)))

@@ -22,6 +22,7 @@ from tvm.relax import op
 
 from autodiff.body import Binding, Body, BodyScope, NameSupply, Scope, on_functions, splat
 from autodiff.clean import until_settled
+from autodiff.cross_entropy import pick_rows
 from autodiff.errors import NoGradient, UndifferentiableOp
 from autodiff.extents import same_shape
 from autodiff.gradients import differentiable, unsupported
@@ -43,7 +44,6 @@ from autodiff.ir import (
 from autodiff.memory import OVERWRITTEN, read_memory, with_own_results
 from autodiff.normalization import cast, fold_normalizations, statistics_dtype
 from autodiff.ops import having
-from autodiff.picked_rows import pick_rows
 from autodiff.products import simplify_transposes
 from autodiff.redundancy import live_bindings, unique_names
 from autodiff.reverse import accumulate

@@ -84,7 +84,7 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``draw``                                         name:str, description:str, state, parameters.., then (sizes) if the
                                                  description names some -> tuple (what the library's random operator
                                                  of that name draws, the next state)
-``placed_draw``                                  name:str, description:str, advance:int, state, parameters.. -> what the
+``draw_at_offset``                              name:str, description:str, advance:int, state, parameters.. -> what the
                                                  library's random operator of that name draws from a generator in that
                                                  state, which it moves on by ``advance``
 ``upsample``                                     x, mode:str, (output size), align_corners:int, then per axis

@@ -48,7 +48,7 @@ from autodiff.ir import (
 from autodiff.library import call
 from autodiff.typed import normalizer
 
-__all__ = ["biased_products", "join_products", "share_sums", "simplify_transposes"]
+__all__ = ["fuse_bias_epilogues", "join_products", "share_sums", "simplify_transposes"]
 
 
 @on_functions
@@ -102,7 +102,7 @@ def _joined(terms: Sequence[Expr], once: set[Binding], body: Body, scope: Scope)
     products: defaultdict[tuple, list[Binding]] = defaultdict(list)
     found = [(term, body.binding(term)) for term in terms]
     for term, binding in found:
-        if binding in once and binding.op == "relax.matmul" and _worth_joining(binding.value):
+        if binding in once and binding.op == "relax.matmul" and _is_profitable_to_join(binding.value):
             a, b = binding.value.args
             products[shape(term), dtype(term), dtype(a), dtype(b)].append(binding)
     groups = [group for group in products.values() if len(group) > 1]
@@ -119,7 +119,7 @@ def _joined(terms: Sequence[Expr], once: set[Binding], body: Body, scope: Scope)
     return total
 
 
-def _worth_joining(call: Call) -> bool:
+def _is_profitable_to_join(call: Call) -> bool:
     """Whether both matrices together are smaller than their product; for extents, those of the sample."""
     a, b = call.args
     if len(shape(a)) != 2 or len(shape(b)) != 2:
@@ -152,14 +152,14 @@ times as long, a step of BertLayer of 1,024 rows 1.03 times (H200); of 10,496 ro
 
 _UNIT = 8
 """Rows of a multiple of so many numbers begin where the library's quick kernels want them, of every type. Of the result
-they may begin anywhere: a large product is padded then (:mod:`bridge.compile.passes.product_forms`), others take as
+they may begin anywhere: a large product is padded then (:mod:`bridge.compile.passes.product_variants`), others take as
 long with a bias as without (2048 x 1001 x 2048 in half types, 4096 x 50257 x 768 in float32; H200)."""
 
 _TYPES = ("float16", "bfloat16", "float32")
 
 
 @on_functions
-def biased_products(body: Body) -> None:
+def fuse_bias_epilogues(body: Body) -> None:
     """``add(reshape(matmul(x, w), extents), b)`` becomes ``library.biased_product(x, w, b, extents)``, of many rows.
 
     Safe: nothing else reads the product. A result may be rounded otherwise, and is so wherever the call is computed.

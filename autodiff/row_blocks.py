@@ -137,8 +137,8 @@ def _blocks_of(region: RowRegion, wanted: Sequence[Var]) -> _Blocks | None:
     rows = -(-region.rows // count)
     saved = (region.rows - rows) * bytes_of_row - _HELD * sums
     name = region.product.name.split("__")[0]
-    is_worth_it = rows < region.rows and saved >= LEAST_SAVED
-    return _Blocks(name, (region.rows, region.columns), rows, saved) if is_worth_it else None
+    is_profitable = rows < region.rows and saved >= LEAST_SAVED
+    return _Blocks(name, (region.rows, region.columns), rows, saved) if is_profitable else None
 
 
 def _replace(body: Body, region: RowRegion, rows: int, wanted: Sequence[Var]) -> bool:

@@ -7,7 +7,7 @@
     spelled     LayerNorm & co. become what TVM can differentiate    autodiff.spell_out
     forward     channels, heads behind; simplified, named uniquely    autodiff.clean
     in blocks   logits that one loss reads, some rows at a time      autodiff.row_blocks
-    biased      on a GPU, biases are added by products               autodiff.biased_products
+    biased      on a GPU, biases are added by products               autodiff.fuse_bias_epilogues
     joint       grad_outs in, gradients out                          autodiff.differentiate
     cleaned     ZappLike, ZeroZapp, OneZapp, CSE, DCE                autodiff.clean_joint
     split       a forward with captures and a backward, the Plan     partition

@@ -27,7 +27,13 @@ from autodiff.ir import DataflowVar, Expr, Function, TensorType, Var, build_func
 from partition.coloring import RecomputeAll, SaveAll
 from partition.cost import view_base
 from partition.graph import Choice, JointGraph, Strategy, build_graph
-from partition.heuristics import saved_as_read, with_joined_behind, with_kept_casts, with_rows_again, with_short_chains
+from partition.heuristics import (
+    bound_recompute_depth,
+    save_concatenations,
+    save_in_readers_layout,
+    save_rows_sources,
+    save_weight_casts,
+)
 from partition.min_cut import MinCut
 from partition.plan import CapturedSet, Plan, captured_set, fingerprints, make_plan
 
@@ -306,15 +312,15 @@ def partition(
     graph = build_graph(joint, num_primals, num_outputs, module_paths, **told)
     choice = chosen.choose(graph)
     if rows_again:
-        choice = with_rows_again(graph, choice)
+        choice = save_rows_sources(graph, choice)
     if short_chains:
-        choice = with_short_chains(graph, choice)
+        choice = bound_recompute_depth(graph, choice)
     if cast_once:
-        choice = with_kept_casts(graph, choice, cast_once)
+        choice = save_weight_casts(graph, choice, cast_once)
     if joined_behind:
-        choice = with_joined_behind(graph, choice)
+        choice = save_concatenations(graph, choice)
     if as_read:
-        choice = saved_as_read(graph, choice)
+        choice = save_in_readers_layout(graph, choice)
     plan, captured = make_plan(graph, chosen.name, choice, save_all=SaveAll().choose(graph), as_read=as_read)
     forward, backward = split(graph, captured)
     return Partitioned(plan, forward, backward)

@@ -37,13 +37,19 @@ from partition.graph import PERMUTATION, Choice, JointGraph, keeps_rows
 from partition.ops import CHEAP, ROW, VIEWS
 from partition.plan import captured_set
 
-__all__ = ["saved_as_read", "with_joined_behind", "with_kept_casts", "with_rows_again", "with_short_chains"]
+__all__ = [
+    "bound_recompute_depth",
+    "save_concatenations",
+    "save_in_readers_layout",
+    "save_rows_sources",
+    "save_weight_casts",
+]
 
 
 _OF_MATRICES = ("relax.matmul", "library.biased_product")
 
 
-def saved_as_read(graph: JointGraph, choice: Choice) -> Choice:
+def save_in_readers_layout(graph: JointGraph, choice: Choice) -> Choice:
     """The choice with values behind one chain of views replaced by the last permuted one, where products read that."""
     saved = {}
     for name, reason in choice.saved.items():
@@ -84,7 +90,7 @@ def _chain(graph: JointGraph, name: str) -> Iterator[str]:
 _JOIN = "relax.concat"
 
 
-def with_joined_behind(graph: JointGraph, choice: Choice) -> Choice:
+def save_concatenations(graph: JointGraph, choice: Choice) -> Choice:
     """The choice with concatenations in the place of such values, where nothing else in the backward reads them."""
     found = captured_set(graph, choice)
     computed, saved = set(found.computed), dict(choice.saved)
@@ -116,7 +122,7 @@ def _joined(graph: JointGraph, name: str, computed: set[str]) -> str | None:
     return _joined(graph, reader, computed) if is_view(graph.nodes[reader]) else None
 
 
-def with_kept_casts(graph: JointGraph, choice: Choice, parameters: int) -> Choice:
+def save_weight_casts(graph: JointGraph, choice: Choice, parameters: int) -> Choice:
     """The choice with casts of the first ``parameters`` primals, of those that products of the forward read."""
     weights = set(graph.primals[:parameters])
     kept = {
@@ -137,7 +143,7 @@ def _is_for_products(graph: JointGraph, name: str) -> bool:
     )
 
 
-def with_rows_again(graph: JointGraph, choice: Choice) -> Choice:
+def save_rows_sources(graph: JointGraph, choice: Choice) -> Choice:
     """The choice with products in the place of rows that are made of them by cheap arithmetic with parameters."""
     saved = {}
     for name, reason in choice.saved.items():
@@ -177,7 +183,7 @@ def _operand(graph: JointGraph, name: str) -> str | None:
     return others[0] if len(others) == 1 else None
 
 
-def with_short_chains(graph: JointGraph, choice: Choice) -> Choice:
+def bound_recompute_depth(graph: JointGraph, choice: Choice) -> Choice:
     """The choice with those values, of what the forward writes for its products in any case."""
     computed = [name for name in captured_set(graph, choice).computed if name in graph.forward]
     written = {name for name in computed if not is_view(graph.nodes[name]) and _is_written_twice(graph, name)}

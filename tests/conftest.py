@@ -72,7 +72,7 @@ def _kept_kernels():
 def _few_rounds():
     """A small call is timed beside eager once, behind what is made at first use: tests compare no times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.dispatch.worth._PACE", Pace(fewest=1, most=1, warm_up=2))
+        patch.setattr("bridge.dispatch.profitability._PACE", Pace(fewest=1, most=1, warm_up=2))
         yield
 
 

@@ -272,8 +272,8 @@ def draw(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return _gamma(call, emit(TupleGetItem(y, 0)), emit(TupleGetItem(g, 0)), 3, emit)
 
 
-@library_gradient("library.placed_draw")
-def placed_draw(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+@library_gradient("library.draw_at_offset")
+def draw_at_offset(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """The same of a draw that has no next state"""
     return _gamma(call, y, g, 4, emit)
 

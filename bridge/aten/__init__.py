@@ -4,9 +4,9 @@ from bridge.aten import (
     activations,
     any_operator,
     conv,
+    custom_functions,
     indexing,
     nn,
-    own_functions,
     pointwise,
     recurrent,
     reductions,
@@ -19,5 +19,5 @@ from bridge.aten.recurrent import LayerShape, layers_chosen_by
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 
 __all__ = ["CONVERSIONS", "Imported", "LayerShape", "UnsupportedUse", "activations", "any_operator", "conv"]
-__all__ += ["described_draw", "import_graph", "indexing", "layers_chosen_by", "nn", "own_functions"]
+__all__ += ["custom_functions", "described_draw", "import_graph", "indexing", "layers_chosen_by", "nn"]
 __all__ += ["pointwise", "recurrent", "reductions", "shape", "special"]

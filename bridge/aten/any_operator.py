@@ -29,7 +29,7 @@ from bridge.aten.registry import UnsupportedUse, converts, lies_elsewhere
 from bridge.base.errors import swallowed
 from bridge.base.torch_internals import OpOverload, aten, pytree, schema, storage_id
 from bridge.base.torch_shapes import SYMBOLIC
-from bridge.capture import WHOLE, WHOLE_FUNCTIONS, TensorForm
+from bridge.capture import WHOLE, WHOLE_FUNCTIONS, TensorMetadata
 
 __all__ = ["check_functional", "computed_from", "describe", "whole"]
 
@@ -92,13 +92,13 @@ def check_functional(node: fx.Node) -> None:
 def _results(made: Any) -> list[Any]:
     """The results, each a tensor. :class:`UnsupportedUse` for any other."""
     fields = list(made) if isinstance(made, tuple | list) else [made]
-    if not fields or not all(isinstance(field, torch.Tensor | TensorForm) for field in fields):
+    if not fields or not all(isinstance(field, torch.Tensor | TensorMetadata) for field in fields):
         raise UnsupportedUse("returns something else than tensors")
     return fields
 
 
 def _check_value(verb: str, value: Any) -> None:
-    if isinstance(value, torch.Tensor | TensorForm):
+    if isinstance(value, torch.Tensor | TensorMetadata):
         if value.dtype == torch.complex32:
             raise UnsupportedUse(f"{verb} complex numbers of half precision")
         if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_quantized):
@@ -141,7 +141,7 @@ def describe(args: tuple, kwargs: dict[str, Any], saved: Sequence[int] = ()) -> 
 def _tensors(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node takes, or what stands for a node and has its arguments."""
     leaves = [each for each in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(each, fx.Node)]
-    return [each for each in leaves if isinstance(each.meta.get("val"), torch.Tensor | TensorForm)]
+    return [each for each in leaves if isinstance(each.meta.get("val"), torch.Tensor | TensorMetadata)]
 
 
 def _refuse_without_gradient(node: fx.Node) -> None:

@@ -15,7 +15,7 @@ from tvm import relax
 
 from autodiff.ir import Expr, shape
 from bridge.aten.registry import UnsupportedUse, dims
-from bridge.capture import TensorForm
+from bridge.capture import TensorMetadata
 
 __all__ = ["PARTS", "Complex", "as_complex", "is_complex_form", "joined", "joined_form", "part_form", "part_type"]
 __all__ += ["separated"]
@@ -47,7 +47,7 @@ def part_form(form: Any) -> Any:
     """A fake tensor, or a form, of a part of a complex one; itself if it is real; field by field."""
     if isinstance(form, tuple | list):
         return type(form)(map(part_form, form))
-    if isinstance(form, TensorForm):
+    if isinstance(form, TensorMetadata):
         return form.to(part_type(form.dtype)) if form.dtype.is_complex else form
     if isinstance(form, torch.Tensor) and form.dtype.is_complex:
         return torch.empty_strided(form.shape, form.stride(), dtype=part_type(form.dtype), device="meta")
@@ -56,14 +56,14 @@ def part_form(form: Any) -> Any:
 
 def is_complex_form(form: Any) -> bool:
     """Whether a fake tensor, or a form, is complex."""
-    return isinstance(form, torch.Tensor | TensorForm) and form.dtype.is_complex
+    return isinstance(form, torch.Tensor | TensorMetadata) and form.dtype.is_complex
 
 
 def joined_form(form: Any) -> Any:
     """The form of a complex tensor whose parts lie in a last dimension; itself if it is real."""
     if not is_complex_form(form):
         return form
-    return TensorForm((*dims(form.shape), 2), part_type(form.dtype))
+    return TensorMetadata((*dims(form.shape), 2), part_type(form.dtype))
 
 
 def separated(importer: Any, packed: Expr) -> Complex:

@@ -1,8 +1,8 @@
 """Convolutions, pools and interpolations → library functions, in the order of memory that eager's kernels choose.
 
 Images in channels_last: library functions that give theirs with channels as the last axis, and how those are shown.
-What lies so is told from the strides that eager's tensor has. ``autodiff.channels_behind`` moves the permutations that
-are made here behind what follows.
+The strides of eager's tensor tell which images lie like that. ``autodiff.sink_channel_permutes`` moves the permutations
+that are made here behind the operators that follow.
 
 Recurrent layers on a GPU → cuDNN's kernels for all layers and directions at once, where loops take longer.
 A loop launches a product and a kernel for each step of each layer, one after the other; cuDNN lets layers and
@@ -37,7 +37,7 @@ from bridge.aten.registry import UnsupportedUse, converts, dims, numbers_only, r
 from bridge.base.devices import current_device
 from bridge.base.torch_cuda import read_settings, recurrent_layers_are_tf32, settings_of_layers
 from bridge.base.torch_internals import aten, unset_fake_temporarily
-from bridge.capture import UPSAMPLES, TensorForm
+from bridge.capture import UPSAMPLES, TensorMetadata
 
 __all__ = ["CUDNN_TYPES", "cudnn_is_quicker", "cudnn_layers", "is_channels_last", "library_of_images", "lies_behind"]
 __all__ += ["read_from_behind"]
@@ -79,7 +79,7 @@ def library_of_images(importer, name: str, args: Sequence[Any], form: Any) -> Ex
     goes_last = is_channels_last(forms[0])
     if goes_last:
         name = f"{name}_last"
-        forms = tuple(TensorForm(tuple(each.shape[axis] for axis in _TO_BACK), each.dtype) for each in forms)
+        forms = tuple(TensorMetadata(tuple(each.shape[axis] for axis in _TO_BACK), each.dtype) for each in forms)
     made = importer.library(name, args, forms if several else forms[0])
     items = tuple(importer.item(made, index) for index in range(len(forms))) if several else (made,)
     if goes_last:
@@ -214,9 +214,9 @@ def cudnn_layers(
     kind = getattr(torch, dtype(x))
     workspace = _workspace(options, extents, kind, current_device(), str(read_settings()))
     results = [
-        TensorForm((*shape(x)[:2], size * (2 if both_ways else 1)), kind),
-        *(TensorForm((rows, batch, size), kind) for _ in states),
-        TensorForm((workspace,), torch.uint8),
+        TensorMetadata((*shape(x)[:2], size * (2 if both_ways else 1)), kind),
+        *(TensorMetadata((rows, batch, size), kind) for _ in states),
+        TensorMetadata((workspace,), torch.uint8),
     ]
     made = importer.library("recurrent_layers", [options, len(states), x, *weights, *states], results)
     return [importer.item(made, index) for index in range(1 + len(states))]

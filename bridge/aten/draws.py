@@ -34,7 +34,7 @@ from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import is_dense
 from bridge.capture import Captured, Draw, Parameter
 
-__all__ = ["ChainedDraws", "check_parameters", "described_draw", "drawn_type", "given_type", "placed_draw"]
+__all__ = ["ChainedDraws", "check_parameters", "described_draw", "draw_at_offset", "drawn_type", "given_type"]
 __all__ += ["state_before", "unplaced"]
 
 _DTYPES = "float32 float64 int64 bool float16 bfloat16 int32 uint8 int8 int16".split()
@@ -214,7 +214,7 @@ def state_before(importer: Any, node: fx.Node) -> tuple[Var, Dim]:
     return state, 0 if advance is None else advance
 
 
-def placed_draw(importer: Any, node: fx.Node, tensors: Sequence[Expr]) -> Expr:
+def draw_at_offset(importer: Any, node: fx.Node, tensors: Sequence[Expr]) -> Expr:
     """A GPU's draw with computed parameters, of the type in which eager draws it.
 
     Raises:
@@ -225,4 +225,4 @@ def placed_draw(importer: Any, node: fx.Node, tensors: Sequence[Expr]) -> Expr:
     check_parameters(draw, tensors)
     description, _ = described_draw(draw)
     args = [StringImm(draw.op), StringImm(description), relax.prim_value(advance), state, *tensors]
-    return importer.emit(library_call("placed_draw", args, drawn_type(draw)))
+    return importer.emit(library_call("draw_at_offset", args, drawn_type(draw)))

@@ -41,7 +41,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
-from bridge.capture import Captured, Output, TensorForm, where_is
+from bridge.capture import Captured, Output, TensorMetadata, where_is
 
 __all__ = ["Imported", "Importer", "import_graph", "made_by", "other_form", "unknown_types"]
 
@@ -58,7 +58,7 @@ def other_form(output: Output, node: fx.Node, result: Expr) -> Unsupported | Non
         node: whose value is returned.
         result: its conversion, with the parts of complex numbers in a last dimension.
     """
-    eagers = joined_form(TensorForm(output.shape, output.dtype))
+    eagers = joined_form(TensorMetadata(output.shape, output.dtype))
     wanted, made = (tuple(eagers.shape), ELEMENT_TYPES[eagers.dtype]), (shape(result), dtype(result))
     extents = zip(made[0], wanted[0], strict=False)
     is_same = len(made[0]) == len(wanted[0]) and wanted[1] in (made[1], "bool")  # masks are numbers up to the end
@@ -155,7 +155,7 @@ class Importer:
         """Emits a library call (see :mod:`autodiff.library`); ``result``: the fake tensor or form of it, or several."""
         ty: Any = (
             self.type_of(result)
-            if isinstance(result, torch.Tensor | TensorForm)
+            if isinstance(result, torch.Tensor | TensorMetadata)
             else TupleType([self.type_of(field) for field in result])
         )
         return self.emit(library_call(name, [self._library_argument(arg) for arg in args], ty))
@@ -174,12 +174,12 @@ class Importer:
         return arg
 
     @staticmethod
-    def type_of(form: torch.Tensor | TensorForm) -> TensorType:
+    def type_of(form: torch.Tensor | TensorMetadata) -> TensorType:
         """The Relax type of a fake tensor, or of a form with extents."""
         return TensorType(dims(form.shape), relax_dtype(form.dtype))
 
     @staticmethod
-    def out(node: fx.Node) -> torch.Tensor | TensorForm:
+    def out(node: fx.Node) -> torch.Tensor | TensorMetadata:
         """The fake tensor, or the form, that a node produces: what the conversion must deliver."""
         return node.meta["val"]
 
@@ -253,7 +253,7 @@ class Importer:
             return convert(self, node, *args, **kwargs)
 
         def widened(value: Any) -> Any:
-            if isinstance(value, TensorForm) and value.dtype in _HALF:
+            if isinstance(value, TensorMetadata) and value.dtype in _HALF:
                 return value.to(torch.float32)
             if isinstance(value, torch.Tensor) and value.dtype in _HALF:
                 return torch.empty_strided(value.shape, value.stride(), dtype=torch.float32, device="meta")
@@ -300,7 +300,7 @@ class Importer:
     def _result(self, node: fx.Node, results: Any, index: Any) -> Any:
         """One of the results of an operator; ``None`` stands for what its conversion does not compute."""
         value = results[index]
-        if value is None and node.users and isinstance(node.meta.get("val"), torch.Tensor | TensorForm):
+        if value is None and node.users and isinstance(node.meta.get("val"), torch.Tensor | TensorMetadata):
             raise UnsupportedUse(f"its result {index} is used, which its conversion does not compute")
         return value
 
@@ -369,7 +369,7 @@ def _stand_in(value: Any) -> Any:
     """A variable for what an unsupported node would compute, so that all others that are unsupported are found too."""
     if isinstance(value, tuple | list):
         return tuple(_stand_in(field) for field in value)
-    if not isinstance(value, torch.Tensor | TensorForm):
+    if not isinstance(value, torch.Tensor | TensorMetadata):
         return value
     known = value.dtype if value.dtype in ELEMENT_TYPES else torch.float32
     return Var("unsupported", TensorType(dims(value.shape), ELEMENT_TYPES[known]))
@@ -378,14 +378,14 @@ def _stand_in(value: Any) -> Any:
 def _for_promotion(arg: Any) -> Any:
     """What stands for an operand where only its kind, element type and rank count."""
     value = arg.meta["val"] if isinstance(arg, fx.Node) else arg
-    if isinstance(value, TensorForm):
+    if isinstance(value, TensorMetadata):
         return torch.empty((1,) * value.dim(), dtype=value.dtype, device="meta")
     return value.sample if isinstance(value, Extent) else value
 
 
 def _parameters(captured: Captured, importer: Importer) -> tuple[list[Var], dict[fx.Node, Any]]:
     types = [
-        (_parameter_name(spec.name), importer.type_of(joined_form(TensorForm(spec.shape, spec.dtype))))
+        (_parameter_name(spec.name), importer.type_of(joined_form(TensorMetadata(spec.shape, spec.dtype))))
         for spec in captured.module_tensors
     ]
     nodes = [node for node in captured.graph.nodes if node.op == "placeholder"]
@@ -395,7 +395,7 @@ def _parameters(captured: Captured, importer: Importer) -> tuple[list[Var], dict
         types.append(
             (
                 names.get(index, f"argument_{index}"),
-                importer.type_of(joined_form(TensorForm(tuple(extents), fake.dtype))),
+                importer.type_of(joined_form(TensorMetadata(tuple(extents), fake.dtype))),
             )
         )
     params = [Var(name, ty) for name, ty in types]

@@ -15,7 +15,7 @@ from bridge.aten.any_operator import whole
 from bridge.aten.registry import UnsupportedUse, converts, has_extents, index_shape, lies_elsewhere, numbers_only
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import OpOverload, aten, schema
-from bridge.capture import TensorForm
+from bridge.capture import TensorMetadata
 
 op = relax.op
 
@@ -103,7 +103,7 @@ def index(importer, node, x, indices):
         return importer.library("index", [x, dims, given], importer.out(node))
     before, behind = shape(x)[: dims[0]], shape(x)[dims[-1] + 1 :]
     lines = importer.reshape(x, (*before, math.prod(shape(x)[dim] for dim in dims), *behind))
-    form = TensorForm((*before, len(place), *behind), importer.out(node).dtype)
+    form = TensorMetadata((*before, len(place), *behind), importer.out(node).dtype)
     taken = importer.library("index_select", [lines, dims[0], relax.const(place, "int64")], form)
     return importer.reshape(taken, importer.out(node).shape)
 
@@ -147,7 +147,7 @@ def as_strided_scatter(importer, node, x, source, size, stride, storage_offset=N
     if len(np.unique(positions)) != positions.size:
         raise UnsupportedUse("as_strided_scatter into positions that overlap")
     (source,) = importer.operands(node, source)
-    flat = TensorForm((numel(x),), importer.out(node).dtype)
+    flat = TensorMetadata((numel(x),), importer.out(node).dtype)
     where = relax.const(positions.reshape(-1), "int64")
     values = importer.reshape(source, (positions.size,))
     written = importer.library("index_put", [importer.reshape(x, (numel(x),)), values, [0], [where], False], flat)
@@ -209,7 +209,7 @@ def index_fill(importer, node, x, dim, position, value):
     extents = list(shape(x))
     extents[dim] = numel(position)
     number = torch.tensor(value, dtype=out.dtype).item()
-    values = importer.filled(TensorForm(tuple(extents), out.dtype), number)
+    values = importer.filled(TensorMetadata(tuple(extents), out.dtype), number)
     position = importer.reshape(position, (numel(position),))
     return importer.library("index_put", [x, values, [dim % len(extents)], [position], False], out)
 
@@ -242,7 +242,7 @@ def diagonal(importer, node, x, offset=0, dim1=0, dim2=1):
 def diagonal_scatter(importer, node, x, source, offset=0, dim1=0, dim2=1):
     order, dims, positions = _diagonal_positions(importer, x, offset, dim1, dim2)
     moved = importer.emit(op.permute_dims(x, order))
-    fake = TensorForm(shape(moved), importer.out(node).dtype)
+    fake = TensorMetadata(shape(moved), importer.out(node).dtype)
     written = importer.library("index_put", [moved, source, dims, positions, False], fake)
     return importer.emit(op.permute_dims(written, [int(axis) for axis in np.argsort(order)]))
 
@@ -258,7 +258,7 @@ def _strided_positions(node, size, stride, storage_offset):
     """Positions, in row-major order, of the elements that a geometry in memory names."""
     fake = node.args[0].meta["val"]
     numbers_only("a geometry in memory", fake.shape, size, stride, storage_offset)
-    if isinstance(fake, TensorForm):
+    if isinstance(fake, TensorMetadata):
         raise UnsupportedUse("a geometry in memory where sizes vary", "use slices, permute, expand or unfold")
     if not fake.is_contiguous() or fake.untyped_storage().nbytes() != fake.numel() * fake.element_size():
         raise UnsupportedUse("as_strided of a tensor that is a view itself", "use slices, permute, expand or unfold")

@@ -26,14 +26,14 @@ from autodiff.library import LEARNED
 from bridge.aten.activations import leaky_relu, with_derivative
 from bridge.aten.any_operator import computed_from, whole
 from bridge.aten.conv import lies_behind, read_from_behind
-from bridge.aten.draws import placed_draw, state_before
+from bridge.aten.draws import draw_at_offset, state_before
 from bridge.aten.reductions import euclidean_norm
 from bridge.aten.registry import UnsupportedUse, converts, numbers_only, rounds_once, same_shape
 from bridge.base.devices import HOST
 from bridge.base.quirks import quirk
 from bridge.base.torch_fakes import fake_mode
 from bridge.base.torch_internals import aten
-from bridge.capture import COMPUTED_DRAWS, STOP_GRADIENT, TensorForm, attends_by_products
+from bridge.capture import COMPUTED_DRAWS, STOP_GRADIENT, TensorMetadata, attends_by_products
 
 __all__: list[str] = []
 
@@ -255,7 +255,7 @@ def _computed(importer, node, parameters):
         raise UnsupportedUse("a random draw that was not observed in eager")
     index = importer.captured.draw_of[node.name]
     if importer.captured.draws[index].is_placed:
-        return placed_draw(importer, node, parameters)
+        return draw_at_offset(importer, node, parameters)
     return importer.draws.make(index, parameters)
 
 
@@ -299,7 +299,7 @@ def embedding(importer, node, weight, indices, padding_idx=-1, scale_grad_by_fre
 
 def _fake(form, mode):
     """A tensor without numbers, where sizes vary elsewhere."""
-    if not isinstance(form, TensorForm):
+    if not isinstance(form, TensorMetadata):
         return form
     numbers_only("bags of computed weights", form.shape)
     with mode:
@@ -437,7 +437,7 @@ def _attention(importer, node, kernel, q, k, v, mask, dropout_p, is_causal, scal
         scale = shape(q)[-1] ** -0.5
     batch, heads, rows, _ = shape(q)
     sums = {"flash": (rows,), "efficient": (-(-rows // _ROWS) * _ROWS,), "cudnn": (rows, 1)}[kernel]
-    out = TensorForm((batch, rows, heads, shape(v)[-1]), getattr(torch, dtype(q)))
+    out = TensorMetadata((batch, rows, heads, shape(v)[-1]), getattr(torch, dtype(q)))
     masks = [] if mask is None else [mask]
     has_mask = LEARNED if kernel == "efficient" and masks and _is_learned(importer, node.args[3]) else bool(masks)
     args = [kernel, q, k, v, has_mask, *masks, bool(is_causal), float(scale)]
@@ -445,7 +445,7 @@ def _attention(importer, node, kernel, q, k, v, mask, dropout_p, is_causal, scal
     if dropout_p:
         state, advance = state_before(importer, node)
         name, args = "dropping_attention", [*args, float(dropout_p), advance, state]
-    pair = importer.library(name, args, (out, TensorForm((batch, heads, *sums), torch.float32)))
+    pair = importer.library(name, args, (out, TensorMetadata((batch, heads, *sums), torch.float32)))
     return importer.emit(op.permute_dims(importer.item(pair, 0), [0, 2, 1, 3])), importer.item(pair, 1)
 
 

@@ -21,7 +21,7 @@ from bridge.aten.registry import UnsupportedUse, converts, has_extents
 from bridge.base.devices import HOST, current_device
 from bridge.base.quirks import quirk
 from bridge.base.torch_internals import aten
-from bridge.capture import RAN, STOP_GRADIENT, TensorForm
+from bridge.capture import RAN, STOP_GRADIENT, TensorMetadata
 
 op = relax.op
 
@@ -336,7 +336,7 @@ def _is_of_gpu():
 
 def _is_on_gpu(argument):
     value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
-    if isinstance(value, TensorForm):  # where sizes vary, a number of the host is taken for one of the device
+    if isinstance(value, TensorMetadata):  # where sizes vary, a number of the host is taken for one of the device
         return _is_of_gpu()
     return isinstance(value, torch.Tensor) and value.device.type != HOST.type
 

@@ -34,7 +34,7 @@ from bridge.aten.conv import CUDNN_TYPES, cudnn_is_quicker, cudnn_layers
 from bridge.aten.registry import UnsupportedUse, converts, has_extents, numbers_only
 from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
-from bridge.capture import LOOP_MARKS, PACKED_LAYERS, RECURRENT_LAYERS, TensorForm
+from bridge.capture import LOOP_MARKS, PACKED_LAYERS, RECURRENT_LAYERS, TensorMetadata
 
 __all__ = ["LayerShape", "first", "last", "layers_chosen_by", "looped_layer", "part", "recurrent_layer", "steps"]
 __all__ += ["whole_layers"]
@@ -68,7 +68,7 @@ def looped_layer(
     loop = -1 - len(importer.bindings)  # captured loops count from 0
 
     def mark(kind: str, value: Expr, *numbers: int, extents: Sequence[int]) -> Expr:
-        form = TensorForm(tuple(extents), getattr(torch, dtype(value)))
+        form = TensorMetadata(tuple(extents), getattr(torch, dtype(value)))
         return importer.library(f"loop_{kind}", [value, loop, *numbers], form)
 
     rounded, exact = dtype(x), "float32" if dtype(x) in ("float16", "bfloat16") else dtype(x)
@@ -298,7 +298,7 @@ def _layer(importer: Any, options: dict[str, Any], tensors: list[Expr], states: 
     return [importer.item(made, index) for index in range(1 + states)]
 
 
-def _read_backwards(options: dict[str, Any], tensors: list[Expr]) -> list[TensorForm]:
+def _read_backwards(options: dict[str, Any], tensors: list[Expr]) -> list[TensorMetadata]:
     """Forms of those that the function makes for its backward: gates after their activation, cell states, …"""
     x, weight, *_, state = tensors
     steps, batch, inputs = shape(x)
@@ -319,8 +319,8 @@ def _workspace(steps: int, batch: int, inputs: int, size: int, biases: bool, ele
         return aten.mkldnn_rnn_layer(*tensors, False, [], 2, size, 1, biases, False, False, True)[3].numel()
 
 
-def _like(extents: Sequence[Dim], element_type: str) -> TensorForm:
-    return TensorForm(tuple(extents), getattr(torch, element_type))
+def _like(extents: Sequence[Dim], element_type: str) -> TensorMetadata:
+    return TensorMetadata(tuple(extents), getattr(torch, element_type))
 
 
 def _row(importer: Any, state: Expr, index: int) -> Expr:

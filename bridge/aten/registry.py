@@ -18,7 +18,7 @@ from torch import fx
 
 from autodiff.extents import Dim, Extent, maximum, minimum, same
 from bridge.base.devices import current_device
-from bridge.capture import TensorForm
+from bridge.capture import TensorMetadata
 
 __all__ = ["CONVERSIONS", "ELEMENT_TYPES", "UnsupportedUse", "broadcast_shape", "clamped", "converts", "dims"]
 __all__ += ["has_extents", "index_shape", "lies_elsewhere", "numbers_only", "relax_dtype", "rounds_once", "same_shape"]
@@ -113,7 +113,7 @@ def index_shape(shape: Sequence[Dim], axes: Sequence[int], indices: Sequence[Seq
 def lies_elsewhere(node: fx.Node) -> bool:
     """Whether a node's value is a tensor on another device than the call's."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor | TensorForm) and value.device not in (None, current_device())
+    return isinstance(value, torch.Tensor | TensorMetadata) and value.device not in (None, current_device())
 
 
 ELEMENT_TYPES = {

@@ -12,7 +12,7 @@ from bridge.aten.activations import log_sigmoid_of, scaled, times, where, with_d
 from bridge.aten.pointwise import broadcast
 from bridge.aten.registry import converts, rounds_once
 from bridge.base.torch_internals import aten, schema
-from bridge.capture import TensorForm
+from bridge.capture import TensorMetadata
 
 op = relax.op
 
@@ -119,7 +119,7 @@ def binary_cross_entropy_with_logits(importer, node, x, target, weight=None, pos
     """
     fake, of_target = node.args[0].meta["val"], dtype(target)
     wide = torch.promote_types(fake.dtype, getattr(torch, of_target))
-    fake, x = TensorForm(fake.shape, wide), importer.cast(x, str(wide).removeprefix("torch."))
+    fake, x = TensorMetadata(fake.shape, wide), importer.cast(x, str(wide).removeprefix("torch."))
     target, weight, pos_weight = (
         None if each is None else importer.expand(importer.cast(each, dtype(x)), fake.shape)
         for each in (target, weight, pos_weight)
@@ -151,7 +151,7 @@ def _log_sigmoid(importer, x, fake):
     """Rounded once for half types, as torch's kernel does."""
     if fake.dtype not in (torch.float16, torch.bfloat16):
         return log_sigmoid_of(importer, x, fake)
-    wide = TensorForm(fake.shape, torch.float32)
+    wide = TensorMetadata(fake.shape, torch.float32)
     return importer.cast(log_sigmoid_of(importer, importer.cast(x, "float32"), wide), dtype(x))
 
 

@@ -42,7 +42,7 @@ def node_class(kind: type) -> type:
 @quirk(
     "torch.autograd.Function.apply",
     reason="is C code; one that was looked up before passes by",
-    test="tests/bridge/capture/test_own_functions.py",
+    test="tests/bridge/capture/test_custom_functions.py",
     since="2.14",
 )
 @contextmanager

@@ -54,9 +54,9 @@ def size_environment() -> ShapeEnv:
     return ShapeEnv(duck_shape=False)
 
 
-def symbolic_fake(mode: Any, tensor: torch.Tensor, varying: Collection[int], name: str) -> torch.Tensor:
+def symbolic_fake(mode: Any, tensor: torch.Tensor, dynamic: Collection[int], name: str) -> torch.Tensor:
     """A fake tensor like this one with a symbol for the size of each given dimension, in a mode with an environment."""
-    kinds = [DimDynamic.DYNAMIC if dim in varying else DimDynamic.STATIC for dim in range(tensor.dim())]
+    kinds = [DimDynamic.DYNAMIC if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.dim())]
     context = StatelessSymbolicContext(dynamic_sizes=kinds)
     return mode.from_tensor(tensor, static_shapes=False, symbolic_context=context, source=_source(name))
 

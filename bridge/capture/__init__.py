@@ -2,6 +2,7 @@
 
 from bridge.capture.captured import Captured
 from bridge.capture.counted_dims import sized
+from bridge.capture.custom_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.draws import IsolatedRNG, attends_by_products, with_generator
 from bridge.capture.functional import RAN
 from bridge.capture.higher_order import AsPython
@@ -15,23 +16,22 @@ from bridge.capture.numbers import (
     NumberPlace,
     is_number,
     number_tensor,
-    with_number_inputs,
+    with_dynamic_scalars,
 )
 from bridge.capture.observation import Draw, DropoutOperand, Observation, Output, Parameter, StepMasks
-from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.packed import PACKED_LAYERS, packed_layers
 from bridge.capture.passes.alias_analysis import OVERWRITTEN
 from bridge.capture.passes.decompositions import COMPUTED_DRAWS, RECURRENT_LAYERS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.stop_gradient import PART_OF, STOP_GRADIENT, where_is
 from bridge.capture.pre_hooks import after_pre_hooks
+from bridge.capture.precall_guards import LITERAL, SIZE_OPERATORS, OperatorCall, PreCallExpression, ValueIndex, shown
 from bridge.capture.prepared_twin import copier
-from bridge.capture.readings import ScalarGuard, same_numbers
-from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, OperatorCall, PreCallExpression, ValueIndex, shown
 from bridge.capture.record_call import RecordedCall, capture, record_call
 from bridge.capture.refusals import check_call, device_of_call, uninitialized
 from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim, dynamic_dims, normalize_sample
+from bridge.capture.scalar_guards import ScalarGuard, same_numbers
 from bridge.capture.steady_call import loops_tell
-from bridge.capture.symbolic_sizes import TensorForm
+from bridge.capture.symbolic_sizes import TensorMetadata
 from bridge.capture.thread_isolation import CAPTURES, is_capturing, is_traced_here, one_capture_at_a_time
 from bridge.capture.twin import Twin
 from bridge.capture.whole_functions import WHOLE_FUNCTIONS
@@ -62,8 +62,16 @@ __all__ += [
 __all__ += ["UNKNOWN", "UPSAMPLES", "WHOLE", "WHOLE_FUNCTIONS", "WITH_GRADIENT", "Captured", "Counter", "Draw"]
 __all__ += ["DropoutOperand", "DynamicDim", "IsolatedRNG", "KeptPlace", "LoopedCall", "NotArithmeticError"]
 __all__ += ["NumberPlace", "Observation", "OperatorCall", "Output", "Parameter", "PreCallExpression", "RecordedCall"]
-__all__ += ["ScalarGuard", "StepMasks", "TensorForm", "Twin", "ValueIndex", "after_pre_hooks", "attends_by_products"]
+__all__ += [
+    "ScalarGuard",
+    "StepMasks",
+    "TensorMetadata",
+    "Twin",
+    "ValueIndex",
+    "after_pre_hooks",
+    "attends_by_products",
+]
 __all__ += ["capture", "check_call", "copier", "device_of_call", "dynamic_dims", "is_capturing", "is_number"]
 __all__ += ["is_traced_here", "looped_run", "loops_tell", "normalize_sample", "number_tensor"]
 __all__ += ["one_capture_at_a_time", "packed_layers", "record_call", "same_numbers", "share_elements", "shown"]
-__all__ += ["sized", "uninitialized", "where_is", "with_generator", "with_number_inputs"]
+__all__ += ["sized", "uninitialized", "where_is", "with_dynamic_scalars", "with_generator"]

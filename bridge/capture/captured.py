@@ -17,8 +17,8 @@ from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import AnyLength
 from bridge.capture.numbers import Counter
 from bridge.capture.observation import Draw, Observation, Output
-from bridge.capture.readings import ScalarGuard
-from bridge.capture.recomputed import PreCallExpression
+from bridge.capture.precall_guards import PreCallExpression
+from bridge.capture.scalar_guards import ScalarGuard
 from bridge.state import ModuleTensor
 
 __all__ = ["Captured"]
@@ -46,7 +46,7 @@ class Captured:
         kept: places that each call sets; their values are the results behind the module's own.
         readings: numbers that forward took out of tensors on the sample, in order.
         read: the nodes of those numbers; ``None`` for those that are recomputed, for constants and what is certain.
-        recomputed: those that a call computes from its inputs by itself (:mod:`bridge.capture.recomputed`).
+        recomputed: those that a call computes from its inputs by itself (:mod:`bridge.capture.precall_guards`).
         by_draws: which of the readings draws alone decide, so that calls read others: indices.
         extents: the symbols of the dimensions that vary; ``None``: every extent is a number. Where there are some,
             shapes and strides in ``observation`` hold extents, and ``arguments`` are of the sample's sizes.

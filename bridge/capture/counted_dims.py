@@ -1,9 +1,9 @@
 """Counted dimensions: numbers that forward reads and makes sizes of → symbols, which have another value in each call.
 
 ``x[mask]`` has as many rows as the mask has elements that are set, ``x[:, : lengths.max()]`` as many columns as the
-longest sequence. A call computes such numbers of its inputs before all else (:mod:`bridge.capture.recomputed`). Where
-they are to vary, the run on fake tensors gives forward a symbol for each: the size of a tensor without elements, which
-is a further input of the graph. What is asked about it becomes a guard, as of an argument's size.
+longest sequence. A call computes such numbers of its inputs before all else (:mod:`bridge.capture.precall_guards`).
+Where they are to vary, the run on fake tensors gives forward a symbol for each: the size of a tensor without elements,
+which is a further input of the graph. What is asked about it becomes a guard, as of an argument's size.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from bridge.base.torch_higher_order import nested_operands
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python_kernels, pytree
 from bridge.base.torch_shapes import SYMBOLIC, fake_results_not_kept, hint, size_environment
 from bridge.capture.counted_dims import CountedDims, integers_as_symbols
+from bridge.capture.custom_functions import CustomFunctions
 from bridge.capture.functions import Functions
 from bridge.capture.outputs import values_of, with_wholes
-from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.prepared_twin import PreparedTwin, own_leaves, with_attributes
 from bridge.capture.real_run import RealRun, attributes_of, paths_of, saved_here
 from bridge.capture.recorder import OperatorRecorder
@@ -125,7 +125,7 @@ def fake_run_of(
         replays = symbols is None and not real.observation.differentiates
         answers = {"answers": real.record, "symbols": symbols, "mode": mode if replays else None}
         recorder = OperatorRecorder(inputs, paths_of(twin), draws, **answers)
-        functions = OwnFunctions(type(real.twin).__name__, recorder.record, recorder.values, real.functions.writing)
+        functions = CustomFunctions(type(real.twin).__name__, recorder.record, recorder.values, real.functions.writing)
         functions_called = Functions(recorder)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)
         modes = modes_put_back(), quiet(), saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder

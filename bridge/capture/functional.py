@@ -109,8 +109,8 @@ def _not_made(node: fx.Node, error: Exception, symbolic: bool) -> Unsupported:
     where = user_line(node.meta.get("stack_trace"))
     if type(error) is not RuntimeError:
         return explain_error(error, where)
-    varying, told = " for sizes that vary" * symbolic, str(error).partition(".  ")[0]
-    return Unsupported(str(node.target), where or "forward", f"torch cannot make it functional{varying}: {told}")
+    dynamic, told = " for sizes that vary" * symbolic, str(error).partition(".  ")[0]
+    return Unsupported(str(node.target), where or "forward", f"torch cannot make it functional{dynamic}: {told}")
 
 
 @dataclass(frozen=True)

@@ -34,16 +34,24 @@ from bridge.base.torch_internals import (
 )
 from bridge.base.torch_script import ScriptFunction, run_unfused
 from bridge.capture.autograd_uses import use_of_autograd
+from bridge.capture.custom_functions import function_running
 from bridge.capture.draws import unwatched
 from bridge.capture.higher_order import HigherOrder
 from bridge.capture.inplace_rules import InPlaceRules, overlaps_itself
 from bridge.capture.observation import Output
-from bridge.capture.own_functions import function_running
 from bridge.capture.packed import PackedSequences
-from bridge.capture.readings import COUNTS, FORMS, SharedArrays, line_of_reading, names_of_reader, numbers_of, tensor_of
 from bridge.capture.recorder import OperatorRecorder, nested
 from bridge.capture.replay import FunctionReplay
 from bridge.capture.rows import values_in
+from bridge.capture.scalar_guards import (
+    COUNTS,
+    FORMS,
+    SharedArrays,
+    line_of_reading,
+    names_of_reader,
+    numbers_of,
+    tensor_of,
+)
 from bridge.capture.select_at import selected, shared_views
 from bridge.capture.whole_functions import HANDLERS
 
@@ -91,7 +99,7 @@ class Functions(TorchFunctionMode):
         self.bases: set[int] = set()
         self.arrays = SharedArrays()
         self.integers: dict[int, dict[str, Any]] = {}
-        #: A number of :data:`bridge.capture.readings.COUNTS`, which forward reads with that.
+        #: A number of :data:`bridge.capture.scalar_guards.COUNTS`, which forward reads with that.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
         self._calls, self._higher_order = FunctionReplay(recorder), HigherOrder(recorder)

@@ -21,7 +21,7 @@ from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_l
 from bridge.base.threads import stack_of
 from bridge.base.torch_higher_order import lifted_operands
 from bridge.base.torch_internals import HigherOrderOperator, innermost_transform, no_torch_function, pytree
-from bridge.capture.own_functions import functions_of_torchs
+from bridge.capture.custom_functions import functions_of_torchs
 
 if TYPE_CHECKING:
     from bridge.capture.recorder import OperatorRecorder

@@ -16,7 +16,7 @@ from bridge.base.errors import BY_DRAWS, Unsupported, user_line
 from bridge.base.threads import is_alone, stack_of
 from bridge.base.torch_internals import storage_id
 from bridge.capture.autograd_uses import CheckpointedReads
-from bridge.capture.own_functions import function_running
+from bridge.capture.custom_functions import function_running
 
 __all__ = ["CHANGES_ARGUMENT", "PARAMETER_HINT", "SWITCHED", "InPlaceRules"]
 __all__ += ["overlaps", "overlaps_itself", "share_elements"]

@@ -27,7 +27,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.twin import Twin
 
 __all__ = ["Counted", "Counter", "NotArithmeticError", "NumberPlace", "is_number", "number_tensor"]
-__all__ += ["with_number_inputs"]
+__all__ += ["with_dynamic_scalars"]
 
 _EXACT = (torch.float32, torch.float64)
 #: Integers are computed as float64: up to here each is one, and products of two such are.
@@ -87,7 +87,7 @@ def number_tensor(value: float, device: torch.device = HOST) -> torch.Tensor:
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-def with_number_inputs(
+def with_dynamic_scalars(
     module: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],

@@ -15,9 +15,9 @@ from bridge.base.pytrees import WithWholes, is_plain
 from bridge.base.tensor_properties import is_parts_view, offset_in
 from bridge.base.torch_autograd import GENERATED, FunctionNode
 from bridge.base.torch_internals import is_dense, storage_id
+from bridge.capture.custom_functions import Applied
 from bridge.capture.inplace_rules import InPlaceRules, overlaps, overlaps_itself
 from bridge.capture.observation import Observation, Output
-from bridge.capture.own_functions import Applied
 from bridge.capture.recorder import OperatorRecorder
 from bridge.capture.refusals import CACHES, NO_CACHE
 from bridge.capture.rows import Form, ValueRef

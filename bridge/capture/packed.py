@@ -69,7 +69,7 @@ class PackedSequences:
     """Packed sequences that a run makes, which stay padded.
 
     Args:
-        count: which number (of :data:`bridge.capture.readings.COUNTS`) of which tensor → that number.
+        count: which number (of :data:`bridge.capture.scalar_guards.COUNTS`) of which tensor → that number.
     """
 
     def __init__(self, count: Callable[[str, torch.Tensor], int]):

@@ -21,6 +21,7 @@ from bridge.base.torch_higher_order import nested_operands
 from bridge.base.torch_internals import python_kernels, pytree, storage_id
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.capture.autograd_uses import SavedMemory, SavedTensorsNeededError
+from bridge.capture.custom_functions import CustomFunctions
 from bridge.capture.draws import DrawRecorder
 from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import CachedFunctions, generator_watch
@@ -37,7 +38,6 @@ from bridge.capture.outputs import (
     whole_tensors,
     with_wholes,
 )
-from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.prepared_twin import PreparedTwin, Protected, copier, own_leaves
 from bridge.capture.recorder import OperatorRecorder
 from bridge.capture.rows import Record, ValueRef, values_in
@@ -151,7 +151,7 @@ class RealRun:
     given: Given
     prepared: PreparedTwin
     observation: Observation
-    functions: OwnFunctions
+    functions: CustomFunctions
     integers: Sequence[dict[str, Any]]
     kept: KeptState | None = None
     left: Any = None
@@ -240,7 +240,8 @@ def real_run_of(
 
         kept: places that the call sets (:mod:`bridge.capture.kept_state`), as the module has them.
         origin: where the module is the twin of an earlier run: of its copies, by id, what they are copies of.
-        writing: of Functions that write what autograd follows, see :class:`bridge.capture.own_functions.OwnFunctions`.
+        writing: of Functions that write what autograd follows: see
+            :class:`bridge.capture.custom_functions.CustomFunctions`.
 
     Raises:
         SavedTensorsNeededError: without them forward may have gone another way.
@@ -298,7 +299,7 @@ class _Watch:
         self.protected, self.cached = given.protected(), CachedFunctions()
         self.recorder = OperatorRecorder(inputs, paths_of(twin), self.observation.draws, self.protected)
         name, recorder = type(twin).__name__, self.recorder
-        self.functions = OwnFunctions(name, recorder.record, recorder.values, writing)
+        self.functions = CustomFunctions(name, recorder.record, recorder.values, writing)
         self.calls = Functions(recorder, rules)
         self.draws = DrawRecorder(self.observation.draws, rules.complain, inputs, True)
         self.draws.underived = rules.underived

@@ -30,8 +30,8 @@ from bridge.capture.functional import FunctionalGraph, NotFunctional, drop_unuse
 from bridge.capture.loops.lengths import LoopedCall, comparable, run_of_any_length
 from bridge.capture.observation import Observation
 from bridge.capture.passes.stop_gradient import link_functions, mark_overwritten, prepare
+from bridge.capture.precall_guards import recomputed, too_many, uncounted, varies
 from bridge.capture.real_run import RealRun
-from bridge.capture.recomputed import recomputed, too_many, uncounted, varies
 from bridge.capture.replay import fakes_of
 from bridge.capture.rows import Record, form_of
 from bridge.capture.sample import DynamicDim

@@ -39,10 +39,9 @@ from bridge.base.torch_recording import (
     is_only_mapped,
     no_python_kernels,
 )
+from bridge.capture.custom_functions import backward_running
 from bridge.capture.opened import CAST, Opening, opening
-from bridge.capture.own_functions import backward_running
 from bridge.capture.prepared_twin import PreparedTwin
-from bridge.capture.readings import ReadsDifferError, ScalarGuard, frozen, line_of_reading, numbers_of
 from bridge.capture.replay import Replayed
 from bridge.capture.rows import (
     FunctionCall,
@@ -56,6 +55,7 @@ from bridge.capture.rows import (
     values_in,
     written_operands,
 )
+from bridge.capture.scalar_guards import ReadsDifferError, ScalarGuard, frozen, line_of_reading, numbers_of
 from bridge.capture.values import Values, without_graph
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ READS = {
     aten.equal.default: "equal",
     aten.allclose.default: "allclose",
 }
-"""Operators that give Python a number of a tensor, and which of :data:`bridge.capture.readings.numbers_of` that is."""
+"""Operators that give Python a number of a tensor -> its name in :data:`bridge.capture.scalar_guards.numbers_of`."""
 _OF_TWO = ("equal", "allclose")
 """Those that compare two tensors; the others are for one number."""
 _FRESH = (aten.lift_fresh.default,)
@@ -122,8 +122,8 @@ class OperatorRecorder(PreDispatchMode):
     Attributes:
         record: what was recorded so far.
         judge: is told of each operator in the run on real numbers: its tensors, what it wrote and what it gave.
-        asked: what the function that is called reads, of :data:`bridge.capture.readings.numbers_of`, where that is not
-            what the operator reads that it calls.
+        asked: what the function that is called reads, of :data:`bridge.capture.scalar_guards.numbers_of`, where
+            the operator that it calls reads another number.
         paused: whether operators that are called are none of forward's.
     """
 
@@ -376,7 +376,7 @@ class OperatorRecorder(PreDispatchMode):
             numbers: a tensor of them, which nobody writes.
             value: the numbers, called in the run on real ones.
             given: the numbers → what Python is given, which the run on fake tensors gives as well.
-            size: as in :class:`bridge.capture.readings.ScalarGuard`.
+            size: as in :class:`bridge.capture.scalar_guards.ScalarGuard`.
 
         Raises:
             ReadsDifferError: in the run on fake tensors: the other one has read something else.

@@ -16,7 +16,7 @@ from bridge.base.pytrees import leaf_names
 from bridge.base.quirks import quirk
 from bridge.base.torch_internals import pytree
 from bridge.capture.packed import PackedUseError
-from bridge.capture.readings import ReadsDifferError
+from bridge.capture.scalar_guards import ReadsDifferError
 from bridge.state import SampleCall, hooks_of, tensor_problem
 
 __all__ = ["CACHES", "NO_CACHE", "check_call", "device_of_call", "explain_error", "shape_by_numbers"]

@@ -79,7 +79,7 @@ class Row(NamedTuple):
         draws: how many draws were made before it, and after.
         where: the user's line, as ``(file name, line)``.
         path: dotted path of the innermost module that ran.
-        part: of an ``autograd.Function`` that is applied: see :mod:`bridge.capture.own_functions`.
+        part: of an ``autograd.Function`` that is applied: see :mod:`bridge.capture.custom_functions`.
     """
 
     op: Any

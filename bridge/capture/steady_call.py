@@ -33,12 +33,12 @@ from bridge.base.errors import (
     swallowed,
 )
 from bridge.base.log import channel
+from bridge.capture.custom_functions import WritesArgumentsError
 from bridge.capture.fake_run import FakeRecord, differences, fake_run_of, same_numbers
 from bridge.capture.inplace_rules import OTHER_NAME
 from bridge.capture.kept_state import KeptState, kept_state
 from bridge.capture.loops.rolled import rolled_up
 from bridge.capture.numbers import Counted, Counter
-from bridge.capture.own_functions import WritesArgumentsError
 from bridge.capture.packed import PackedUseError
 from bridge.capture.real_run import RealRun, real_run_of
 from bridge.capture.refusals import explain_error

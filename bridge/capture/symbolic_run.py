@@ -37,8 +37,8 @@ _SHAPE_OF_NUMBERS = f"the shape of what comes out {BY_NUMBERS}, and sizes vary"
 
 def symbolic_leaf(mode: FakeTensorMode, leaf: torch.Tensor, index: int, dims: Sequence[DynamicDim]) -> torch.Tensor:
     """A fake tensor for a leaf of the arguments, with a symbol of its own for each of its dimensions that varies."""
-    varying = {each.dimension for each in dims if each.leaf == index}
-    made = symbolic_fake(mode, leaf.detach(), varying, f"input_{index}") if varying else mode.from_tensor(leaf.detach())
+    dynamic = {each.dimension for each in dims if each.leaf == index}
+    made = symbolic_fake(mode, leaf.detach(), dynamic, f"input_{index}") if dynamic else mode.from_tensor(leaf.detach())
     return made.requires_grad_(leaf.requires_grad)
 
 

@@ -22,7 +22,7 @@ from bridge.base.torch_shapes import conclusions, environment, expression, is_de
 from bridge.capture.observation import Draw, DropoutOperand, Observation, Output, Parameter
 from bridge.capture.sample import DynamicDim
 
-__all__ = ["NotTranslatedError", "SymbolicSizes", "TensorForm", "at_sample", "each_mapped", "extent_of", "holds"]
+__all__ = ["NotTranslatedError", "SymbolicSizes", "TensorMetadata", "at_sample", "each_mapped", "extent_of", "holds"]
 
 _LEAST = 2
 _SPECIAL = 'dispatch it without dynamic_shapes for that dimension: on_miss="compile" makes an entry for each size'
@@ -87,13 +87,13 @@ class SymbolicSizes:
         return extent_of(expression(size), self._symbols) if isinstance(size, torch.SymInt) else int(size)
 
     def form(self, value: Any) -> Any:
-        """A value of the traced graph, fake tensors as :class:`TensorForm`; what extents do not have stays."""
+        """A value of the traced graph, fake tensors as :class:`TensorMetadata`; what extents do not have stays."""
         if isinstance(value, tuple | list):
             return type(value)(self.form(each) for each in value)
         if isinstance(value, torch.Tensor):
             shape = tuple(map(self.dim, value.shape))
             stride = tuple(map(self.dim, value.stride())) if value.layout is torch.strided else None
-            return TensorForm(shape, value.dtype, stride, value.requires_grad, value.device)
+            return TensorMetadata(shape, value.dtype, stride, value.requires_grad, value.device)
         if isinstance(value, torch.SymInt):
             return self.dim(value) if is_decided(self._environment, expression(value)) else value
         if isinstance(value, torch.SymBool) and is_decided(self._environment, expression(value)):
@@ -221,7 +221,7 @@ def each_mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class TensorForm:
+class TensorMetadata:
     """Shape and element type of a tensor; ``stride`` and ``device`` are ``None`` where nothing asks for them."""
 
     shape: tuple[Dim, ...]
@@ -236,12 +236,12 @@ class TensorForm:
     def dim(self) -> int:
         return len(self.shape)
 
-    def unsqueeze(self, dim: int) -> TensorForm:
+    def unsqueeze(self, dim: int) -> TensorMetadata:
         """With one more axis of extent 1, as ``torch.unsqueeze`` puts it."""
         place = dim % (len(self.shape) + 1)
-        return TensorForm((*self.shape[:place], 1, *self.shape[place:]), self.dtype)
+        return TensorMetadata((*self.shape[:place], 1, *self.shape[place:]), self.dtype)
 
-    def to(self, dtype: torch.dtype) -> TensorForm:
+    def to(self, dtype: torch.dtype) -> TensorMetadata:
         """Of another element type."""
         return replace(self, dtype=dtype)
 

@@ -20,7 +20,7 @@ from torch import fx
 from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, fixed
-from bridge.capture.own_functions import FUNCTION, WITH_GRADIENT
+from bridge.capture.custom_functions import FUNCTION, WITH_GRADIENT
 from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, STOPPED
 from bridge.capture.recorder import READS
 from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in

@@ -21,10 +21,10 @@ from autodiff.lazy import cached_property
 from bridge.compile.loop_ir.operations import LookupPlan, PackPlan, PoolPlan, ProductPlan, ScatterPlan
 from bridge.compile.schedule.chain_plan import CallShape, ChainPlan, ColumnPlan, ProductPolicy, ProductShape
 from bridge.compile.schedule.choices import NO_CHOICES, Alternative, Choices
+from bridge.compile.schedule.horizontal_fusion import HorizontalFusionPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.row_plan import RowPlan
-from bridge.compile.schedule.together import TogetherPlan
 
 __all__ = ["Backend", "Built"]
 
@@ -129,7 +129,9 @@ class Backend(ABC):
         """Choices for matrix products on a number of threads; ``deterministic``: the same in every process."""
 
     @abstractmethod
-    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan | TogetherPlan | ChainPlan) -> PrimFunc:
+    def kernel(
+        self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan | HorizontalFusionPlan | ChainPlan
+    ) -> PrimFunc:
         """The kernel of a plan. It follows from the plan alone: equal plans share one.
 
         A product's is one for all plans of an element type: it reads
@@ -137,7 +139,7 @@ class Backend(ABC):
         backend's limits ask for it.
         """
 
-    def apart(self, plan: RowPlan | ColumnPlan | TogetherPlan | ChainPlan) -> tuple[PrimFunc, PrimFunc] | None:
+    def apart(self, plan: RowPlan | ColumnPlan | HorizontalFusionPlan | ChainPlan) -> tuple[PrimFunc, PrimFunc] | None:
         """A plan's kernel as two that are launched apart, as others may wait for the first alone: one that leaves sums
         of columns in parts, and what adds these; ``None``: it is one.
 

@@ -24,7 +24,7 @@ class CompileOptions:
         settings: of torch, that the backend's programs depend on.
         deterministic: whether torch's deterministic algorithms are asked for: a backend then measures nothing.
         sums_in_place: whether the order of additions may depend on what else is computed, see
-            :mod:`bridge.compile.passes.product_forms`.
+            :mod:`bridge.compile.passes.product_variants`.
         constants: how many of the function's last parameters are the same at each call.
         grad_outs: how many of the function's last parameters are gradients of outputs: what depends on them is in no
             other function, and the way of its products may depend on who reads them.

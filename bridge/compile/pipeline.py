@@ -3,12 +3,12 @@
     translate     Relax → neutral loop graph                          bridge.compile.translate
     name          GELU of half types by the normal distribution       bridge.compile.passes.patterns
     moments       variances of columns by sums of squares             bridge.compile.passes.patterns
-    pad           large products whose rows begin anywhere, on a GPU  bridge.compile.passes.product_forms
+    pad           large products whose rows begin anywhere, on a GPU  bridge.compile.passes.product_variants
     chains        attention's three steps as one, where quicker       bridge.compile.pipeline
     choose        where values lie, how products are computed         bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
-    accumulate    sums of products in place, where that is allowed    bridge.compile.passes.product_forms
-    widen         float32 gradients straight from half products       bridge.compile.passes.product_forms
+    accumulate    sums of products in place, where that is allowed    bridge.compile.passes.product_variants
+    widen         float32 gradients straight from half products       bridge.compile.passes.product_variants
     fuse          loop graph → groups                                 bridge.compile.schedule.fuse
     generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, .backend
     build         PrimFuncs → machine code, in the background         bridge.compile.runtime.build
@@ -51,8 +51,8 @@ from bridge.compile.passes.chains import Chain, chains_in
 from bridge.compile.passes.cheap import add_few_rows, cast_where_read, count_where_read, recompute_row_values
 from bridge.compile.passes.choose_layouts import (
     calls_in,
-    choose_forms,
     choose_layouts,
+    choose_variants,
     make_walkable,
     recompute_permutations,
 )
@@ -63,7 +63,7 @@ from bridge.compile.passes.patterns import (
     generate_pool_gradients,
     name_normal_functions,
 )
-from bridge.compile.passes.product_forms import accumulate, pad_products, split_products, widen_gradients
+from bridge.compile.passes.product_variants import accumulate, pad_products, split_products, widen_gradients
 from bridge.compile.passes.sections import place_sections, read_parts_apart, recompute_sections, recompute_slices
 from bridge.compile.runtime.build import WeakCache
 from bridge.compile.runtime.instructions import CallLibrary
@@ -174,7 +174,7 @@ def compile_function(
     generator's state: seed and offset, int64.
 
     No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.schedule.fuse`. That is
-    given up with ``options.sums_in_place``, for :mod:`bridge.compile.passes.product_forms`.
+    given up with ``options.sums_in_place``, for :mod:`bridge.compile.passes.product_variants`.
     """
     return Compilation(func, name, options, drawn).finish()
 
@@ -302,7 +302,7 @@ class _Graphs:
         graph = optimize(placed, self._backend)
         self.calls = calls_in(graph)
         if self._backend.choices.calls and not options.deterministic:
-            graph = choose_forms(graph, self._backend.choices.calls)
+            graph = choose_variants(graph, self._backend.choices.calls)
         if options.sums_in_place:
             graph = accumulate(graph)
         self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)

@@ -19,8 +19,8 @@ from bridge.dispatch.entry import MAX_BOUND, Entry, EntryOptions
 from bridge.dispatch.executable import Executable
 from bridge.dispatch.guards import SAVED, EntryGuard, GuardFailure, interpreter_state, signature_of
 from bridge.dispatch.parts import PartStats
+from bridge.dispatch.profitability import TimedStep, unnoticed
 from bridge.dispatch.programs import BackwardRun, FrozenPrograms, Programs, compile_programs
-from bridge.dispatch.worth import TimedStep, unnoticed
 
 __all__ = ["MAX_BOUND", "MAX_ENTRIES", "NO_ENTRY", "SAVED", "STEPS", "Backward", "BackwardRun", "CallStep"]
 __all__ += ["DispatchOptions", "DispatchStats", "Dispatcher", "Entries", "Entry", "EntryGuard", "EntryOptions"]

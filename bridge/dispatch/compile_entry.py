@@ -34,9 +34,9 @@ from bridge.capture import (
     one_capture_at_a_time,
 )
 from bridge.compile import Backend, Choices, CompileOptions, KeptFunction, backend_for, digest_of
+from bridge.dispatch.dynamic_scalars import as_called, lower_with_numbers
 from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.guards import EntryGuard, active_modes, uncounted_statistics
-from bridge.dispatch.number_inputs import as_called, lower_with_numbers
 from bridge.dispatch.programs import compile_programs, freeze_programs
 from bridge.guards import undo
 from bridge.lowering import LoweredCall, lower_once

@@ -43,6 +43,7 @@ from bridge.base.torch_internals import (
 )
 from bridge.capture import ALL_COUNTS, CAPTURES, DynamicDim, LoopedCall, is_traced_here, same_numbers, uninitialized
 from bridge.compile import Backend, Mode, RecordedGraphs
+from bridge.dispatch.automatic_dynamic import AutomaticDynamicShapes
 from bridge.dispatch.compile_entry import (
     backend_of_call,
     compile_entry,
@@ -52,10 +53,9 @@ from bridge.dispatch.compile_entry import (
 )
 from bridge.dispatch.entries import CompileBudget, DispatchStats, Entries, advice, no_entry
 from bridge.dispatch.entry import Entry, EntryOptions
-from bridge.dispatch.generalize import Generalization
 from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.outer_compiler import call_opaque, hide
-from bridge.dispatch.worth import TOO_SMALL, measure_worth
+from bridge.dispatch.profitability import TOO_SMALL, measure_profitability
 from bridge.state import SampleCall
 
 __all__ = ["MAX_ENTRIES", "DispatchOptions", "Dispatcher", "call_with_hooks"]
@@ -164,7 +164,7 @@ class Dispatcher:
         self.graphs = RecordedGraphs(options.cuda_graphs)
         self.stats = DispatchStats(self.entries, self.graphs, lambda: self._compiles)
         self.budget = CompileBudget()
-        self._generalization = Generalization(self.entries, self._added, self._options)
+        self._automatic_dynamic = AutomaticDynamicShapes(self.entries, self._added, self._options)
         self._noted = _Noted()
         self._adding = renewed_in_children(threading.RLock())
 
@@ -321,7 +321,7 @@ class Dispatcher:
                     entry = self._frozen_anew(call)
                     if entry is not None:
                         return entry, entry.guard.match(call)
-                entry = self._generalization(call) or self._added(call)
+                entry = self._automatic_dynamic(call) or self._added(call)
                 inputs = entry.guard.match(call)
                 if entry in failure.tried:
                     self._leave_to_eager(call.name, failure, "it reads other numbers at every run")
@@ -405,7 +405,7 @@ class Dispatcher:
         require_capturable(call.name)
         if not call.dims:
             backend = self._options(call).backend
-            self._generalization.of_any_length(call, lambda known: self._is_alike(known, backend, set()))
+            self._automatic_dynamic.of_any_length(call, lambda known: self._is_alike(known, backend, set()))
             return self._added(call)
         try:
             return self._added(call)
@@ -437,7 +437,7 @@ class Dispatcher:
                 return served
         if not (entry.has_loops and any(known.has_loops for known in self.entries.all)):  # another length is no smaller
             with entry.guard.trial():
-                entry.worth = measure_worth(entry, call)
+                entry.worth = measure_profitability(entry, call)
         if entry.worth is not None and entry.worth.is_slower and self._noted.first(TOO_SMALL):
             log.warning("%s: %s. %s", call.name, entry.worth, TOO_SMALL)
         for said in filter(self._noted.first, entry.guard.reads.says):

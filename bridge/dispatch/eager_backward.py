@@ -28,7 +28,7 @@ from bridge.base.tensor_properties import as_parts
 from bridge.capture import OVERWRITTEN, Captured
 from bridge.compile import evaluator
 from bridge.dispatch.guards import Sizes
-from bridge.dispatch.recompute import ComputedMasks
+from bridge.dispatch.recompute import RecomputedMasks
 from bridge.lowering import LoweredCall
 from bridge.reference import needed_nodes, outputs_at
 from bridge.rng import mask_at
@@ -140,7 +140,7 @@ class EagerBackward:
         masks: that the programs compute: the draw's place holds the generator's state.
     """
 
-    def __init__(self, lowered: LoweredCall, masks: ComputedMasks):
+    def __init__(self, lowered: LoweredCall, masks: RecomputedMasks):
         self._lowered, self._captured, self._masks = lowered, lowered.captured, masks.forward
         captured, imported = lowered.captured, lowered.imported
         self._given = len(captured.module_tensors) + len(captured.arguments)

@@ -186,7 +186,7 @@ class Entry:
         run: the steps as functions, where every extent is a number.
         compile_seconds: from capture to the compiled programs.
         hits: calls that this entry ran; ``last_used``: tells which of the entries ran the latest call.
-        worth: a step of it beside one of eager, where the work is small (:mod:`bridge.dispatch.worth`).
+        worth: a step of it beside one of eager, where the work is small (:mod:`bridge.dispatch.profitability`).
         cause: in what the call that it was compiled for differed from the earlier entries; ``None``: added by hand.
     """
 

@@ -38,7 +38,7 @@ from bridge.dispatch.call_steps import Backward, input_names
 from bridge.dispatch.eager_backward import EagerBackward
 from bridge.dispatch.executable import Executable
 from bridge.dispatch.guards import Sizes
-from bridge.dispatch.recompute import ComputedMasks
+from bridge.dispatch.recompute import RecomputedMasks
 from bridge.dispatch.results import backward_orders, forward_orders, memory_orders
 from bridge.lowering import FrozenCall, LoweredCall, freeze_call
 
@@ -85,7 +85,7 @@ class Programs:
         make: Callable[[tuple[int, ...], Sizes | None], BackwardRun] | None = None,
         expected: tuple[int, ...] = (),
         nodes: Nodes = ((),),
-        masks: ComputedMasks | None = None,
+        masks: RecomputedMasks | None = None,
         eager: EagerBackward | None = None,
     ):
         self.forward, self.num_outputs, self.differentiable = forward, num_outputs, tuple(differentiable)
@@ -137,7 +137,7 @@ def compile_programs(
 
     Args:
         graphs: whether they are recorded as graphs, and what becomes of that; ``None``: they are not.
-        addresses: see :class:`bridge.dispatch.recompute.ComputedMasks`.
+        addresses: see :class:`bridge.dispatch.recompute.RecomputedMasks`.
 
     Raises:
         UnsupportedModule: there is no kernel for an operator.
@@ -145,7 +145,7 @@ def compile_programs(
     """
     name, num_outputs = lowered.captured.module_name, lowered.imported.num_outputs
     shared = None if graphs is None else EntryGraphs(graphs)
-    options, masks = CompileOptions.current(backend), ComputedMasks(lowered, backend, addresses)
+    options, masks = CompileOptions.current(backend), RecomputedMasks(lowered, backend, addresses)
     forward = Executable(
         lowered.forward_source,
         name,
@@ -176,7 +176,9 @@ class _Backwards:
     them is no condition of calls that the forward serves already; where it does not hold, another is made.
     """
 
-    def __init__(self, lowered: LoweredCall, options: CompileOptions, masks: ComputedMasks, graphs: EntryGraphs | None):
+    def __init__(
+        self, lowered: LoweredCall, options: CompileOptions, masks: RecomputedMasks, graphs: EntryGraphs | None
+    ):
         self._lowered, self._options, self._masks, self._graphs = lowered, options, masks.backward, graphs
         self._expected = self._begun(lowered.expected)
         self._made: dict[tuple[int, ...], list[tuple[Holds, BackwardRun]]] = {}

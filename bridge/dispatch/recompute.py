@@ -33,7 +33,7 @@ from bridge.compile import Backend, DrawnMask
 from bridge.lowering import LoweredCall
 from bridge.rng import alignment_of, checked_gpu, computed_mask
 
-__all__ = ["ComputedMasks", "Observed", "alignments", "numbers_read"]
+__all__ = ["Observed", "RecomputedMasks", "alignments", "numbers_read"]
 
 Compute = Callable[[list[Any]], Any]
 Read = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -118,7 +118,7 @@ class Observed:
     outputs: tuple[Output, ...]
 
 
-class ComputedMasks:
+class RecomputedMasks:
     """The masks of one lowered call that its programs compute; the generator's state is their input, and is saved.
 
     Args:

@@ -113,11 +113,11 @@ class CompiledGraph:
         self._backend = backend
         self._max_entries = max_entries
         self._numbers = numbers_of(graph_module.graph)
-        self._varying: frozenset[int] = frozenset()
+        self._dynamic: frozenset[int] = frozenset()
         self._compiled: dict[tuple, Compiled | str] = {}
         sizes = sizes_of(graph_module.graph)
         self._sizes = sizes if sizes.dims else None
-        self._varying_sizes: list[tuple[Any, Compiled]] = []  # with the interpreter's state of each
+        self._dynamic_sizes: list[tuple[Any, Compiled]] = []  # with the interpreter's state of each
         self._known_sizes = LeastRecentlyUsed[tuple, Compiled](MAX_BOUND)
         _GRAPHS[serial] = self
 
@@ -134,12 +134,12 @@ class CompiledGraph:
         key = (*map(layout, values), interpreter_state())
         compiled = self._compiled.get(key)
         if compiled is None and self._sizes is not None:
-            if varying := self._changed_numbers_of_any_size(values):
-                self._varying |= varying
+            if dynamic := self._changed_numbers_of_any_size(values):
+                self._dynamic |= dynamic
                 return self(*inputs)
             compiled = self._of_any_size(key, values)
-        if compiled is None and (varying := self._changed_numbers(key)):
-            self._varying |= varying
+        if compiled is None and (dynamic := self._changed_numbers(key)):
+            self._dynamic |= dynamic
             return self(*inputs)
         if compiled is None and len(self._compiled) < self._max_entries:
             compiled = self._compiled[key] = self._compile(values)
@@ -159,21 +159,21 @@ class CompiledGraph:
         found = self._known_sizes.get(key)
         if found is not None:
             return found
-        found = next((each for state, each in self._varying_sizes if state == key[-1] and each.fits(values)), None)
-        if found is None and len(self._varying_sizes) < self._max_entries:
+        found = next((each for state, each in self._dynamic_sizes if state == key[-1] and each.fits(values)), None)
+        if found is None and len(self._dynamic_sizes) < self._max_entries:
             found = self._compile_for_sizes(values)
             if found is None:
                 return None
-            self._varying_sizes.append((key[-1], found))
+            self._dynamic_sizes.append((key[-1], found))
         return None if found is None else self._known_sizes.put(key, found)
 
     def _changed_numbers_of_any_size(self, values: Sequence[Any]) -> frozenset[int]:
         """As :meth:`_changed_numbers`, of entries for all sizes."""
-        numbers = self._numbers.arithmetic - self._varying - self._sizes.numbers.keys()
-        for known in list(self._varying_sizes) if numbers else ():
+        numbers = self._numbers.arithmetic - self._dynamic - self._sizes.numbers.keys()
+        for known in list(self._dynamic_sizes) if numbers else ():
             differing = known[1].differing(values)
             if differing and differing <= numbers:
-                self._varying_sizes.remove(known)
+                self._dynamic_sizes.remove(known)
                 self._known_sizes.clear()
                 self._entries.drop(known[1].entry)
                 return differing
@@ -202,15 +202,15 @@ class CompiledGraph:
     def _values(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs, with numbers instead of tensors that hold one, and tensors instead of numbers that vary."""
         values = list(inputs)
-        for position in self._numbers.read - self._varying:
+        for position in self._numbers.read - self._dynamic:
             values[position] = values[position].item()
-        for position in self._varying - self._numbers.read:
+        for position in self._dynamic - self._numbers.read:
             values[position] = torch.tensor(values[position])
         return values
 
     def _changed_numbers(self, key: tuple) -> frozenset[int]:
         """Which numbers differ from an earlier call that differs in nothing else; that entry is given up."""
-        numbers = self._numbers.arithmetic - self._varying
+        numbers = self._numbers.arithmetic - self._dynamic
         for known in list(self._compiled) if numbers else ():
             differing = frozenset(i for i, (then, now) in enumerate(zip(known, key, strict=True)) if then != now)
             if differing <= numbers:

@@ -26,7 +26,15 @@ from torch import fx, nn
 from bridge.base.torch_internals import enter_autocast, exit_autocast, get_data_attribute
 from bridge.capture import DynamicDim
 
-__all__ = ["DynamoGraph", "GraphSizes", "NumberInputs", "inline_checkpoints", "numbers_of", "read_directly", "sizes_of"]
+__all__ = [
+    "DynamicScalars",
+    "DynamoGraph",
+    "GraphSizes",
+    "inline_checkpoints",
+    "numbers_of",
+    "read_directly",
+    "sizes_of",
+]
 
 _LEAST = 2
 
@@ -124,14 +132,14 @@ class DynamoGraph(nn.Module):
 
     def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], sizes: GraphSizes | None = None):
         super().__init__()
-        varying = sizes.tensors if sizes is not None else frozenset()
+        dynamic = sizes.tensors if sizes is not None else frozenset()
         self._numbers = sizes.numbers if sizes is not None else {}
         if _owns_tensors(graph_module):
             self.graph_module = graph_module
         self._graph = (graph_module,)  # not a submodule: each graph's class is its own, and equal ones are to be found
         self.input_of: dict[str, int] = {}
         for position, value in enumerate(inputs):
-            if position not in varying and _may_be_buffer(value):
+            if position not in dynamic and _may_be_buffer(value):
                 self.input_of[f"input_{position}"] = position
                 self.register_buffer(f"input_{position}", value.detach().clone())
         self._count = len(inputs)
@@ -190,7 +198,7 @@ _EXACT = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class NumberInputs:
+class DynamicScalars:
     """Positions among a graph's inputs.
 
     Attributes:
@@ -202,7 +210,7 @@ class NumberInputs:
     arithmetic: frozenset[int]
 
 
-def numbers_of(graph: fx.Graph) -> NumberInputs:
+def numbers_of(graph: fx.Graph) -> DynamicScalars:
     """Finds the numbers among the inputs of a graph of Dynamo's."""
     read, arithmetic = set(), set()
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -213,11 +221,11 @@ def numbers_of(graph: fx.Graph) -> NumberInputs:
                 arithmetic.add(position)
         elif isinstance(value, torch.SymInt) and node.users and _only_arithmetic(node, is_float=False):
             arithmetic.add(position)
-    return NumberInputs(frozenset(read), frozenset(arithmetic))
+    return DynamicScalars(frozenset(read), frozenset(arithmetic))
 
 
-def read_directly(graph_module: fx.GraphModule, numbers: NumberInputs) -> fx.GraphModule:
-    """The graph for inputs that are the numbers themselves, or tensors where :class:`NumberInputs` allows that."""
+def read_directly(graph_module: fx.GraphModule, numbers: DynamicScalars) -> fx.GraphModule:
+    """The graph for inputs that are the numbers themselves, or tensors where :class:`DynamicScalars` allows that."""
     if not numbers.read | numbers.arithmetic:
         return graph_module
     graph = fx.Graph()

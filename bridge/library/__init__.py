@@ -11,11 +11,11 @@ from bridge.library.operators import waits_for_the_device
 from bridge.library.registry import (
     ALIGNMENT,
     DRAWS,
+    DRAWS_AT_OFFSET,
     FUNCTIONS,
     INTO_GIVEN,
     NEVER_RAISE,
     OUT_KERNELS,
-    PLACED_DRAWS,
     REDRAWS,
     TensorAt,
     TensorsAt,
@@ -24,5 +24,5 @@ from bridge.library.registry import (
     invoke_into,
 )
 
-__all__ = ["ALIGNMENT", "DRAWS", "FORMS", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_KERNELS", "PLACED_DRAWS"]
+__all__ = ["ALIGNMENT", "DRAWS", "DRAWS_AT_OFFSET", "FORMS", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_KERNELS"]
 __all__ += ["REDRAWS", "TensorAt", "TensorsAt", "dense", "invoke", "invoke_into", "waits_for_the_device"]

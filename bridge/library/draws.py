@@ -24,8 +24,8 @@ def draw(name, description, state, *given):
     return _drawn(name, description, generator, given), generator.get_state()
 
 
-@library_function("placed_draw")
-def placed_draw(name, description, advance, state, *parameters):
+@library_function("draw_at_offset")
+def draw_at_offset(name, description, advance, state, *parameters):
     """What eager's operator draws from a GPU's generator at this seed and offset.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from bridge.base.torch_internals import AbsentOperator, storage_id
 from bridge.capture import share_elements
 
-__all__ = ["DRAWS", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_KERNELS", "PLACED_DRAWS", "REDRAWS", "TensorAt"]
+__all__ = ["DRAWS", "DRAWS_AT_OFFSET", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_KERNELS", "REDRAWS", "TensorAt"]
 __all__ += ["TensorsAt", "dense", "into_given", "invoke", "invoke_into", "library_function", "out_kernel"]
 
 Function = Callable[..., Any]
@@ -44,14 +44,14 @@ NEVER_RAISE = frozenset(
 )
 """Calls, of functions and of kernels that write into given tensors, that take any numbers."""
 
-PLACED_DRAWS = frozenset({"placed_draw", "dropping_attention"})
+DRAWS_AT_OFFSET = frozenset({"draw_at_offset", "dropping_attention"})
 """Calls that draw random numbers of a GPU, from the state of its generator that they are given on the host."""
 
 REDRAWS = frozenset({"dropping_attention_backward"})
 """Calls whose kernel draws again what another's has drawn, from a state on the host or, where a stream is captured, on
 the GPU."""
 
-DRAWS = PLACED_DRAWS | REDRAWS | {"draw"}
+DRAWS = DRAWS_AT_OFFSET | REDRAWS | {"draw"}
 """Calls that draw random numbers."""
 
 

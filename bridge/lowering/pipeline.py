@@ -176,14 +176,14 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     given = wanted, partition, captured.device != HOST, rolls
     lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, *given, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
-    made_by = "autodiff.channels_behind, heads_behind, clean, unique_names"
+    made_by = "autodiff.sink_channel_permutes, sink_head_permutes, clean, unique_names"
     lowered.run("forward", made_by, body, cleaned_and_named, not differentiable)
     blocks: list[str] = []
     if rolls:
         asked = differentiable, wanted, blocks
         lowered.run("in blocks", "reduce_in_blocks", body, reduce_in_blocks, *asked, if_changed=True)
     if captured.device != HOST:
-        lowered.run("biased", "autodiff.biased_products", body, autodiff.biased_products, if_changed=True)
+        lowered.run("biased", "autodiff.fuse_bias_epilogues", body, autodiff.fuse_bias_epilogues, if_changed=True)
     if not differentiable:
         return lowered
     lowered.wanted = tuple(wanted)
@@ -228,7 +228,7 @@ def partition_options(lowered: LoweredCall, strategy: Any) -> dict[str, Any]:
 
 def cleaned_and_named(function: Function | autodiff.Body, merge_casts: bool) -> Function | autodiff.Body:
     """The stage ``forward``; casts are merged where no gradient could tell."""
-    turned = autodiff.heads_behind(autodiff.channels_behind(function))
+    turned = autodiff.sink_head_permutes(autodiff.sink_channel_permutes(function))
     return autodiff.unique_names(autodiff.clean(turned, merge_casts=merge_casts))
 
 

@@ -38,7 +38,7 @@ from bridge.capture import (
     packed_layers,
 )
 from bridge.library import FUNCTIONS
-from bridge.reference.own_functions import OwnCall, own_calls, own_gradient, with_own_gradient
+from bridge.reference.custom_functions import OwnCall, own_calls, own_gradient, with_own_gradient
 from bridge.reference.relax import InterpretedRun
 
 __all__ = ["Drawn", "MarkedLoop", "interpret_graph", "marked_loops", "needed_nodes", "outputs_at", "run_graph"]
@@ -382,7 +382,7 @@ def _placed(
 ) -> Any:
     """What is drawn inside of the program, from the generator's state at its place."""
     if parameters:
-        made = FUNCTIONS["placed_draw"](draw.op, described_draw(draw)[0], draw.advance, state, *parameters)
+        made = FUNCTIONS["draw_at_offset"](draw.op, described_draw(draw)[0], draw.advance, state, *parameters)
         return _as_drawn(node, args, made)
     with at_state(default_generator(draw.device), *state.tolist()):
         return node.target(*args, **kwargs)

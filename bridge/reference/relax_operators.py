@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from autodiff.ir import Call
 from bridge.base.devices import current_device
-from bridge.reference.own_functions import with_own_gradient
+from bridge.reference.custom_functions import with_own_gradient
 
 __all__ = ["LIBRARY", "OPERATORS"]
 

@@ -1,12 +1,12 @@
-"""Search: knobs in a fixed order, the timing of two choices → the best choices found; every decision is in the log.
+"""Search: tunables in a fixed order, the timing of two choices → the best choices found; every decision is in the log.
 
 Race: two ways to run the same step, by turns in one process → pairs of seconds, and whether the second is faster.
 Each round times both, the order swapped from round to round, so that a slow moment of the machine meets both. A round
 in which one of them took far longer than it usually does is run again. What is decided rests on the pairs alone.
 
-The incumbent begins as the default choices. For each knob in turn, the choices that differ from the incumbent in it are
-raced against the incumbent one after the other; a faster one takes its place. When a turn over all knobs has changed
-something, they have another turn.
+The incumbent begins as the default choices. For each tunable in turn, the choices that differ from the incumbent in it
+are timed against the incumbent one after the other; a faster one takes its place. When a turn over all
+tunables has changed something, they have another turn.
 
 What is tried next, and what is kept, follows from the records of the log alone. So an interrupted search goes on where
 it was: pairs of choices that are in the log are not measured again, and the seconds that they took count.
@@ -47,7 +47,7 @@ from bridge.dispatch import Entry
 from bridge.lowering import DEFAULT_PARTITION
 from bridge.trials import Pairs, is_faster, ratio_of
 
-__all__ = ["FASTER", "GAIN", "Knob", "Outcome", "Search", "Trial", "TuningLog", "knobs_of"]
+__all__ = ["FASTER", "GAIN", "Outcome", "Search", "Trial", "Tunable", "TuningLog", "tunables_of"]
 
 _LOG = channel("tune")
 
@@ -126,7 +126,7 @@ GAIN = 0.005
 
 
 @dataclass(frozen=True)
-class Knob:
+class Tunable:
     """One thing that can be chosen.
 
     Attributes:
@@ -139,7 +139,7 @@ class Knob:
     values: tuple
 
     def choices(self, incumbent: Choices) -> Iterator[Choices]:
-        """Those that differ from the incumbent in this knob."""
+        """Those that differ from the incumbent in this tunable."""
         values = (incumbent.having(self.part, self.name, value) for value in self.values)
         for choices in (incumbent.without(self.part, self.name), *values):
             if choices != incumbent:
@@ -178,7 +178,7 @@ class Trial:
     outcome: Outcome
 
 
-class Track(Protocol):
+class CandidateBuilder(Protocol):
     """Where choices are raced."""
 
     def prepare(self, candidates: Sequence[Choices]) -> None:
@@ -193,7 +193,7 @@ class Search:
     """One search; :meth:`run` gives the best choices.
 
     Attributes:
-        knobs: in their order.
+        tunables: in their order.
         track: races choices that are not in the log.
         log: what was raced, of this run.
         seconds: that all trials may take; no further one begins once they have.
@@ -203,11 +203,11 @@ class Search:
         gains: of the candidates that took the incumbent's place, the ratio of their time to its.
     """
 
-    knobs: Sequence[Knob]
-    track: Track
+    tunables: Sequence[Tunable]
+    track: CandidateBuilder
     log: TuningLog
     seconds: float
-    told: Callable[[Search, Knob, Trial], None] = lambda search, knob, trial: None
+    told: Callable[[Search, Tunable, Trial], None] = lambda search, tunable, trial: None
     spent: float = 0.0
     trials: int = 0
     gains: list[float] = field(default_factory=list)
@@ -225,15 +225,15 @@ class Search:
         incumbent, moved = Choices(), True
         while moved and self.spent < self.seconds:
             before = incumbent
-            for knob in self.knobs:
-                incumbent = self._turn(knob, incumbent)
+            for tunable in self.tunables:
+                incumbent = self._turn(tunable, incumbent)
                 if self.spent >= self.seconds:
                     break
             moved = incumbent != before
         return incumbent
 
-    def _turn(self, knob: Knob, incumbent: Choices) -> Choices:
-        candidates = list(knob.choices(incumbent))
+    def _turn(self, tunable: Tunable, incumbent: Choices) -> Choices:
+        candidates = list(tunable.choices(incumbent))
         is_prepared = False
         for place, candidate in enumerate(candidates):
             if candidate == incumbent or self.spent >= self.seconds:
@@ -254,7 +254,7 @@ class Search:
             if trial.outcome.verdict == FASTER:
                 self.gains.append(ratio_of(trial.outcome.pairs))
                 incumbent = candidate
-            self.told(self, knob, trial)
+            self.told(self, tunable, trial)
         return incumbent
 
     def _measure(self, incumbent: Choices, candidate: Choices) -> dict[str, Any]:
@@ -300,18 +300,18 @@ _BUDGETS = (0.75, 0.5, 0.25)
 """Of captures, as parts of what saving everything would take."""
 
 
-def knobs_of(entry: Entry, partition: Any, log: TuningLog) -> list[Knob]:
-    """The knobs of an entry that was compiled by default, with the strategy that the user asks for.
+def tunables_of(entry: Entry, partition: Any, log: TuningLog) -> list[Tunable]:
+    """The tunables of an entry that was compiled by default, with the strategy that the user asks for.
 
     ``log``: has the seconds of products' ways and of calls' forms, or is given them.
     """
     backend = entry.options.backend
     products, calls = _chosen(entry, backend)
-    knobs = [*_calls(calls, backend, log), *_products(products, backend, log)]
-    knobs += [Knob(each.part, each.name, each.values) for each in backend.alternatives]
+    tunables = [*_calls(calls, backend, log), *_products(products, backend, log)]
+    tunables += [Tunable(each.part, each.name, each.values) for each in backend.alternatives]
     if entry.plan is not None and partition == DEFAULT_PARTITION:
-        knobs.append(Knob(PARTITION, None, ("save_all", "recompute_all", *_BUDGETS)))
-    return knobs
+        tunables.append(Tunable(PARTITION, None, ("save_all", "recompute_all", *_BUDGETS)))
+    return tunables
 
 
 def _chosen(entry: Entry, backend: Backend) -> tuple[dict[ProductShape, str], list[CallShape]]:
@@ -325,22 +325,22 @@ def _chosen(entry: Entry, backend: Backend) -> tuple[dict[ProductShape, str], li
     return {product: way for each, _ in found for product, way in each}, list(calls)
 
 
-def _calls(calls: Iterable[CallShape], backend: Backend, log: TuningLog) -> Iterator[Knob]:
+def _calls(calls: Iterable[CallShape], backend: Backend, log: TuningLog) -> Iterator[Tunable]:
     """Those that take longest first, of the ones that have another promising form."""
     times = {call: _recorded(log, FORMS, call, backend.seconds_of_forms)["seconds"] for call in calls}
     ordered = sorted((call for call in times if times[call]), key=lambda call: (-times[call][call.name], str(call)))
     for call in ordered[:_MOST_CALLS]:
         if forms := _promising(call.name, times[call]):
-            yield Knob(CALLS, call, forms)
+            yield Tunable(CALLS, call, forms)
 
 
-def _products(found: Mapping[ProductShape, str], backend: Backend, log: TuningLog) -> Iterator[Knob]:
+def _products(found: Mapping[ProductShape, str], backend: Backend, log: TuningLog) -> Iterator[Tunable]:
     """The largest first, of those that have another promising way."""
     ordered = sorted(found, key=lambda product: (-product.multiplications, str(product)))
     for product in ordered[:_MOST_PRODUCTS]:
         record = _recorded(log, WAYS, product, backend.seconds_of_ways, present=found[product])
         if ways := _promising(str(record.get("present")), record["seconds"]):
-            yield Knob(PRODUCTS, product, ways)
+            yield Tunable(PRODUCTS, product, ways)
 
 
 def _promising(present: str, seconds: Mapping[str, float]) -> tuple[str, ...]:

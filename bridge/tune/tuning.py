@@ -1,6 +1,6 @@
 """``tune(module, sample)``: a call's choices, tried against the clock → those that are faster, in the disk cache.
 
-Track: choices of one call → their entries, built at the same time; two of them are raced, one pair at a time.
+CandidateBuilder: choices of one call → their entries, built at the same time; two of them are timed, pair by pair.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from bridge.dispatch import (
 from bridge.lowering import DEFAULT_PARTITION
 from bridge.state import SampleCall
 from bridge.trials import Pairs, Race, is_faster, ratio_of
-from bridge.tune.search import FASTER, GAIN, Knob, Outcome, Search, Trial, TuningLog, knobs_of
+from bridge.tune.search import FASTER, GAIN, Outcome, Search, Trial, Tunable, TuningLog, tunables_of
 from partition.cut import resolve as resolve_strategy
 
-__all__ = ["CallTrack", "Means", "Progress", "TuningResult", "tune", "tune_call"]
+__all__ = ["CallCandidates", "Means", "Progress", "TuningResult", "tune", "tune_call"]
 
 _BUILDERS = 2
 """One that runs Python, one that waits for a compiler, which takes one library at a time."""
@@ -55,7 +55,7 @@ _FAILURES = (UnsupportedModule, CompilationError, RuntimeError, NotImplementedEr
 """What a candidate may come to; it is then no candidate."""
 
 
-class CallTrack:
+class CallCandidates:
     """The track of a call.
 
     Args:
@@ -225,16 +225,16 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def told(self, search: Search, knob: Knob, trial: Trial) -> None:
+    def told(self, search: Search, tunable: Tunable, trial: Trial) -> None:
         """Shows a trial."""
         verdict = trial.outcome.verdict
-        _LOG.info("%s %s: %s", self._name, knob, verdict)
+        _LOG.info("%s %s: %s", self._name, tunable, verdict)
         if verdict == FASTER:
             _LOG.debug("%s: %r instead of %r", self._name, trial.candidate, trial.incumbent)
         if self._bar is None:
             return
         best = math.prod(search.gains)
-        self._bar.set_postfix_str(f"best {best:.3f} of the time, {search.trials} tried, {knob}", refresh=False)
+        self._bar.set_postfix_str(f"best {best:.3f} of the time, {search.trials} tried, {tunable}", refresh=False)
         now = min(search.spent, self._seconds)
         self._bar.update(now - self._shown_seconds)
         self._shown_seconds = now
@@ -292,7 +292,7 @@ class Means:
         memory: times the default's bytes of captures that may be saved for the backward.
         progress: whether a bar is shown.
         race: how two candidates are raced; ``final``: how the best one is raced against what is in use.
-        knobs: gives the knobs of an entry, its strategy and log.
+        tunables: gives the tunables of an entry, its strategy and log.
     """
 
     minutes: float = 2.0
@@ -301,7 +301,7 @@ class Means:
     progress: bool = True
     race: Race = _RACE
     final: Race = _FINAL
-    knobs: Callable[[Entry, Any, TuningLog], Sequence[Knob]] = knobs_of
+    tunables: Callable[[Entry, Any, TuningLog], Sequence[Tunable]] = tunables_of
 
     def __post_init__(self) -> None:
         for name in ("minutes", "memory"):
@@ -350,7 +350,7 @@ def tune_call(
     require_capturable(name)
     if not current_store().is_usable:
         raise ValueError("tune: the disk cache, where choices are kept, is off or cannot be used (BRIDGE_CACHE)")
-    track = CallTrack(call, options, memory=means.memory, race=means.race)
+    track = CallCandidates(call, options, memory=means.memory, race=means.race)
     key = tuning_key(track.default.lowered, backend, track.default.is_frozen)
     if key is None:
         raise ValueError(f"tune: what {name} computes has a literal that no file holds; it cannot be recognized")
@@ -362,7 +362,7 @@ def tune_call(
     if not log.records:
         log.append(kind="begin", module=name, threads=backend.threads(), machine=tuple(map(str, backend.machine())))
     with Progress(name, 60 * means.minutes, shown=means.progress) as bar:
-        search = Search(means.knobs(track.default, options.partition, log), track, log, 60 * means.minutes, bar.told)
+        search = Search(means.tunables(track.default, options.partition, log), track, log, 60 * means.minutes, bar.told)
         found = search.run()
     used = tuned_of(key)
     known = Choices() if used is None else used.choices
@@ -383,7 +383,7 @@ def tune_call(
     return _result(search, backend, name, found, (before, after), True, why, log)
 
 
-def _confirmed(log: TuningLog, track: CallTrack, known: Choices, found: Choices, race: Race) -> dict[str, Any]:
+def _confirmed(log: TuningLog, track: CallCandidates, known: Choices, found: Choices, race: Race) -> dict[str, Any]:
     """The record of the last race: of the log, or of now."""
     for record in log.records:
         if record.get("kind") == CONFIRM and (record.get("over"), record.get("choices")) == (known, found):

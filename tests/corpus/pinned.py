@@ -45,7 +45,7 @@ def pinned() -> Iterator[None]:
             lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0},
         )
         patch.setattr("bridge.lowering.pipeline._seconds", lambda *args: {})
-        patch.setattr("bridge.dispatch.worth._PACE", Pace(fewest=1, most=1, warm_up=2))
+        patch.setattr("bridge.dispatch.profitability._PACE", Pace(fewest=1, most=1, warm_up=2))
         torch.set_num_threads(1)
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)

@@ -16,7 +16,7 @@ from bridge import add_tvm_dispatch, stats
 from bridge.compile import gpu_of
 from bridge.compile.cuda.driver_graphs import captured, new_stream
 from bridge.compile.cuda.memory import PoolMemory
-from bridge.compile.runtime.beside import steps_beside
+from bridge.compile.runtime.second_stream import second_stream_steps
 from bridge.library import INTO_GIVEN
 from bridge.rng.engine import GeneratorStates
 from tests.bridge.dispatch.recorded_loops import LOOPS, Pair, plain
@@ -491,7 +491,7 @@ def test_steps_beside_wait_for_copies_of_inputs():
         found = [torch.autograd.grad(module(x), [x, *module.parameters()], grad.t()) for module in (ours, eager)]
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
     (entry,) = stats(ours).entries
-    beside = steps_beside(entry.backward.steps, entry.backward.layout.views).spans
+    beside = second_stream_steps(entry.backward.steps, entry.backward.layout.views).spans
     assert beside and stats(ours).graphs.replays > 12, stats(ours).graphs
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["AnyLength", "LoopedCall", "Varying", "comparable", "of_any_length"]
 
 
-class RolledForm(NamedTuple):
+class RolledMetadata(NamedTuple):
     """A rolled record as data, the same for two records of one function of the inputs.
 
     Attributes:
@@ -141,7 +141,7 @@ def _described(output: Output) -> tuple | None:
     return None if value is None else (value, *rest)
 
 
-def _form_of(rolled: Rolled, first: int) -> RolledForm | None:
+def _form_of(rolled: Rolled, first: int) -> RolledMetadata | None:
     """A rolled record as data; ``None`` where it reads what is no input. ``first``: the first value that its rows
     make."""
     record, others = rolled.record, []
@@ -154,20 +154,20 @@ def _form_of(rolled: Rolled, first: int) -> RolledForm | None:
     told = [(row.op, row.args, row.kwargs, row.results, row.grad) for row in record.rows]
     layouts = [(form.shape, form.stride, form.dtype, form.device, form.requires_grad) for form in record.forms[first:]]
     rows, results = mapped((told, rolled.results), ValueRef, renamed)
-    return None if others else RolledForm(record.inputs, rows, layouts, results)
+    return None if others else RolledMetadata(record.inputs, rows, layouts, results)
 
 
 def of_any_length(one: Any, size: int, other: Any, other_size: int) -> Any | None:
     """The form that two are of their sizes; ``None`` if they differ in more than such integers, if no loop is longer
     for it, or if what a step does depends on the size, but for strides: a body is compiled for one."""
 
-    def varying(a: int, b: int) -> Any:
+    def dynamic(a: int, b: int) -> Any:
         if a == b:
             return a
         factor, left = divmod(b - a, other_size - size)
         return _DIFFERENT if left else Varying(factor, a - factor * size)
 
-    found = None if size == other_size else _pair(one, other, varying)
+    found = None if size == other_size else _pair(one, other, dynamic)
     if found is None or found is _DIFFERENT:
         return None
     form = found[0]
@@ -175,7 +175,7 @@ def of_any_length(one: Any, size: int, other: Any, other_size: int) -> Any | Non
     return found if is_longer and not _has_steps_that_vary(form) else None
 
 
-def _has_steps_that_vary(form: RolledForm) -> bool:
+def _has_steps_that_vary(form: RolledMetadata) -> bool:
     """Whether shapes in a step do, or what its operators are given."""
     inside = False
     for op, args, kwargs, results, *_ in form.rows:

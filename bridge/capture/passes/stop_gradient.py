@@ -20,8 +20,8 @@ from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import OpOverload, aten, implements_composite
+from bridge.capture.custom_functions import FUNCTION, OWN, TANGENT, WITH_GRADIENT, Use
 from bridge.capture.inplace_rules import PARAMETER_HINT
-from bridge.capture.own_functions import FUNCTION, OWN, TANGENT, WITH_GRADIENT, Use
 from bridge.capture.passes.alias_analysis import (
     MEMORY,
     OVERWRITTEN,
@@ -279,8 +279,8 @@ def write_straight_through(
         graph.erase_node(node)
 
 
-# Links of own Functions: a training-IR graph with the marks of :mod:`bridge.capture.own_functions` → one in which what
-# comes after a Function reads its outputs through ``with_gradient``, in place.
+# Links of custom Functions: a training-IR graph with the marks of :mod:`bridge.capture.custom_functions` → one in
+# which the nodes after a Function read its outputs through ``with_gradient``, in place.
 #
 # The marks of a Function stand around what it did, in order: where its forward begins, tangents, backward, outputs. A
 # value of in between that is read elsewhere would be one that autograd follows in the graph and not in eager.

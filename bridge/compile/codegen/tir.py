@@ -19,7 +19,7 @@ from bridge.compile.codegen.pointwise import compute_type, different
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.operations import Argument, Number, Term
 
-__all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "Finish", "Kernel", "LaunchArguments", "LoopScope", "const"]
+__all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "Kernel", "LaunchArguments", "LoopScope", "SecondStage", "const"]
 __all__ += ["converted", "flat_buffer", "loop", "loop_function", "lower_loops", "rounded", "sequence"]
 
 INDEX = "int64"
@@ -111,7 +111,7 @@ def converted(e: Emitter, value: Expr, source: str, target: str) -> Expr:
 
 
 @dataclass(frozen=True)
-class Finish:
+class SecondStage:
     """A second launch: ``func(parts…, outputs…, descriptor)``, ``parts`` of the kernel's scratch memory."""
 
     func: PrimFunc = field(repr=False)
@@ -133,7 +133,7 @@ class Kernel:
     scratch: tuple[Value, ...] = ()
     ops: tuple[str, ...] = ()
     scalars: tuple[Dim, ...] = ()
-    finish: Finish | None = None
+    finish: SecondStage | None = None
 
 
 def lower_loops() -> tuple[tvm.transform.Pass, Callable, Callable]:

@@ -22,7 +22,7 @@ from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import combine, compute_type, identity
 from bridge.compile.codegen.tir import LaunchArguments, const, flat_buffer, loop_function, sequence
 from bridge.compile.cpu.row import RowScope, VectorLoop, block_of, emit_row, left_over, vectors_and_tail
-from bridge.compile.cpu.threads import if_worth
+from bridge.compile.cpu.threads import if_profitable
 from bridge.compile.schedule.chain_plan import ColumnPlan, ColumnSection
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
@@ -55,7 +55,7 @@ class _RowKernel:
         plan, buffers = self.plan, self.buffers
         body = [self._tasks()]
         wanted = [node for node in plan.column_reductions if node in buffers.outputs]
-        body += [self._finish_columns(wanted)] if wanted else []
+        body += [self._second_stage_columns(wanted)] if wanted else []
         if plan.walk.tail is not None:
             scope = RowScope(plan, buffers, self.number, self.number(0), tail=True)
             row = emit_row(scope, self.number(0))
@@ -77,7 +77,7 @@ class _RowKernel:
             begin = tirx.truncdiv(task, number(walk.chunks)) * number(walk.rows) + begin
         kind = ForKind.PARALLEL if walk.parallel else ForKind.SERIAL
         tasks = For(task, number(0), number(walk.tasks), kind, sequence(self._rows(task, begin, count)))
-        return if_worth(number, walk.parallel, tasks)
+        return if_profitable(number, walk.parallel, tasks)
 
     def _rows(self, task: Expr, begin: Expr, count: Expr) -> list[Stmt]:
         """The rows of one task."""
@@ -136,17 +136,17 @@ class _RowKernel:
             stmts += self._vectors(add, 1)
         return stmts
 
-    def _finish_columns(self, nodes: Sequence[int]) -> Stmt:
+    def _second_stage_columns(self, nodes: Sequence[int]) -> Stmt:
         """Combines the tasks' parts of column reductions, in order."""
         walk, number = self.plan.walk, self.number
         batch = Var("batch", self.plan.index_type)
-        kind = ForKind.PARALLEL if walk.parallel_finish else ForKind.SERIAL
+        kind = ForKind.PARALLEL if walk.parallel_second_stage else ForKind.SERIAL
         inner, outer = (ForKind.SERIAL, kind) if walk.batched else (kind, ForKind.SERIAL)
         # Several vectors at once, because each addition of one waits for the last.
         copies = self.plan.accumulators[0]
         vectors = self._vectors(lambda e, at: self._finish_vectors(nodes, batch, e, at), copies, inner)
         finish = For(batch, number(0), number(walk.batches), outer, sequence(vectors))
-        return if_worth(number, walk.parallel_finish, finish)
+        return if_profitable(number, walk.parallel_second_stage, finish)
 
     def _finish_vectors(self, nodes: Sequence[int], batch: Expr, e: Emitter, offsets: Sequence[Expr]) -> None:
         plan, number = self.plan, self.number
@@ -235,7 +235,7 @@ class _ColumnKernel:
         kind = ForKind.PARALLEL if plan.parallel else ForKind.SERIAL
         stmts = [allocation, beside, *start.stmts, self._blocks(row, clear.stmts, body.stmts, add.stmts), *finish.stmts]
         tasks = For(task, number(0), number(plan.batches) * number(section.count), kind, sequence(stmts))
-        return if_worth(number, plan.parallel, tasks)
+        return if_profitable(number, plan.parallel, tasks)
 
     def _blocks(self, row: Var, clear: list[Stmt], body: list[Stmt], add: list[Stmt]) -> Stmt:
         """All rows, block by block: each is reduced by itself, and then combined with those before."""

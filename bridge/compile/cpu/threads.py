@@ -42,13 +42,13 @@ from bridge.compile.codegen.tir import LaunchArguments
 from bridge.compile.loop_ir.operations import Argument
 from bridge.compile.runtime.loop_frame import Drive
 
-__all__ = ["CONNECT", "connect_function", "end_team", "if_worth", "in_a_plain_thread", "launcher", "module_of"]
+__all__ = ["CONNECT", "connect_function", "end_team", "if_profitable", "in_a_plain_thread", "launcher", "module_of"]
 __all__ += ["step_driver"]
 
 _LOG = channel("compile")
 
 _OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_get_num_threads", "omp_get_thread_num", "omp_set_num_threads")
-"""What the launcher and :func:`if_worth` call."""
+"""What the launcher and :func:`if_profitable` call."""
 
 _SOFT = 1
 """OpenMP's ``omp_pause_soft``."""
@@ -197,7 +197,7 @@ def connect_function() -> PrimFunc:
     return PrimFunc([address], body).with_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
 
 
-def if_worth(number: LaunchArguments, worth: bool | Argument, loop: Stmt) -> Stmt:
+def if_profitable(number: LaunchArguments, worth: bool | Argument, loop: Stmt) -> Stmt:
     """A parallel loop that the calling thread runs alone where the launch's argument is 0."""
     if isinstance(worth, bool) or launcher() is None:
         return loop

@@ -30,7 +30,7 @@ from bridge.compile.cuda.build import (
     launch_shapes,
     target_of,
 )
-from bridge.compile.cuda.columns import finish_columns, generate_columns
+from bridge.compile.cuda.columns import generate_columns, second_stage_columns
 from bridge.compile.cuda.elements import elements, lookup, pool_gradient
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.limits import ALTERNATIVES, FLOAT64_ARCHITECTURES, LIMITS, ORDER
@@ -46,23 +46,23 @@ from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.chain_plan import ColumnPlan
 from bridge.compile.schedule.choices import Alternative
+from bridge.compile.schedule.horizontal_fusion import HorizontalFusionPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.row_plan import RowPlan
-from bridge.compile.schedule.together import TogetherPlan
 
 __all__ = ["CudaBackend", "architecture", "generate", "generate_apart", "scheduled"]
 
 
-def generate(plan: RowPlan | ColumnPlan | TogetherPlan, plain: bool = False) -> PrimFunc:
+def generate(plan: RowPlan | ColumnPlan | HorizontalFusionPlan, plain: bool = False) -> PrimFunc:
     """The kernel of a plan: inputs, results, scratch memory, the launch's integers.
 
     ``plain``: without what only CUDA has, for the same bits on other devices.
     """
     if isinstance(plan, ColumnPlan):
         return generate_columns(plan)
-    if isinstance(plan, TogetherPlan):
-        return _generate_together(plan)
+    if isinstance(plan, HorizontalFusionPlan):
+        return _generate_fused(plan)
     number, buffers = LaunchArguments(plan.arguments, plan.index_type), kernel_buffers(plan)
     reduces = any(node.reduces for node in plan.nodes)
     launches = rows(plan, buffers, number, plain) if reduces else elements([(plan, buffers, number)])
@@ -87,11 +87,11 @@ def generate_apart(plan: RowPlan, plain: bool = False) -> tuple[PrimFunc, PrimFu
     launch = row_launch(plan, buffers, number, plain)
     first = loop_function([*buffers.inputs, *rest, *scratch, *number.params], sequence([*number.stmts, launch]))
     number = LaunchArguments(plan.arguments, plan.index_type)
-    finish = finish_columns(plan, buffers, number)
+    finish = second_stage_columns(plan, buffers, number)
     return first, loop_function([*parts, *sums, *number.params], sequence([*number.stmts, finish]))
 
 
-def _generate_together(plan: TogetherPlan) -> PrimFunc:
+def _generate_fused(plan: HorizontalFusionPlan) -> PrimFunc:
     number = LaunchArguments(plan.arguments, plan.index_type)
     parts, first = [], 0
     for index, each in enumerate(plan.plans):
@@ -179,13 +179,13 @@ class CudaBackend(Backend):
         """Begins to load NVRTC; what it compiles is known when plans are."""
         _begin_to_load(self.arch)
 
-    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | TogetherPlan) -> PrimFunc:
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | HorizontalFusionPlan) -> PrimFunc:
         match plan:
-            case RowPlan() | ColumnPlan() | TogetherPlan():
+            case RowPlan() | ColumnPlan() | HorizontalFusionPlan():
                 return generate(plan)
         raise NotImplementedError(f"products on CUDA are torch's, not generated: {plan}")
 
-    def apart(self, plan: RowPlan | ColumnPlan | TogetherPlan) -> tuple[PrimFunc, PrimFunc] | None:
+    def apart(self, plan: RowPlan | ColumnPlan | HorizontalFusionPlan) -> tuple[PrimFunc, PrimFunc] | None:
         return generate_apart(plan) if isinstance(plan, RowPlan) and self.limits.kernel.streams > 1 else None
 
     def legalized(self, function: PrimFunc) -> PrimFunc:

@@ -21,7 +21,7 @@ For people; the shapes are the function's own, evaluated as its host code does.
 Shared memory of a row kernel: its arrays, of each element type → bytes; how many groups of threads these allow.
 Two things lie there: what the warps of a group have of a row's reductions, an array for each that a pass completes
 (:class:`bridge.compile.cuda.columns.Team`), and what the groups have of column reductions, an array for each element
-type (:class:`bridge.compile.cuda.row.TaskParts`). Together they are no more than :data:`SHARED_BYTES`: with
+type (:class:`bridge.compile.cuda.row.TaskPartials`). Together they are no more than :data:`SHARED_BYTES`: with
 fewer groups, a block has less of both.
 """
 

@@ -5,11 +5,11 @@ Element ``i`` is combined with element ``i + half``, for halves of ever smaller 
 accumulator.
 
 Column reduction kernels: a column plan → a thread, or several, for each column.
-Few rows are added by one thread, in order; many are dealt to strands. How many rows there are is known at the launch,
+Few rows are added by one thread, in order; many are dealt to reducers. How many rows there are is known at the launch,
 which has both forms.
 
 Second launch of column reductions: the tasks' parts → results.
-A column's parts are dealt to strands, each added in order; the strands are combined by halves.
+A column's parts are dealt to reducers, each added in order; the reducers are combined by halves.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from bridge.compile.cuda.emitter import (
     storage_type,
     synchronize,
 )
-from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_STRANDS, FEW_ROWS, FINISH_STRANDS, WARP
+from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_LANES, FEW_ROWS, SECOND_STAGE_LANES, WARP
 from bridge.compile.schedule.chain_plan import ColumnPlan
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
-__all__ = ["Halved", "Strands", "Team", "finish_columns", "generate_columns", "halve"]
+__all__ = ["Halved", "ReductionLanes", "Team", "generate_columns", "halve", "second_stage_columns"]
 
 
 @dataclass(frozen=True)
@@ -146,16 +146,16 @@ class Team:
 
 
 @dataclass(frozen=True)
-class Strands:
-    """``count`` strands, a power of two, for each of a warp of columns.
+class ReductionLanes:
+    """``count`` reducers, a power of two, for each of a warp of columns.
 
     Attributes:
-        strand, column: which one of the block this thread is.
+        reducer, column: which one of the block this thread is.
         shared: a buffer with an element for each thread.
     """
 
     count: int
-    strand: Expr
+    reducer: Expr
     column: Expr
     number: LaunchArguments
     shared: SharedMemory
@@ -163,7 +163,7 @@ class Strands:
     @property
     def leads(self) -> Expr:
         """Whether this thread has the total."""
-        return tirx.EQ(self.strand, self.number(0))
+        return tirx.EQ(self.reducer, self.number(0))
 
     def combined(
         self, op: str, dtype: str, part: Callable[[CudaEmitter, Expr], Expr], parts: Expr
@@ -173,10 +173,10 @@ class Strands:
         turn = Var("turn", number.index_type)
         acc, allocation = local_buffer(1, dtype, "acc")
         at, inside = [number(0)], CudaEmitter()
-        index = inside.name_index(turn * number(self.count) + self.strand, "part")
+        index = inside.name_index(turn * number(self.count) + self.reducer, "part")
         value = inside.bind(part(inside, index))
         inside.stmts.append(BufferStore(acc, combine(inside, op, BufferLoad(acc, at), value), at))
-        turns = tirx.truncdiv(parts - self.strand + number(self.count - 1), number(self.count))
+        turns = tirx.truncdiv(parts - self.reducer + number(self.count - 1), number(self.count))
         stmts = [
             allocation,
             BufferStore(acc, e.const(identity(op, dtype), dtype), at),
@@ -189,8 +189,8 @@ class Strands:
         def place(member: Expr) -> Expr:
             return member * number(WARP) + self.column
 
-        stmts += [synchronize(), BufferStore(shared, BufferLoad(acc, at), [place(self.strand)])]
-        stmts += halve([Halved(op, shared, place)], self.count, self.strand, number)
+        stmts += [synchronize(), BufferStore(shared, BufferLoad(acc, at), [place(self.reducer)])]
+        stmts += halve([Halved(op, shared, place)], self.count, self.reducer, number)
         return stmts, BufferLoad(shared, [place(number(0))])
 
 
@@ -209,14 +209,14 @@ class _ColumnKernel:
     def build(self) -> PrimFunc:
         number = self.number
         few = number(self.plan.rows) < number(FEW_ROWS)
-        launches = IfThenElse(few, self._launch(BLOCK_THREADS, 1), self._launch(WARP, COLUMN_STRANDS))
+        launches = IfThenElse(few, self._launch(BLOCK_THREADS, 1), self._launch(WARP, COLUMN_LANES))
         return loop_function([self.source, self.target, *number.params], sequence([*number.stmts, launches]))
 
-    def _launch(self, columns: int, strands: int) -> Stmt:
+    def _launch(self, columns: int, reducers: int) -> Stmt:
         plan, number = self.plan, self.number
         count = number(plan.batches) * number(plan.length)
 
-        shared = SharedMemory(columns * strands)
+        shared = SharedMemory(columns * reducers)
 
         def body(block: Var, group: Var, thread: Var) -> Stmt:
             e = CudaEmitter()
@@ -232,13 +232,13 @@ class _ColumnKernel:
                 stored = e.bind(BufferLoad(self.source, [number.index(first, index, plan.element.by_row)]))
                 return e.cast(e.loaded(stored, plan.source), compute_type(plan.target))
 
-            form = Strands(strands, group, thread, number, shared)
+            form = ReductionLanes(reducers, group, thread, number, shared)
             stmts, total = form.combined(plan.op, compute_type(plan.target), row, number(plan.rows))
             store = BufferStore(self.target, e.stored(total, plan.target), [column])
-            alone = tirx.And(form.leads, thread < left) if strands > 1 else thread < left
+            alone = tirx.And(form.leads, thread < left) if reducers > 1 else thread < left
             return sequence([*e.stmts, *stmts, IfThenElse(alone, store, None)])
 
-        return launch(portions(count, columns), columns, strands, body, shared)
+        return launch(portions(count, columns), columns, reducers, body, shared)
 
     def _column(self, position: Expr) -> Expr:
         """Index of the element at a position of a row, which may be several loops."""
@@ -252,7 +252,7 @@ class _ColumnKernel:
         return index
 
 
-def finish_columns(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> Stmt:
+def second_stage_columns(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> Stmt:
     """The launch for all column reductions that are wanted in memory, each in blocks of its own."""
     walk, length = plan.walk, number(plan.length)
     count = number(walk.batches) * length
@@ -260,7 +260,7 @@ def finish_columns(plan: RowPlan, buffers: KernelBuffers, number: LaunchArgument
     nodes = plan.finished
     portion = portions(count, WARP)
 
-    shared = SharedMemory(WARP * FINISH_STRANDS)
+    shared = SharedMemory(WARP * SECOND_STAGE_LANES)
 
     def body(block: Var, group: Var, thread: Var) -> Stmt:
         e = CudaEmitter()
@@ -283,7 +283,7 @@ def finish_columns(plan: RowPlan, buffers: KernelBuffers, number: LaunchArgument
             def part(e: CudaEmitter, chunk: Expr, partial: Buffer = partial) -> Expr:
                 return BufferLoad(partial, [first + chunk * length])
 
-            form = Strands(FINISH_STRANDS, group, thread, number, shared)
+            form = ReductionLanes(SECOND_STAGE_LANES, group, thread, number, shared)
             summed, total = form.combined(op, str(partial.dtype), part, chunks)
             store = BufferStore(buffers.outputs[node], own.stored(total, plan.nodes[node].dtype), [column])
             alone = IfThenElse(tirx.And(form.leads, thread < left), store, None)
@@ -291,4 +291,4 @@ def finish_columns(plan: RowPlan, buffers: KernelBuffers, number: LaunchArgument
             chosen = here if chosen is None else IfThenElse(tirx.EQ(which, number(index)), here, chosen)
         return sequence([*e.stmts, chosen])
 
-    return launch(portion * number(len(nodes)), WARP, FINISH_STRANDS, body, shared)
+    return launch(portion * number(len(nodes)), WARP, SECOND_STAGE_LANES, body, shared)

@@ -8,7 +8,7 @@ finds it as it was.
 Kernels read vectors of 16 bytes: an input that begins elsewhere is copied. States of generators, which a caller has on
 the host, are brought to where kernels read them.
 
-Branches: a run that is captured, on two streams: the critical path's steps on one, those beside it on another.
+SecondStream: a run that is captured, on two streams: the critical path's steps on one, those beside it on another.
 
 Both streams launch in the program's order. A step waits for the last step of the other stream that works on the same
 memory, if one of the two writes it. Memory is told by the addresses of the tensors that a step is given: so views,
@@ -41,7 +41,7 @@ from bridge.compile.runtime.layout import ArenaPool, PoolUser
 from bridge.compile.runtime.loop_frame import Instruction
 from bridge.compile.runtime.program import Program
 
-__all__ = ["ALIGNMENT", "POOLS", "Branches", "Crossings", "CudaExecutor", "Range", "StreamPools", "memory_of"]
+__all__ = ["ALIGNMENT", "POOLS", "Crossings", "CudaExecutor", "Range", "SecondStream", "StreamPools", "memory_of"]
 
 #: Bytes, of a kernel's widest access.
 ALIGNMENT = 16
@@ -141,7 +141,7 @@ def _nothing() -> None:
 Range = tuple[int, int]
 """Addresses from the first to behind the last."""
 
-_PATH, _BESIDE = 0, 1
+_PATH, _SECOND = 0, 1
 _ALL: Range = (0, 1 << 64)
 
 
@@ -222,7 +222,7 @@ class _Touched:
         return place
 
 
-class Branches:
+class SecondStream:
     """Launches the steps of captured runs, one run at a time, from :meth:`fork` to :meth:`join`.
 
     Args:
@@ -255,20 +255,20 @@ class Branches:
 
     def join(self) -> None:
         """The path waits for all steps beside."""
-        if self._marks[_BESIDE]:
-            self._wait(_PATH, self._marks[_BESIDE][-1])
+        if self._marks[_SECOND]:
+            self._wait(_PATH, self._marks[_SECOND][-1])
         self._begin()
 
     def begin(self, written: Sequence[torch.Tensor], action: Callable[[], None]) -> None:
         """Runs beside, at once, what writes into tensors: nothing waits for it but who works on these."""
         writes = memory_of(written)
-        self._run(_BESIDE, [], writes, action)
-        self._crossings.add(_BESIDE, [], writes)
+        self._run(_SECOND, [], writes, action)
+        self._crossings.add(_SECOND, [], writes)
 
     def launch(self, index: int, step: Instruction, action: Callable[[list], None], registers: list) -> None:
         """Runs a step's action on its stream, once what it waits for is done."""
         is_beside = index in self._steps
-        stream = _BESIDE if is_beside else _PATH
+        stream = _SECOND if is_beside else _PATH
         reads = memory_of([registers[slot] for slot in step.reads])
         given = memory_of([registers[slot] for slot in step.writes])  # what a library call returns is nobody's yet
         self._run(stream, reads, given, partial(action, registers))
@@ -278,7 +278,7 @@ class Branches:
 
     def _run(self, stream: int, reads: Sequence[Range], writes: Sequence[Range], action: Callable[[], None]) -> None:
         awaited = self._crossings.before(stream, reads, writes)
-        with self._beside() if stream == _BESIDE else nullcontext():
+        with self._beside() if stream == _SECOND else nullcontext():
             if awaited is not None:
                 self._wait(stream, self._marks[1 - stream][awaited])
             action()

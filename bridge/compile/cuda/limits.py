@@ -4,7 +4,7 @@ The order of a row: it is walked by :func:`row_threads` threads. Thread ``t`` ta
 :func:`row_lanes` elements; each lane has an accumulator of its own, and these are combined by halves. So are then the
 threads of each warp, then the warps. Where all rows are few elements (:attr:`ReductionOrder.small_rows`), each vector
 has a thread, and in short rows a vector is one element. A column: each chunk's rows are dealt to :func:`row_groups`
-groups in turn, whose sums are combined by halves; so are the chunks, dealt to :data:`FINISH_STRANDS` strands. It
+groups in turn, whose sums are combined by halves; so are the chunks, dealt to :data:`SECOND_STAGE_LANES` strands. It
 follows from the extents.
 """
 
@@ -19,7 +19,7 @@ from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 
-__all__ = ["ACCESS_BYTES", "ALTERNATIVES", "BLOCK_THREADS", "COLUMN_STRANDS", "FEW_ROWS", "FINISH_STRANDS"]
+__all__ = ["ACCESS_BYTES", "ALTERNATIVES", "BLOCK_THREADS", "COLUMN_LANES", "FEW_ROWS", "SECOND_STAGE_LANES"]
 __all__ += ["FLOAT64_ARCHITECTURES", "LIMITS", "ORDER", "ROWS_THREADS", "SHARED_BYTES", "VECTOR", "WARP"]
 __all__ += ["row_groups", "row_lanes", "row_threads"]
 
@@ -50,13 +50,13 @@ _TIMES_GROUPS = ((1, 4), (5, 2))
 the fewer, the fewer of the registers that a block's threads share go to the columns' sums."""
 _VECTORS_PER_THREAD = 8  # in registers: 32 numbers of each value that is kept
 
-FINISH_STRANDS = 16
+SECOND_STAGE_LANES = 16
 """Threads that combine what the chunks have of one column."""
 
 FEW_ROWS = 32
-"""A column of fewer is added by one thread, a longer one that is not cut into chunks by :data:`COLUMN_STRANDS`."""
+"""A column of fewer is added by one thread, a longer one that is not cut into chunks by :data:`COLUMN_LANES`."""
 
-COLUMN_STRANDS = 8
+COLUMN_LANES = 8
 
 FLOAT64_ARCHITECTURES = frozenset(("sm_60", "sm_70", "sm_80", "sm_90", "sm_100"))
 """That compute in float64 at half the rate of float32, so that sums wait for memory in either; others at a 64th."""
@@ -91,7 +91,7 @@ LIMITS = Limits.of(
     parallel_work=1,
     parallel_steps=1,
     parallel_columns=1,
-    parallel_finish=1,
+    parallel_second_stage=1,
     parallel_legalized=1,
     transcendental_work=12,
     tasks=1024,
@@ -147,7 +147,7 @@ def row_lanes(length: Number, small: bool = False) -> int:
 def row_threads(length: Number, small: bool = False) -> int:
     """Threads that walk a row, a power of two; of a length that is the launch's, those of one block.
 
-    Where such a length is short at a launch, a warp does (:meth:`bridge.compile.cuda.row.RowForm.short`).
+    Where such a length is short at a launch, a warp does (:meth:`bridge.compile.cuda.row.RowVariant.short`).
     """
     if not isinstance(length, int):
         return BLOCK_THREADS

@@ -21,9 +21,9 @@ from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.copies import bring_anew
 from bridge.compile.cuda.driver_graphs import ExecutableGraph, captured, new_stream
-from bridge.compile.cuda.executor import Branches
+from bridge.compile.cuda.executor import SecondStream
 from bridge.compile.cuda.memory import PoolMemory, PrivatePool, SlotMemory, spare_bytes, takes_from
-from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
+from bridge.compile.cuda.piecewise import PiecewiseExecutor, PiecewiseGraphs, inside_of_loops, is_between
 from bridge.compile.graphs.recordings import Form, Replay, nbytes
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.layout import ALIGNMENT as ARENA_ALIGNMENT
@@ -215,7 +215,7 @@ class CudaRecorder:
         shared.scratch.begin()
         branches = _branches(self._program.beside.spans, shared) if self._program.beside.spans else None
         launch = partial(_launched, stream=stream, execute=execute)
-        pieces = Pieces(partial(self._captured, shared), launch)
+        pieces = PiecewiseGraphs(partial(self._captured, shared), launch)
         # collecting garbage may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
             try:
@@ -239,10 +239,10 @@ class CudaRecorder:
                 yield made
 
 
-def _branches(steps: Collection[int], shared: _Stream) -> Branches:
-    """Branches of these steps on a stream's two."""
+def _branches(steps: Collection[int], shared: _Stream) -> SecondStream:
+    """SecondStream of these steps on a stream's two."""
     streams = shared.side, shared.beside
-    return Branches(
+    return SecondStream(
         steps,
         partial(torch.cuda.stream, shared.beside),
         lambda number: streams[number].record_event(),

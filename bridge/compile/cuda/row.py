@@ -28,7 +28,7 @@ from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.pointwise import EXPENSIVE, combine, identity
 from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
 from bridge.compile.cuda.build import fitting_groups, turns_together
-from bridge.compile.cuda.columns import Team, finish_columns
+from bridge.compile.cuda.columns import Team, second_stage_columns
 from bridge.compile.cuda.emitter import (
     CudaEmitter,
     SharedMemory,
@@ -43,7 +43,7 @@ from bridge.compile.cuda.step import RowBuffer, ThreadScope, column_steps, reads
 from bridge.compile.loop_ir.operations import Number
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPass, RowPlan
 
-__all__ = ["SHORT_ROW", "RowForm", "TaskParts", "emit_row", "row_launch", "rows"]
+__all__ = ["SHORT_ROW", "RowVariant", "TaskPartials", "emit_row", "row_launch", "rows"]
 
 _UNROLLED = 16
 """Turns of a loop over a row at most that is unrolled, so that what a thread keeps is in registers."""
@@ -63,7 +63,7 @@ takes its time for."""
 
 
 @dataclass(frozen=True)
-class RowForm:
+class RowVariant:
     """How a group of threads walks a row.
 
     Attributes:
@@ -80,7 +80,7 @@ class RowForm:
     tile: Expr | None = None
 
     @classmethod
-    def of(cls, plan: RowPlan) -> RowForm:
+    def of(cls, plan: RowPlan) -> RowVariant:
         last, length = plan.columns[-1], plan.length
         lanes = math.gcd(last, row_lanes(length, plan.small)) if isinstance(last, int) else 1
         threads = row_threads(length, plan.small)
@@ -91,7 +91,7 @@ class RowForm:
         form = cls(threads, fitting_groups(plan, threads, groups, lanes), lanes, turns)
         return form.widened(plan) if combines_columns_alone(plan) else form
 
-    def widened(self, plan: RowPlan) -> RowForm:
+    def widened(self, plan: RowPlan) -> RowVariant:
         """The same groups with vectors of twice the lanes, where all that differs from row to row is of half types,
         which then are accesses of :data:`ACCESS_BYTES`, and where no more of a turn is behind the row's end. Slow
         operators keep the threads busy as it is: of fewer vectors, fewer blocks share them. So do numbers of columns
@@ -108,7 +108,7 @@ class RowForm:
         return replace(self, lanes=lanes, turns=turns)
 
     @classmethod
-    def short(cls) -> RowForm:
+    def short(cls) -> RowVariant:
         """Of rows whose length is the launch's, and no more than :data:`SHORT_ROW`."""
         return cls(WARP, BLOCK_THREADS // WARP, 1, _SHORT_TURNS)
 
@@ -119,7 +119,7 @@ class RowForm:
             return self.lanes
         return None if self.turns is None else self.turns * self.lanes
 
-    def of_tile(self, tile: Expr) -> RowForm:
+    def of_tile(self, tile: Expr) -> RowVariant:
         """The same walk, of which a block takes one turn."""
         return replace(self, tile=tile)
 
@@ -180,7 +180,7 @@ def _widest(plan: RowPlan) -> int:
     return max(map(itemsize, [*stored, *read]), default=VECTOR)
 
 
-def emit_row(scope: ThreadScope, form: RowForm, team: Team, row: Expr) -> list[Stmt]:
+def emit_row(scope: ThreadScope, form: RowVariant, team: Team, row: Expr) -> list[Stmt]:
     """The code of one row; per-row values are computed by every thread of the group."""
     scope.start(row)
     stmts: list[Stmt] = []
@@ -192,7 +192,7 @@ def emit_row(scope: ThreadScope, form: RowForm, team: Team, row: Expr) -> list[S
     return stmts + scope.taken()
 
 
-def _pass(scope: ThreadScope, form: RowForm, team: Team, index: int, row_pass: RowPass) -> list[Stmt]:
+def _pass(scope: ThreadScope, form: RowVariant, team: Team, index: int, row_pass: RowPass) -> list[Stmt]:
     plan, number, head = scope.plan, scope.number, scope.head
     rows = [node for node in row_pass.reductions if plan.nodes[node].reduces == "row"]
     start: list[Stmt] = []
@@ -227,7 +227,7 @@ def _folded(scope: ThreadScope, node: int, buffer: Buffer) -> Expr:
     return lanes[0]
 
 
-class TaskParts:
+class TaskPartials:
     """Storing of a block's parts.
 
     Args:
@@ -241,7 +241,7 @@ class TaskParts:
 
     def __init__(
         self,
-        form: RowForm,
+        form: RowVariant,
         number: LaunchArguments,
         shared: SharedMemory,
         group: Expr,
@@ -352,19 +352,19 @@ _REGISTERS = 64
 def rows(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool) -> list[Stmt]:
     """The launches of a plan with reductions; ``plain``: see :class:`~bridge.compile.cuda.columns.Team`."""
     first = row_launch(plan, buffers, number, plain)
-    return [first, finish_columns(plan, buffers, number)] if plan.finished else [first]
+    return [first, second_stage_columns(plan, buffers, number)] if plan.finished else [first]
 
 
 def row_launch(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool = False) -> Stmt:
     """The launch that walks the rows; of columns it leaves parts."""
-    launch = _Rows(plan, buffers, number, plain, RowForm.of(plan)).launch()
+    launch = _Rows(plan, buffers, number, plain, RowVariant.of(plan)).launch()
     if isinstance(plan.length, int):
         return launch
-    short = _Rows(plan, buffers, number, plain, RowForm.short()).launch()
+    short = _Rows(plan, buffers, number, plain, RowVariant.short()).launch()
     return IfThenElse(number(plan.length) < number(SHORT_ROW + 1), short, launch)
 
 
-def _tiles(plan: RowPlan, form: RowForm, number: LaunchArguments) -> Expr | None:
+def _tiles(plan: RowPlan, form: RowVariant, number: LaunchArguments) -> Expr | None:
     """How many blocks share a task's rows, each with the columns of one turn: nothing else of a row is combined.
 
     A column's sum is the same one, for its elements are the same threads'. ``None``: one block.
@@ -383,7 +383,7 @@ class _Rows:
     """
 
     def __init__(
-        self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool, form: RowForm
+        self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool, form: RowVariant
     ) -> None:
         self.plain = plain
         self.plan, self.buffers, self.number = plan, buffers, number
@@ -485,6 +485,6 @@ class _Rows:
             if first:
                 stmts.append(form.loop(plan, number, team.thread, clear))
             elif kept.base is None:
-                parts = TaskParts(form, number, self.shared, team.group, team.thread, task, plan.length, together)
+                parts = TaskPartials(form, number, self.shared, team.group, team.thread, task, plan.length, together)
                 stmts += parts.stored(kept.buffer, self.buffers.partial[node], op)
         return stmts

@@ -3,7 +3,7 @@
 A key is an index and a place, ``index * length + place``: all keys differ, and how many are smaller is a key's rank in
 the sorted order. Each is compared with all the others, which for the rows of a batch takes less than the launches of a
 sort do; the keys of more come sorted. What has one index is a segment of the order, added up by the threads of one
-strand; a long one by those of all strands of the block that it begins in.
+reducer; a long one by those of all reducers of the block that it begins in.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _ScatterKernel:
         self.lanes = math.gcd(plan.columns, min(VECTOR, ACCESS_BYTES // itemsize(plan.dtype)))
         vectors = plan.columns // self.lanes
         self.threads = min(_SEGMENT_THREADS, 1 << (vectors - 1).bit_length())
-        self.strands = BLOCK_THREADS // self.threads
+        self.reducers = BLOCK_THREADS // self.threads
 
     def build(self) -> PrimFunc:
         read = [self.order, self.table] if self.plan.is_sorted else [self.indices, self.table, self.order]
@@ -175,30 +175,30 @@ class _ScatterKernel:
     # ---- the second launch
 
     def _add(self) -> Stmt:
-        """Blocks of as many places of the order as there are strands, by columns that neighbours add up."""
+        """Blocks of as many places of the order as there are reducers, by columns that neighbours add up."""
         plan, number = self.plan, self.number
         width = self.threads * self.lanes
         across = -(-plan.columns // width)
         shared = SharedMemory(BLOCK_THREADS)
-        windows = portions(self.length, self.strands)
+        windows = portions(self.length, self.reducers)
 
-        def body(block: Var, strand: Var, thread: Var) -> Stmt:
+        def body(block: Var, reducer: Var, thread: Var) -> Stmt:
             e = CudaEmitter()
             window = e.name_index(tirx.truncdiv(block, number(across)), "window")
             vector = (block - window * number(across)) * number(self.threads) + thread
             vector = e.name_index(vector, "vector")
-            return sequence([*e.stmts, *self._segments(window, strand, thread, vector, shared)])
+            return sequence([*e.stmts, *self._segments(window, reducer, thread, vector, shared)])
 
-        return launch(windows * number(across), self.threads, self.strands, body, shared)
+        return launch(windows * number(across), self.threads, self.reducers, body, shared)
 
-    def _segments(self, window: Expr, strand: Expr, thread: Expr, vector: Expr, shared: SharedMemory) -> list[Stmt]:
+    def _segments(self, window: Expr, reducer: Expr, thread: Expr, vector: Expr, shared: SharedMemory) -> list[Stmt]:
         plan, number, e = self.plan, self.number, CudaEmitter()
         index_type = number.index_type
         long = shared(index_type, 0, 1)  # where a long segment begins: one at most does in as many places as it has
         nobody = self.length
-        first_thread = tirx.And(tirx.EQ(strand, number(0)), tirx.EQ(thread, number(0)))
+        first_thread = tirx.And(tirx.EQ(reducer, number(0)), tirx.EQ(thread, number(0)))
         e.stmts += [IfThenElse(first_thread, BufferStore(long, nobody, [number(0)]), None), synchronize()]
-        place = e.name_index(window * number(self.strands) + strand, "place")
+        place = e.name_index(window * number(self.reducers) + reducer, "place")
         inside = CudaEmitter()
         begin, end, row = self._segment(inside, place)
         before = BufferLoad(self.order, [tirx.max(place - number(1), number(0))])
@@ -206,14 +206,14 @@ class _ScatterKernel:
         if plan.skipped is not None:
             wanted = tirx.And(wanted, tirx.Not(tirx.EQ(row, number(plan.skipped))))
         starts = tirx.Or(tirx.EQ(place, number(0)), before < begin)
-        behind = BufferLoad(self.order, [tirx.min(place + number(self.strands), self.length)])
+        behind = BufferLoad(self.order, [tirx.min(place + number(self.reducers), self.length)])
         is_long = BufferStore(long, place, [number(0)])
         short = sequence(self._short(place, begin, end, row, vector))
         either = IfThenElse(behind < end, IfThenElse(tirx.EQ(thread, number(0)), is_long, None), short)
         inside.stmts.append(IfThenElse(tirx.And(starts, wanted), either, None))
         e.stmts += [IfThenElse(place < self.length, sequence(inside.stmts), None), synchronize()]
         found = e.bind(BufferLoad(long, [number(0)]), "long")
-        together = sequence(self._long(found, strand, thread, vector, shared))
+        together = sequence(self._long(found, reducer, thread, vector, shared))
         e.stmts.append(IfThenElse(found < nobody, together, None))
         return e.stmts
 
@@ -232,27 +232,27 @@ class _ScatterKernel:
         e.stmts += self._stored(total, row, vector)
         return [IfThenElse(vector < self.number(self.plan.columns // self.lanes), sequence(e.stmts), None)]
 
-    def _long(self, place: Expr, strand: Expr, thread: Expr, vector: Expr, shared: SharedMemory) -> list[Stmt]:
-        """The same by all strands, whose sums are combined by halves."""
+    def _long(self, place: Expr, reducer: Expr, thread: Expr, vector: Expr, shared: SharedMemory) -> list[Stmt]:
+        """The same by all reducers, whose sums are combined by halves."""
         number, e = self.number, CudaEmitter()
         begin, end, row = self._segment(e, place)
         total = self._total(e)
         vectors = number(self.plan.columns // self.lanes)
         read = tirx.min(vector, vectors - number(1))
-        e.stmts.append(self._added(total, place + strand, number(self.strands), begin, end, read, _LONG))
+        e.stmts.append(self._added(total, place + reducer, number(self.reducers), begin, end, read, _LONG))
 
         def member(index: Expr) -> Expr:
             return index * number(self.threads) + thread
 
         sums = [shared(compute_type(self.plan.dtype), lane) for lane in range(self.lanes)]
         for lane, buffer in enumerate(sums):
-            e.stmts.append(BufferStore(buffer, BufferLoad(total, [number(lane)]), [member(strand)]))
-        e.stmts += halve([Halved("sum", buffer, member) for buffer in sums], self.strands, strand, number)
+            e.stmts.append(BufferStore(buffer, BufferLoad(total, [number(lane)]), [member(reducer)]))
+        e.stmts += halve([Halved("sum", buffer, member) for buffer in sums], self.reducers, reducer, number)
         stores = [
             BufferStore(total, BufferLoad(buffer, [member(number(0))]), [number(lane)])
             for lane, buffer in enumerate(sums)
         ]
-        leads = tirx.And(tirx.EQ(strand, number(0)), vector < vectors)
+        leads = tirx.And(tirx.EQ(reducer, number(0)), vector < vectors)
         e.stmts.append(IfThenElse(leads, sequence([*stores, *self._stored(total, row, vector)]), None))
         return e.stmts
 

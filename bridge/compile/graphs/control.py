@@ -1,6 +1,6 @@
 """Control of recorded graphs: a user's wish, what memory is left -> which programs are recorded, and what for.
 
-Worth of a recorded graph: the first runs of a program → whether the host or the device is what they wait for.
+Profitability of a recorded graph: the first runs of a program → whether the host or the device is what they wait for.
 
 What one size of a program has shown holds for others: where a graph pays, for those with no more work than would keep
 the device busy enough; where it does not, for those with no less.
@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 from bridge.base.log import channel
 from bridge.base.lru import LeastRecentlyUsed
-from bridge.compile.graphs.recordings import GraphRecorder, Memory, Ports, Timer
+from bridge.compile.graphs.recordings import GraphInputs, GraphRecorder, Memory, Timer
 
 __all__ = ["MAX_GRAPH_BYTES", "MAX_RECORDINGS", "MODES", "RUNS", "STREAMS", "LaunchCost", "Mode", "RecordedGraphs"]
 __all__ += ["Shared", "Verdicts"]
@@ -275,7 +275,7 @@ class Shared:
 
     Args:
         moves: how often results' memory had to move, for all sizes, because a larger one came.
-        buffered: places of inputs that are copied for each replay, wherever they lie.
+        copied: places of inputs that are copied for each replay, wherever they lie.
     """
 
     def __init__(
@@ -283,24 +283,26 @@ class Shared:
         varies: bool = False,
         moves: Callable[[], int] = lambda: 0,
         verdicts: Verdicts | None = None,
-        buffered: Collection[int] = (),
+        copied: Collection[int] = (),
     ):
         self.varies = varies
         self.verdicts = Verdicts() if verdicts is None else verdicts
         self.cost = LaunchCost()
         self.is_warm = False
         self.lock = threading.Lock()
-        self._moves, self._moved, self._buffered = moves, 0, buffered
-        self._ports: LeastRecentlyUsed[Hashable, Ports] = LeastRecentlyUsed(STREAMS)
+        self._moves, self._moved, self._copied = moves, 0, copied
+        self._graph_inputs: LeastRecentlyUsed[Hashable, GraphInputs] = LeastRecentlyUsed(STREAMS)
 
-    def ports(self, stream: Hashable, count: int, on_host: Collection[int]) -> Ports:
-        """The ports on a stream."""
-        return self._ports.get(stream) or self._ports.put(stream, Ports(count, on_host, self._buffered))
+    def graph_inputs(self, stream: Hashable, count: int, on_host: Collection[int]) -> GraphInputs:
+        """The graph_inputs on a stream."""
+        return self._graph_inputs.get(stream) or self._graph_inputs.put(
+            stream, GraphInputs(count, on_host, self._copied)
+        )
 
     def follow_memory(self) -> None:
         """Addresses that memory for results has left do not count any more."""
         moves = self._moves()
         if moves != self._moved:
             self._moved = moves
-            for _, ports in self._ports.items():
-                ports.forget()
+            for _, graph_inputs in self._graph_inputs.items():
+                graph_inputs.forget()

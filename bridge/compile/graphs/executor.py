@@ -254,9 +254,11 @@ class GraphedExecutor:
 
     def _new(self, stream: Hashable) -> StreamRecordings:
         memories = [self._memory_of(reader) for reader in self._results.readers]
-        ports = self._shared.ports(stream, len(self._inputs) + len(memories), self._on_host)
+        graph_inputs = self._shared.graph_inputs(stream, len(self._inputs) + len(memories), self._on_host)
         varies = self._shared.varies
-        return StreamRecordings(self._recorder, self._inputs, self._results, memories, ports, self._on_host, varies)
+        return StreamRecordings(
+            self._recorder, self._inputs, self._results, memories, graph_inputs, self._on_host, varies
+        )
 
 
 class EntryGraphs:
@@ -301,22 +303,22 @@ class EntryGraphs:
         whole: Program,
         use: str,
         bounds: tuple[int, int],
-        buffered: Sequence[int] = (),
+        copied: Sequence[int] = (),
     ) -> Execute:
         recorder = program.backend.recorder(program)
         if recorder is None:
             return execute
         shared = self._shared.get(whole)
         if shared is None:
-            shared = self._shared.setdefault(whole, Shared(program is not whole, self._moves, buffered=buffered))
-        varying = _varying(whole) if shared.varies else ()
+            shared = self._shared.setdefault(whole, Shared(program is not whole, self._moves, copied=copied))
+        dynamic = _dynamic(whole) if shared.varies else ()
 
         def memory_of(result: int) -> Memory:
             if result >= bounds[1]:
                 return self._memory("captures", recorder, shared.varies, joined=True)
             if result >= bounds[0]:
                 return self._memory("buffers", recorder, shared.varies, joined=True)
-            if result in varying:
+            if result in dynamic:
                 return self._memory((whole, result), recorder, varies=True)
             return self._memory(use, recorder)
 
@@ -334,7 +336,7 @@ class EntryGraphs:
         return sum(memory.grown for memory in tuple(self._memories.values()))
 
 
-def _varying(program: Program) -> frozenset[int]:
+def _dynamic(program: Program) -> frozenset[int]:
     """Results of a program of many sizes whose memory is not the same in all of them."""
     layout = program.layout
     fixed = {made.slot for made in layout.fresh if all(type(extent) is int for extent in made.shape)}

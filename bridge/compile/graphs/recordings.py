@@ -8,15 +8,15 @@ Recordings of one program on one stream: a call's tensors → the recording for 
 Memory of results is new at each call, from memory that nothing else takes from (:class:`~.recorder.Memory`), so a
 replay never writes where somebody still holds a tensor, and the allocator knows what streams a tensor is used on.
 Holders change which addresses a call gets: a gradient that stays in ``p.grad``, an output that is kept. There are as
-many recordings as there are such patterns; a port whose address never returns is buffered (:mod:`.ports`).
+many recordings as there are such patterns; a port whose address never returns is copied (:mod:`.graph_inputs`).
 
-Ports of a program: addresses of inputs and results, call by call → which are recorded as they are.
+GraphInputs of a program: addresses of inputs and results, call by call → which are recorded as they are.
 
-A recording has addresses in it. A port is *direct* while the addresses of its tensors keep coming back (parameters,
-what the forward hands to the backward): they are part of the recording's key. Else it is *buffered*: the recording has
+A recording has addresses in it. A port is *static* while the addresses of its tensors keep coming back (parameters,
+what the forward hands to the backward): they are part of the recording's key. Else it is *copied*: the recording has
 the address of a buffer, into which an input is copied before a replay, or out of which a result is copied after it.
 
-Where sizes vary, the programs of all of them share their ports: what one size has shown of addresses holds for others.
+Where sizes vary, the programs of all sizes share their graph inputs: the addresses seen at one size hold for others.
 """
 
 from __future__ import annotations
@@ -37,51 +37,51 @@ from bridge.compile.runtime.layout import Strided
 from bridge.compile.runtime.program import Program
 
 __all__ = ["MAX_ADDRESSES", "MAX_LARGE_ADDRESSES", "MAX_MADE", "MAX_OF_A_STREAM", "Form", "GraphRecorder", "Key"]
-__all__ += ["Memory", "Ports", "Replay", "ReplayResults", "StreamRecordings", "Timer", "nbytes"]
+__all__ += ["GraphInputs", "Memory", "Replay", "ReplayResults", "StreamRecordings", "Timer", "nbytes"]
 
 Key = tuple[int, ...]
-"""The addresses of the direct ports."""
+"""The addresses of the static graph_inputs."""
 
-#: New addresses of a direct port among the latest calls; with one more it is buffered.
+#: New addresses of a static port among the latest calls; with one more it is copied.
 MAX_ADDRESSES = 3
 #: Likewise, of a large tensor, whose copy takes time and memory: there may be a recording for each address.
 MAX_LARGE_ADDRESSES = 8
 _LATEST = 64
-"""Calls. Parameters that move now and then, as when a checkpoint is loaded, stay direct."""
+"""Calls. Parameters that move now and then, as when a checkpoint is loaded, stay static."""
 _STEADY = 16
 """Replays in a row after which the calls with new addresses are counted anew: few are."""
 _MOST_KNOWN = 64
 """Addresses of a port that are known, the newest."""
 _PATIENCE = 12
-"""Calls with new addresses after which small tensors that have moved are buffered; after twice as many, all that have.
+"""Calls with new addresses after which small tensors that have moved are copied; after twice as many, all that have.
 """
 _SMALL = 1 << 20
 """Bytes of a tensor whose copy is of no account."""
 
 
-class Ports:
-    """The ports of a program on one stream: its inputs, then the memory that it is given for results.
+class GraphInputs:
+    """The graph_inputs of a program on one stream: its inputs, then the memory that it is given for results.
 
     Args:
         count: how many there are.
         on_host: places of those that are neither: no recording has their addresses.
-        buffered: places of those that are buffered from the start.
+        copied: places of those that are copied from the start.
 
     Attributes:
-        direct, buffered: places of ports.
-        version: how often ports were buffered: recordings made before have other addresses in them.
+        static, copied: places of graph_inputs.
+        version: how often graph_inputs were copied: recordings made before have other addresses in them.
     """
 
-    def __init__(self, count: int, on_host: Collection[int] = (), buffered: Collection[int] = ()):
+    def __init__(self, count: int, on_host: Collection[int] = (), copied: Collection[int] = ()):
         self._known: list[dict[int, int]] = [{} for _ in range(count)]  # the number of the first call, by address
-        self.buffered: tuple[int, ...] = tuple(buffered)
+        self.copied: tuple[int, ...] = tuple(copied)
         self.version = 0
         self._calls = self._in_a_row = self._strange = 0
-        self._choose([place for place in range(count) if place not in on_host and place not in self.buffered])
+        self._choose([place for place in range(count) if place not in on_host and place not in self.copied])
 
     def key(self, tensors: Sequence[torch.Tensor]) -> Key:
-        """The addresses of a call's direct ports; ``tensors`` are those of all ports."""
-        return tuple(map(torch.Tensor.data_ptr, self._direct(tensors)))
+        """The addresses of a call's static graph_inputs; ``tensors`` are those of all graph_inputs."""
+        return tuple(map(torch.Tensor.data_ptr, self._static(tensors)))
 
     def replayed(self) -> None:
         """There was a recording for a call."""
@@ -89,7 +89,7 @@ class Ports:
         self._in_a_row += 1
 
     def meet(self, tensors: Sequence[torch.Tensor], forgiven: bool = False) -> bool:
-        """Notes the addresses of a call that there is no recording for. If they keep moving, ports are buffered.
+        """Notes the addresses of a call that there is no recording for. If they keep moving, graph_inputs are copied.
 
         Args:
             forgiven: known addresses without a recording are no sign that they keep moving.
@@ -102,7 +102,7 @@ class Ports:
         self._calls += 1
         self._in_a_row = 0
         are_known, moved = True, []
-        for place in self.direct:
+        for place in self.static:
             known, address = self._known[place], tensors[place].data_ptr()
             if address in known:
                 continue
@@ -132,18 +132,18 @@ class Ports:
 
     def _buffer_what_moved(self, tensors: Sequence[torch.Tensor], most: int | None) -> None:
         """Buffers every port that has had a second address lately, but for tensors of more than ``most`` bytes."""
-        moved = [place for place in self.direct if self._new(place) > 1]
+        moved = [place for place in self.static if self._new(place) > 1]
         self._buffer([place for place in moved if most is None or tensors[place].nbytes <= most])
 
     def _buffer(self, places: Sequence[int]) -> None:
         if places:
             self.version += 1
-            self.buffered = tuple(sorted({*self.buffered, *places}))
-            self._choose([place for place in self.direct if place not in self.buffered])
+            self.copied = tuple(sorted({*self.copied, *places}))
+            self._choose([place for place in self.static if place not in self.copied])
 
     def _choose(self, places: Sequence[int]) -> None:
-        self.direct = tuple(places)
-        self._direct = picker(places)
+        self.static = tuple(places)
+        self._static = picker(places)
 
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -354,7 +354,7 @@ class StreamRecordings:
         inputs: forms of the inputs; ``on_host``: places of those that lie on the host.
         results: where results are.
         memories: of each form of ``results``, where it is taken from.
-        ports: shared with other sizes if ``varies``.
+        graph_inputs: shared with other sizes if ``varies``.
     """
 
     def __init__(
@@ -363,14 +363,14 @@ class StreamRecordings:
         inputs: Sequence[Form],
         results: ReplayResults,
         memories: Sequence[Memory],
-        ports: Ports,
+        graph_inputs: GraphInputs,
         on_host: Collection[int] = (),
         varies: bool = False,
     ):
         self._recorder, self._results, self._inputs = recorder, results, len(inputs)
         self._forms = [*inputs, *results.forms]
-        self._ports, self._on_host, self._varies = ports, on_host, varies
-        self._version = ports.version
+        self._graph_inputs, self._on_host, self._varies = graph_inputs, on_host, varies
+        self._version = graph_inputs.version
         self.made = 0
         self._buffers: dict[int, torch.Tensor] = {}
         self._memories = memories
@@ -389,11 +389,11 @@ class StreamRecordings:
     @property
     def copied_bytes(self) -> int:
         """That each replay copies."""
-        return sum(nbytes(self._forms[place]) for place in self._ports.buffered)
+        return sum(nbytes(self._forms[place]) for place in self._graph_inputs.copied)
 
     def parameter_bytes(self, inputs: Sequence[torch.Tensor]) -> int:
         """Bytes of buffers for parameters."""
-        places = (place for place in self._ports.buffered if place < self._inputs)
+        places = (place for place in self._graph_inputs.copied if place < self._inputs)
         return sum(inputs[place].nbytes for place in places if isinstance(inputs[place], nn.Parameter))
 
     def fresh(self) -> list[torch.Tensor]:
@@ -408,7 +408,7 @@ class StreamRecordings:
     def find(self, inputs: Sequence[torch.Tensor], strided: Strided, fresh: Sequence[torch.Tensor]) -> Replay | None:
         """The recording for inputs, those that are not dense with these strides, and memory of results, if there is
         one."""
-        return self._recordings.get((strided, self._ports.key([*inputs, *fresh])))
+        return self._recordings.get((strided, self._graph_inputs.key([*inputs, *fresh])))
 
     def replay(
         self,
@@ -418,26 +418,26 @@ class StreamRecordings:
         fresh: list[torch.Tensor],
     ) -> list[torch.Tensor]:
         """The results; ``given`` are the caller's inputs, ``inputs`` what :meth:`find` was asked for."""
-        self._ports.replayed()
+        self._graph_inputs.replayed()
         first, buffers = self._inputs, self._buffers
-        for place in self._ports.buffered:
+        for place in self._graph_inputs.copied:
             if place < first:
                 buffers[place].copy_(inputs[place])
         recording(self._ported(inputs, fresh) if self._on_host else ())
-        for place in self._ports.buffered:
+        for place in self._graph_inputs.copied:
             if place >= first:
                 fresh[place - first].copy_(buffers[place])
         return self._results(given, fresh)
 
     def is_due(self, inputs: Sequence[torch.Tensor], strided: Strided, fresh: Sequence[torch.Tensor]) -> bool:
-        """Whether addresses without a recording have been here before. If they keep moving, ports are buffered.
+        """Whether addresses without a recording have been here before. If they keep moving, graph_inputs are copied.
 
         A size that varies is recorded when it comes back, if calls of other sizes had these addresses.
         """
         tensors = [*inputs, *fresh]
-        are_known = self._ports.meet(tensors, forgiven=self._varies and self.made < MAX_OF_A_STREAM)
+        are_known = self._graph_inputs.meet(tensors, forgiven=self._varies and self.made < MAX_OF_A_STREAM)
         self._follow_ports()
-        key = strided, self._ports.key(tensors)
+        key = strided, self._graph_inputs.key(tensors)
         if self._seen.get(key) or (self._varies and are_known):
             return True
         self._seen.put(key, True)
@@ -450,26 +450,26 @@ class StreamRecordings:
         read, written = ported[: self._inputs], ported[self._inputs :]
         own = len(written) - len(copied)
         replay = self._recorder.record(read, written[:own], list(zip(copied, written[own:], strict=True)))
-        return self._recordings.put((strided, self._ports.key([*inputs, *fresh])), replay)
+        return self._recordings.put((strided, self._graph_inputs.key([*inputs, *fresh])), replay)
 
     def _ported(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of all ports as recordings know them."""
+        """The tensors of all graph_inputs as recordings know them."""
         tensors = [*inputs, *fresh]
         for place, buffer in self._buffers.items():
             tensors[place] = buffer
         return tensors
 
     def _follow_ports(self) -> None:
-        """Begins anew with other ports: recordings have the addresses of the old ones."""
-        if self._version != self._ports.version:
-            self._version = self._ports.version
+        """Begins anew with other graph_inputs: recordings have the addresses of the old ones."""
+        if self._version != self._graph_inputs.version:
+            self._version = self._graph_inputs.version
             self._renew()
 
     @torch.inference_mode(False)  # buffers serve calls of any mode
     def _renew(self) -> None:
         self._recordings.clear()
         self._seen.clear()
-        for place in self._ports.buffered:
+        for place in self._graph_inputs.copied:
             if place not in self._buffers:
                 self._buffers[place] = self._recorder.empty(self._forms[place])
         self._plan_memory()
@@ -479,9 +479,9 @@ class StreamRecordings:
         groups: dict[int, tuple[Callable[[Sequence[Form]], list[torch.Tensor]], list[Form], list[int]]] = {}
         for place, (form, memory) in enumerate(zip(self._results.forms, self._memories, strict=True)):
             # those of several sizes lie in one block, in which each has its own place
-            is_buffered = place + self._inputs in self._buffers and not self._varies
-            make = self._anywhere if is_buffered else memory
-            _, forms, places = groups.setdefault(0 if is_buffered else id(memory), (make, [], []))
+            is_copied = place + self._inputs in self._buffers and not self._varies
+            make = self._anywhere if is_copied else memory
+            _, forms, places = groups.setdefault(0 if is_copied else id(memory), (make, [], []))
             forms.append(form)
             places.append(place)
         self._taken = list(groups.values())

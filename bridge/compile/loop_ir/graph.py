@@ -13,7 +13,7 @@ Six kinds of node, each with *dense* results:
 Shape operations are no nodes: they are the :class:`~bridge.compile.loop_ir.views.View` of an :class:`Operand`. What
 translation makes has nodes for them too, see :mod:`bridge.compile.loop_ir.graph`.
 
-Neutral nodes: what translation leaves open, to be chosen by :mod:`bridge.compile.passes.choose_layouts`.
+LayoutAgnostic nodes: what translation leaves open, to be chosen by :mod:`bridge.compile.passes.choose_layouts`.
 
 A *neutral graph* says what is computed, not where it lies: every operand reads all of a value, perhaps under broadcast,
 and shape operations, matrix products and concatenations are nodes of their own, with dense results. Choosing layouts
@@ -36,7 +36,18 @@ from autodiff.scan import Scan
 from bridge.compile.loop_ir.operations import ProductPlan
 from bridge.compile.loop_ir.views import View, dense, is_dense, permute
 
-__all__ = ["Concat", "Dense", "Fallback", "Graph", "Join", "LibraryCall", "LoopCall", "MatMul", "Neutral", "Node"]
+__all__ = [
+    "Concat",
+    "Dense",
+    "Fallback",
+    "Graph",
+    "Join",
+    "LayoutAgnostic",
+    "LibraryCall",
+    "LoopCall",
+    "MatMul",
+    "Node",
+]
 __all__ += ["OneOperand", "OneOut", "Operand", "Pad", "Pointwise", "Positions", "Product", "Reduction", "Result"]
 __all__ += ["Scalar", "Sections", "Shaped", "Value", "eliminate_dead_code", "is_turned", "needed", "whole"]
 
@@ -340,7 +351,7 @@ class Join(OneOut):
     out: Value
 
 
-Neutral = Shaped | Dense | Result | MatMul | Join
+LayoutAgnostic = Shaped | Dense | Result | MatMul | Join
 
 
 def is_turned(node: Shaped) -> bool:

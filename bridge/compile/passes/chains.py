@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from autodiff.ir import itemsize
 from bridge.compile.loop_ir.graph import (
     Graph,
+    LayoutAgnostic,
     MatMul,
-    Neutral,
     Node,
     Operand,
     Pointwise,
@@ -54,7 +54,7 @@ class Chain:
 
     first: MatMul
     second: MatMul
-    nodes: tuple[Node | Neutral, ...]
+    nodes: tuple[Node | LayoutAgnostic, ...]
 
     @property
     def text(self) -> str:
@@ -92,7 +92,7 @@ class Chain:
                 params.append(moved[value])
             return Operand(moved[value], operand.view)
 
-        nodes: list[Node | Neutral] = []
+        nodes: list[Node | LayoutAgnostic] = []
         for node in self.nodes:
             operands = tuple(map(there, node.operands))
             out = moved[node.out] = Value(node.out.name, node.out.shape, node.out.dtype)
@@ -146,7 +146,7 @@ def _whole(columns: int) -> int:
     return -(-columns // _COLUMNS) * _COLUMNS
 
 
-def _behind(graph: Graph, place: int) -> tuple[list[Node | Neutral], MatMul] | None:
+def _behind(graph: Graph, place: int) -> tuple[list[Node | LayoutAgnostic], MatMul] | None:
     """What is between the product at a place and the only one that reads what becomes of it; ``None``: none, or
     something else reads that too."""
     first, second = graph.nodes[place], None
@@ -168,7 +168,7 @@ def _behind(graph: Graph, place: int) -> tuple[list[Node | Neutral], MatMul] | N
     return between, second
 
 
-def _reads(node: Node | Neutral, values: Collection[Value]) -> bool:
+def _reads(node: Node | LayoutAgnostic, values: Collection[Value]) -> bool:
     return any(_reads_operand(operand, values) for operand in node.operands)
 
 
@@ -177,7 +177,11 @@ def _reads_operand(operand: Operand | Scalar, values: Collection[Value]) -> bool
 
 
 def _with_views(
-    graph: Graph, first: MatMul, between: list[Node | Neutral], second: MatMul, makers: dict[Value, Node | Neutral]
+    graph: Graph,
+    first: MatMul,
+    between: list[Node | LayoutAgnostic],
+    second: MatMul,
+    makers: dict[Value, Node | LayoutAgnostic],
 ) -> Chain:
     """The chain with the views in front of it and behind it."""
     wanted = {first, second, *between}

@@ -37,10 +37,10 @@ from bridge.compile.loop_ir.graph import (
     Fallback,
     Graph,
     Join,
+    LayoutAgnostic,
     LibraryCall,
     LoopCall,
     MatMul,
-    Neutral,
     Node,
     Operand,
     Pad,
@@ -62,7 +62,7 @@ from bridge.compile.schedule.chain_plan import CallShape, ProductPolicy
 from bridge.compile.schedule.fuse import sections_of
 from bridge.compile.schedule.limits import Rules
 
-__all__ = ["arithmetic_of_copy", "calls_in", "choose_forms", "choose_layouts", "is_worth_joining", "join"]
+__all__ = ["arithmetic_of_copy", "calls_in", "choose_layouts", "choose_variants", "is_profitable_to_join", "join"]
 __all__ += ["make_walkable", "recompute_permutations"]
 
 
@@ -72,7 +72,7 @@ def calls_in(graph: Graph) -> list[CallShape]:
     return list(dict.fromkeys(shape for shape in found if shape is not None))
 
 
-def choose_forms(graph: Graph, chosen: Sequence[tuple[CallShape, str]]) -> Graph:
+def choose_variants(graph: Graph, chosen: Sequence[tuple[CallShape, str]]) -> Graph:
     """The graph with calls in the forms that are chosen for their classes; the others stay.
 
     Safe: a form has the arguments and the results of the function itself, to rounding.
@@ -86,14 +86,14 @@ def choose_forms(graph: Graph, chosen: Sequence[tuple[CallShape, str]]) -> Graph
 
 def join(placed: Placed, node: Join, rules: Rules) -> Concat | LibraryCall:
     """The node that concatenates; its operands are placed."""
-    joined = _in_a_kernel(node, rules) if is_worth_joining(node.operands, node.axis, rules) else None
+    joined = _in_a_kernel(node, rules) if is_profitable_to_join(node.operands, node.axis, rules) else None
     if joined is not None:
         return joined
     tensors = [placed.dense(operand) if isinstance(operand, Scalar) else operand for operand in node.operands]
     return LibraryCall("cat", tuple(tensors), (node.out,), (node.axis,))
 
 
-def is_worth_joining(operands: Sequence[Operand | Scalar], axis: int, rules: Rules) -> bool:
+def is_profitable_to_join(operands: Sequence[Operand | Scalar], axis: int, rules: Rules) -> bool:
     """Whether a kernel had better concatenate, if the views of the operands let it."""
     extents = operands[0].shape
     if all(isinstance(operand, Scalar) for operand in operands):
@@ -176,7 +176,7 @@ def _soon(nodes: Sequence[Node], copies: Collection[Node]) -> list[Node]:
     return found
 
 
-def _readers(nodes: Iterable[Node | Neutral]) -> dict[Value, list[Node | Neutral]]:
+def _readers(nodes: Iterable[Node | LayoutAgnostic]) -> dict[Value, list[Node | LayoutAgnostic]]:
     readers = defaultdict(list)
     for node in nodes:
         for operand in node.operands:
@@ -203,7 +203,7 @@ class _Walk:
         self._where: dict[Value, Operand] = {}  # results of neutral nodes, and copies that were there already
         self._usual: dict[Value, View] = {}  # how those would be read if no product were stored for its readers
 
-    def add(self, node: Node | Neutral) -> None:
+    def add(self, node: Node | LayoutAgnostic) -> None:
         self.placed.name = node.outs[0].name
         operands = tuple(map(self._read, node.operands))
         if any(isinstance(operand, Operand) and operand.value in self.gradients for operand in node.operands):

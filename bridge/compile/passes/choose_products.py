@@ -13,7 +13,17 @@ from dataclasses import replace
 
 from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import LibraryCall, MatMul, Neutral, Node, Operand, Product, Shaped, Value, whole
+from bridge.compile.loop_ir.graph import (
+    LayoutAgnostic,
+    LibraryCall,
+    MatMul,
+    Node,
+    Operand,
+    Product,
+    Shaped,
+    Value,
+    whole,
+)
 from bridge.compile.loop_ir.operations import Geometry, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.sections import Placed
@@ -48,7 +58,7 @@ class ProductChoice:
     def __init__(
         self,
         policy: ProductPolicy,
-        readers: Mapping[Value, Sequence[Node | Neutral]],
+        readers: Mapping[Value, Sequence[Node | LayoutAgnostic]],
         constants: Collection[Value] = (),
         lasting: Collection[Value] = (),
         chained: Collection[MatMul] = (),
@@ -182,7 +192,7 @@ def _geometry(a: View, b: View, batch: Sequence[Dim], order: Sequence[int] | Non
     return Geometry.of(views.expand(a, (*batch, m, k)), views.expand(b, (*batch, k, n)), result)
 
 
-def order_of_readers(readers: Iterable[Node | Neutral]) -> list[int] | None:
+def order_of_readers(readers: Iterable[Node | LayoutAgnostic]) -> list[int] | None:
     """The order of dimensions that all readers of a tensor permute it to; ``None``: its own.
 
     Stored in that order, the tensor is read as it lies, and no reader copies it. Which order it is changes no value.
@@ -266,7 +276,7 @@ def _library(
     """2-D products by the kernel that ``way`` names; batches by ``torch.bmm``.
 
     ``keeps_order``: see :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`; ``dtype``: of the result, the
-    operands' or a wider one (:mod:`bridge.compile.passes.product_forms`).
+    operands' or a wider one (:mod:`bridge.compile.passes.product_variants`).
     """
     dtype = a.dtype if dtype is None else dtype
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]

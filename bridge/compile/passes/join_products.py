@@ -24,9 +24,9 @@ from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
     Graph,
     Join,
+    LayoutAgnostic,
     LibraryCall,
     MatMul,
-    Neutral,
     Node,
     Operand,
     Pointwise,
@@ -42,7 +42,7 @@ __all__ = ["join_products"]
 _SMALL = 2**21
 """Elements of a weight of which a product fills a GPU by itself."""
 
-AnyNode = Node | Neutral
+AnyNode = Node | LayoutAgnostic
 
 
 def join_products(graph: Graph, grad_outs: int) -> Graph:

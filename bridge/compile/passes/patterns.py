@@ -33,8 +33,8 @@ from autodiff.extents import Dim, Extent, same, sample_of
 from bridge.compile.loop_ir.graph import (
     Fallback,
     Graph,
+    LayoutAgnostic,
     LibraryCall,
-    Neutral,
     Node,
     Operand,
     Pointwise,
@@ -65,7 +65,7 @@ def add_moments_at_once(graph: Graph, rules: Rules) -> Graph:
     if not squares:
         return graph
     sums: dict[Node, tuple[Value, Value]] = {}
-    nodes: list[Node | Neutral] = []
+    nodes: list[Node | LayoutAgnostic] = []
     for node in graph.nodes:
         if node in squares:
             nodes += _from_sums(node, *sums[squares[node]])
@@ -78,7 +78,7 @@ def add_moments_at_once(graph: Graph, rules: Rules) -> Graph:
     return eliminate_dead_code(replace(graph, nodes=nodes), rules)
 
 
-def _sum_of(node: Node | Neutral, makers: dict[Value, Node | Neutral]) -> Reduction | None:
+def _sum_of(node: Node | LayoutAgnostic, makers: dict[Value, Node | LayoutAgnostic]) -> Reduction | None:
     """The sum of the same columns, of a node that adds up their squared differences from the mean that it makes."""
     square = _maker(node.operand, makers) if _is_column_sum(node) else None
     if type(square) is not Pointwise or square.op != "multiply" or square.operands[0] != square.operands[1]:
@@ -102,12 +102,12 @@ def _sum_of(node: Node | Neutral, makers: dict[Value, Node | Neutral]) -> Reduct
     return total if is_of_x and alike(*extents) else None
 
 
-def _is_column_sum(node: Node | Neutral | None) -> bool:
+def _is_column_sum(node: Node | LayoutAgnostic | None) -> bool:
     is_sum = type(node) is Reduction and node.op == "sum" and node.out.dtype == node.operand.dtype == "float32"
     return is_sum and same(node.outer, 1) and not same(node.inner, 1)
 
 
-def _is_half(node: Node | Neutral | None) -> bool:
+def _is_half(node: Node | LayoutAgnostic | None) -> bool:
     """Whether a node makes a half type's numbers, in float32."""
     if type(node) is not Pointwise or node.op != "astype" or node.out.dtype != "float32":
         return False
@@ -122,11 +122,13 @@ def _is_row(mean: Operand, node: Reduction) -> bool:
     return is_all and len(found) == len(wanted) and all(map(alike, found, wanted))
 
 
-def _maker(operand: Operand | Scalar, makers: dict[Value, Node | Neutral]) -> Node | Neutral | None:
+def _maker(operand: Operand | Scalar, makers: dict[Value, Node | LayoutAgnostic]) -> Node | LayoutAgnostic | None:
     return makers.get(operand.value) if isinstance(operand, Operand) and operand.is_whole else None
 
 
-def _behind_views(node: Node | Neutral | None, makers: dict[Value, Node | Neutral]) -> Node | Neutral | None:
+def _behind_views(
+    node: Node | LayoutAgnostic | None, makers: dict[Value, Node | LayoutAgnostic]
+) -> Node | LayoutAgnostic | None:
     """What makes the numbers of a tensor of another shape."""
     while isinstance(node, Shaped) and node.function is reshape and node.operand.is_whole:
         node = makers.get(node.operand.value)
@@ -168,7 +170,7 @@ _AS_FLOAT32 = 2.0**-24
 def name_normal_functions(graph: Graph, rules: Rules) -> Graph:
     """A neutral graph with ``normal_cdf`` and ``gaussian`` instead of the arithmetic that says them."""
     makers: dict[Value, Pointwise] = {}
-    nodes: list[Node | Neutral] = []
+    nodes: list[Node | LayoutAgnostic] = []
     for node in graph.nodes:
         if type(node) is Pointwise:
             node = _normal_cdf(node, makers) or _gaussian(node, makers) or node

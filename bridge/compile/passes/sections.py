@@ -35,8 +35,8 @@ from bridge.compile.loop_ir.graph import (
     Dense,
     Graph,
     Join,
+    LayoutAgnostic,
     LoopCall,
-    Neutral,
     Node,
     Operand,
     Pointwise,
@@ -279,13 +279,13 @@ def read_parts_apart(graph: Graph, rules: Rules) -> Graph:
         operand.value for node in graph.nodes for operand in node.operands if isinstance(operand, Operand)
     )
     made = {node.out: node for node in graph.nodes if isinstance(node, Dense | Join) and readers[node.out] == 1}
-    nodes: list[Node | Neutral] = []
+    nodes: list[Node | LayoutAgnostic] = []
     for node in graph.nodes:
         nodes += _apart(node, made, most) if isinstance(node, LoopCall) else [node]
     return graph if len(nodes) == len(graph.nodes) else replace(graph, nodes=nodes)
 
 
-def _apart(call: LoopCall, made: dict[Value, Node | Neutral], most: int) -> list[Node | Neutral]:
+def _apart(call: LoopCall, made: dict[Value, Node | LayoutAgnostic], most: int) -> list[Node | LayoutAgnostic]:
     """The nodes that take the place of a loop."""
     operands, before = list(call.operands), []
     apart, tensors = [], []
@@ -304,7 +304,7 @@ def _apart(call: LoopCall, made: dict[Value, Node | Neutral], most: int) -> list
     return [*before, replace(call, operands=(*operands, *tensors), apart=tuple(apart))] if apart else [call]
 
 
-def _joined(operand: Operand, made: dict[Value, Node | Neutral]) -> Join | None:
+def _joined(operand: Operand, made: dict[Value, Node | LayoutAgnostic]) -> Join | None:
     """The concatenation of two tensors, along the steps, that an operand is."""
     node = made.get(operand.value)
     while isinstance(node, Dense) and node.operand.is_whole:

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autodiff.extents import sample_of
-from bridge.compile.runtime.beside import lasting, steps_beside
 from bridge.compile.runtime.build import some_of
 from bridge.compile.runtime.instructions import MakeView, roots_of
 from bridge.compile.runtime.layout import Register, RegisterLayout, lying_below, plan_arena
 from bridge.compile.runtime.loop_frame import Instruction, inner_steps
 from bridge.compile.runtime.program import Program
+from bridge.compile.runtime.second_stream import lasting, second_stream_steps
 
 __all__ = ["Liveness", "Segment", "brought_forward", "cut"]
 
@@ -212,7 +212,7 @@ class _Part:
             touched.setdefault(flow.root(view.writes[0]), (0, 0))
         beside = None
         if whole.backend.limits.kernel.streams > 1:
-            beside = steps_beside(self._steps, self._static_views)
+            beside = second_stream_steps(self._steps, self._static_views)
             touched = lasting(touched, self._steps, beside, flow.root)
         elsewhere = {*self._takes, *self._given, *self._allocated}
         placed = [slot for slot in touched if slot in flow.made and slot not in elsewhere]

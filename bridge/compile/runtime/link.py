@@ -17,7 +17,7 @@ from autodiff.ir import itemsize
 from bridge.base.log import Stopwatch
 from bridge.base.threads import raise_deferred
 from bridge.compile.backend import Backend, Built
-from bridge.compile.codegen.tir import Finish, Kernel
+from bridge.compile.codegen.tir import Kernel, SecondStage
 from bridge.compile.loop_ir.graph import (
     Fallback,
     Graph,
@@ -32,20 +32,20 @@ from bridge.compile.loop_ir.graph import (
 )
 from bridge.compile.loop_ir.operations import PackPlan
 from bridge.compile.loop_ir.views import alike, dense
-from bridge.compile.runtime.beside import SecondStreamPlan, lasting, steps_beside
 from bridge.compile.runtime.cut import brought_forward
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, StepContents, contents
 from bridge.compile.runtime.layout import Register, RegisterLayout, lying_below, plan_arena
 from bridge.compile.runtime.loop import scratch_bytes
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 from bridge.compile.runtime.program import Program
+from bridge.compile.runtime.second_stream import SecondStreamPlan, lasting, second_stream_steps
 from bridge.compile.schedule.chain_plan import find_chains, plan_chain, plan_columns
 from bridge.compile.schedule.fuse import Group, fuse
+from bridge.compile.schedule.horizontal_fusion import plan_horizontal_fusion, together
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.read_again import read_again
 from bridge.compile.schedule.row_plan import RowPlan
-from bridge.compile.schedule.together import plan_together, together
 
 __all__ = ["assemble", "chained", "guard_indices", "kernel_apart", "kernel_of", "one"]
 
@@ -114,7 +114,7 @@ def kernel_of(
         planned = plan_chain(step, stored, backend)
         assert planned is not None
     elif len(step) > 1:
-        planned = plan_together(step, stored, backend)
+        planned = plan_horizontal_fusion(step, stored, backend)
     elif isinstance(node, Reduction) and not group.fusable:
         planned = plan_columns(node, backend)
     else:
@@ -136,7 +136,7 @@ def kernel_apart(planned: Planned[RowPlan], func: PrimFunc, finish: PrimFunc) ->
     part_of = dict(zip(plan.column_reductions, planned.scratch, strict=False))
     sums = tuple(of_node[node] for node in plan.finished)
     rest = tuple(value for node, value in of_node.items() if node not in plan.finished)
-    last = Finish(finish, tuple(part_of[node] for node in plan.finished), sums)
+    last = SecondStage(finish, tuple(part_of[node] for node in plan.finished), sums)
     return Kernel(func, planned.inputs, rest, planned.scratch, planned.ops, planned.scalars, last)
 
 
@@ -410,7 +410,7 @@ class _Linker:
         if kernel.finish is not None:
             self._finish(kernel.finish, kernel.scalars)
 
-    def _finish(self, finish: Finish, scalars: tuple[Dim, ...]) -> None:
+    def _finish(self, finish: SecondStage, scalars: tuple[Dim, ...]) -> None:
         """The second launch of a kernel that sums columns."""
         parts, sums = (tuple(map(self.slot, values)) for values in (finish.parts, finish.outputs))
         name = self.kernel_names.setdefault(finish.func, f"k{len(self.functions)}_finish")
@@ -472,7 +472,7 @@ class _Linker:
     def _leave_alone(self) -> SecondStreamPlan:
         """Memory that steps beside the critical path work on, for as long as they may; which these are."""
         values = {slot: value for (value, _), slot in self.slots.items()}
-        beside = steps_beside(self.steps, self.static_views)
+        beside = second_stream_steps(self.steps, self.static_views)
         self.lifetimes = lasting(self.lifetimes, self.steps, beside, values.__getitem__)
         return beside
 

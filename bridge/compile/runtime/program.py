@@ -15,11 +15,11 @@ from bridge.artifact import to_text, written, written_as
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.backend import Backend, Built
 from bridge.compile.loop_ir.graph import Positions
-from bridge.compile.runtime.beside import SecondStreamPlan, steps_beside
 from bridge.compile.runtime.instance import Instances
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, Operation, StepContents
 from bridge.compile.runtime.layout import Register, RegisterLayout
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop, inner_steps
+from bridge.compile.runtime.second_stream import SecondStreamPlan, second_stream_steps
 from bridge.library import NEVER_RAISE, TensorAt, TensorsAt
 
 __all__ = ["Program", "same_code"]
@@ -128,7 +128,7 @@ class Program:
         if self.known_beside is not None:
             return self.known_beside
         return (
-            steps_beside(self.steps, self.layout.views)
+            second_stream_steps(self.steps, self.layout.views)
             if self.backend.limits.kernel.streams > 1
             else SecondStreamPlan()
         )

@@ -74,7 +74,7 @@ class ThreadLimits:
         parallel_work: scalar operations of a kernel that are worth a launch of threads.
         parallel_steps: that are in a step of a loop, whose threads have just run.
         parallel_columns: elements of a column reduction that are.
-        parallel_finish: elements of partial sums that are.
+        parallel_second_stage: elements of partial sums that are.
         parallel_legalized: iterations of TVM's own kernels that are.
         transcendental_work: scalar operations that a transcendental function counts for.
     """
@@ -83,7 +83,7 @@ class ThreadLimits:
     parallel_work: int
     parallel_steps: int
     parallel_columns: int
-    parallel_finish: int
+    parallel_second_stage: int
     parallel_legalized: int
     transcendental_work: int
 

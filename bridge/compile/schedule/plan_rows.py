@@ -280,7 +280,7 @@ class _Planner:
         chunks = (
             self.order.column_chunks(rows, columns) if reduced else maximum(1, minimum(self.limits.rows.tasks, rows))
         )
-        parallel = not same(chunks * batch, 1) and self._worthwhile()
+        parallel = not same(chunks * batch, 1) and self._profitable()
         if parallel is False and not reduced:
             return Walk(self._add(rows, "rows"))
         size = chunk_rows(rows, chunks)
@@ -297,8 +297,8 @@ class _Planner:
             batched=not same(batch, 1),
             batches=1 if same(batch, 1) else self._add(batch, "batches"),
             parallel=parallel,
-            parallel_finish=parallel
-            and self.arguments.reaches(finished, self.limits.threads.parallel_finish, "parallel finish"),
+            parallel_second_stage=parallel
+            and self.arguments.reaches(finished, self.limits.threads.parallel_second_stage, "parallel finish"),
         )
 
     def _flat_walk(self) -> Walk:
@@ -310,7 +310,7 @@ class _Planner:
         where = None if nothing else (self._add(elements - tail, "tail"), self._add(tail, "tail's elements"))
         count = self._add(vectors, "vectors")
         chunks = maximum(1, minimum(self.limits.rows.tasks, rows))
-        parallel = not same(chunks, 1) and self._worthwhile()
+        parallel = not same(chunks, 1) and self._profitable()
         if parallel is False:
             return Walk(self._add(rows, "rows"), vectors=count, tail=where)
         size = chunk_rows(rows, chunks)
@@ -363,7 +363,7 @@ class _Planner:
         elements = self.space.row_count * self.space.column_count
         return self.reduces and not isinstance(elements, Extent) and elements <= self.order.small_rows
 
-    def _worthwhile(self) -> bool | Argument:
+    def _profitable(self) -> bool | Argument:
         """Whether the group is worth starting threads for, by its scalar operations, roughly."""
         total: Dim = 0
         for node in self.group.nodes:

@@ -126,8 +126,8 @@ class Walk:
             ``None``: a single task.
         block_rows: of column reductions, see :class:`~bridge.compile.schedule.order.ReductionOrder`; 0: no blocks.
             Their scratch memory has a row for each task, and as many behind them for the blocks.
-        parallel: whether the tasks are worth starting threads for; ``parallel_finish``: also the sums over the tasks.
-            An argument, 0 if not, where a launch's sizes decide.
+        parallel: whether the tasks are worth starting threads for; ``parallel_second_stage``: also the sums over the
+            tasks. An argument, 0 if not, where a launch's sizes decide.
         vectors: of the elements of a flat space, whose last row may be shorter; ``None`` for other spaces.
         tail: index of the first element, and number of elements, behind the vectors of a flat space; ``None``: none.
     """
@@ -140,7 +140,7 @@ class Walk:
     batched: bool = False
     batches: Number = 1
     parallel: bool | Argument = False
-    parallel_finish: bool | Argument = False
+    parallel_second_stage: bool | Argument = False
     vectors: Argument | None = None
     tail: tuple[Argument, Argument] | None = None
 

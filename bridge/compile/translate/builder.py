@@ -15,7 +15,7 @@ from bridge.compile.codegen.pointwise import compute_type, identity
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
     Dense,
-    Neutral,
+    LayoutAgnostic,
     Node,
     Operand,
     Pointwise,
@@ -82,7 +82,7 @@ class Builder:
         self.rules = rules
         self.env: dict[Var, Operand | Scalar | list] = {}
         self.later: dict[Var, Callable[[], Operand]] = {}
-        self.nodes: list[Node | Neutral] = []
+        self.nodes: list[Node | LayoutAgnostic] = []
         self.constants: dict[Value, torch.Tensor | Positions] = {}
         self._literals: dict[Constant, Operand | Scalar] = {}
         self._literals_as_tensors: dict[Hashable, Operand] = {}
@@ -131,7 +131,7 @@ class Builder:
         """A value to be a node's result."""
         return Value(self.hint, tuple(extents), element_type)
 
-    def add(self, node: Node | Neutral) -> None:
+    def add(self, node: Node | LayoutAgnostic) -> None:
         self.nodes.append(node)
 
     def pointwise(self, op: str, operands: Sequence[Operand | Scalar], element_type: str) -> Operand:

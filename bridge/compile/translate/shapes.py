@@ -19,7 +19,7 @@ from autodiff.scan import scan_of
 from bridge.compile.codegen.philox import threshold
 from bridge.compile.loop_ir.graph import Join, LoopCall, MatMul, Operand, Scalar, Value, whole
 from bridge.compile.loop_ir.views import View
-from bridge.compile.passes.choose_layouts import is_worth_joining
+from bridge.compile.passes.choose_layouts import is_profitable_to_join
 from bridge.compile.translate.builder import Builder, numbers, register
 from bridge.compile.translate.libcalls import emit, tensor
 
@@ -136,7 +136,7 @@ def _pad(builder: Builder, call: Call) -> Operand:
             if width:
                 extents = (*x.shape[:axis], width, *x.shape[axis + 1 :])
                 operands.insert(place, Scalar(number, x.dtype, extents))
-        if not symbolic and not is_worth_joining(operands, axis, builder.rules):
+        if not symbolic and not is_profitable_to_join(operands, axis, builder.rules):
             return _copied(builder, call, widths, number)
         extent = sum(widths[2 * axis : 2 * axis + 2]) + x.shape[axis]
         x = _join(builder, operands, axis, (*x.shape[:axis], extent, *x.shape[axis + 1 :]))

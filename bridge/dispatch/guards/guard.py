@@ -191,7 +191,7 @@ class EntryGuard:
             holds = source.name(self.frozen.holds, "frozen tensors hold")
             failure = source.name(self.frozen.failure, "frozen tensor that changed")
             source.refuse(f"thorough != {_BUT_FROZEN} and not {holds}(owned)", f"{failure}(owned)")
-        numbers = f"*{source.name(self._number_inputs, 'numbers of')}(module, leaves), " if self.numbers else ""
+        numbers = f"*{source.name(self._dynamic_scalars, 'numbers of')}(module, leaves), " if self.numbers else ""
         source.add(f"inputs = [*owned, {numbers}*tensors]")
         self.inputs.write(source)
         return source.returned("inputs")
@@ -284,7 +284,7 @@ class EntryGuard:
         places = {NumberPlace(type(then), path=path, name=name): then for (path, name), then in attributes.items()}
         return {**places, **{NumberPlace(type(then), leaf=leaf): then for leaf, then in leaves.items()}}
 
-    def _number_inputs(self, module: nn.Module, leaves: Sequence[Any]) -> list[torch.Tensor]:
+    def _dynamic_scalars(self, module: nn.Module, leaves: Sequence[Any]) -> list[torch.Tensor]:
         given = (leaves[place.leaf] for place in self.numbers if place.leaf is not None)
         return [number_tensor(value, self._device) for value in (*self.tree.numbers(module), *given)]
 

@@ -6,13 +6,13 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from autodiff import (
-    biased_products,
-    channels_behind,
     deduplicate_views,
-    heads_behind,
+    fuse_bias_epilogues,
     join_pads,
     join_products,
     mask_dropout,
+    sink_channel_permutes,
+    sink_head_permutes,
     unique_names,
 )
 from tests.autodiff.golden import golden
@@ -173,9 +173,9 @@ class MaskDropout:
         return (mask_0_dropout, mask_1_dropout)
 
 
-@golden(channels_behind)
+@golden(sink_channel_permutes)
 @I.ir_module
-class ChannelsBehind:
+class SinkChannelPermutes:
     """Point-wise operators and a mean on the convolution's own order; what is returned is seen in the other one."""
 
     @R.function(private=True)
@@ -221,7 +221,7 @@ class ChannelsBehind:
         return (z, m)
 
 
-@golden(channels_behind)
+@golden(sink_channel_permutes)
 @I.ir_module
 class ColumnsOfAPermutation:
     """A sum that keeps the last axis of what is permuted; so is what is computed from it, a concatenation and a slice.
@@ -257,7 +257,7 @@ class ColumnsOfAPermutation:
         return (m, b, q)
 
 
-@golden(channels_behind)
+@golden(sink_channel_permutes)
 @I.ir_module
 class GroupsOfChannels:
     """A permutation turned back; its channels are cut into groups and joined again. Rows and columns are no neighbours
@@ -295,9 +295,9 @@ class GroupsOfChannels:
         return (m, r, h)
 
 
-@golden(heads_behind)
+@golden(sink_head_permutes)
 @I.ir_module
-class HeadsBehind:
+class SinkHeadPermutes:
     """A rotation of queries where rows lie outside of heads; keys are what nobody computed, values another order."""
 
     @R.function(private=True)
@@ -360,9 +360,9 @@ class HeadsBehind:
         return (y,)
 
 
-@golden(biased_products)
+@golden(fuse_bias_epilogues)
 @I.ir_module
-class BiasedProducts:
+class FuseBiasEpilogues:
     """The product's own reader adds a vector, behind a reshape: one call; a product that two read stays."""
 
     @R.function(private=True)

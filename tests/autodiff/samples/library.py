@@ -398,12 +398,12 @@ def _placed_gamma(scope, state, concentration):
     tensor = {"$tensor": 0, "stride": [4, 1], "dtype": "float64"}
     description = json.dumps({"args": [tensor], "kwargs": {}, "result": [[3, 4], [4, 1], "float64"]})
     args = [StringImm("aten._standard_gamma.default"), StringImm(description), relax.prim_value(4)]
-    return [scope.emit(library.call("placed_draw", [*args, state, concentration], concentration.ty))]
+    return [scope.emit(library.call("draw_at_offset", [*args, state, concentration], concentration.ty))]
 
 
 _place = torch.tensor([2**64 - 5, 12], dtype=torch.uint64)
 sample(
-    "library.placed_draw",
+    "library.draw_at_offset",
     _placed_gamma,
     lambda state, concentration: torch._standard_gamma(concentration, generator=own_at(HOST, state)),
     _place,

@@ -15,7 +15,7 @@ import bridge
 from bridge.compile import LIMITS, ORDER, Choices, backend_for
 from bridge.dispatch import EntryOptions
 from bridge.state import SampleCall
-from bridge.tune.search import Knob
+from bridge.tune.search import Tunable
 from bridge.tune.tuning import Means, tune_call
 from tests.bridge.artifact.count_builds import Block, digest
 
@@ -86,8 +86,8 @@ def reading(folder: Path) -> str:
 def tuned(folder: Path) -> str:
     """A search whose outcome does not depend on a clock, with its log in ``folder``, then the choices in use."""
     module, x = mixed_rows()
-    knobs = (Knob(ORDER, "lanes", (8,)), Knob(LIMITS, "tasks", (32, 16)))
-    means = Means(5.0, folder / "tuning.jsonl", progress=False, race=raced, final=raced, knobs=lambda *_: knobs)
+    tunables = (Tunable(ORDER, "lanes", (8,)), Tunable(LIMITS, "tasks", (32, 16)))
+    means = Means(5.0, folder / "tuning.jsonl", progress=False, race=raced, final=raced, tunables=lambda *_: tunables)
     tune_call(SampleCall(module, (x,)), EntryOptions("min_cut", backend_for(None)), means)
     return step(bridge.add_tvm_dispatch(module, x), x)
 

@@ -94,7 +94,7 @@ def test_is_raised_at_the_next_boundary(way, in_the_middle, handler):
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_measured_last_is_before_the_change(whole, monkeypatch, handler):
     """The last work of all, behind the compiling: the measurement of what a dispatch is worth, or of parts' shares."""
-    place, name = (dispatcher, "measure_worth") if whole else (parts, "shares_of")
+    place, name = (dispatcher, "measure_profitability") if whole else (parts, "shares_of")
     measure = getattr(place, name)
     monkeypatch.setattr(place, name, lambda *args: (interrupts.by_kill(), measure(*args))[1])
     module, x = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), *[] if whole else [ByNumpy()]), torch.randn(4, 12)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bridge.compile.loop_ir.graph import (
     Concat,
     Graph,
+    LayoutAgnostic,
     LibraryCall,
-    Neutral,
     Node,
     Operand,
     Product,
@@ -41,7 +41,7 @@ def text(graph: Graph) -> list[str]:
     return [*lines, f"return {', '.join(map(read, graph.results))}"]
 
 
-def _name(node: Node | Neutral) -> str:
+def _name(node: Node | LayoutAgnostic) -> str:
     match node:
         case Concat():
             return "concat"
@@ -52,4 +52,4 @@ def _name(node: Node | Neutral) -> str:
         case Product():
             *batch, m, n, k = node.plan.geometry.extents
             return f"{node.plan.way} {'x'.join(map(str, batch))} {m}x{k}x{n}"
-    return type(node).__name__ if isinstance(node, Neutral) else node.op
+    return type(node).__name__ if isinstance(node, LayoutAgnostic) else node.op

@@ -18,16 +18,16 @@ from autodiff.library import GENERATOR_STATE
 from bridge import lower
 from bridge.base.devices import HOST
 from bridge.compile import CompileOptions, Launch, MakeView, backend_for, compile_function, cut
-from bridge.compile.cuda.executor import Branches, Crossings, memory_of
-from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, is_between
-from bridge.compile.runtime.beside import SecondStreamPlan, lasting, steps_beside
+from bridge.compile.cuda.executor import Crossings, SecondStream, memory_of
+from bridge.compile.cuda.piecewise import PiecewiseExecutor, PiecewiseGraphs, is_between
 from bridge.compile.runtime.cut import Liveness
 from bridge.compile.runtime.layout import ArenaPool
+from bridge.compile.runtime.second_stream import SecondStreamPlan, lasting, second_stream_steps
 from tests.bridge.compile.host_recorder import alias
 from tests.bridge.compile.random_functions import build, draw, sample
 from tests.bridge.compile.test_cuda_programs import CASES as MODULES
 from tests.bridge.compile.test_cuda_programs import lowered_case
-from tests.bridge.compile.test_pieces import SHAPE, dropping, states, taken
+from tests.bridge.compile.test_piecewise import SHAPE, dropping, states, taken
 from tests.bridge.compile_helpers import function
 from tests.bridge.models import bert_layer
 from tests.sampling import sampled
@@ -126,8 +126,8 @@ def record(program, inputs, choose, waits):
     """The parts of a recorded run, its results and the memory that they lie in."""
     execute = Recorded(program)
     fresh = [torch.empty(made.shape, dtype=made.torch_dtype) for made in program.layout.fresh]
-    branches = Branches(
-        steps_beside(program.steps, program.layout.views).spans,
+    branches = SecondStream(
+        second_stream_steps(program.steps, program.layout.views).spans,
         lambda: execute.queues.beside(),
         lambda stream: execute.queues.mark(stream),
         lambda stream, mark: execute.queues.wait(stream, mark),
@@ -138,7 +138,7 @@ def record(program, inputs, choose, waits):
         execute.queues = Queues()
         yield [Played(execute.queues, choose, waits)]
 
-    pieces = Pieces(capture, lambda graph: graph.replay)
+    pieces = PiecewiseGraphs(capture, lambda graph: graph.replay)
     with pieces, execute.recorded_by(pieces, taken, (), branches), torch.no_grad():
         results = execute(inputs, fresh=list(map(alias, fresh)))
     return pieces.parts, results, fresh, execute
@@ -181,7 +181,7 @@ def inputs_of(program):
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_backward_has_the_same_bits_in_any_order_that_is_allowed(order):
     program = backward()
-    assert len(steps_beside(program.steps, program.layout.views).spans) > 3
+    assert len(second_stream_steps(program.steps, program.layout.views).spans) > 3
     assert agree(program, inputs_of(program), ORDERS[order])
 
 
@@ -254,7 +254,7 @@ def products(count, rows=64):
 
 def test_what_hangs_on_a_chain_is_beside_it():
     program = products(4)
-    beside = steps_beside(program.steps, program.layout.views).spans
+    beside = second_stream_steps(program.steps, program.layout.views).spans
     hanging = {step.writes[0] for index, step in enumerate(program.steps) if index in beside}
     assert hanging == set(program.layout.memory[:4])
 
@@ -272,7 +272,7 @@ def test_a_call_between_graphs_reads_what_steps_beside_have_written(order):
         return [emit(R.exp(other)), *hanging, y]
 
     program = compiled(function([(SHAPE, "float32"), ((8, 8), "float32"), GENERATOR_STATE, GENERATOR_STATE], body))
-    beside = steps_beside(program.steps, program.layout.views).spans
+    beside = second_stream_steps(program.steps, program.layout.views).spans
     calls = [index for index, step in enumerate(program.steps) if is_between(step)]
     assert len(calls) == 2 and min(beside) < calls[0] < max(beside)
     assert agree(program, [torch.rand(SHAPE), torch.rand(8, 8), *states()], ORDERS[order])
@@ -289,7 +289,7 @@ def test_steps_beside_wait_for_copies_of_inputs(order):
         return [*hanging, x]
 
     program = compiled(function([((64, 64), "float32")] * 3, body))
-    assert steps_beside(program.steps, program.layout.views).spans
+    assert second_stream_steps(program.steps, program.layout.views).spans
     inputs = torch.rand(64, 64).t(), torch.rand(64 * 64 + 1)[1:].view(64, 64), torch.rand(64, 64)
     assert agree(program, list(inputs), ORDERS[order])
 
@@ -297,7 +297,7 @@ def test_steps_beside_wait_for_copies_of_inputs(order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_who_reads_what_begins_beside_waits_for_it_and_nobody_else(order):
     queues, given, made, other = Queues(), *(torch.zeros(4) for _ in range(3))
-    branches = Branches([], queues.beside, queues.mark, queues.wait)
+    branches = SecondStream([], queues.beside, queues.mark, queues.wait)
 
     def launched(action):
         queues.launched[queues.current].append(action)
@@ -320,7 +320,7 @@ def test_who_reads_what_begins_beside_waits_for_it_and_nobody_else(order):
 @pytest.mark.parametrize("size", [2, 5, 48, 200])
 def test_sizes_that_vary(size):
     program = products(4, ExtentScope().symbol("n", 48)).at({"n": size})
-    assert steps_beside(program.steps, program.layout.views).spans
+    assert second_stream_steps(program.steps, program.layout.views).spans
     for choose in ORDERS.values():
         assert agree(program, inputs_of(program), choose)
 
@@ -332,7 +332,7 @@ def test_what_a_program_knows_is_what_its_steps_say():
     of_sizes = products(4, ExtentScope().symbol("n", 48))
     bound = of_sizes.at({"n": 5})
     for program in (whole, of_sizes, bound, *(part.program for part in parts)):
-        assert program.beside == steps_beside(program.steps, program.layout.views)
+        assert program.beside == second_stream_steps(program.steps, program.layout.views)
     assert bound.beside is of_sizes.beside and of_sizes.beside.spans
 
 
@@ -343,13 +343,13 @@ def test_a_chain_alone_has_nothing_beside_it():
         return [x]
 
     program = compiled(function([((64, 64), "float32"), ((64, 64), "float32")], body))
-    assert not steps_beside(program.steps, program.layout.views).spans
-    assert not steps_beside((), ()).spans
+    assert not second_stream_steps(program.steps, program.layout.views).spans
+    assert not second_stream_steps((), ()).spans
 
 
 def test_little_work_stays_in_one_row():
     program = products(1)
-    assert not steps_beside(program.steps, program.layout.views).spans
+    assert not second_stream_steps(program.steps, program.layout.views).spans
 
 
 def test_lifetimes_are_as_long_as_what_runs_beside():

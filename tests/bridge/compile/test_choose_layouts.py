@@ -11,7 +11,7 @@ from tvm.relax import Tuple, op
 
 from bridge.compile import host_backend
 from bridge.compile.cuda.products import CudaProducts
-from bridge.compile.loop_ir.graph import LibraryCall, Neutral, Product
+from bridge.compile.loop_ir.graph import LayoutAgnostic, LibraryCall, Product
 from bridge.compile.loop_ir.operations import FIELDS, Packing, ProductPlan
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.schedule.chain_plan import GENERATED, IN_PANELS, ProductShape
@@ -179,7 +179,7 @@ def test_golden(case):
     params, body, generated, library = case
     for way, expected in ((GENERATED, generated), ("mm", library)):
         neutral, graph = chosen(params, body, Policy(way))
-        assert any(isinstance(node, Neutral) for node in neutral.nodes)
+        assert any(isinstance(node, LayoutAgnostic) for node in neutral.nodes)
         if expected is not None:
             assert text(graph) == expected
 

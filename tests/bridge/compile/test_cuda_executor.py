@@ -18,7 +18,7 @@ from bridge.compile.cuda.executor import CudaExecutor, StreamPools
 from bridge.compile.runtime import layout as pools
 from bridge.compile.runtime.layout import PoolBlock
 from tests import philox
-from tests.bridge.compile.test_pieces import SHAPE, dropping
+from tests.bridge.compile.test_piecewise import SHAPE, dropping
 from tests.bridge.compile_helpers import function, program
 
 HOST = torch.device("cpu")

@@ -14,7 +14,7 @@ from bridge.compile.cuda import row
 from bridge.compile.cuda.backend import generate
 from bridge.compile.cuda.build import cuda_source
 from bridge.compile.cuda.nvrtc import compiled
-from bridge.compile.cuda.row import SHORT_ROW, RowForm, combines_columns_alone
+from bridge.compile.cuda.row import SHORT_ROW, RowVariant, combines_columns_alone
 from bridge.compile.loop_ir.graph import Concat, Operand, Value, whole
 from bridge.compile.loop_ir.views import View, expand
 from bridge.compile.schedule.fuse import fuse
@@ -76,7 +76,9 @@ def test_of_little_each_element_or_vector_has_a_thread(cases):
     def found(size):
         made = [each.plan for (_, of), all_ in plans.items() if of == size for each in all_]
         lanes = {plan.lanes for plan in made if isinstance(plan, RowPlan)}
-        rows = [RowForm.of(plans[name, size][0].plan) for name in ("softmax 3 x 768", "layer_norm_backward 700 x 16")]
+        rows = [
+            RowVariant.of(plans[name, size][0].plan) for name in ("softmax 3 x 768", "layer_norm_backward 700 x 16")
+        ]
         return lanes, [(form.threads, form.lanes) for form in rows]
 
     assert found("large") == ({4, 8}, [(32, 4), (4, 4)])  # 8 of half types
@@ -103,7 +105,7 @@ def test_a_row_has_a_block_of_its_own_where_a_thread_reads_much_of_it(dtype, wid
     product = builder.op("multiply", x, y)
     total = builder.reduce("sum", product, 4096, width, 1, 4096, 1)
     (made,) = planned(builder.graph(builder.op("subtract", product, total)))
-    assert RowForm.of(made.plan).groups == groups
+    assert RowVariant.of(made.plan).groups == groups
 
 
 @pytest.mark.parametrize(("width", "rows"), [(64, 32), (256, 16), (320, 16), (640, 16), (768, 8), (1280, 8)])
@@ -115,7 +117,7 @@ def test_short_rows_whose_columns_are_reduced_share_a_block(width, rows):
     centred = builder.op("subtract", x, total)
     columns = builder.reduce("sum", centred, 1, 8192, width, width)
     (made,) = planned(builder.graph(centred, columns))
-    form = RowForm.of(made.plan)
+    form = RowVariant.of(made.plan)
     assert form.groups == rows and 256 <= form.groups * form.threads <= 1024
 
 

@@ -12,7 +12,7 @@ import torch
 from tvm.relax import const
 from tvm.relax import op as R
 
-from bridge.compile.cuda.row import RowForm
+from bridge.compile.cuda.row import RowVariant
 from bridge.compile.loop_ir.graph import Pointwise
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.patterns import name_normal_functions
@@ -152,11 +152,11 @@ def test_sums_of_columns_are_the_same_bits_in_wider_vectors(monkeypatch, dtype, 
         return [y, emit(R.sum(emit(R.astype(y, "float32")), [0]))]
 
     forms = []
-    wider = RowForm.widened
-    monkeypatch.setattr(RowForm, "widened", lambda form, plan: forms.append(wider(form, plan)) or forms[-1])
+    wider = RowVariant.widened
+    monkeypatch.setattr(RowVariant, "widened", lambda form, plan: forms.append(wider(form, plan)) or forms[-1])
     y, total = run([x, scale], body)
     assert [form.lanes for form in forms] == [8 if is_wider else 4] * 2  # as one kernel, and as two
-    monkeypatch.setattr(RowForm, "widened", lambda form, plan: form)
+    monkeypatch.setattr(RowVariant, "widened", lambda form, plan: form)
     for ours, plain in zip((y, total), run([x, scale], body), strict=True):
         assert torch.equal(ours, plain)
     assert function != "abs" or torch.equal(y, (x.float().abs() * scale).to(y.dtype))

@@ -11,7 +11,7 @@ from bridge.compile.cpu.backend import host_backend
 from bridge.compile.loop_ir.graph import Graph, eliminate_dead_code
 from bridge.compile.passes.cheap import cast_where_read, recompute_row_values
 from bridge.compile.passes.choose_layouts import choose_layouts
-from bridge.compile.passes.product_forms import widen_gradients
+from bridge.compile.passes.product_variants import widen_gradients
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.translate import translate
 from tests.bridge.compile.graph_text import text

@@ -19,7 +19,7 @@ from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.loop_ir.graph import Graph, Pad
 from bridge.compile.passes.choose_layouts import choose_layouts
-from bridge.compile.passes.product_forms import pad_products, widen_gradients
+from bridge.compile.passes.product_variants import pad_products, widen_gradients
 from bridge.compile.schedule.chain_plan import ProductShape
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.translate import translate

@@ -1,4 +1,4 @@
-"""Ports: which addresses are part of a recording's key, which tensors are copied; bounds of what is recorded."""
+"""GraphInputs: which addresses are part of a recording's key, which tensors are copied; bounds of what is recorded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from bridge.compile.cuda.memory import bytes_of, pieces_of, places_of, rooms_of
 from bridge.compile.graphs import control as control_module
 from bridge.compile.graphs.control import RecordedGraphs
-from bridge.compile.graphs.recordings import MAX_ADDRESSES, MAX_LARGE_ADDRESSES, Ports
+from bridge.compile.graphs.recordings import MAX_ADDRESSES, MAX_LARGE_ADDRESSES, GraphInputs
 from tests.bridge.compile.host_recorder import HostSlots
 
 
@@ -17,42 +17,48 @@ def tensors(count=3):
 
 
 def test_what_never_returns_is_copied():
-    ports, given, kept = Ports(3), tensors(), []
+    graph_inputs, given, kept = GraphInputs(3), tensors(), []
     for _ in range(MAX_ADDRESSES + 1):
-        assert ports.direct == (0, 1, 2) and not ports.version
+        assert graph_inputs.static == (0, 1, 2) and not graph_inputs.version
         kept.append(torch.empty(4))
-        ports.meet([given[0], kept[-1], given[2]])
-    assert ports.buffered == (1,) and ports.direct == (0, 2) and ports.version == 1
-    assert ports.key(given) == (given[0].data_ptr(), given[2].data_ptr())
+        graph_inputs.meet([given[0], kept[-1], given[2]])
+    assert graph_inputs.copied == (1,) and graph_inputs.static == (0, 2) and graph_inputs.version == 1
+    assert graph_inputs.key(given) == (given[0].data_ptr(), given[2].data_ptr())
 
 
 def test_large_tensors_may_have_more_addresses():
     """Parameters that FSDP gathers: the allocator takes a few places in turns."""
-    ports, small, large = Ports(2), torch.empty(4), [torch.empty(1 << 19) for _ in range(MAX_LARGE_ADDRESSES + 1)]
+    graph_inputs, small, large = (
+        GraphInputs(2),
+        torch.empty(4),
+        [torch.empty(1 << 19) for _ in range(MAX_LARGE_ADDRESSES + 1)],
+    )
     for count, each in enumerate(large):
-        assert not ports.buffered, count
-        ports.meet([small, each])
-    assert ports.buffered == (1,)
+        assert not graph_inputs.copied, count
+        graph_inputs.meet([small, each])
+    assert graph_inputs.copied == (1,)
 
 
 def test_what_moves_now_and_then_is_not():
     """Parameters, when a checkpoint is loaded: between two moves there are many replays."""
-    ports, given, kept = Ports(3), tensors(), []
+    graph_inputs, given, kept = GraphInputs(3), tensors(), []
     for _ in range(4 * MAX_ADDRESSES):
         kept.append(torch.empty(4))
-        assert not ports.meet([kept[-1], *given[1:]]) and ports.meet([kept[-1], *given[1:]], forgiven=True)
+        assert not graph_inputs.meet([kept[-1], *given[1:]]) and graph_inputs.meet(
+            [kept[-1], *given[1:]], forgiven=True
+        )
         for _ in range(40):
-            ports.replayed()
-    assert not ports.buffered and ports.meet([kept[0], *given[1:]], forgiven=True)
+            graph_inputs.replayed()
+    assert not graph_inputs.copied and graph_inputs.meet([kept[0], *given[1:]], forgiven=True)
 
 
 def test_known_addresses_of_other_sizes_are_no_sign_that_they_move():
-    ports, given = Ports(3), tensors()
-    assert not ports.meet(given, forgiven=True)
+    graph_inputs, given = GraphInputs(3), tensors()
+    assert not graph_inputs.meet(given, forgiven=True)
     for _ in range(50):
-        assert ports.meet(given, forgiven=True)
-    ports.forget()
-    assert not ports.meet(given, forgiven=True) and not ports.buffered
+        assert graph_inputs.meet(given, forgiven=True)
+    graph_inputs.forget()
+    assert not graph_inputs.meet(given, forgiven=True) and not graph_inputs.copied
 
 
 def rooms(sizes, before=()):

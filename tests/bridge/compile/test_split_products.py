@@ -13,7 +13,7 @@ from autodiff.scan import parts
 from bridge.base.session import SESSION
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cuda.products import CudaProducts
-from bridge.compile.passes import product_forms
+from bridge.compile.passes import product_variants
 from bridge.compile.schedule.chain_plan import LayoutClass, ProductShape
 from tests.bridge.compare import check_module
 
@@ -60,7 +60,7 @@ class Chain(nn.Module):
 
 @pytest.mark.parametrize(("make", "carried"), [(Gru, 0), (Plain, 1), (Chain, 0)])
 def test_parts_add_up(make, carried, monkeypatch):
-    made, split = [], product_forms._split
+    made, split = [], product_variants._split
     in_parts, batch = [], parts._batch
 
     def watched(node, count):
@@ -71,7 +71,7 @@ def test_parts_add_up(make, carried, monkeypatch):
         in_parts.append(count)
         return batch(body, product, count)
 
-    monkeypatch.setattr(product_forms, "_split", watched)
+    monkeypatch.setattr(product_variants, "_split", watched)
     monkeypatch.setattr(parts, "_batch", counted)
     monkeypatch.setattr(CpuProducts, "parts", lambda policy, product, **given: 1 if product.k % 4 else 4)
     SESSION.reset("programs", "lowerings")

@@ -47,7 +47,7 @@ def computing(monkeypatch):
 
     monkeypatch.setattr(recompute, "computed_mask", on_gpu)
     monkeypatch.setattr(draws, "GeneratorStates", MadeStates)
-    monkeypatch.setattr("bridge.dispatch.dispatcher.measure_worth", lambda *_: None)
+    monkeypatch.setattr("bridge.dispatch.dispatcher.measure_profitability", lambda *_: None)
 
 
 class Dropped(nn.Module):

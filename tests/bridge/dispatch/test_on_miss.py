@@ -17,7 +17,7 @@ from bridge import DispatchMiss, add_tvm_dispatch, stats
 from bridge.dispatch.compile_entry import compile_entry
 from bridge.dispatch.dispatcher import MAX_ENTRIES, MISSES_BEFORE_WARNING
 from bridge.dispatch.entries import MAX_WASTED
-from bridge.dispatch.worth import TOO_SMALL
+from bridge.dispatch.profitability import TOO_SMALL
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.models import MLP
 from tests.device import DEVICE

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile.schedule import together
+from bridge.compile.schedule import horizontal_fusion
 from bridge.dispatch import backward_nodes
 from tests.device import DEVICE
 from tests.sampling import sampled
@@ -172,7 +172,7 @@ def test_evaluation_and_second_derivatives():
 def test_in_several_autograd_nodes(monkeypatch):
     monkeypatch.setattr(backward_nodes, "GRADIENTS_OF_NODE", 3)
     monkeypatch.setattr(backward_nodes, "LEAST_BYTES", 512)
-    monkeypatch.setattr(together, "_REACH", 8)  # float64 on a GPU: gradients are copied into the order of the weights
+    monkeypatch.setattr(horizontal_fusion, "_REACH", 8)  # float64 on a GPU: gradients are copied into the order of the weights
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
     eager = nn.Sequential(*layers).double().to(DEVICE).to(memory_format=LAST)

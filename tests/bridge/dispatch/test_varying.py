@@ -17,7 +17,7 @@ from bridge import add_tvm_dispatch, examine, explain, stats
 from bridge.capture import DynamicDim
 from bridge.compile.runtime import program as program_module
 from bridge.dispatch import entry as bound_module
-from bridge.dispatch.generalize import MAX_REFUSED, FixedDims
+from bridge.dispatch.automatic_dynamic import MAX_REFUSED, FixedDims
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.dispatch.varying import automatic, dispatched, normal
 from tests.sampling import sampled

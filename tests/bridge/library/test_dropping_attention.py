@@ -121,7 +121,7 @@ def generator(monkeypatch):
     monkeypatch.setattr(attention, "_kernel", lambda name, q: KERNELS[name])
     monkeypatch.setattr(attention, "_state_at", lambda device, dropout: dropout.state)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("bridge.dispatch.dispatcher.measure_worth", lambda *_: None)
+    monkeypatch.setattr("bridge.dispatch.dispatcher.measure_profitability", lambda *_: None)
     yield made
     library._destroy()
 

@@ -250,7 +250,7 @@ def test_a_module_draws_its_masks_by_compiled_code(kernels, monkeypatch):
         return draw(run, generator)
 
     monkeypatch.setattr(mt19937.MaskRun, "draw", counting)
-    monkeypatch.setattr("bridge.dispatch.dispatcher.measure_worth", lambda *_: None)  # calls of its own
+    monkeypatch.setattr("bridge.dispatch.dispatcher.measure_profitability", lambda *_: None)  # calls of its own
     check_module(calls=3)
     full, turned, path = (3, 20, 40), (20, 3, 40), (3, 20, 1)
     assert runs == [[full, full], [full, full, turned, path]] * 3, "the last mask, of a few elements, is left to torch"

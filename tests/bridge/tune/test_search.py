@@ -14,17 +14,17 @@ import pytest
 from bridge.compile import LIMITS, Choices
 from bridge.trials import is_faster
 from bridge.tune import Outcome, Search, TuningLog
-from bridge.tune.search import Knob
+from bridge.tune.search import Tunable
 from bridge.tune.tuning import _GAIN, Means
 from tests.bridge.clock import Clock
-from tests.bridge.tune.track import KNOBS, TableTrack
+from tests.bridge.tune.track import TUNABLES, TableCandidates
 
 BEST = Choices(limits=(("nodes", 160), ("tasks", 32)))
 
 
 def searched(path, track=None, seconds=1000.0, run="here"):
-    track = TableTrack() if track is None else track
-    search = Search(KNOBS, track, TuningLog(path, run), seconds)
+    track = TableCandidates() if track is None else track
+    search = Search(TUNABLES, track, TuningLog(path, run), seconds)
     return search.run(), search, track
 
 
@@ -55,14 +55,14 @@ def test_killed_anywhere_it_ends_with_the_same_choices(tmp_path):
         assert TuningLog(path, "here").records == lines
 
 
-class Turned(TableTrack):
+class Turned(TableCandidates):
     """A machine on which what is slow elsewhere is fast."""
 
     def _pairs(self, one, other, drift):
         return [(other, one) for one, other in super()._pairs(one, other, drift)]
 
 
-class Killed(TableTrack):
+class Killed(TableCandidates):
     """Its process is killed in the trial after so many."""
 
     def __init__(self, trials):
@@ -144,7 +144,7 @@ def test_another_machines_log_is_ignored(tmp_path):
     assert {json.loads(line)["run"] for line in (tmp_path / "log").read_text().splitlines()} == {"here", "there"}
 
 
-class Noise(TableTrack):
+class Noise(TableCandidates):
     """Every step takes a second, times noise; one in ten is interrupted."""
 
     def __init__(self, seed):
@@ -166,6 +166,6 @@ def test_noise_alone_is_never_kept():
     found, kept = [], []
     for seed in range(8):
         track = Noise(seed)
-        found.append(Search([Knob(LIMITS, "tasks", tuple(range(1, 41)))], track, TuningLog(None, "here"), 1e9).run())
+        found.append(Search([Tunable(LIMITS, "tasks", tuple(range(1, 41)))], track, TuningLog(None, "here"), 1e9).run())
         kept.append(is_faster(track.race(Means().final), _GAIN))
     assert any(found) and not any(kept)

@@ -15,7 +15,7 @@ from bridge.compile import LIMITS, ORDER, PARTITION, PRODUCTS, ProductShape, bac
 from bridge.dispatch import EntryOptions, TimedStep, before_compiling
 from bridge.state import SampleCall
 from bridge.tune.__main__ import main
-from bridge.tune.search import Knob, TuningLog, knobs_of
+from bridge.tune.search import Tunable, TuningLog, tunables_of
 from bridge.tune.tuning import Means, tune_call
 
 
@@ -30,11 +30,11 @@ def sample() -> torch.Tensor:
 
 
 PRODUCT = ProductShape("float32", 1, 40, 96, 56)
-LANES, TASKS = Knob(ORDER, "lanes", (8,)), Knob(LIMITS, "tasks", (32,))
+LANES, TASKS = Tunable(ORDER, "lanes", (8,)), Tunable(LIMITS, "tasks", (32,))
 
 
-def tuned(module, x, race, final=None, freeze=False, log=None, knobs=(LANES,)):
-    means = Means(5.0, log, progress=False, race=race, final=final or race, knobs=lambda *_: knobs)
+def tuned(module, x, race, final=None, freeze=False, log=None, tunables=(LANES,)):
+    means = Means(5.0, log, progress=False, race=race, final=final or race, tunables=lambda *_: tunables)
     return tune_call(SampleCall(module, (x,)), EntryOptions("min_cut", backend_for(None), freeze), means)
 
 
@@ -104,7 +104,7 @@ def test_choices_in_use_are_what_the_last_race_is_against(used_cache, fake_race)
     tasks = fake_race(lambda choices: 0.9 if choices.limits else 1.0)
     again = tuned(module, x, fake_race(eight_lanes))
     assert not again.kept and again.choices and again.why == "the choices in use are the best"
-    worse = tuned(module, x, tasks, fake_race(lambda choices: eight_lanes(choices)), knobs=[TASKS])
+    worse = tuned(module, x, tasks, fake_race(lambda choices: eight_lanes(choices)), tunables=[TASKS])
     assert not worse.kept and worse.choices == again.choices and "did not confirm" in worse.why
 
 
@@ -154,7 +154,7 @@ def test_budgets_never_save_more_than_is_allowed(used_cache, fake_race):
         return {None: 1.0, "save_all": 0.5, 0.5: 0.9, 0.25: 0.8}.get(choices.partition, 1.0)
 
     module, x = block(), sample()
-    result = tuned(module, x, fake_race(liked), knobs=[Knob(PARTITION, None, ("save_all", 0.5, 0.25))])
+    result = tuned(module, x, fake_race(liked), tunables=[Tunable(PARTITION, None, ("save_all", 0.5, 0.25))])
     assert result.choices.partition != "save_all"
     if result.kept:
         add_tvm_dispatch(module, x)
@@ -234,7 +234,7 @@ def test_the_command_called_wrongly(arguments, message, capsys):
     assert left.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_knobs_of_a_call(used_cache, monkeypatch):
+def test_tunables_of_a_call(used_cache, monkeypatch):
     """Ways of products that are about as fast as the present one, by themselves; what was measured is in the log."""
     asked, seconds = [], {"mm": 1.0, "linear": 0.8, "mm_swapped": 1.3, "generated 4x6": 1.05, "generated 8x3": 0.9}
     module, x = block(), sample()
@@ -243,11 +243,13 @@ def test_knobs_of_a_call(used_cache, monkeypatch):
     monkeypatch.setattr(
         type(entry.options.backend), "seconds_of_ways", lambda backend, product: asked.append(product) or {**seconds}
     )
-    monkeypatch.setitem(knobs_of.__globals__, "products_and_calls", lambda *_: (((PRODUCT, "mm"),), ()))
-    knobs = knobs_of(entry, "min_cut", log)
-    assert knobs[0] == Knob(PRODUCTS, PRODUCT, ("linear", "generated 8x3", "generated 4x6")) and asked == [PRODUCT]
-    assert knobs_of(entry, "min_cut", log) == knobs and len(asked) == 1
-    parts = {knob.part: knob for knob in knobs}
+    monkeypatch.setitem(tunables_of.__globals__, "products_and_calls", lambda *_: (((PRODUCT, "mm"),), ()))
+    tunables = tunables_of(entry, "min_cut", log)
+    assert tunables[0] == Tunable(PRODUCTS, PRODUCT, ("linear", "generated 8x3", "generated 4x6")) and asked == [
+        PRODUCT
+    ]
+    assert tunables_of(entry, "min_cut", log) == tunables and len(asked) == 1
+    parts = {tunable.part: tunable for tunable in tunables}
     assert {LIMITS, ORDER, PARTITION} <= parts.keys() and PARTITION not in {
-        knob.part for knob in knobs_of(entry, "save_all", log)
+        tunable.part for tunable in tunables_of(entry, "save_all", log)
     }

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from bridge.compile import LIMITS, ORDER, Choices
 from bridge.tune import Outcome
-from bridge.tune.search import Knob
+from bridge.tune.search import Tunable
 
-KNOBS = [
-    Knob(LIMITS, "tasks", (16, 32, 128)),
-    Knob(ORDER, "interleaved", ((8, 4, 2, 1), (1,))),
-    Knob(LIMITS, "nodes", (20, 160)),
+TUNABLES = [
+    Tunable(LIMITS, "tasks", (16, 32, 128)),
+    Tunable(ORDER, "interleaved", ((8, 4, 2, 1), (1,))),
+    Tunable(LIMITS, "nodes", (20, 160)),
 ]
 
 
 def seconds_of(choices: Choices) -> float:
-    """Worth: 32 tasks, and 160 nodes once there are 32 tasks; eight accumulators cost."""
+    """Profitability: 32 tasks, and 160 nodes once there are 32 tasks; eight accumulators cost."""
     limits, order = dict(choices.limits), dict(choices.order)
     seconds = {16: 1.1, 32: 0.9}.get(limits.get("tasks"), 1.0)
     seconds *= 1.05 if order.get("interleaved") == (8, 4, 2, 1) else 1.0
     return seconds * (0.95 if limits.get("nodes") == 160 and limits.get("tasks") == 32 else 1.0)
 
 
-class TableTrack:
+class TableCandidates:
     """Takes ``cost`` seconds for each trial; keeps what it was asked.
 
     Args:

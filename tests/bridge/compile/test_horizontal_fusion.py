@@ -11,9 +11,9 @@ from autodiff.extents import ExtentScope
 from bridge.compile.cuda.limits import LIMITS
 from bridge.compile.loop_ir.graph import Concat, LibraryCall, Value, eliminate_dead_code, whole
 from bridge.compile.passes.sections import recompute_sections
-from bridge.compile.schedule import together as together_module
+from bridge.compile.schedule import horizontal_fusion
 from bridge.compile.schedule.fuse import fuse
-from bridge.compile.schedule.together import plan_together, together
+from bridge.compile.schedule.horizontal_fusion import plan_horizontal_fusion, together
 from tests.bridge.compile.planned_graphs import Builder, Kernels, build, inputs
 from tests.cuda_plans import BACKEND, CudaKernels, assert_near
 
@@ -34,7 +34,7 @@ def launched(graph):
     groups = fuse(graph, BACKEND)
     (step,) = together(groups, BACKEND)
     assert len(step) == len(groups) == 4
-    return plan_together(step, {operand.value for operand in graph.results}, BACKEND)
+    return plan_horizontal_fusion(step, {operand.value for operand in graph.results}, BACKEND)
 
 
 def assert_as_on_the_host(cases, plans):
@@ -90,7 +90,7 @@ def test_a_small_concatenation_is_launched_with_what_is_made_beside_it():
         groups = fuse(graph, BACKEND)
         (step,) = together(groups, BACKEND)
         assert len(step) == 2
-        plans.append([plan_together(step, {operand.value for operand in graph.results}, BACKEND)])
+        plans.append([plan_horizontal_fusion(step, {operand.value for operand in graph.results}, BACKEND)])
     assert_as_on_the_host(cases, plans)
 
 
@@ -131,7 +131,7 @@ def test_what_nobody_reads_lets_only_so_many_pass(monkeypatch):
     """Gradients that are copied: who waits for one is not in the program."""
 
     def places(reach):
-        monkeypatch.setattr(together_module, "_REACH", reach)
+        monkeypatch.setattr(horizontal_fusion, "_REACH", reach)
         b = Builder()
         x, made = b.param(24, 16), []
         for _ in range(12):

@@ -18,7 +18,7 @@ from torch import fx
 from bridge.base.errors import CompilationError, swallowed
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
-from bridge.capture import Captured, NumberPlace, device_of_call, number_tensor, with_number_inputs
+from bridge.capture import Captured, NumberPlace, device_of_call, number_tensor, with_dynamic_scalars
 from bridge.lowering import LoweredCall, lower_once
 from bridge.state import SampleCall, same
 
@@ -46,7 +46,7 @@ def lower_with_numbers(
     """
     call, places = call.as_pytree(), sorted({*changed, *known}, key=_order)
     try:
-        twin, args = with_number_inputs(call.module, call.args, call.kwargs, places, device_of_call(call))
+        twin, args = with_dynamic_scalars(call.module, call.args, call.kwargs, places, device_of_call(call))
         behind = [replace(each, leaf=each.leaf + len(places)) for each in call.dims]
         lowered = lower_once(SampleCall(twin, args, call.kwargs, tuple(behind)), partition)
     except CompilationError:

@@ -14,7 +14,14 @@ from tvm.relax import op as R
 from autodiff.ir import StringImm
 from autodiff.library import GENERATOR_STATE, call
 from bridge.base.devices import HOST
-from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, _Between, _ones, inside_of_loops, is_between
+from bridge.compile.cuda.piecewise import (
+    PiecewiseExecutor,
+    PiecewiseGraphs,
+    _Between,
+    _ones,
+    inside_of_loops,
+    is_between,
+)
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.executor import GraphedExecutor
 from bridge.compile.runtime.instructions import CallLibrary
@@ -105,7 +112,7 @@ class _Executor(PiecewiseExecutor):
 
 def recorded(compiled, inputs, fresh, copies=()):
     execute = _Executor(compiled)
-    pieces = Pieces(execute.capture, lambda graph: graph.replay)
+    pieces = PiecewiseGraphs(execute.capture, lambda graph: graph.replay)
     copies = [(place, alias(memory)) for place, memory in copies]
     with pieces, execute.recorded_by(pieces, taken, copies), torch.no_grad():
         results = execute(inputs, fresh=list(map(alias, fresh)))
@@ -125,7 +132,7 @@ def test_a_draw_is_recorded_whatever_lies_where_its_parameters_will(found):
     name = [StringImm("aten.bernoulli.default"), StringImm(json.dumps(description)), relax.prim_value(4)]
 
     def body(emit, x, state):
-        drawn = emit(call("placed_draw", [*name, state, emit(R.sigmoid(x))], TensorType((4, 8), "float32")))
+        drawn = emit(call("draw_at_offset", [*name, state, emit(R.sigmoid(x))], TensorType((4, 8), "float32")))
         return [emit(R.add(drawn, x))]
 
     made = program([((4, 8), "float32"), GENERATOR_STATE], body)
@@ -200,7 +207,7 @@ def test_a_failure_between_ends_the_recording(compiled):
                 open_captures.pop()
 
     execute = Failing(compiled)
-    pieces = Pieces(execute.capture, lambda graph: graph.replay)
+    pieces = PiecewiseGraphs(execute.capture, lambda graph: graph.replay)
     wrong = torch.zeros(1, dtype=torch.uint64)
     with pytest.raises(ValueError, match="shape"), pieces, execute.recorded_by(pieces, taken):
         execute([torch.randn(SHAPE), torch.randn(8, 8), wrong, wrong], fresh=fresh)

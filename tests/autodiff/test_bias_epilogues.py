@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from tvm.relax import op
 
-from autodiff import biased_products
+from autodiff import fuse_bias_epilogues
 from autodiff.ir import bindings, library_name
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.lowering import pipeline
@@ -33,8 +33,8 @@ def _made(rows=256, inner=16, columns=24, dtype=torch.bfloat16, bias=(24,), read
 
 def test_products_of_many_rows_add_their_biases():
     for dtype, rows in ((torch.bfloat16, 256), (torch.float16, 256), (torch.float32, 4096)):
-        assert _biased(biased_products(_made(rows, dtype=dtype))) == 1
-        assert _biased(biased_products(_made(rows, dtype=dtype, columns=21, bias=(21,)))) == 1
+        assert _biased(fuse_bias_epilogues(_made(rows, dtype=dtype))) == 1
+        assert _biased(fuse_bias_epilogues(_made(rows, dtype=dtype, columns=21, bias=(21,)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_products_of_many_rows_add_their_biases():
 )
 def test_what_stays(other):
     func = _made(**other)
-    assert biased_products(func) is func
+    assert fuse_bias_epilogues(func) is func
 
 
 class _Layers(nn.Module):

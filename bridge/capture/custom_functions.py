@@ -43,8 +43,8 @@ from bridge.guards import read_later
 
 __all__ = ["AGAIN", "CUSTOM_GRADIENT", "FUNCTION", "ONCE", "OWN", "TANGENT", "UNKNOWN", "WITH_GRADIENT", "Applied"]
 __all__ += [
+    "CustomFunctions",
     "Inside",
-    "OwnFunctions",
     "Use",
     "WritesArgumentsError",
     "backward_running",
@@ -145,7 +145,7 @@ class _Overwritten(torch.autograd.Function):
         return grad_out.clone(), None
 
 
-class OwnFunctions:
+class CustomFunctions:
     """The Functions that a run of a module applies.
 
     Args:

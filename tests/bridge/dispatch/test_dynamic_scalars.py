@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
-from bridge.capture import NotArithmeticError, NumberPlace, with_number_inputs
+from bridge.capture import NotArithmeticError, NumberPlace, with_dynamic_scalars
 from bridge.compile import backend_for
 from bridge.dispatch import EntryOptions, entries
 from bridge.dispatch.compile_entry import compile_entry
@@ -189,12 +189,12 @@ def test_a_module_with_a_forward_of_its_own_has_no_twin():
     module = Uses()
     module.forward = module.forward
     with pytest.raises(NotArithmeticError, match="forward"):
-        with_number_inputs(module, (X,), {}, [NumberPlace(float, name="shift")])
+        with_dynamic_scalars(module, (X,), {}, [NumberPlace(float, name="shift")])
 
 
 def test_the_twin_is_the_module_with_objects_of_its_own():
     module = Uses()
-    twin, args = with_number_inputs(module, (X, 0.5), {}, [NumberPlace(float, path="linear", name="gain")])
+    twin, args = with_dynamic_scalars(module, (X, 0.5), {}, [NumberPlace(float, path="linear", name="gain")])
     assert torch.equal(twin(*args), module(X, 0.5))
     assert twin.linear.weight is module.linear.weight and twin.linear is not module.linear
     twin.linear.gain = 7.0

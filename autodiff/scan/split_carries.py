@@ -2,7 +2,7 @@
 the inner axis, which the next step adds up.
 
 A product of few rows is too small to fill a GPU; as a batch of products of parts it does, and who reads the carry adds
-the parts, where it reads them (see :mod:`bridge.compile.passes.product_forms` for products that the step itself
+the parts, where it reads them (see :mod:`bridge.compile.passes.product_variants` for products that the step itself
 reads). A backward through time is such a scan. A sum's order changes, by rounding.
 
 Turned constants: transposed matrices that every step of a scan reads → the matrices, transposed in the body.

@@ -19,7 +19,7 @@ from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.row_plan import RowPlan
 
-__all__ = ["TogetherPlan", "plan_together", "together"]
+__all__ = ["HorizontalFusionPlan", "plan_horizontal_fusion", "together"]
 
 _REACH = 32
 """Steps at most that a group is moved: what it makes is in memory for as long."""
@@ -29,7 +29,7 @@ for longer."""
 
 
 @dataclass(frozen=True)
-class TogetherPlan:
+class HorizontalFusionPlan:
     """Plans without reductions, of one index type, whose launches are one; tensors and integers are theirs in order."""
 
     plans: tuple[RowPlan, ...]
@@ -117,11 +117,13 @@ def _is_elementwise(group: Group) -> bool:
     return all(sample_of(value.numel) < 2**31 for value in values)
 
 
-def plan_together(groups: Sequence[Group], stored: Collection[Value], rules: Rules) -> Planned[TogetherPlan]:
+def plan_horizontal_fusion(
+    groups: Sequence[Group], stored: Collection[Value], rules: Rules
+) -> Planned[HorizontalFusionPlan]:
     """The plan of groups that are launched together."""
     planned = [plan_rows(group, stored, rules) for group in groups]
     return Planned(
-        TogetherPlan(tuple(each.plan for each in planned)),
+        HorizontalFusionPlan(tuple(each.plan for each in planned)),
         tuple(value for each in planned for value in each.inputs),
         tuple(value for each in planned for value in each.outputs),
         (),

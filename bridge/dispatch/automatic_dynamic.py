@@ -1,7 +1,7 @@
-"""Generalization: entries and a call that differs from one by numbers or by sizes → one entry for all of these.
+"""AutomaticDynamicShapes: entries and a call that differs from one by numbers or by sizes → one entry for all of these.
 
-The second value of a number makes it an input (:mod:`bridge.dispatch.number_inputs`), the second size of a dimension
-makes that symbolic (:mod:`bridge.dispatch.generalize`). Where it is not exact, the call gets an entry of its own.
+The second value of a number makes it an input (:mod:`bridge.dispatch.dynamic_scalars`), the second size of a
+dimension makes that symbolic. Where it is not exact, the call gets an entry of its own.
 
 Sizes that vary: an entry and a call of other sizes → the dimensions that the next entry is to be symbolic in.
 
@@ -34,14 +34,14 @@ from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.guards import EntryGuard, interpreter_state
 from bridge.state import SampleCall
 
-__all__ = ["MAX_REFUSED", "FixedDims", "Generalization", "varying_dims"]
+__all__ = ["MAX_REFUSED", "AutomaticDynamicShapes", "FixedDims", "dynamic_dims"]
 
 #: Sets of dimensions that are tried in vain, in one mode, before every size gets an entry of its own.
 MAX_REFUSED = 4
 _LEAST = 2
 
 
-def varying_dims(guard: EntryGuard, call: SampleCall) -> tuple[DynamicDim, ...]:
+def dynamic_dims(guard: EntryGuard, call: SampleCall) -> tuple[DynamicDim, ...]:
     """The dimensions in which a call differs from what an entry was compiled for, and those that vary there already.
 
     None if it differs in more than sizes.
@@ -103,7 +103,7 @@ log = channel("dispatch")
 MAX_ATTEMPTS = 2
 
 
-class Generalization:
+class AutomaticDynamicShapes:
     """Of the entries of one module. It remembers what was tried in vain.
 
     Args:
@@ -132,7 +132,7 @@ class Generalization:
             if changed is None or self._not_inputs[tuple(changed)] >= MAX_ATTEMPTS:
                 continue
             require_capturable(call.name)
-            varied = replace(call, dims=varying_dims(known.guard, call))
+            varied = replace(call, dims=dynamic_dims(known.guard, call))
             entry = compile_entry(varied, self._options(varied), numbers=(known, changed))
             if entry is None:
                 self._not_inputs[tuple(changed)] += 1
@@ -150,7 +150,7 @@ class Generalization:
         if (found := self.of_any_length(call)) is not None:
             return found
         for known in reversed(self._entries.all):
-            dims, counts = varying_dims(known.guard, call), _counts(known)
+            dims, counts = dynamic_dims(known.guard, call), _counts(known)
             if dims or (counts and ALL_COUNTS not in known.options.dims and known.guard.holds(call)):
                 break
         else:
@@ -185,7 +185,7 @@ class Generalization:
         for known in reversed(self._entries.all):
             captured = known.lowered.captured
             if captured.loops and captured.device == HOST and is_meant(known):
-                dims = varying_dims(known.guard, call)
+                dims = dynamic_dims(known.guard, call)
                 near += [(known, dims[0])] if len(dims) == 1 else []
         looped = recorded_call(call) if near else None
         if looped is None or looped.form is None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.verify import check
-from tests.bridge.capture import own_functions as own
+from tests.bridge.capture import custom_functions as own
 from tests.bridge.compare import Call, assert_same, check_module, run
 from tests.device import moved
 from tests.sampling import sampled, spread

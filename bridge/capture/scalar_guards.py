@@ -39,7 +39,7 @@ class ScalarGuard:
         dtype: of the numbers as they are compared: a flag is ``torch.bool`` whatever it was read from.
         count: how many.
         value: the numbers that Python got, lists as tuples.
-        is_size: whether a result is as long as the number says (:mod:`bridge.capture.readings`).
+        is_size: whether a result is as long as the number says (:mod:`bridge.capture.scalar_guards`).
         is_least: whether that is mostly the least length that was asked for, which other calls have as well.
     """
 

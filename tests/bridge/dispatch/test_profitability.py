@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from bridge.dispatch.worth import Worth, measure_worth
+from bridge.dispatch.profitability import Profitability, measure_profitability
 from bridge.state import SampleCall
 from bridge.trials import Pace
 
@@ -61,7 +61,7 @@ def test_what_has_hooks_is_not_timed():
 
 @pytest.mark.parametrize("ours, told", [(2e-5, True), (1.1e-5, False), (5e-6, False)])
 def test_eager_being_quicker_is_told(monkeypatch, caplog, ours, told):
-    monkeypatch.setattr("bridge.dispatch.dispatcher.measure_worth", lambda *_: Worth(ours, 1e-5))
+    monkeypatch.setattr("bridge.dispatch.dispatcher.measure_profitability", lambda *_: Profitability(ours, 1e-5))
     with caplog.at_level(logging.WARNING, "bridge.dispatch"):
         module = add_tvm_dispatch(nn.Linear(4, 4), torch.ones(3, 4))
     words = "eager is quicker: 20 us dispatched, 10 us eager"
@@ -71,7 +71,7 @@ def test_eager_being_quicker_is_told(monkeypatch, caplog, ours, told):
 @pytest.mark.cpu("eager is not timed on a GPU")
 def test_the_slower_one_is_found(monkeypatch):
     """A forward that waits is slower in eager: its compiled call does not wait."""
-    monkeypatch.setattr("bridge.dispatch.worth._PACE", Pace(fewest=6, most=6, warm_up=2))
+    monkeypatch.setattr("bridge.dispatch.profitability._PACE", Pace(fewest=6, most=6, warm_up=2))
 
     class Waits(nn.Linear):
         def forward(self, x):
@@ -81,5 +81,5 @@ def test_the_slower_one_is_found(monkeypatch):
     module = Waits(4, 4)
     x = torch.ones(3, 4)
     add_tvm_dispatch(module, x)
-    worth = measure_worth(stats(module).entries[0], SampleCall(module, (x,), {}))
+    worth = measure_profitability(stats(module).entries[0], SampleCall(module, (x,), {}))
     assert worth.eager > 0.002 and not worth.is_slower

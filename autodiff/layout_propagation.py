@@ -42,7 +42,7 @@ from autodiff.ir import (
 from autodiff.ops import POINTWISE, having
 from autodiff.zapp import reshaped
 
-__all__ = ["channels_behind", "heads_behind"]
+__all__ = ["sink_channel_permutes", "sink_head_permutes"]
 
 
 _SOURCES = frozenset(
@@ -67,7 +67,7 @@ Axes = list[int]
 
 
 @on_functions
-def channels_behind(body: Body) -> None:
+def sink_channel_permutes(body: Body) -> None:
     """``f(permute_dims(x))`` becomes ``permute_dims(f(x))`` for point-wise operators, reductions, slices,
     concatenations and reshapes of neighbours in memory, where ``x`` comes from a library function that gives
     channels_last, has its last axis kept by a sum over all others, or was permuted the other way before.
@@ -299,7 +299,7 @@ _COLUMNS = 3
 
 
 @on_functions
-def heads_behind(body: Body) -> None:
+def sink_head_permutes(body: Body) -> None:
     """``f(permute_dims(x, [0, 2, 1, 3]))`` becomes ``permute_dims(f(x), [0, 2, 1, 3])`` for point-wise operators,
     slices and concatenations of columns, where attention reads the result and all that it is computed from is
     permuted so, or the same for all heads.

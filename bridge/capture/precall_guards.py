@@ -26,9 +26,9 @@ from bridge.base.torch_internals import OpOverload, aten, schema
 from bridge.base.torch_shapes import hint
 from bridge.capture.draws import IsolatedRNG
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT
-from bridge.capture.readings import ScalarGuard
 from bridge.capture.refusals import shape_by_numbers
 from bridge.capture.rows import NumberRead
+from bridge.capture.scalar_guards import ScalarGuard
 from bridge.state import ModuleTensor
 
 __all__ = ["LITERAL", "SIZE_OPERATORS", "OperatorCall", "PreCallExpression", "ValueIndex", "certain", "constant"]

@@ -20,7 +20,7 @@ from typing import TypeVar
 from bridge.compile.runtime.instructions import CallLibrary, MakeView, roots_of
 from bridge.compile.runtime.loop_frame import Instruction
 
-__all__ = ["SecondStreamPlan", "lasting", "steps_beside"]
+__all__ = ["SecondStreamPlan", "lasting", "second_stream_steps"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -34,7 +34,7 @@ _CROSSING = 1.5e-6
 _LEAST = 3e-6
 """Seconds that are worth a second stream."""
 
-_PATH, _BESIDE = 0, 1
+_PATH, _SECOND = 0, 1
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SecondStreamPlan:
     saved: float = 0.0
 
 
-def steps_beside(steps: Sequence[Instruction], views: Iterable[MakeView] = ()) -> SecondStreamPlan:
+def second_stream_steps(steps: Sequence[Instruction], views: Iterable[MakeView] = ()) -> SecondStreamPlan:
     """The steps that are to run beside the critical path; none if that would save hardly any time.
 
     Args:
@@ -67,12 +67,12 @@ def steps_beside(steps: Sequence[Instruction], views: Iterable[MakeView] = ()) -
     for index, others in enumerate(before):
         ready = [
             max([free[stream], *(ends[other] + _CROSSING * (streams[other] != stream) for other in others)])
-            for stream in (_PATH, _BESIDE)
+            for stream in (_PATH, _SECOND)
         ]
         if isinstance(steps[index], MakeView) or index in critical:
             stream = _PATH
         else:
-            stream = _BESIDE if index not in needed or ready[_BESIDE] + _CROSSING < ready[_PATH] else _PATH
+            stream = _SECOND if index not in needed or ready[_SECOND] + _CROSSING < ready[_PATH] else _PATH
         streams.append(stream)
         begins.append(ready[stream])
         ends.append(ready[stream] + seconds[index])
@@ -84,7 +84,7 @@ def steps_beside(steps: Sequence[Instruction], views: Iterable[MakeView] = ()) -
     path_begins, path_ends = ([times[index] for index in on_path] for times in (begins, ends))
     spans = {}
     for index, stream in enumerate(streams):
-        if stream == _BESIDE:
+        if stream == _SECOND:
             first = bisect_right(path_ends, begins[index] - _LAUNCH)
             at_once = on_path[first : bisect_left(path_begins, ends[index] + _LAUNCH)]
             spans[index] = min([index, *at_once[:1]]), max([index, *at_once[-1:]])

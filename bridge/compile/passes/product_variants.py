@@ -39,9 +39,9 @@ from autodiff.ir import itemsize
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
     Graph,
+    LayoutAgnostic,
     LibraryCall,
     MatMul,
-    Neutral,
     Node,
     Operand,
     Pad,
@@ -107,13 +107,13 @@ def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: 
         is_step: of a loop, whose products are split where a kernel that reads one can make the sum. Elsewhere the shape
             alone decides: a backward may compute a product again, and the numbers are to be the same.
     """
-    readers: defaultdict[Value, list[Node | Neutral]] = defaultdict(list)
+    readers: defaultdict[Value, list[Node | LayoutAgnostic]] = defaultdict(list)
     for node in graph.nodes:
         for operand in node.operands:
             if isinstance(operand, Operand):
                 readers[operand.value].append(node)
     turned = {node.out for node in graph.nodes if isinstance(node, Shaped) and is_turned(node)}
-    nodes: list[Node | Neutral] = []
+    nodes: list[Node | LayoutAgnostic] = []
     for node in graph.nodes:
         count = _count(node, parts, turned) if isinstance(node, MatMul) and node.bias is None else 1
         if count == 1 or (is_step and not _is_added_up_by_readers(readers[node.out])):
@@ -123,7 +123,7 @@ def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: 
     return graph if len(nodes) == len(graph.nodes) else replace(graph, nodes=nodes)
 
 
-def _is_added_up_by_readers(readers: Sequence[Node | Neutral]) -> bool:
+def _is_added_up_by_readers(readers: Sequence[Node | LayoutAgnostic]) -> bool:
     """Whether a kernel that reads the product can make the sum; it stores that where it is a result, too."""
     return not (any(isinstance(each, MatMul) for each in readers) or all(isinstance(each, Result) for each in readers))
 
@@ -137,10 +137,10 @@ def _count(node: MatMul, parts: Callable[[ProductShape], int], turned: Collectio
     return parts(ProductShape(node.out.dtype, 1, math.prod(rows), n, k, b=b))
 
 
-def _split(node: MatMul, count: int) -> list[Node | Neutral]:
+def _split(node: MatMul, count: int) -> list[Node | LayoutAgnostic]:
     (*rows, k), n, dtype = node.a.shape, node.b.shape[1], node.out.dtype
     m, inner = math.prod(rows), k // count
-    nodes: list[Node | Neutral] = []
+    nodes: list[Node | LayoutAgnostic] = []
 
     wide = "float32" if itemsize(dtype) == 2 else dtype
 
@@ -187,12 +187,12 @@ def pad_products(graph: Graph, unit: Callable[[ProductShape], int]) -> Graph:
 
 class _Walk:
     def __init__(self, graph: Graph, unit: Callable[[ProductShape], int]) -> None:
-        self.nodes: list[Node | Neutral] = []
+        self.nodes: list[Node | LayoutAgnostic] = []
         self._unit = unit
         self._turned = {node.out: node.operand for node in graph.nodes if isinstance(node, Shaped) and is_turned(node)}
         self._padded: dict[tuple[Value, tuple[Dim, ...]], Operand] = {}
 
-    def add(self, node: Node | Neutral) -> None:
+    def add(self, node: Node | LayoutAgnostic) -> None:
         wide = self._wide(node) if isinstance(node, MatMul) else None
         if wide is None:
             self.nodes.append(node)

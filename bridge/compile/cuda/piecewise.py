@@ -1,4 +1,4 @@
-"""Pieces of a recorded run: stretches of it that a stream captures, as graphs, and the library calls between them.
+"""Piecewise CUDA graphs: a run -> the stretches that a stream captures, as graphs, and the library calls between them.
 
 What a library call returns lies in memory of its own, which a recording does not hand out. Where it is a result of the
 run, the call is made to write it into memory of the caller's, if it can; else it is copied there at the end.
@@ -23,7 +23,7 @@ import torch
 from bridge.base.tensor_properties import span_of
 from bridge.compile.cuda.copies import bring, copy
 from bridge.compile.cuda.driver_graphs import MOST_NUMBERS
-from bridge.compile.cuda.executor import ALIGNMENT, Branches, CudaExecutor
+from bridge.compile.cuda.executor import ALIGNMENT, CudaExecutor, SecondStream
 from bridge.compile.graphs.recordings import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.executor import Action, Actions, Executor, bind
@@ -31,14 +31,14 @@ from bridge.compile.runtime.instructions import CallLibrary, MakeView
 from bridge.compile.runtime.layout import ArenaPool
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop, inner_steps
 from bridge.compile.runtime.program import Program
-from bridge.library import INTO_GIVEN, PLACED_DRAWS, invoke_into
+from bridge.library import DRAWS_AT_OFFSET, INTO_GIVEN, invoke_into
 
-__all__ = ["Pieces", "PiecewiseExecutor", "inside_of_loops", "is_between"]
+__all__ = ["PiecewiseExecutor", "PiecewiseGraphs", "inside_of_loops", "is_between"]
 
 
 def is_between(step: Instruction) -> bool:
     """Whether a step is made anew by each replay, between two graphs."""
-    return isinstance(step, CallLibrary) and step.name in PLACED_DRAWS
+    return isinstance(step, CallLibrary) and step.name in DRAWS_AT_OFFSET
 
 
 def inside_of_loops(steps: Sequence[Instruction]) -> Iterator[Instruction]:
@@ -172,7 +172,7 @@ def _ones(tensor: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
-class Pieces:
+class PiecewiseGraphs:
     """The parts of one run, in order, while it is recorded.
 
     Args:
@@ -188,7 +188,7 @@ class Pieces:
         self._made: list[Any] = []
         self.parts: list[Replay] = []
 
-    def __enter__(self) -> Pieces:
+    def __enter__(self) -> PiecewiseGraphs:
         self._made = self._stack.enter_context(self._capture())
         return self
 
@@ -229,7 +229,7 @@ class PiecewiseExecutor(CudaExecutor):
         read = {slot for step in self.steps if not is_between(step) for slot in step.reads}
         self._on_host = [slot for slot, param in enumerate(layout.params) if param.lies_on_host]
         self.brought = {slot: self._state() for slot in self._on_host if slot in read}
-        self._pieces: Pieces | None = None
+        self._pieces: PiecewiseGraphs | None = None
         self._take_between: Callable[[Form], torch.Tensor] | None = None
         self._kept: dict[int, _Kept] = {}
         self._writers = {
@@ -238,16 +238,16 @@ class PiecewiseExecutor(CudaExecutor):
             if isinstance(step, CallLibrary) and step.allocates and step.name in INTO_GIVEN
         }
         self._states: dict[int, torch.Tensor] = {}
-        self._branches: Branches | None = None
+        self._branches: SecondStream | None = None
         self.captures_states = False
 
     @contextmanager
     def recorded_by(
         self,
-        pieces: Pieces,
+        pieces: PiecewiseGraphs,
         take: Callable[[Form], torch.Tensor],
         copies: Sequence[tuple[int, torch.Tensor]] = (),
-        branches: Branches | None = None,
+        branches: SecondStream | None = None,
         captures_states: bool = False,
     ) -> Iterator[None]:
         """A run meanwhile is recorded as these pieces.

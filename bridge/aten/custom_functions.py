@@ -1,6 +1,6 @@
 """A user's own ``autograd.Function`` → Relax: outputs whose gradients go through the backward that was traced.
 
-See :mod:`bridge.capture.own_functions` for the operators, :mod:`autodiff.differentiate` for what becomes of them. Of
+See :mod:`bridge.capture.custom_functions` for the operators, :mod:`autodiff.differentiate` for what becomes of them. Of
 complex numbers each part is a value with a gradient and a tangent of its own.
 """
 

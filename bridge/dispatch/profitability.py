@@ -1,4 +1,4 @@
-"""Worth of a small entry: a dispatched step beside an eager one, timed when the entry is added → words if eager wins.
+"""Profitability of a small entry: a dispatched and an eager step, timed when the entry is added → words if eager wins.
 
 Step of an entry: a module's call → one forward and, where there is one, backward, on memory that nobody notices.
 The entry is given the module's tensors as leaves of their own that share its memory; buffers that a call writes are
@@ -29,7 +29,7 @@ from bridge.dispatch.entry import Entry
 from bridge.state import SampleCall, Snapshot, generators_put_back
 from bridge.trials import Pace, chosen, shortest
 
-__all__ = ["TOO_SMALL", "TimedStep", "Worth", "measure_worth", "unnoticed"]
+__all__ = ["TOO_SMALL", "Profitability", "TimedStep", "measure_profitability", "unnoticed"]
 
 _OURS, _EAGER = "dispatched", "eager"
 TOO_SMALL = "Dispatch a larger module around it, or leave it to eager"
@@ -43,7 +43,7 @@ _CLEARLY = 1 / 1.2
 
 
 @dataclass(frozen=True)
-class Worth:
+class Profitability:
     """Seconds of a step (forward, and backward if there is one), the quickest of a few.
 
     Attributes:
@@ -130,7 +130,7 @@ def unnoticed(entry: Entry, module: nn.Module) -> Iterator[None]:
         before.restore()
 
 
-def measure_worth(entry: Entry, call: SampleCall) -> Worth | None:
+def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | None:
     """Times the call both ways; ``None`` where its work is not small, where it raises, or where it could be noticed.
 
     Generators and the module's Python state are put back. Nothing is added to any ``grad``. Calls that write buffers or
@@ -167,7 +167,7 @@ def measure_worth(entry: Entry, call: SampleCall) -> Worth | None:
         return None
     finally:
         entry.hits = 0
-    return Worth(seconds[_OURS], seconds[_EAGER])
+    return Profitability(seconds[_OURS], seconds[_EAGER])
 
 
 def _is_small(entry: Entry) -> bool:
