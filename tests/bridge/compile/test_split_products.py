@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autodiff.scan import parts
+from autodiff.scan import split_carries
 from bridge.base.session import SESSION
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cuda.products import CudaProducts
@@ -72,7 +72,7 @@ def test_parts_add_up(make, carried, monkeypatch):
         return batch(body, product, count)
 
     monkeypatch.setattr(product_variants, "_split", watched)
-    monkeypatch.setattr(parts, "_batch", counted)
+    monkeypatch.setattr(split_carries, "_batch", counted)
     monkeypatch.setattr(CpuProducts, "parts", lambda policy, product, **given: 1 if product.k % 4 else 4)
     SESSION.reset("programs", "lowerings")
     check_module(make, lambda: torch.randn(7, 2, 3, requires_grad=True), dtype=torch.float64)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, explain, stats
-from bridge.dispatch import compile_entry, generalize
+from bridge.dispatch import automatic_dynamic, compile_entry
 from tests.bridge.capture.looped_networks import FORMS, MODULES
 from tests.bridge.compare import Call, assert_same, run
 from tests.sampling import sampled
@@ -69,9 +69,9 @@ def test_one_entry_serves_all_further_lengths(name, lengths):
 def test_a_further_length_is_recorded_and_nothing_else(monkeypatch):
     eager = MODULES["lstm"]().double()
     ours, compiled, recorded = add_tvm_dispatch(copy.deepcopy(eager), on_miss="compile"), [], []
-    compile_one, record = compile_entry._compile_entry, generalize.recorded_call
+    compile_one, record = compile_entry._compile_entry, automatic_dynamic.recorded_call
     monkeypatch.setattr(compile_entry, "_compile_entry", lambda *given: compiled.append(1) or compile_one(*given))
-    monkeypatch.setattr(generalize, "recorded_call", lambda *given: recorded.append(1) or record(*given))
+    monkeypatch.setattr(automatic_dynamic, "recorded_call", lambda *given: recorded.append(1) or record(*given))
     for steps in (9, 14, 11, 25, 11):
         assert_same(run(ours, call_of(steps)), run(eager, call_of(steps)))
     assert (len(compiled), len(recorded)) == (2, 3)

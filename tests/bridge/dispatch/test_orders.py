@@ -172,7 +172,8 @@ def test_evaluation_and_second_derivatives():
 def test_in_several_autograd_nodes(monkeypatch):
     monkeypatch.setattr(backward_nodes, "GRADIENTS_OF_NODE", 3)
     monkeypatch.setattr(backward_nodes, "LEAST_BYTES", 512)
-    monkeypatch.setattr(horizontal_fusion, "_REACH", 8)  # float64 on a GPU: gradients are copied into the order of the weights
+    # float64 on a GPU: gradients are copied into the order of the weights
+    monkeypatch.setattr(horizontal_fusion, "_REACH", 8)
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
     eager = nn.Sequential(*layers).double().to(DEVICE).to(memory_format=LAST)
