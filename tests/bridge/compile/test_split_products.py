@@ -61,7 +61,7 @@ class Chain(nn.Module):
 @pytest.mark.parametrize(("make", "carried"), [(Gru, 0), (Plain, 1), (Chain, 0)])
 def test_parts_add_up(make, carried, monkeypatch):
     made, split = [], product_variants._split
-    in_parts, batch = [], parts._batch
+    in_parts, batch = [], split_carries._batch
 
     def watched(node, count):
         made.append(count)
