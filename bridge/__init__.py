@@ -43,7 +43,7 @@ _ROOMS = {
     "Report": "bridge.show",
     "TuningResult": "bridge.tune",
 }
-"""Classes of results, each imported with its room when it is first asked for."""
+"""Result classes → the packages that define them, imported at the first access."""
 
 
 def __getattr__(name: str) -> Any:

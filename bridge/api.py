@@ -1,7 +1,7 @@
-"""The public functions: what each takes, returns and raises.
+"""The public functions, with their arguments, results and errors.
 
-Each imports the room that does its work when it is first called: TVM, sympy and the capture take longer than torch to
-import, and a script that only asks for a name, or refuses its arguments, should not wait for them.
+Each function imports its implementation at the first call: TVM, sympy and the capture take longer to import than torch,
+and a script that only imports a name, or passes a wrong argument, should not wait for them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Stated = TypeVar("Stated", bound=Callable[..., Any])
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """Around the import of a room: whatever is active where the function is called, the room is imported as ever.
+    """Context of an import that shields it from the caller's state; does nothing once TVM is imported.
 
-    A SIGINT waits for its end: TVM that is half imported cannot be imported again. The caller's function modes see none
-    of it. Nothing is collected, since the objects stay. Once TVM is there, this does nothing.
+    SIGINT is deferred, since a half-imported TVM cannot be imported again. The caller's function modes are off. The
+    garbage collector pauses, since the imported objects stay alive.
     """
     if "bridge.dispatch" in sys.modules:
         yield
@@ -56,7 +56,7 @@ def _importing() -> Iterator[None]:
 
 
 def _done_by(room: str) -> Callable[[Stated], Stated]:
-    """The function of the same name and signature in a room, which is imported at the first call."""
+    """Decorator: a signature → a function that imports the package ``room`` and calls its function of that name."""
 
     def decorated(stated: Stated) -> Stated:
         @functools.wraps(stated)
@@ -87,75 +87,73 @@ def add_tvm_dispatch(
 ) -> Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
 
-    Without a sample, the first call is the sample: it is compiled when it is made.
+    Without a sample, the first call is the sample, and is compiled then.
 
-    A call matches if everything that was compiled still holds: values, shapes, dtypes and strides of forward's
-    parameters (given by position, by name or by default: that makes no difference), training flags, grad mode,
-    autocast, which tensors require grad, the module tree, its plain attributes and what its code reads. It is compiled
-    under the grad mode and the autocast state around this call. Any other call runs as PyTorch would and is counted
-    with a reason in :func:`stats`. Called again with another sample or in another mode, it adds an entry; with a call
-    that an entry serves already, it changes ``on_miss``, and compiles anew only for another ``partition`` or
+    A call matches an entry if the entry's guards hold: values, shapes, dtypes and strides of forward's parameters
+    (passed by position, by name or by default alike), training flags, grad mode, autocast, which tensors require grad,
+    the module tree, its plain attributes, and the globals and other state that its code reads. The entry is compiled
+    under the grad mode and the autocast state of this call. Any other call runs in eager PyTorch and is counted with a
+    reason in :func:`stats`. A second ``add_tvm_dispatch`` with another sample or in another mode adds an entry; with a
+    call that an entry already serves, it changes ``on_miss``, and recompiles only for another ``partition`` or
     ``target``. An entry added under ``torch.no_grad()`` also serves ``torch.inference_mode()``; where nothing requires
-    a gradient, one entry serves with and without gradients.
+    a gradient, one entry serves both grad modes.
 
     Inside a model that ``torch.compile`` compiles, a dispatched module runs its own code, with a graph break on either
-    side (an error under ``fullgraph=True``). Code that was compiled before does not know that: dispatch the module
-    first, or call ``torch.compiler.reset()``.
+    side (an error under ``fullgraph=True``). Code that Dynamo compiled earlier ignores the dispatch: dispatch the
+    module first, or call ``torch.compiler.reset()``.
 
-    Threads may call dispatched modules, also one and the same, and add entries, by this function or by calls that miss
-    under ``on_miss="compile"``, beside anything that others do (:mod:`bridge.capture.thread_isolation`). One entry is
-    added at a time, and none while Dynamo compiles. Other threads' calls of the very module that is captured wait for
-    the end of the capture (a second or so). Not safe beside it: traces that others start themselves
-    (``torch.export``, ``torch.fx``, ``torch.jit``), and changes of the module's hooks, submodules, attributes, and
-    globals that it reads.
+    Several threads may call dispatched modules, even the same one, and may add entries, by this function or by misses
+    under ``on_miss="compile"`` (:mod:`bridge.capture.thread_isolation`). One entry is added at a time, and none while
+    Dynamo compiles. Other threads' calls of the module under capture wait until the capture ends (about a second). Not
+    safe during a capture: traces in other threads (``torch.export``, ``torch.fx``, ``torch.jit``), and changes of the
+    module's hooks, submodules, attributes and globals.
 
     Args:
         module: any module; it is changed in place only by one attribute that copies and pickles drop.
         sample_input: a tensor or a dataclass (one positional argument), a tuple or a list (positional arguments: a
             DataLoader's batch) or a mapping (keyword arguments: a dict, ``BatchEncoding``) of dense tensors, numbers,
-            strings, flags and ``None``; of tensors only shape, strides, dtype and requires_grad count, and the
-            numbers where forward reads them (``if x.any()``): the entry serves calls that read the same. A
-            list or a mapping that fits forward's signature as its one argument only is that argument; to say so:
-            ``(batch,)``.
+            strings, flags and ``None``. Only shape, strides, dtype and requires_grad of its tensors matter, and values
+            that forward reads in Python (``if x.any()``), which become guards. A list or a mapping that fits forward's
+            signature only as a single argument is that argument; ``(batch,)`` states this explicitly.
         sample_kwargs: further keyword arguments.
-        partition: what is saved for the backward: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy.
-        on_miss: for calls that match no entry: ``"eager"`` (the default where there is a sample), ``"compile"`` (the
-            default without one; the second size of a dimension is compiled for all sizes from 2 on, if that is exact;
-            at most ``MAX_ENTRIES`` entries are kept, and what differs in the same thing at every call is compiled for a
-            few times only, then runs eager) or ``"error"``.
+        partition: the strategy that selects the saved tensors: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a
+            strategy object.
+        on_miss: for calls that match no entry: ``"eager"`` (the default with a sample), ``"compile"`` (the default
+            without one; the second size of a dimension is compiled for all sizes from 2 on, if that is exact; at most
+            ``MAX_ENTRIES`` entries are kept, and calls that keep missing the same guard are compiled a few times, then
+            run eager) or ``"error"``.
         target: a TVM target of kind ``llvm`` or ``cuda``, or a GPU by name (``"cuda:1"``); by default the device of the
             module's and the sample's tensors.
-        dynamic_shapes: which dimensions of the sample vary, as torch.export takes it: the entry serves all sizes from 2
-            on, or those of the ``Dim``'s range. What forward asks about sizes is a condition of the entry.
+        dynamic_shapes: the sample's dynamic dimensions, in torch.export's format: the entry serves all sizes from 2 on,
+            or the ``Dim``'s range. Conditions on sizes that forward evaluates become guards.
         freeze: for inference: the module's parameters and buffers become constants of calls without gradients
-            (``torch.no_grad()``, ``torch.inference_mode()``), for which the sample is compiled. What depends on them
-            alone is computed once, BatchNorm folded into the convolution before it, products of one input merged;
-            results are eager's to rounding. A call after a tensor was changed or replaced is a miss, which
-            ``on_miss="compile"`` answers by computing the constants again. Changes that torch does not count (through
-            ``.data`` or NumPy) are not seen: call this again after them.
-        cuda_graphs: whether forward and backward on a GPU are recorded as one CUDA graph each, after a few calls:
-            ``"auto"``, the default: where launching the kernels one by one takes the host about as long as the GPU, or
-            longer, which the first calls are timed for, and where there is memory to spare; ``True``: wherever that is
-            exact; ``False``: never. Results and gradients are tensors like any others, and ``stats(module).graphs``
-            counts the calls without a graph by their reasons.
-        whole: whether a module that cannot be captured whole is refused; the default is that, but for one that decides
-            by random draws what it runs (layer drop, stochastic depth): it is dispatched in parts. ``True``: such a
-            module is compiled for the sample's decision. ``False``: the largest modules inside it that
-            can be are dispatched then, each with what it is called with in a run of the sample; the code between them
-            runs as before. ``stats(module)`` and ``explain(module)`` say what stays eager and why, and which share of
-            an eager forward's time is spent in what is dispatched. Wants a sample, and no ``dynamic_shapes``.
+            (``torch.no_grad()``, ``torch.inference_mode()``), for which the sample is compiled. Values that depend on
+            constants alone are computed once, BatchNorm is folded into the convolution before it, products of one
+            input are merged; results equal eager's up to rounding. A call after a tensor was changed or replaced is a
+            miss, for which ``on_miss="compile"`` recomputes the constants. Changes without a version count (through
+            ``.data`` or NumPy) are not detected: call this function again after them.
+        cuda_graphs: whether forward and backward on a GPU are recorded as one CUDA graph each, after a few calls.
+            ``"auto"``: if launching the kernels takes the host about as long as the GPU needs to run them, or longer
+            (the first calls are timed), and if enough memory is free; ``True``: wherever that is exact; ``False``:
+            never. ``stats(module).graphs`` counts the calls without a graph by reason.
+        whole: whether a module that cannot be captured whole is refused. By default it is, except a module whose random
+            draws select the code to run (layer drop, stochastic depth), which is dispatched in parts. ``True``: compile
+            that module for the sample's selection. ``False``: dispatch the largest submodules that can be captured,
+            each for its arguments in a run of the sample; the code between them runs eager. ``stats(module)`` and
+            ``explain(module)`` list the eager code with reasons, and the parts' share of an eager forward's time.
+            Requires a sample, excludes ``dynamic_shapes``.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: ``module`` is no module, ``freeze`` or ``whole`` no flag, or the sample does not fit the module, or
-            fits it in two ways.
+        TypeError: ``module`` is no module, ``freeze`` or ``whole`` no flag, the sample does not fit forward's
+            signature, or it fits in two ways.
         ValueError: an unknown ``partition``, ``on_miss``, ``target`` or ``cuda_graphs``, or a module that
             ``module.compile()`` compiled.
-        UnsupportedModule: the module holds something that cannot be done exactly; it is left as it was.
-        CompilationError: a bug in this package; the module is left as it was.
-        KeyboardInterrupt: Ctrl-C, at the next stage of compiling; the module is left as it was.
+        UnsupportedModule: part of the module cannot be compiled exactly; the module is unchanged.
+        CompilationError: a bug in this package; the module is unchanged.
+        KeyboardInterrupt: Ctrl-C, at the next stage of compiling; the module is unchanged.
 
     Example:
         >>> module = nn.Linear(3, 2)
@@ -169,9 +167,9 @@ def add_tvm_dispatch(
 
 @_done_by("bridge.dispatch")
 def remove_tvm_dispatch(module: Module) -> Module:
-    """Takes the dispatch off ``module`` and frees what was compiled; a module without one is returned as it is.
+    """Removes the dispatch from ``module`` and frees its entries; does nothing to a module without dispatch.
 
-    Graphs of earlier calls hold what they need and can still run backward.
+    Autograd graphs of earlier calls keep their compiled backward and saved tensors, and can still run backward.
 
     Returns:
         ``module``.
@@ -187,7 +185,7 @@ def remove_tvm_dispatch(module: Module) -> Module:
 
 @_done_by("bridge.dispatch")
 def stats(module: nn.Module) -> DispatchStats:
-    """Hits, misses with their reasons, and entries of a dispatched module: a live object, counted up by every call.
+    """Returns hits, misses with reasons, and entries of a dispatched module: a live object, updated by every call.
 
     Raises:
         TypeError: ``module`` is no module.
@@ -203,17 +201,17 @@ def stats(module: nn.Module) -> DispatchStats:
 
 @_done_by("bridge.show")
 def explain(module: nn.Module, *, full: bool = False) -> Report:
-    """Reports on a dispatched module: guards, what a call does, programs, saved tensors with reasons, compile time.
+    """Reports on a dispatched module: guards, steps of a call, programs, saved tensors with reasons, compile time.
 
     Args:
-        module: one that :func:`add_tvm_dispatch` was called on.
-        full: whether printing shows everything, or what fits a screen; ``report.full`` is the complete one.
+        module: a dispatched module.
+        full: whether ``print(report)`` shows the whole report or one screen of it; ``report.full`` is the whole one.
 
     Returns:
-        plain data that prints; bytes, flops and milliseconds are told with their units.
+        plain data that prints, with units (bytes, flops, milliseconds).
 
     Raises:
-        ValueError: the module is not dispatched, or was loaded, which brings no stages.
+        ValueError: the module is not dispatched, or comes from :func:`load_compiled` (without stages).
 
     Example:
         >>> add_tvm_dispatch(module, sample)
@@ -232,19 +230,19 @@ def examine(
     dynamic_shapes: Any = None,
     compare: bool = False,
 ) -> Coverage:
-    """Tells whether ``add_tvm_dispatch(module, sample_input)`` would succeed, without compiling or changing anything.
+    """Checks whether ``add_tvm_dispatch(module, sample_input)`` would succeed, without compiling or changing anything.
 
     Args:
-        module: in the mode (train, eval) that is meant.
+        module: in the mode (train, eval) to examine.
         sample_input: a tensor (one positional argument), a tuple or list (positional) or a mapping (keyword arguments).
         sample_kwargs: further keyword arguments.
         dynamic_shapes: as for ``add_tvm_dispatch``.
-        compare: where the module is refused, copies of it are compiled in parts (``whole=False``) and by
-            ``torch.compile(model, backend="tvm_dispatch")``, and a step of each is timed beside eager's. This takes as
-            long as compiling does, and empties Dynamo's caches (``torch.compiler.reset()``).
+        compare: if the module is refused, compile copies of it in parts (``whole=False``) and by
+            ``torch.compile(model, backend="tvm_dispatch")``, and time a step of each against eager. This takes as long
+            as compiling does, and empties Dynamo's caches (``torch.compiler.reset()``).
 
     Returns:
-        the operations and what is unsupported among them; ``print`` it.
+        the operations, supported and unsupported; ``print`` it.
 
     Raises:
         TypeError: ``module`` is no module, or the sample does not fit it.
@@ -264,24 +262,24 @@ def lower(
     partition: str | Strategy = "min_cut",
     dynamic_shapes: Any = None,
 ) -> Lowered:
-    """Lowers ``module(sample)`` without compiling or changing anything; see the module's docstring for the stages.
+    """Lowers ``module(sample)`` without compiling or changing anything; :mod:`bridge.lower` lists the stages.
 
     Args:
-        module: in the mode (train, eval) that is meant.
+        module: in the mode (train, eval) to lower.
         sample_input: a tensor (one positional argument), a tuple or list (positional) or a mapping (keyword
             arguments) of CPU tensors of any shape; the stages are for these shapes and dtypes.
         sample_kwargs: further keyword arguments.
         partition: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy object.
-        dynamic_shapes: dimensions that are extents in the stages, see
-            :func:`bridge.capture.sample.dynamic_dims`; ``None``: all are the sample's.
+        dynamic_shapes: dimensions that are symbolic in the stages, see :func:`bridge.capture.sample.dynamic_dims`;
+            ``None``: every dimension has the sample's size.
 
     Returns:
-        every stage; with a backward where grad mode is on and a result requires grad.
+        every stage; with a backward if grad mode is on and a result requires grad.
 
     Raises:
         TypeError: the sample does not fit the module.
-        UnsupportedModule: something in the module is not handled exactly.
-        CompilationError: a pass failed, a bug of this package; it names the stage and holds its input.
+        UnsupportedModule: part of the module is not handled exactly.
+        CompilationError: a pass failed, a bug of this package; the error names the stage and holds its input.
 
     Example:
         >>> lowered = lower(nn.Linear(3, 2), torch.ones(5, 3))
@@ -300,23 +298,23 @@ def visualize(
     views: bool = False,
     legend: bool = True,
 ) -> graphviz.Digraph:
-    """Draws what it is given; shown as SVG in a notebook, ``visualize(...).render("name", format="svg")`` in a script.
+    """Draws a stage or a compiled program: SVG in a notebook; in a script, call ``.render("name", format="svg")``.
 
-    Operators are boxes with their attributes and the small constants and parameters that they read; arrows carry
-    shapes. In training graphs the forward runs down and the backward up; red is forward, blue is saved for the
-    backward, amber is computed again there, a double line means a product or a library call.
+    Operators are boxes with their attributes, small constants and parameters; arrows carry shapes. In training graphs
+    the forward runs down and the backward up; red is forward, blue is saved for the backward, amber is recomputed
+    there, a double line means a product or a library call.
 
     Args:
         what: a :class:`bridge.Lowered` (with ``stage``), a stage, a Relax function in flat form, or a :class:`Program`.
         stage: for a ``Lowered``: a stage's name, ``"split"`` for forward and backward in one picture; by default the
             joint graph after cleaning, or the forward where nothing requires grad.
-        kernel: for a ``Program``: the inside of this kernel instead of the steps.
-        kernels: for a ``Lowered``: compile the functions, and frame the operators that share a kernel.
+        kernel: for a ``Program``: draws the inside of this kernel instead of the steps.
+        kernels: for a ``Lowered``: compiles the functions, and frames the operators that share a kernel.
         views: whether reshapes and permutations are boxes of their own.
         legend: whether the picture explains its colours.
 
     Raises:
-        TypeError: for anything else, and for the stage ``captured``, an ATen graph.
+        TypeError: ``what`` is of another type, or the stage ``captured``, an ATen graph.
         KeyError: there is no stage or kernel of that name.
         ImportError: the Python package ``graphviz`` is missing. (Rendering also needs graphviz itself, ``dot``.)
 
@@ -340,36 +338,36 @@ def tune(
     memory: float = 1.0,
     progress: bool = True,
 ) -> TuningResult:
-    """Tries how ``module(sample)`` is compiled fastest on this machine, and keeps that in the disk cache.
+    """Autotunes the compilation of ``module(sample)`` on this machine; stores the result in the disk cache.
 
     Every later ``add_tvm_dispatch`` of an equal call (operators, sizes, element types, number of threads, machine,
-    versions) is compiled with it, in this process and in others. The module is left as it is, dispatched or not; so are
-    its parameters, buffers, gradients and torch's generators.
+    versions) uses the result, in this process and in others. Unchanged: the module, dispatched or not, its parameters,
+    buffers and gradients, and torch's generators.
 
-    Candidates are ways of matrix products and their tiles, rows of a task, vectors, what is cached or computed again,
-    limits of fusion, the partition's budget. Each is raced against the best so far, by turns in one process, and taken
-    if it is faster by more than the noise. In the end the whole step is raced once more, what is in use against what
-    was found: if that does not confirm it, nothing is kept.
+    Tunables: algorithm and tiles of matrix products, rows per task, vector width, values cached or recomputed, limits
+    of fusion, the partition's budget. Each candidate is timed in turns against the best so far, in one process, and
+    accepted if it is faster by more than the noise. A final A/B timing compares the whole step as compiled today with
+    the tuned step; without a confirmed gain nothing is stored.
 
     Args:
-        module: in the mode (train, eval) that is meant. Call this in the modes of the call: under ``no_grad`` for
+        module: in the mode (train, eval) to tune. Call ``tune`` in the modes of the call: under ``no_grad`` for
             inference, under autocast.
-        sample_input, sample_kwargs: as of :func:`bridge.add_tvm_dispatch`, of the sizes that are meant.
-        minutes: that trials may take, those of interrupted runs that the log has included. The first compilation and
-            the last race come on top.
-        log: a file that each trial is appended to, as a line of JSON. A tuning that is interrupted, by whatever, goes
-            on where it was when it is called again with the same log. One file may serve many calls.
-        partition, target, freeze: as of :func:`bridge.add_tvm_dispatch`; choices belong to them.
-        memory: how many bytes may be saved for the backward, as a multiple of what is saved without tuning.
+        sample_input, sample_kwargs: as for :func:`bridge.add_tvm_dispatch`, with the real sizes.
+        minutes: time limit of the trials, including the logged trials of interrupted runs. The first compilation and
+            the final A/B timing are extra.
+        log: a file to which each trial is appended as a line of JSON. A call with the log of an interrupted tuning
+            resumes it. One file may serve many calls.
+        partition, target, freeze: as for :func:`bridge.add_tvm_dispatch`; results are stored per combination.
+        memory: upper limit of the saved bytes, as a multiple of the bytes saved without tuning.
         progress: whether a bar shows the time and the best so far, where ``tqdm`` is installed.
 
     Returns:
-        what was found; ``print`` it.
+        the tuned choices and times; ``print`` it.
 
     Raises:
         TypeError: ``module`` is no module, the sample does not fit it, or an argument is of another type.
-        ValueError: an argument out of its range, or the disk cache is off, which choices are kept in.
-        UnsupportedModule: as of :func:`bridge.add_tvm_dispatch`; also for a call that choices cannot be kept for.
+        ValueError: an argument is out of range, or the disk cache, which stores the result, is off.
+        UnsupportedModule: as for :func:`bridge.add_tvm_dispatch`; also for a call whose result cannot be stored.
 
     Example:
         >>> tune(model, batch, minutes=5, log="bert.jsonl")
@@ -379,24 +377,24 @@ def tune(
 
 @_done_by("bridge.export")
 def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = False) -> None:
-    """Saves a dispatched module as it is now: parameters, buffers, and its compiled calls, forward and backward.
+    """Saves a dispatched module's current parameters, buffers and compiled calls, forward and backward, to a folder.
 
-    The folder is complete or not there. Nothing in it is pickled; but kernels are code: load it only from where you
-    would take a library. It is for this kind of processor or GPU, these versions of torch, TVM and this package.
+    The folder appears complete or not at all. Nothing in it is pickled, but kernels are code: load it only from a
+    trusted source. It is valid for this kind of processor or GPU and these versions of torch, TVM and this package.
 
     Args:
-        module: one that :func:`add_tvm_dispatch` was called on; all its entries are saved. Backwards are saved for
-            gradients of the losses alone, of all outputs, and of what has run backward so far.
-        path: a folder, new or saved by this function before.
+        module: a dispatched module; all its entries are saved. Backwards are saved for gradients of the losses alone,
+            of all outputs, and of every set of outputs that has run backward so far.
+        path: a folder, new or written by this function before.
         native: also write ``forward.so``, which TVM's runtime runs on the module's device without Python
             (``examples/run_compiled.cc``): the newest entry that neither draws random numbers nor changes buffers,
-            with the parameters inside, argument tensors in, results out. Wants a C++ compiler.
+            with the parameters inside, argument tensors in, results out. Requires a C++ compiler.
 
     Raises:
         TypeError: ``module`` is no module.
-        ValueError: it is not dispatched, or has no entry.
-        UnsupportedModule: an entry holds something that cannot be saved, or has no native form; nothing is written.
-        FileExistsError: there is something else at ``path``.
+        ValueError: the module is not dispatched, or has no entry.
+        UnsupportedModule: an entry cannot be saved, or not natively; nothing is written.
+        FileExistsError: ``path`` holds other files.
 
     Example:
         >>> add_tvm_dispatch(model, batch)
@@ -407,21 +405,21 @@ def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = 
 
 @_done_by("bridge.export")
 def load_compiled(path: str | os.PathLike) -> nn.Module:
-    """The module that :func:`save_compiled` wrote: its parameters under their names, its compiled calls.
+    """Loads a folder of :func:`save_compiled` as a module with the saved parameters and compiled calls.
 
-    It runs what was compiled, with the same bits, forward and backward, and trains as the saved one did; classes of
-    the user's code are not needed. A call that was not compiled is an error with its reason. Parameters are ordinary
-    ones: optimizers, ``state_dict``, ``load_state_dict``, hooks, ``train()`` and ``eval()`` work. A result whose class
-    is not one of Python's is a record: values by attribute, name and position. It lies on the device that it was saved
-    on; a copy of it (``deepcopy``, ``pickle``) has parameters but cannot be called.
+    The module computes the same bits as the saved one, forward and backward, and trains alike, without the classes of
+    the user's code. A call that was not compiled raises an error with the reason. Parameters are ordinary: optimizers,
+    ``state_dict``, ``load_state_dict``, hooks, ``train()`` and ``eval()`` work. A result of a class from outside
+    Python's library is a record: values by attribute, name and position. The module is on the device it was saved on;
+    a copy (``deepcopy``, ``pickle``) has parameters but cannot be called.
 
     Args:
-        path: the folder. Its kernels are code: take it only from where you would take a library.
+        path: the folder. Its kernels are code: load it only from a trusted source.
 
     Raises:
-        ValueError: it is no such folder, damaged, or of another kind of processor or GPU, of other versions of torch,
-            TVM or this package, or of other settings of torch.
-        OSError: it cannot be read.
+        ValueError: the folder is not from ``save_compiled``, is damaged, or belongs to another kind of processor or
+            GPU, to other versions of torch, TVM or this package, or to other settings of torch.
+        OSError: the folder cannot be read.
 
     Example:
         >>> model = load_compiled("model.tvm")

@@ -1,15 +1,15 @@
-"""``python -m bridge.cache``: the disk cache, looked at, cleaned, and carried to other machines of the same kind.
+"""``python -m bridge.cache``: lists, verifies, prunes, packs and unpacks the disk cache.
 
     python -m bridge.cache list                    kinds, numbers, bytes; --all: each artifact
-    python -m bridge.cache verify                  reads every file; --remove: removes those that are damaged
-    python -m bridge.cache prune --size 500M       the least recently used go first
+    python -m bridge.cache verify                  reads every file; --remove: removes the damaged ones
+    python -m bridge.cache prune --size 500M       removes the least recently used files first
     python -m bridge.cache clear
     python -m bridge.cache pack BertForMaskedLM bert.pack
     python -m bridge.cache unpack bert.pack
 
-A pack holds what the lowerings of one class of modules need: programs, kernels, measured products, tuned choices, code
-for GPUs. It is taken on a machine with the same processor features and the same versions of torch, TVM and this
-package; its kernels are machine code: take it only from where you would take a library.
+A pack holds the artifacts for the lowerings of one module class: programs, kernels, measured products, tuned choices,
+code for GPUs. Unpacking requires the same processor features and the same versions of torch, TVM and this package. Its
+kernels are machine code: unpack it only from a trusted source.
 """
 
 from __future__ import annotations
@@ -42,18 +42,15 @@ __all__ = ["main", "pack", "unpack"]
 
 _PACK = "pack"
 _OF_ALL = ("trial", "tuning", "cuda")
-"""Kinds that belong to no lowering; small, or told apart by their source alone."""
+"""Kinds of artifacts without a lowering: packed in full, since they are small or keyed by source alone."""
 
 
 def pack(name: str, path: str | os.PathLike, store: Store | None = None) -> int:
-    """Writes what the lowerings of a class of modules need into one file.
+    """Writes all artifacts for the lowerings of a module class into one file; returns their number.
 
     Args:
-        name: of the class, with or without its module, as in ``"BertForMaskedLM"``.
+        name: the class's name, with or without its Python module, as in ``"BertForMaskedLM"``.
         path: the file, which appears complete or not at all.
-
-    Returns:
-        how many artifacts are in it.
 
     Raises:
         LookupError: the cache has no lowering of that name.
@@ -68,14 +65,11 @@ def pack(name: str, path: str | os.PathLike, store: Store | None = None) -> int:
 
 
 def unpack(path: str | os.PathLike, store: Store | None = None) -> int:
-    """Puts the artifacts of a pack into the cache.
-
-    Returns:
-        how many there were.
+    """Puts the artifacts of a pack into the cache; returns their number.
 
     Raises:
-        ValueError: it is no pack, damaged, or made for other versions or another kind of processor.
-        OSError: it cannot be read.
+        ValueError: the file is no pack, is damaged, or was made for other versions or another kind of processor.
+        OSError: the file cannot be read.
     """
     store = current_store() if store is None else store
     _, parts = read_artifact(Path(path).read_bytes(), _PACK)
@@ -96,7 +90,7 @@ def _made_for() -> dict[str, str]:
 
 
 def _needed(name: str, store: Store) -> Iterator[tuple[str, Artifact]]:
-    """Artifacts by place, ``"kind/key"``."""
+    """Yields the artifacts for the lowerings of class ``name``, each with its place ``"kind/key"``."""
     everything = {kind: dict(_all(store, kind)) for kind in ("lowering", "program", *_OF_ALL)}
     lowerings = {
         key: each for key, each in everything["lowering"].items() if name in (each.note, each.note.rpartition(".")[2])
@@ -183,7 +177,7 @@ def _clear(store: Store, options: argparse.Namespace) -> int:
     for path in (*files, *store.folder.glob("unfinished/*"), *store.folder.glob("claims/*")):
         path.unlink(missing_ok=True)
     for folder in sorted((path for path in store.folder.glob("**/") if path != store.folder), reverse=True):
-        with suppress(OSError):  # somebody else's files are in it
+        with suppress(OSError):  # the folder holds files of other origin
             folder.rmdir()
     print(f"{len(files)} artifacts removed")
     return 0
@@ -200,7 +194,7 @@ def _unpack(store: Store, options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns 0, or 1 where something is wrong, which is told on the standard error stream."""
+    """Runs a command; returns the exit status: 0, or 1 with a message on stderr."""
     parser = argparse.ArgumentParser(prog="python -m bridge.cache", description="The disk cache of compiled modules.")
     commands = parser.add_subparsers(required=True, metavar="command")
     for run, about in (

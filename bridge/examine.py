@@ -1,4 +1,4 @@
-"""``examine``: a module's call → its operations, and which of them are unsupported, before anything is compiled."""
+"""``examine``: a module's call → its operations, supported and unsupported, without compiling."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = ["Coverage", "examine"]
 
 @dataclass(frozen=True)
 class Coverage:
-    """What :func:`examine` found; ``print`` it.
+    """The result of :func:`examine`; ``print`` it.
 
     Attributes:
         module_name: class name of the module.
         operations: how often each distinct operation occurs in the traced graph; empty if there is no graph.
-        unsupported: what is not handled exactly, each with the user's source line and what to do.
-        ways: of a module that is refused, how its parts and Dynamo's graphs train beside eager, if that was asked for.
+        unsupported: problems, each with the operation, the user's source line and a remedy.
+        ways: with ``compare=True``, for a refused module: step times in parts and under Dynamo, relative to eager.
     """
 
     module_name: str
@@ -41,13 +41,13 @@ class Coverage:
 
     @property
     def supported(self) -> tuple[str, ...]:
-        """The distinct operations that are handled, most frequent first."""
+        """The distinct supported operations, most frequent first."""
         unsupported = {problem.op for problem in self.unsupported}
         return tuple(op for op, _ in self.operations.most_common() if op not in unsupported)
 
     @property
     def percentage(self) -> float:
-        """Share of the distinct operations that are handled, in percent; 0 where no graph could be traced."""
+        """Share of supported operations among the distinct ones, in percent; 0 if no graph could be traced."""
         return 100 * len(self.supported) / len(self.operations) if self.operations else 0.0
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ def examine(
     dynamic_shapes: Any = None,
     compare: bool = False,
 ) -> Coverage:
-    """As :func:`bridge.examine`, which tells what it takes, returns and raises."""
+    """Implements :func:`bridge.examine`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     sample = SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))

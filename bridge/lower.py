@@ -1,21 +1,20 @@
-"""``lower(module, sample)``: a module's call → the two functions that are compiled, stage by stage.
+"""``lower(module, sample)``: a module's call → the forward and backward functions to compile, stage by stage.
 
     captured    the sample call as a functional ATen graph           bridge.capture
     imported    ATen → Relax, with training semantics                bridge.aten
     masked      dropout becomes a product with a mask input          autodiff.mask_dropout
     rolled      steps of a loop become a scan, where there are any   autodiff.scan, partition.scans
-    spelled     LayerNorm & co. become what TVM can differentiate    autodiff.spell_out
-    forward     channels, heads behind; simplified, named uniquely    autodiff.clean
-    in blocks   logits that one loss reads, some rows at a time      autodiff.row_blocks
-    biased      on a GPU, biases are added by products               autodiff.fuse_bias_epilogues
+    spelled     LayerNorm & co. become differentiable operators      autodiff.spell_out
+    forward     layout propagation, simplification, unique names     autodiff.clean
+    in blocks   logits that only one loss reads, in blocks of rows   autodiff.row_blocks
+    biased      on a GPU, bias epilogues of products                 autodiff.fuse_bias_epilogues
     joint       grad_outs in, gradients out                          autodiff.differentiate
     cleaned     ZappLike, ZeroZapp, OneZapp, CSE, DCE                autodiff.clean_joint
-    split       a forward with captures and a backward, the Plan     partition
+    split       a forward with saved tensors, a backward, the Plan   partition
 
-:mod:`bridge.lowering.pipeline` runs them in this order and keeps each one's IR. ``print(lowered)`` shows a line each,
-``print(lowered["joint"])`` one stage, ``print(lowered.diff("joint", "cleaned"))`` what a pass did,
-``lowered["joint"].run(lowered.inputs("joint"))`` its numbers, and ``print(lowered.check())`` whether they are
-autograd's.
+:mod:`bridge.lowering.pipeline` runs them in this order and keeps each stage's IR. ``print(lowered)`` lists the stages,
+``print(lowered["joint"])`` shows one, ``print(lowered.diff("joint", "cleaned"))`` the changes of a pass.
+``lowered["joint"].run(lowered.inputs("joint"))`` evaluates a stage; ``lowered.check()`` compares all with autograd.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = ["Lowered", "lower"]
 
 @dataclass(repr=False)
 class Lowered(LoweredCall):
-    """What :func:`lower` returns: every stage, and the questions that need the sample to be run again.
+    """The result of :func:`lower`: every stage, and methods that rerun the sample.
 
     Example:
         >>> lowered = lower(nn.Linear(3, 2), torch.ones(5, 3))
@@ -56,19 +55,19 @@ class Lowered(LoweredCall):
 
     @classmethod
     def of(cls, call: LoweredCall, sample: Sample, seconds: float) -> Lowered:
-        """A lowered call with its sample; ``seconds``: capture and lowering."""
+        """A lowered call + its sample + ``seconds`` of capture and lowering → a ``Lowered``."""
         made = {field.name: getattr(call, field.name) for field in fields(call)}
         return cls(**{**made, "sample": sample, "seconds": seconds})
 
     def inputs(self, stage: str = "forward", *, seed: int = 0) -> list[torch.Tensor]:
-        """The sample as what ``self[stage].run`` takes: see :func:`bridge.verify.inputs.stage_inputs`."""
+        """The sample → the arguments of ``self[stage].run``: see :func:`bridge.verify.inputs.stage_inputs`."""
         from bridge.verify import stage_inputs
 
         return stage_inputs(self, stage, seed=seed)
 
     def check(self, dtype: torch.dtype | None = None, *, seed: int = 0) -> Check:
-        """Runs every stage against autograd, names the first that deviates: see :func:`bridge.verify.check.check`."""
-        from bridge.verify import check  # not before it is asked for: import bridge is quicker without
+        """Compares every stage with autograd, names the first deviation: see :func:`bridge.verify.check.check`."""
+        from bridge.verify import check  # a late import: ``import bridge`` is quicker without
 
         return check(self, dtype=dtype, seed=seed)
 
@@ -89,7 +88,7 @@ def lower(
     partition: str | Strategy = DEFAULT_PARTITION,
     dynamic_shapes: Any = None,
 ) -> Lowered:
-    """As :func:`bridge.lower`, which tells what it takes, returns and raises."""
+    """Implements :func:`bridge.lower`."""
     sample = SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))
     with after_pre_hooks(sample) as given, undo(module) as before:
         watch = Stopwatch()

@@ -1,4 +1,4 @@
-"""``python -m bridge.quirks``: the table of what single operators and versions of torch do that no rule covers."""
+"""``python -m bridge.quirks``: prints the table of irregularities of single operators and torch versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["all_quirks"]
 
 
 def all_quirks() -> list[Quirk]:
-    """Those of all files of the package, each once; it imports them."""
+    """Imports every file of the package; returns the registered quirks, each once."""
     for found in pkgutil.walk_packages([os.path.dirname(__file__)], "bridge."):
         if not found.name.endswith("__main__"):
             with suppress(ModuleNotFoundError):  # of an optional package

@@ -1,18 +1,18 @@
-"""Trials: ways to do one thing, timed by turns → the way to take; remembered in this process and on disk, and told.
+"""A/B timing: alternative implementations, timed in turns → the one to use; cached in the process and on disk, logged.
 
 The only place that chooses by the clock:
 
 1. :class:`Pace` times candidates in rounds: in each round every candidate has a turn, so that a slow moment of the
-   machine meets all of them. :func:`shortest` reads rounds of kernels, which others on the machine make longer and
-   never shorter; :func:`ratios` reads rounds of whole steps by their medians.
-2. :func:`as_quick` and :func:`chosen` decide with a margin: among ways that are about as quick as the quickest, the
-   order of preference decides, not the clock. :func:`is_faster` decides a :class:`Race` of two by its noise.
-3. :class:`Trials` settles a :class:`Question` once per process and once per machine. The disk cache keeps the seconds,
-   not the choice: every process decides from them anew, the same way.
-4. A :class:`Decision` prints what was tried, its times and the choice; ``BRIDGE_LOGS=compile`` shows each.
+   machine affects all. :func:`shortest` takes the minimum over rounds of kernels, since other load only lengthens them;
+   :func:`ratios` takes the median over rounds of whole steps.
+2. :func:`as_quick` and :func:`chosen` decide with a margin: among candidates about as quick as the quickest, the order
+   of preference decides, not the clock. :func:`is_faster` decides a :class:`Race` of two by its noise.
+3. :class:`Trials` answers a :class:`Question` once per process and measures it once per machine. The disk cache keeps
+   the seconds, not the choice: every process derives the same choice from them.
+4. A :class:`Decision` prints the candidates, their times and the choice; ``BRIDGE_LOGS=compile`` shows each.
 
-:class:`Spans` and :class:`RunTimer` time runs that have no alternative: parts of a forward, and launches beside what
-they launch.
+:class:`Spans` and :class:`RunTimer` time code without an alternative: parts of a forward, and launches against the
+kernels that they launch.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ __all__ += ["Trials", "as_quick", "chosen", "is_faster", "ratio_of", "ratios", "
 _LOG = channel("compile")
 
 Step = Callable[[], object]
-"""Runs a candidate once, and returns when that is over."""
+"""Runs a candidate once, and returns when it is finished."""
 
 Rounds = list[dict[str, float]]
 """Seconds of the candidates that had a turn, round by round."""
 
 _IMPOSSIBLE = (RuntimeError, ValueError, NotImplementedError)
-"""What a candidate raises that torch has no kernel for."""
+"""Exceptions of a candidate for which torch has no kernel."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long candidates are timed.
+    """Number of rounds and time limits of a timing.
 
     Attributes:
         fewest, most: rounds.
-        seconds: after which no further round begins, once there were the fewest; warm-up included.
+        seconds: time limit, warm-up included: after it, and after the fewest rounds, no further round begins.
         warm_up: runs of each candidate before the first round.
         at_a_time: seconds of one turn: shorter candidates run several times in a row.
-        hopeless: times the quickest one's seconds, after two rounds, from which on a candidate has no further turn.
-        clock: seconds.
+        hopeless: after two rounds, a candidate slower than this multiple of the quickest has no further turn.
+        clock: returns seconds.
     """
 
     fewest: int = 3
@@ -84,7 +84,7 @@ class Pace:
         return found
 
     def runs(self) -> Iterator[int]:
-        """Numbers of the runs of one thing that has no alternative, as long as another one is to begin."""
+        """Yields the number of each run of a single candidate, until the limits are reached."""
         begun = self.clock()
         for number in range(self.most):
             if number >= self.fewest and self.clock() - begun > self.seconds:
@@ -92,7 +92,7 @@ class Pace:
             yield number
 
     def _warmed_up(self, steps: Mapping[str, Step], leave_out: tuple[type[Exception], ...]) -> dict[str, int]:
-        """How often each candidate runs in one turn."""
+        """Warms up the candidates → how often each runs in one turn."""
         repeats = dict.fromkeys(steps, 1)
         for _ in range(self.warm_up):
             for name in list(repeats):
@@ -127,7 +127,7 @@ class Pace:
         return self.clock() - begun > self.seconds
 
     def _kept(self, found: Rounds) -> Rounds:
-        """The rounds that count; others are run again."""
+        """The valid rounds; the others are run again."""
         return found
 
 
@@ -140,33 +140,33 @@ def shortest(rounds: Rounds) -> dict[str, float]:
 
 
 def ratios(rounds: Rounds, of: str) -> dict[str, float]:
-    """Each candidate's seconds as a share of one candidate's: the median of the rounds' shares."""
+    """Each candidate's seconds divided by candidate ``of``'s: the median over the rounds."""
     return {name: statistics.median(each[name] / each[of] for each in rounds) for name in rounds[0]}
 
 
 KERNELS = Pace(fewest=3, most=20, seconds=4e-3, warm_up=1, at_a_time=30e-6, hopeless=2.0)
-"""Of kernels, within milliseconds."""
+"""The pace for kernels: milliseconds in all."""
 
 
 def seconds_of(steps: Mapping[str, Step], pace: Pace = KERNELS) -> dict[str, float]:
-    """The shortest time of each of some kernels; one that torch has no kernel for is left out."""
+    """The shortest time of each candidate in seconds; candidates for which torch has no kernel are left out."""
     return shortest(pace.rounds(steps, _IMPOSSIBLE))
 
 
 Pairs = list[tuple[float, float]]
-"""Seconds of the one and of the other, round by round."""
+"""Seconds of two candidates, round by round."""
 
 _SPREAD = 1.4826
-"""Standard deviations in a median absolute deviation, of a normal distribution."""
+"""Standard deviation divided by median absolute deviation, for a normal distribution."""
 
 _OF_A_MEDIAN = 1.2533
-"""Times the error of a mean that a median's is."""
+"""Standard error of a median divided by that of a mean, for a normal distribution."""
 
 _DEVIATIONS = 3.0
-"""Of the median ratio, that it has to be below 1: one in 700 is that far off by chance."""
+"""Standard errors by which the median ratio must be below 1: chance alone exceeds that once in 700."""
 
 _WINS = 0.75
-"""Rounds at least in which the faster one was faster."""
+"""Least share of the rounds in which the faster candidate must have been faster."""
 
 
 def ratio_of(pairs: Pairs) -> float:
@@ -175,7 +175,7 @@ def ratio_of(pairs: Pairs) -> float:
 
 
 def is_faster(pairs: Pairs, gain: float) -> bool:
-    """Whether the second is faster by more than ``gain`` (a part of the time) and by more than the noise."""
+    """Whether the second candidate is faster by more than ``gain`` (a share of the time) and more than the noise."""
     if len(pairs) < 3:
         return False
     shares = [b / a for a, b in pairs]
@@ -188,13 +188,12 @@ def is_faster(pairs: Pairs, gain: float) -> bool:
 
 @dataclass(frozen=True)
 class Race(Pace):
-    """A pace for two whole steps, whose order is swapped from round to round; calling it gives their seconds.
+    """A pace for two whole steps, whose order alternates between rounds; calling it returns their seconds.
 
-    A challenger that is not ahead after the fewest rounds is given up. A round in which one of the two took far longer
-    than it usually does is run again.
+    A challenger that is not ahead after the fewest rounds is given up. Outlier rounds are run again.
 
     Attributes:
-        outlier: times the median of its own seconds, from which on a round is run again.
+        outlier: a round in which a step exceeds this multiple of its own median is run again.
     """
 
     fewest: int = 5
@@ -223,31 +222,31 @@ def _pairs(rounds: Rounds) -> Pairs:
 
 
 def as_quick(seconds: Mapping[str, float], margin: float) -> list[str]:
-    """The ways that are about as quick as the quickest one.
+    """The candidates about as quick as the quickest one.
 
     Args:
-        margin: the part of a way's time that a quicker one has to stay below to be clearly quicker.
+        margin: a candidate is clearly quicker than another if it takes less than this share of its time.
     """
     limit = min(seconds.values(), default=0.0) / margin
     return [way for way, spent in seconds.items() if spent <= limit]
 
 
 def chosen(seconds: Mapping[str, float], preferred: Sequence[str], margin: float) -> str | None:
-    """The first of the preferred ways that is about as quick as the quickest one; ``None``: none of them was timed."""
+    """The first preferred candidate about as quick as the quickest one; ``None``: there is none."""
     near = as_quick(seconds, margin)
     return next((way for way in preferred if way in near), None)
 
 
 @dataclass(frozen=True)
 class Question:
-    """Which way is to be taken: everything that the ways' seconds depend on.
+    """The key of a choice: everything that the candidates' seconds depend on.
 
     Attributes:
-        kind: of what is done, as in ``"product"``.
-        name: what is done, for people.
-        what: the same in full, as plain data.
-        ways: the candidates, first the usual one, which is taken where nothing can be timed.
-        machine: what runs it: backend or target, number of threads, processor, settings of libraries.
+        kind: of the operation, as in ``"product"``.
+        name: short description of the operation, for logs.
+        what: full description of the operation, as plain data.
+        ways: the candidates; the first is the default, used if nothing can be timed.
+        machine: backend or target, number of threads, processor, settings of libraries.
     """
 
     kind: str
@@ -265,9 +264,9 @@ class Decision:
     """A question's ways, timed.
 
     Attributes:
-        seconds: of the ways that could be timed.
-        choice: the way that is taken.
-        why: there is no time, where a trial was impossible.
+        seconds: of the candidates that could be timed.
+        choice: the chosen candidate.
+        why: the error that made timing impossible, or empty.
     """
 
     question: Question
@@ -283,13 +282,13 @@ class Decision:
 
 
 Measure = Callable[[], Mapping[str, float]]
-"""Gives the seconds of some of a question's ways, all of one moment."""
+"""Times candidates of a question together; returns their seconds."""
 
 KIND = "trial"
-"""Of artifacts in the disk cache."""
+"""Kind of the artifacts in the disk cache."""
 
 _MOST = 512
-"""Questions of one kind that a process has trials of; further ones get the usual way."""
+"""Most questions of one kind that a process times; further ones get the default."""
 
 
 class Trials:
@@ -311,14 +310,14 @@ class Trials:
         kept: bool = True,
         impossible: tuple[type[Exception], ...] = (),
     ) -> str:
-        """The way to take.
+        """Returns the candidate to use.
 
         Args:
-            measure: times the ways, where neither this process nor the disk cache knows their seconds.
+            measure: times the candidates if neither this process nor the disk cache has their seconds.
             margin: see :func:`as_quick`.
-            preferred: the ways, the most welcome first; by default in the question's order.
-            kept: whether the disk cache has, and is given, the seconds.
-            impossible: what ``measure`` raises where there can be no trial: then the usual way is taken.
+            preferred: the candidates, the most preferred first; by default in the question's order.
+            kept: whether to read and write the disk cache.
+            impossible: exceptions of ``measure`` that mean "cannot be timed": the default is used then.
         """
         with self._alone(question.kind):
             if question in self._choices:
@@ -337,7 +336,7 @@ class Trials:
             return choice
 
     def adopt(self, choices: Mapping[Question, str]) -> bool:
-        """Makes choices of another process this one's, unless one of them contradicts its own; whether none does."""
+        """Adopts choices of another process, all of one kind, unless one contradicts an own choice; whether it did."""
         if not choices:
             return True
         (kind,) = {question.kind for question in choices}
@@ -349,13 +348,13 @@ class Trials:
             return True
 
     def clear(self) -> None:
-        """Forgets all of them; the disk cache keeps their seconds."""
+        """Forgets all choices; the disk cache keeps the seconds."""
         self._choices.clear()
         self._counts.clear()
         self.decisions.clear()
 
     def _alone(self, kind: str) -> AbstractContextManager:
-        """One trial of a kind at a time: a trial of one kind may need choices of another one."""
+        """Lock per kind, not one for all: a trial of one kind may need choices of another."""
         return held(self._locks.setdefault(kind, renewed_in_children(threading.RLock())))
 
     def _set(self, question: Question, way: str) -> None:
@@ -364,11 +363,11 @@ class Trials:
 
 
 TRIALS = SESSION.cache("choices", Trials())
-"""Of this process."""
+"""The decisions of this process."""
 
 
 def _on_disk(question: Question, measure: Measure) -> Mapping[str, float]:
-    """The question's seconds: from the disk cache, or from a trial of now, which it is given."""
+    """The question's seconds: from the disk cache, or measured now and stored there."""
     store = current_store()
     if not store.is_usable:
         return measure()
@@ -390,7 +389,7 @@ class Spans:
     """Seconds of named parts of a run, by name.
 
     Args:
-        wait: for a device that works on what was launched, before and after each part.
+        wait: synchronizes the device; called before and after each part.
     """
 
     def __init__(self, wait: Callable[[], object], clock: Callable[[], float] = time.perf_counter):
@@ -399,7 +398,7 @@ class Spans:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Adds the time that passes inside to the part's."""
+        """Context that adds its duration to the part's seconds."""
         self._wait()
         begun = self._clock()
         try:
@@ -410,16 +409,16 @@ class Spans:
 
 
 _LEAST_WORKED = 0.9
-"""Of a run's time on the host, that its thread has a processor where nobody disturbs it."""
+"""A run is undisturbed if its thread had a processor for at least this share of the host's time."""
 
 _THREAD_TIME_IS_FINE = time.get_clock_info("thread_time").resolution < 1e-6
 
 
 class RunTimer:
-    """The host's and the current GPU stream's seconds of one run, taken without waiting for the device.
+    """Times one run on the host and on the current GPU stream, without waiting for the device.
 
     Attributes:
-        is_disturbed: whether this thread has not had a processor for all of it; known once it has stopped.
+        is_disturbed: whether this thread lacked a processor for part of the run; valid after ``stop``.
     """
 
     is_disturbed = False
@@ -430,12 +429,12 @@ class RunTimer:
         self._host, self._worked = -time.perf_counter(), -time.thread_time()
 
     def stop(self) -> None:
-        """The end of the run."""
+        """Ends the run."""
         self._worked += time.thread_time()
         self._host += time.perf_counter()
         self.is_disturbed = _THREAD_TIME_IS_FINE and self._worked < _LEAST_WORKED * self._host
         self._end.record()
 
     def seconds(self) -> tuple[float, float] | None:
-        """The host's and the device's; ``None`` while the device is at work on it."""
+        """Seconds on the host and on the device; ``None`` while the device still works on the run."""
         return (self._host, self._begin.elapsed_time(self._end) / 1e3) if self._end.query() else None

@@ -1,8 +1,8 @@
 """Ways around a refusal: a module that cannot be dispatched whole → a step in parts and a step under Dynamo, timed.
 
-``whole=False`` leaves Python between modules as it is; ``torch.compile(model, backend="tvm_dispatch")`` also compiles
-what lies between, and pays for guards and for the ends of its graphs. Which is quicker depends on where a model is cut,
-so both are tried on copies of it, by turns with eager.
+``whole=False`` leaves the Python code between modules eager; ``torch.compile(model, backend="tvm_dispatch")`` also
+compiles that code, at the price of guards and graph breaks. Which way is quicker depends on the model, so both are
+timed on copies of it, in turns with eager.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DYNAMO = 'torch.compile(model, backend="tvm_dispatch")'
 _EAGER = "eager"
 _PACE = Pace(fewest=3, most=15, seconds=10.0, warm_up=3)
 _CLEARLY = 0.95
-"""The part of a way's time that a quicker one has to stay below: what is closer cannot be told apart."""
+"""A way is clearly quicker than another if it takes less than this share of its time; closer times are a tie."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,9 @@ class Way:
     """One way to run a module that cannot be dispatched whole.
 
     Attributes:
-        spelling: what the user writes.
-        ratio: median time of a step (forward, and backward where there is one), as a share of eager's; ``None`` where
-            it cannot be run.
-        told: what is compiled of it, or why it cannot be run.
+        spelling: the user's code for it.
+        ratio: median time of a step (forward, and backward if there is one) divided by eager's; ``None``: it fails.
+        told: the number of compiled parts or graphs, or the error.
     """
 
     spelling: str
@@ -54,7 +53,7 @@ class Way:
 
 
 def quickest(ways: Sequence[Way]) -> str:
-    """Which of some ways is to be taken, in a sentence."""
+    """The recommended way, as a sentence."""
     shares = {way.spelling: way.ratio for way in ways if way.ratio is not None}
     near = as_quick({_EAGER: 1.0} | shares, _CLEARLY)
     if _EAGER in near:
@@ -65,9 +64,9 @@ def quickest(ways: Sequence[Way]) -> str:
 
 
 def compare_ways(call: SampleCall) -> tuple[Way, ...]:
-    """Times a step of copies of a call's module, in parts and under Dynamo, beside eager's.
+    """Times a step of copies of a call's module: in parts, under Dynamo, and eager.
 
-    Dynamo's caches are emptied before and after (``torch.compiler.reset()``). Generators are put back.
+    Dynamo's caches are emptied before and after (``torch.compiler.reset()``). Random generators are restored.
 
     Raises:
         TypeError: the module cannot be copied.
@@ -88,7 +87,7 @@ def compare_ways(call: SampleCall) -> tuple[Way, ...]:
 
 
 def _tried(spelling: str, prepare: Callable[[SampleCall], tuple[Step, Callable[[], str]]], call: SampleCall) -> tuple:
-    """The way, with its step after a first run (``None`` where that raises) and what is told of it."""
+    """Prepares a way and runs it once → its spelling, its step (``None`` if it raised), a description or the error."""
     try:
         step, told = prepare(call)
         step()
@@ -125,7 +124,7 @@ def _dynamo(call: SampleCall) -> tuple[Step, Callable[[], str]]:
 
 
 def _stepper(model: nn.Module, call: SampleCall) -> Step:
-    """A forward, and a backward of ones where there are gradients, on copies of the sample."""
+    """A step on copies of the sample: a forward, and a backward of ones if an output requires grad."""
     device = device_of_call(call)
     args, kwargs = pytree.tree_map_only(torch.Tensor, copier(), (call.args, call.kwargs))
 
