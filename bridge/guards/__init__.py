@@ -1,4 +1,4 @@
-"""Guards of what forward read: recorded reads → conditions, one by one and in one quick check."""
+"""Guards of forward's reads: recorded reads → conditions, checked together (quick path) or one by one (reasons)."""
 
 from bridge.guards.changes import read_later
 from bridge.guards.conditions import ReadGuard

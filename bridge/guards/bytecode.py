@@ -1,7 +1,4 @@
-"""Bytecode: names of instructions by what they do; sources of values joined, and of what operators make of them.
-
-Flow: what a code object reads of what was there before, and how each is used.
-"""
+"""Bytecode tables and data-flow records: instruction names by effect; a code object's reads of outside state."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ Source = tuple
 
 @dataclass(frozen=True)
 class CallSite:
-    """One place that calls.
+    """A call instruction.
 
     Attributes:
-        function: sources of what is called.
-        args, kwargs: of each argument; ``None``: they are not known one by one (``f(*args)``).
-        spread: then, what they may be.
+        function: sources of the called object.
+        args, kwargs: the sources of each argument; ``None``: not known one by one (``f(*args)``).
+        spread: the sources of all arguments together, in that case.
     """
 
     function: frozenset
@@ -43,22 +40,22 @@ class CallSite:
 
 @dataclass
 class DataFlow:
-    """What a code object reads.
+    """The reads, calls and writes of a code object.
 
     Attributes:
         reads: sources that are looked up: names, attributes, items.
-        variables: of locals that are assigned, by name: the sources of what is.
+        variables: for each assigned local, the sources of its values.
         wholes: sources whose contents are looked at: iterated, compared or shown (true), tested, handed to an operator.
         calls: by the offset of the instruction.
-        writes: what is written: ``("attr", source of the object, name)``, ``("item", source of the container, sources
-            of the key)``, ``("global", name)``, ``("cell", name)``.
-        operators: special methods that operators in it look up.
+        writes: ``("attr", source of the object, name)``, ``("item", source of the container, sources of the key)``,
+            ``("global", name)``, ``("cell", name)``.
+        operators: special methods that its operators look up.
         identities: sources that are compared by ``is``.
         iterated: sources whose next values are taken, if they are iterators.
         relations: values and the classes that ``match`` and ``except`` compare them with.
         compared: results of calls and operators that are compared.
         offsets: of its instructions.
-        by_results: whether an entry is looked up by a key that another function gives.
+        by_results: whether an entry is looked up by a key that another function returns.
     """
 
     reads: dict[Source, None] = field(default_factory=dict)
@@ -77,7 +74,7 @@ class DataFlow:
     _parts: dict[int, DataFlow] = field(default_factory=dict)
 
     def places(self, source: Any) -> frozenset[int]:
-        """The calls whose results a source, or what is written, comes from."""
+        """The offsets of the calls whose results a source or a write depends on."""
         if source not in self._places:
             found, waiting, seen = set(), [source], {source}
             while waiting:
@@ -93,7 +90,7 @@ class DataFlow:
         return self._places[source]
 
     def about(self, place: int) -> DataFlow:
-        """The part that depends on the result of the call there."""
+        """The part of the flow that depends on the result of the call at one offset."""
         if place not in self._parts:
             part = self._parts[place] = DataFlow()
             for name in ("reads", "wholes", "identities", "iterated", "writes"):
@@ -107,7 +104,7 @@ class DataFlow:
         return self._parts[place]
 
     def at(self, last: int) -> int:
-        """The offset of the instruction that a frame is at, which may point at a cache behind it."""
+        """The offset of the current instruction of a frame; ``f_lasti`` may point at an inline cache behind it."""
         return self.offsets[bisect_right(self.offsets, last) - 1]
 
 
@@ -141,7 +138,7 @@ def without_locals(value: frozenset) -> frozenset:
 
 
 def computed(symbol: str, left: frozenset, right: frozenset) -> frozenset:
-    """The result of an operator on texts and numbers that may be known: a path, a key."""
+    """The sources of a binary operator's result on known strings and numbers (a path, a key)."""
     plain = ("const", "global", "attr", "arg", "cell", "op", "local", "var")
     pairs = [(a, b) for a in left if a[0] in plain for b in right if b[0] in plain]
     if symbol not in ("+", "%", "-", "*") or len(pairs) > 2:
@@ -157,20 +154,20 @@ def handlers(code: CodeType, instructions: list[Any]) -> Iterator[tuple[int, int
 
 
 def result_of(instruction: Any) -> frozenset:
-    """What an instruction gives, by its offset."""
+    """The source of an instruction's result, by its offset."""
     return frozenset((("result", instruction.offset),))
 
 
 def held_in(value: frozenset) -> frozenset:
-    """What a container holds that a value was put into."""
+    """The sources of a container's entries after a value was put into it."""
     return frozenset(("held", source) for source in value if source[0] != "const")
 
 
 class Lookups:
-    """What a function looks up of values, noted in its flow.
+    """Collects the lookups of a function in its flow.
 
     Attributes:
-        flow: what was read so far.
+        flow: the reads so far.
         derived: by the offset of an operator, the sources of its operands.
     """
 
@@ -179,7 +176,7 @@ class Lookups:
         self.derived: dict[int, frozenset] = {}
 
     def _of(self, kind: str, value: frozenset, *more: Any) -> frozenset:
-        """The sources ``(kind, source, *more)`` of each, which are read."""
+        """Notes a read ``(kind, source, *more)`` of each source; returns these sources."""
         found = set()
         for source in value:
             if source[0] not in ("local", "null"):
@@ -202,7 +199,7 @@ class Lookups:
         return frozenset((source,))
 
     def _compared(self, value: frozenset) -> None:
-        """Notes results that decide something, and what they were computed of."""
+        """Notes compared results, and the results that they were computed from."""
         for source in value - self.flow.compared:
             if source[0] == "result":
                 self.flow.compared.add(source)
@@ -224,7 +221,7 @@ class Lookups:
         return self._of("each", frozenset(source for source in value if source[0] not in ("const", "made")))
 
     def _parts(self, value: frozenset) -> frozenset:
-        """What the result of an operator may hold of an operand: the entries of a list that another is added to."""
+        """The operand's entries that an operator's result may hold (``list + list``)."""
         return frozenset(
             ("held", ("each", source)) for source in value if source[0] in ("attr", "global", "cell", "item", "var")
         )

@@ -52,12 +52,12 @@ _UNBOUND = (types.WrapperDescriptorType, types.MethodDescriptorType, types.Class
 _IN_C = ("cython_function_or_method", *(kind.__name__ for kind in _UNBOUND))
 _KNOWN_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "math", "builtins", ""}
 _MOST_RESULTS = 512
-"""Of one place that calls: the objects that are followed."""
+"""The objects followed for each call instruction."""
 Given = list[list[Any]]
 
 
 def _hand_on_showing(args: Iterable[list[Any]]) -> bool:
-    """Whether a function that shows or compares its arguments is one (``map(str, values)``)."""
+    """Whether an argument is itself a function that shows or compares its arguments (``map(str, values)``)."""
     kinds = (types.BuiltinFunctionType, type, types.WrapperDescriptorType, types.MethodDescriptorType)
     return any(is_a(each, kinds) and each.__name__ in USES["shows"] for arg in args for each in arg)
 
@@ -77,10 +77,10 @@ class CallAnalysis(Sources):
     def _invoke(
         self, known: Frame, place: int, function: Any, call: CallSite | None, where: str, given: Any = None
     ) -> None:
-        """A function in C is about to be called.
+        """Notes the reads of a function in C before its call.
 
         Args:
-            given: what each argument may be, and of keywords by their names; ``None``: as the call's sources say.
+            given: the possible values of each argument, and of each keyword by name; ``None``: taken from ``call``.
         """
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         bound = type(owner).__name__ == "PyCapsule" or type(owner).__module__ == "pybind11_builtins"
@@ -95,7 +95,7 @@ class CallAnalysis(Sources):
                 given = self._given_to(known, call)
             else:
                 given = [], {}
-        if bound and call is not None:  # a function of pybind11's, or a method of an object of its classes
+        if bound and call is not None:  # a pybind11 function, or a method of a pybind11 class
             sources = [each[1] for each in self._expanded(known, call.function) if each[0] == "attr"]
             for each in [each for one in sources for each in self._values(known, one)]:
                 if not is_a(each, ModuleType | type | Instance | FrameOf):
@@ -112,7 +112,7 @@ class CallAnalysis(Sources):
             self.whole(each, where, compared=True)
 
     def _given_to(self, frame: Frame, call: CallSite) -> tuple[Given, dict[str, list[Any]]]:
-        """What the arguments of a call may be; those of ``f(*args)`` as one."""
+        """The possible values of a call's arguments; ``f(*args)`` counts as one argument."""
         args = call.args or ((call.spread,) if call.spread else ())
         words = {name: self._given(frame, each) for name, each in call.kwargs}
         return [self._given(frame, each) for each in args], words
@@ -120,7 +120,7 @@ class CallAnalysis(Sources):
     def _function(
         self, known: Frame, place: int, function: Any, of: tuple, call: CallSite | None, where: str, given: Any
     ) -> None:
-        """A function of a module."""
+        """Notes the reads of a module's function in C, which is about to be called."""
         (module, name), (args, kwargs) = of, given
         self._acts(module, name, args, kwargs, where)
         if of == ("builtins", "print"):
@@ -160,7 +160,7 @@ class CallAnalysis(Sources):
                 self._handed_on(known, place, value, 2)
 
     def _handed_on(self, known: Frame, place: int, value: Any, deep: int) -> None:
-        """A function in C may give an argument, or what it holds."""
+        """Notes an argument and its contents as possible results of a function in C."""
         for each in (value, *self.inside(value, deep)):
             if type(each) not in PLAIN and not is_a(each, torch.Tensor | Instance):
                 self._result(known.called, place, each, known)
@@ -172,21 +172,21 @@ class CallAnalysis(Sources):
                 self._result(known.called, place, value, known)
 
     def _moves(self, frame: Frame, value: Any) -> None:
-        """The next value of an iterator is about to be taken; counters of Python's and torch's own do not count."""
+        """Notes that an iterator advances; iterators in globals of torch's and Python's own files do not count."""
         file = frame.code.co_filename
         held = list(frame.globals.values()) if is_library(file) or file.startswith("<frozen") else ()
         if not any(value is each or getattr(each, "__self__", None) is value for each in held):
             self.moved(value, frame.where)
 
     def _acts(self, module: str, name: str, args: Given, kwargs: dict[str, list[Any]], where: str) -> None:
-        """A function in C that may have an effect is about to be called."""
+        """Refuses a function in C with a side effect."""
         count = 1 if len(args) == 2 and args[1] == [None] else len(args)
         for stream in kwargs.get("file") or [None]:
             if reason := effect_of_function(module, name, count, stream):
                 self.refuse(f"{name}()", where, *reason)
 
     def _method(self, known: Frame, place: int, owner: Any, function: Any, name: str, where: str, given: tuple) -> None:
-        """A method in C of an object is about to be called."""
+        """Notes the reads of an object's method in C, which is about to be called."""
         kind, (args, _) = type(owner), given
         if is_changeable(kind):
             self.class_name(kind, name)
@@ -243,11 +243,11 @@ class CallAnalysis(Sources):
             self._result(known.called, place, each, known)
 
     def ask_method(self, owner: Any, name: str, *args: Any) -> None:
-        """A method in C that tells hidden state."""
+        """Notes a method in C that returns hidden state."""
         self.ask(getattr(owner, name), args, {}, f"{self.place(owner)}.{name}()")
 
     def _reference(self, known: Frame, place: int, reference: Any) -> None:
-        """A weak reference is asked for its object, which it keeps until there is none."""
+        """Notes a dereference of a weak reference: whether it is alive, and its object."""
         if self.knows(reference):
             self.ask(is_alive, (reference,), {}, f"{self.place(reference)}()")
         found = weakref.ref.__call__(reference)
@@ -257,10 +257,10 @@ class CallAnalysis(Sources):
             self._result(known.results, place, found, known)
 
     def _builtin(self, known: Frame, place: int, name: str, given: Any) -> None:
-        """Functions of Python's own that read names, attributes, classes or iterators."""
+        """Notes the reads of a builtin that looks up names, attributes, classes or iterators."""
         args, kwargs = given
         owners = [each for each in args[0] if type(each) not in PLAIN]
-        owners += [each.__func__ for each in owners if is_a(each, types.MethodType)]  # it has its function's attributes
+        owners += [each.__func__ for each in owners if is_a(each, types.MethodType)]  # has its function's attributes
         if name in USES["operates"]:
             self._operators.add(f"__{name}__")
         if name in ("getattr", "hasattr", "setattr", "delattr") and len(args) > 1:
@@ -307,7 +307,7 @@ class CallAnalysis(Sources):
                 self.attribute(value, "__call__")
 
     def _related(self, frame: Frame, value: frozenset, sources: frozenset) -> None:
-        """Notes what ``match`` and ``except`` ask of values; of an exception that is raised, the classes' bases."""
+        """Notes the class tests of ``match`` and ``except``; for ``raise``, the bases of the raised classes."""
         kinds = [each for found in self._constants(frame, sources) for each in classes_in(found)]
         for kind in kinds:
             self.bases.setdefault(kind)
@@ -316,7 +316,7 @@ class CallAnalysis(Sources):
             self._relation(owner.kind if is_a(owner, Instance) else type(owner), kinds)
 
     def _relation(self, one: type, kinds: Iterable[type]) -> None:
-        """Notes what ``isinstance`` or ``issubclass`` asks: a class, and the classes that it is compared with."""
+        """Notes an ``isinstance`` or ``issubclass`` test of a class against others."""
         if is_changeable(one):
             self.bases.setdefault(one)
         for kind in kinds:
@@ -327,7 +327,7 @@ class CallAnalysis(Sources):
                 self.ask(issubclass, (one, kind), {}, f"issubclass({one.__name__}, {kind.__name__})")
 
     def _ask(self, known: Frame, place: int, function: Any, call: CallSite | None, given: tuple, words: str) -> None:
-        """Notes a call of a function that tells hidden state, if its arguments are known."""
+        """Notes a call of a function that returns hidden state, if its arguments are known."""
         args, kwargs = given
         if (call is not None and call.args is None) or not all(len(each) == 1 for each in (*args, *kwargs.values())):
             return
@@ -344,11 +344,11 @@ class CallAnalysis(Sources):
             self._result(known.called, place, found, known)
 
     def _called(self, frame: Frame, place: int, value: Any, call: CallSite, source: Source) -> None:
-        """Notes a call of which the profiler hears nothing: a slot in C (``ref()``, ``list(it)``, ``partial(n)``)."""
+        """Notes a call that the profiler does not report: a slot in C (``ref()``, ``list(it)``, ``partial(n)``)."""
         kind = type(value)
         if is_changeable(kind) and not is_a(value, type):
             self.attribute(value, "__call__")
-        if is_a(value, nn.Module):  # its forward is code that runs, or machinery
+        if is_a(value, nn.Module):  # its forward is profiled code, or machinery
             return
         given = self._given_to(frame, call)
         if is_a(value, weakref.ref):
@@ -400,7 +400,7 @@ class CallAnalysis(Sources):
                     self._result(frame.results, place, each, frame)
 
     def _made(self, frame: Frame, place: int, kind: type, args: Given, one_by_one: bool) -> None:
-        """A class is called: what makes its objects, and what they may hold."""
+        """Notes the call of a class: its constructors, and the arguments that the new object may hold."""
         if is_changeable(kind):
             for name in ("__new__", "__init__"):
                 self.class_name(kind, name)
@@ -416,7 +416,7 @@ class CallAnalysis(Sources):
         if does(kind, "binds") and one_by_one and all(len(each) == 1 for each in args) and args:
             try:
                 made = kind(*(each[0] for each in args))
-            except TypeError:  # forward is about to meet it, or has another argument than the one that is known
+            except TypeError:  # forward is about to raise it, or passes another argument than the known one
                 return
             self._result(frame.results, place, made, frame)
         elif not is_changeable(kind) and kind not in PLAIN:
@@ -424,7 +424,7 @@ class CallAnalysis(Sources):
                 self._handed_on(frame, place, value, 1)
 
     def _partial(self, frame: Frame, place: int, value: functools.partial, call: CallSite, given: tuple) -> None:
-        """A function with some of its arguments is called."""
+        """Notes the call of a ``functools.partial``."""
         args = [*([each] for each in value.args), *given[0]]
         for each in (*value.args, *value.keywords.values()):
             self.whole(each, frame.where)
@@ -435,13 +435,13 @@ class CallAnalysis(Sources):
             self._unbound(frame, place, function, args)
 
     def _unbound(self, frame: Frame, place: int, function: Any, args: Given) -> None:
-        """A method of a class in C, whose first argument is its object."""
+        """Notes the call of an unbound method in C; the first argument is its object."""
         for owner in args[0] if args else ():
             if type(owner) not in PLAIN and not is_a(owner, Instance | FrameOf):
                 self._method(frame, place, owner, function, function.__name__, frame.where, (args[1:], {}))
 
     def _getter(self, frame: Frame, place: int, getter: Any, args: Given) -> None:
-        """``attrgetter``, ``itemgetter`` and ``methodcaller``: what they are made for."""
+        """Notes the lookups of an ``attrgetter``, ``itemgetter`` or ``methodcaller``."""
         names = getter.__reduce__()[1]
         for owner in (each for each in (args[0] if args else ()) if type(each) not in PLAIN):
             if type(getter) is operator.itemgetter:
@@ -458,7 +458,7 @@ class CallAnalysis(Sources):
                 self._method(frame, place, owner, None, names[0], frame.where, ([[each] for each in names[1:]], {}))
 
     def _ask_python(self, frame: FrameType, code: CodeType) -> None:
-        """A function of Python's own library that is asked again, whatever it reads."""
+        """Notes a function of Python's standard library that the guard calls again, whatever state it reads."""
         given = [frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]]
         function = frame.f_globals.get(code.co_name)
         if function is None and given and hasattr(type(given[0]), code.co_name):
@@ -475,7 +475,7 @@ class CallAnalysis(Sources):
             outer.fresh.add(place)
 
     def _kept(self, value: Any) -> Any:
-        """A value; of a tensor of the call's own its class alone, in tuples too: each step of a loop gives the same."""
+        """A value as it is kept: of the call's own tensors only the class, so that loop steps give the same."""
         if type(value) is tuple and not self.knows(value):
             kept = tuple(map(self._kept, value))
             return kept if any(one is not other for one, other in zip(kept, value, strict=True)) else value

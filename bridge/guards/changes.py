@@ -1,4 +1,4 @@
-"""Changes: the places that a run read, each noted once with what it held → which of them it changed, and back again."""
+"""Recorded places: each place that a run read, with its first value → the places that changed; restores them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _thread = threading.local()
 
 @contextmanager
 def read_later() -> Iterator[None]:
-    """While active, in this thread: what is read is read by eager's backward, not by its forward."""
+    """While active, reads of this thread count as reads of eager's backward, not of its forward."""
     _thread.later = True
     try:
         yield
@@ -34,13 +34,13 @@ class Changes:
     """The places that a run read.
 
     Args:
-        instead: a function that keeps its results (``lru_cache``), and what gives what it keeps → what is called in its
-            place; ``None``: itself.
+        instead: (a function under ``lru_cache``, a lookup of its cached results) → the function called in its place;
+            ``None``: no replacement.
 
     Attributes:
-        items: the places, each once. ``first``: what they held when they were first read, by the same keys.
-        later: keys of places that eager's backward reads, too.
-        refused: what forward was about to do to something outside that cannot be put back.
+        items: the places, each once. ``first``: their values when they were first read, by the same keys.
+        later: keys of places that eager's backward reads as well.
+        refused: the refusal of a side effect outside of the call that cannot be undone.
     """
 
     def __init__(self, instead: Callable[..., Any] | None):
@@ -52,7 +52,7 @@ class Changes:
         self.refused: UnsupportedModule | None = None
 
     def _note(self, key: tuple, item: Any) -> Any:
-        """Notes a place, and what it holds in the run, once: key, item → the item of that key."""
+        """Notes a place and its value in the run, once: key, item → the item of that key."""
         if key not in self.items:
             self.items[key] = item
             self.first[key] = self._read(item)
@@ -61,7 +61,7 @@ class Changes:
         return self.items[key]
 
     def _read(self, item: Any) -> Any:
-        """What a place holds in the run, with cached functions in it as they were before."""
+        """The value of a place in the run, with the original cached functions in it."""
         replaced = [(each, made) for each, _, made in self._replaced if each.read() is made]
         self.put_back_functions()
         try:
@@ -71,7 +71,7 @@ class Changes:
                 each.write(made)
 
     def ask(self, function: Any, args: tuple, kwargs: dict[str, Any], words: str) -> None:
-        """A function in C that tells hidden state, which is asked again."""
+        """Notes a function in C that returns hidden state; the guard calls it again."""
         owner = getattr(function, "__self__", None)
         of = id(function) if owner is None else id(owner)
         given = [repr(each) if type(each) in PLAIN else id(each) for each in (*args, *kwargs.values())]
@@ -82,19 +82,19 @@ class Changes:
             self.later.add(key)
 
     def refuse(self, what: str, where: str, reason: str, hint: str) -> None:
-        """Ends the run before it does what cannot be undone."""
+        """Ends the run before a side effect that cannot be undone; raises :class:`UnsupportedModule`."""
         if self.refused is None:
             self.refused = UnsupportedModule("", [Unsupported(what, where, reason, hint)])
         raise self.refused
 
     def refuse_unwatched(self, value: Any, what: str, where: str) -> None:
-        """Ends the run where forward looks into an object of a class in C that no row of the types table tells."""
+        """Ends the run where forward looks into an object of a class in C that has no row in the types table."""
         if (kind := unwatched(type(value))) is not None:
             reason = f"a {kind.__module__}.{kind.__name__}: its state cannot be watched"
             self.refuse(what or "an object", where, reason, "read it outside of forward, and pass what was read")
 
     def changes(self) -> list[str]:
-        """Places that do not hold what they held when they were first read."""
+        """Places whose values differ from their first ones, in words."""
         found = []
         for key, then in self.first.items():
             item = self.items[key]
@@ -103,33 +103,33 @@ class Changes:
         return list(dict.fromkeys(found))
 
     def state(self) -> dict[tuple, Any]:
-        """What all places hold now."""
+        """The present values of all places."""
         return {key: self.items[key].read() for key in self.first}
 
     @contextmanager
     def unchanged(self) -> Iterator[list[str]]:
-        """While active, no cached function is called; then places hold what they held, and the list has changes."""
+        """While active, cached functions stay replaced; afterwards restores all places and lists the changed ones."""
         state, changed = self.state(), []
         for item, _, made in self._replaced:
             item.write(made)
         try:
             yield changed
         finally:
-            self.put_back_functions()  # first: a container that holds one is compared with all that is in it
+            self.put_back_functions()  # first: a container that holds one is compared with all its contents
             changed += [str(item.place) for item in self.restore(state)]
 
     def put_back_functions(self) -> None:
-        """Names lead to cached functions again, as they did before the run."""
+        """Puts the original cached functions back under their names."""
         for item, value, made in self._replaced:
             if item.read() is made:
                 item.write(value)
 
     def cached_function(self, value: Any) -> Any:
-        """The cached function in whose place one is called; any other object itself."""
+        """The original of a replaced cached function; any other object itself."""
         return next((own for _, own, made in self._replaced if made is value), value)
 
     def _replace(self, item: Any, value: Any) -> None:
-        """A name of a function that keeps its results leads to another one, for the time of the run."""
+        """Replaces a function under ``lru_cache``, under one name, for the time of the run."""
         alone = self._instead is None or getattr(item, "running", None) is not None
         made = None if alone else self._instead(value, self.kept)
         if made is not None:
@@ -137,11 +137,11 @@ class Changes:
             item.write(made)
 
     def restore(self, state: dict[tuple, Any] | None = None) -> list[Any]:
-        """Puts back what places held first, or in ``state``; gives the places that held something else."""
+        """Restores all places to their first values, or to ``state``; returns the places that held another value."""
         found = []
         for key, then in (self.first if state is None else state).items():
             item = self.items[key]
-            if getattr(item, "running", None) is not None:  # a copy's, which goes with the run
+            if getattr(item, "running", None) is not None:  # a copy, which ends with the run
                 continue
             if item.differs(then):
                 item.write(then)

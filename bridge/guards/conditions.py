@@ -1,8 +1,7 @@
-"""Conditions on what forward read: the places that a run noted → whether a call would read the same.
+"""Guard conditions on forward's reads: the places that a run noted → whether a call would read the same.
 
-Places are read when the guard is made, which is when forward has run for the last time. The quick path compares by
-identity, and names only where their dictionary was written to since; the thorough one takes what means the same, and
-gives the reason.
+The guard reads the places when it is made, after forward's last run. The quick path compares by identity, and compares
+names only where their dictionary was written to since; the thorough path accepts equal values and gives the reason.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ _WALKS = frozenset(
     get_submodule get_parameter get_buffer
     """.split()
 )
-"""Methods of modules that go through what they hold."""
+"""Methods of modules that walk through their submodules, parameters or buffers."""
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _BASES, _HELD, _CALL = attrgetter("__mro__"), attrgetter("cell_contents"), methodcaller("__call__")
 
 
 class _Names:
-    """Names in one namespace, or in a class and its bases, and what they were."""
+    """Names in one namespace, or in a class and its bases, with their expected values."""
 
     is_counted = True
 
@@ -71,7 +70,7 @@ class _Names:
 
 
 class _Held:
-    """What a dictionary holds, whose writes are counted; not those to what lies in it and only means the same."""
+    """The contents of a dictionary; its write count decides only while all entries are the expected objects."""
 
     def __init__(self, item: Contents):
         self.items, self.values, self.is_counted = [item], [item.read()], True
@@ -84,18 +83,18 @@ class _Held:
 
     @staticmethod
     def may_hold(item: Any) -> bool:
-        """Whether all writes to it are counted: it is a dictionary that is noted without the containers in it."""
+        """Whether all writes to it are counted: a dictionary that is noted without the containers in it."""
         is_dict = isinstance(item, Contents) and type(item.value) is dict
         return is_dict and not (item.table and any(isinstance(each, CONTAINERS) for each in item.read()))
 
 
 class ReadGuard:
-    """The conditions of one entry on what its forward read.
+    """The conditions of one entry on the state that its forward read.
 
     Args:
-        reads: as they were recorded.
+        reads: the recorded reads.
         registered: the modules of the tree, whose registries and attributes have conditions of their own.
-        but: places that forward sets before it reads them: what holds them, and the key there.
+        but: places that forward sets before it reads them: their holder, and the key there.
     """
 
     def __init__(self, reads: Reads, registered: Collection[nn.Module] = (), but: Collection[tuple[Any, Any]] = ()):
@@ -153,7 +152,7 @@ class ReadGuard:
         self._all = [*((item, item.read()) for item in (*typed, *codes)), *cells, *self._others]
 
     def _watch_classes(self, typed: Sequence[tuple[Class, Any]]) -> None:
-        """Notes the classes and dictionaries of those of the objects that are alive: no call can meet the others."""
+        """Notes the classes and dictionaries of the objects that are still alive; no call can meet a dead one."""
         self._typed = [(item, read) for item, read in typed if item.value() is not None and read is not None]
         self._owners, self._types = [item.value for item, _ in self._typed], [kind for _, (kind, _) in self._typed]
         self._having = [item.value for item, (_, held) in self._typed if held is not None]
@@ -209,9 +208,9 @@ class ReadGuard:
 
     @property
     def later(self) -> Callable[[], None] | None:
-        """What a backward asks before it runs: whether eager's would read the same; ``None``: eager's reads nothing.
+        """The check before a backward: whether eager's backward would read the same; ``None``: it reads nothing.
 
-        Raises :class:`UnsupportedModule`: forward has run, so there is no way back to eager's operators.
+        Raises :class:`UnsupportedModule`: forward has run, so a fallback to eager's operators is no longer possible.
         """
         return self._check_later if self._later else None
 
@@ -224,12 +223,12 @@ class ReadGuard:
                 raise UnsupportedModule("", [Unsupported(str(item.place), "backward", reason, hint)])
 
     def match(self) -> None:
-        """Raises :class:`GuardFailure`, naming the first thing that is not what it was."""
+        """Raises :class:`GuardFailure`, naming the first place that changed."""
         for what in self.differences():
             raise GuardFailure(MODULE, f"{what} changed")
 
     def differences(self) -> Iterator[str]:
-        """What is not what it was, in words."""
+        """The places that changed, in words."""
         found = False
         for item, then in self._all:
             if item.differs(then):
@@ -247,7 +246,7 @@ class ReadGuard:
 
 
 def _without(item: Any, but: Collection[tuple[Any, Any]]) -> Any:
-    """A place without what forward sets before it reads it; ``None`` where nothing is left."""
+    """A place without the keys that forward sets before it reads them; ``None`` where nothing is left."""
     if isinstance(item, Contents):
         keys = [key for holder, key in but if holder is item.value]
         return item if not keys else item.without(keys) if type(item.value) is dict else None
@@ -256,7 +255,7 @@ def _without(item: Any, but: Collection[tuple[Any, Any]]) -> Any:
 
 
 def _dicts_of(item: Name | ClassName | Contents) -> list[dict] | None:
-    """The dictionaries that decide what a place holds; ``None`` where writes to them are not counted."""
+    """The dictionaries whose writes can change a place's value; ``None`` where their writes are not counted."""
     if isinstance(item, Contents):
         found = [dict_behind(item.value)]
     elif isinstance(item, Name):
@@ -267,7 +266,7 @@ def _dicts_of(item: Name | ClassName | Contents) -> list[dict] | None:
 
 
 def _of_module(module: nn.Module, names: Collection[str], place: Place) -> Iterator[Name]:
-    """What was read of a module that is not in the tree."""
+    """The places that were read of a module outside of the tree."""
     own = module.__dict__
     for space in (own, *(own[each] for each in ("_parameters", "_buffers", "_modules"))):
         for name in sorted(set(own) if "*" in names and space is own else names):

@@ -1,9 +1,9 @@
-"""Data flow of a code object: bytecode → the values that it reads of what was there before, and how each is used.
+"""Data flow of a code object: bytecode → its reads of state from outside, and the use of each.
 
-An abstract interpretation: instead of values, the stack and the locals hold sets of *sources*, and a source says how a
-value is found from outside of the function: ``("global", "cfg")``, ``("attr", source, "scale")``. A local that is
-assigned is a source of its own, ``("var", name)``: one set of what is assigned to it, whatever the order of the lines.
-A branch that does not run counts as well. Both err on one side: more is read than really was.
+An abstract interpretation: the stack and the locals hold sets of *sources* instead of values. A source says how to find
+a value from outside of the function: ``("global", "cfg")``, ``("attr", source, "scale")``. An assigned local is a
+source of its own, ``("var", name)``: the set of all its assigned values, whatever the order of the lines. A branch that
+does not run counts as well. Both only add reads.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Interpreter(Lookups):
         self.rules: dict[str, Callable[..., bool]] = {}
 
     def _call_behind(self, index: int) -> int:
-        """The offset of the call that the names of keywords at an instruction are for."""
+        """The offset of the call that a ``KW_NAMES`` instruction belongs to."""
         return next(each.offset for each in self.instructions[index:] if each.opname == "CALL")
 
     def run(self) -> DataFlow:
@@ -125,7 +125,7 @@ class _Interpreter(Lookups):
                 other = before[:-1] if sys.version_info < (3, 12) else [*before, NOTHING]
             elif name in ("JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP"):
                 other = before
-            elif name == "SEND" and sys.version_info < (3, 12):  # it is through
+            elif name == "SEND" and sys.version_info < (3, 12):  # exhausted
                 other = [*before[:-2], result_of(each)]
             elif name in ("SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"):
                 other = [*before[: height - (name != "SETUP_FINALLY")], *[NOTHING] * 6]
@@ -134,7 +134,7 @@ class _Interpreter(Lookups):
             yield index + 1, stack
 
     def _do(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> None:
-        """What an instruction does: the first rule that knows it tells, and is asked first from then on."""
+        """Applies an instruction by the first rule that accepts it; remembers the rule."""
         known = self.rules.get(name)
         if known is not None:
             known(each, name, argument, stack, pop)
@@ -146,12 +146,12 @@ class _Interpreter(Lookups):
                 return
 
     def _constant(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
-        """Constants, and what takes from the stack alone."""
+        """Constants, and instructions that only pop the stack."""
         if name in IDLE:
             pass
         elif name in ("POP_TOP", "POP_EXCEPT", "POP_ITER", "END_FOR") and (name != "POP_EXCEPT" or NEW):
             pop()
-            if name == "END_FOR" and sys.version_info < (3, 13):  # the iterator, too
+            if name == "END_FOR" and sys.version_info < (3, 13):  # pops the iterator as well
                 pop()
         elif name in ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"):
             plain = isinstance(argument, str | int | float | bytes | bool | type(None))
@@ -168,7 +168,7 @@ class _Interpreter(Lookups):
         raw = each.arg or 0
         if name.startswith(("LOAD_FAST", "STORE_FAST")):
             names = argument if isinstance(argument, tuple) else (argument,)
-            if name == "LOAD_FAST_AND_CLEAR":  # put back behind a comprehension: it is what the variable is anyway
+            if name == "LOAD_FAST_AND_CLEAR":  # restored after a comprehension: the variable's own value
                 stack.append(NOTHING)
             elif name == "STORE_FAST_LOAD_FAST":
                 self._store(names[0], pop())
@@ -219,7 +219,7 @@ class _Interpreter(Lookups):
         if name in ("LOAD_ATTR", "LOAD_METHOD"):
             owner = pop()
             found = joined(self._of("attr", owner, argument), result_of(each))
-            if argument == "__self__":  # of a bound method: what it was looked up in
+            if argument == "__self__":  # a bound method's owner
                 found = joined(found, frozenset(("receiver", source) for source in owner))
             if name == "LOAD_METHOD" or (NEW_ATTR and raw & 1):
                 stack += [NULL, found] if not NULL_BEHIND else [found, NULL]
@@ -286,7 +286,7 @@ class _Interpreter(Lookups):
             stack.append(NOTHING)
         elif name == "IS_OP":
             right, left = pop(), pop()
-            if not any(source[0] == "const" for source in (*left, *right)):  # ``is None`` asks for no object
+            if not any(source[0] == "const" for source in (*left, *right)):  # ``is None`` asks for no identity
                 self.flow.identities.update((source, None) for source in (*left, *right))
             stack.append(NOTHING)
         elif name == "CONTAINS_OP":
@@ -358,7 +358,7 @@ class _Interpreter(Lookups):
             extends = name not in ("LIST_APPEND", "SET_ADD")
             if extends:
                 self._iterated(value)
-                value = joined(value, result_of(each))  # a generator gives it here
+                value = joined(value, result_of(each))  # a generator's result
             held = value if extends else held_in(value)
             if len(stack) >= raw > 0:
                 stack[-raw] = joined(stack[-raw], held)
@@ -399,7 +399,7 @@ class _Interpreter(Lookups):
             stack.append(frozenset((("result", each.offset), ("called", each.offset))))
         elif name in ("BEFORE_WITH", "SETUP_WITH", "BEFORE_ASYNC_WITH"):
             manager = pop()
-            self._whole(manager)  # a lock, before it is held
+            self._whole(manager)  # a lock, before it is acquired
             self._of("attr", manager, "__enter__")
             self._of("attr", manager, "__exit__")
             stack += [NOTHING, joined(result_of(each), manager)]
@@ -449,7 +449,7 @@ class _Interpreter(Lookups):
         stack.append(frozenset((("result", each.offset), ("called", each.offset))))
 
     def _other(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
-        """An instruction without a rule: what it takes is looked at, what it gives comes from nowhere known."""
+        """An instruction without a rule: notes all its operands as looked at; its results have no known source."""
         try:
             effect = dis.stack_effect(each.opcode, each.arg, jump=False)
         except ValueError:

@@ -1,10 +1,10 @@
-"""Functions table: a function in C → what it does with its arguments, whether it tells state, or changes the process.
+"""Functions table: a function in C → its use of its arguments, whether it returns state or changes the process.
 
-Audited events: what Python tells of files and processes before it acts → an answer to be asked again, or a refusal.
+Audited events: Python's reports of file and process operations before they run → a guard question, or a refusal.
 
-``sys.addaudithook`` has no counterpart that takes a hook away: it is added with the first run that is recorded, and
-tests from then on whether any is. Python's own part of calling a hook costs some 4 us (``open``, ``import``,
-``sys._getframe``), the test 0.1 us; operators of tensors cause no events.
+``sys.addaudithook`` cannot remove a hook: it is added with the first recorded run, and tests from then on whether a run
+is active. Python's own part of calling a hook costs some 4 us (``open``, ``import``, ``sys._getframe``), the test
+0.1 us; operators of tensors cause no events.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _EFFECTS = frozenset(
 )
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _hearing: dict[int, Callable[[str, tuple[Any, ...]], None]] = {}
-"""Who hears of events, by thread."""
+"""Listeners of audit events, by thread."""
 _hooked: list[bool] = []
 
 
 def changes_files(event: str, args: tuple[Any, ...]) -> bool:
-    """Whether what is about to happen changes files or the process."""
+    """Whether an audited operation changes files or the process."""
     return event in _EFFECTS or (event == OPENS and type(args[2]) is int and bool(args[2] & _WRITING))
 
 
 def file_state(path: Any) -> tuple[int, ...]:
-    """What tells whether somebody has written to a file, or put another one in its place."""
+    """A file's identity, size and times: they change where it is written or replaced."""
     found = os.stat(path)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
@@ -56,7 +56,7 @@ def entries_of(path: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def audited(hear: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
-    """While active, a function hears of this thread's events before they happen; what it raises prevents them."""
+    """While active, a function receives this thread's audit events before they happen; its errors stop them."""
     if not _hooked:
         _hooked.append(True)
         sys.addaudithook(_hook)
@@ -97,17 +97,17 @@ _CHANGING = {
     "_codecs": "register unregister register_error",
     "_locale": "textdomain bindtextdomain",
 }
-"""Functions in C that change the process, by module, beside those that begin with ``set``, and what Python audits."""
+"""Functions in C that change the process, by module, besides setters (``set*``) and audited operations."""
 
 CHANGES_FILES = _PROCESS, OUTSIDE
 
 
 def effect_of_function(module: str, name: str, arguments: int, stream: Any = None) -> tuple[str, str] | None:
-    """Why a compiled call cannot do what a function in C does, and what to do instead; ``None`` if it can.
+    """The reason why a compiled call cannot run a function in C, and the remedy; ``None`` if it can.
 
     Args:
-        arguments: how many are given.
-        stream: what ``print`` is told to write to.
+        arguments: their number.
+        stream: the ``file`` argument of ``print``.
     """
     if (module, name) == ("_locale", "setlocale"):
         return CHANGES_FILES if arguments > 1 else None
@@ -137,16 +137,16 @@ _USES = {
     "binds": "attrgetter itemgetter methodcaller partial ReferenceType weakref",
 }
 USES = {use: frozenset(names.split()) for use, names in _USES.items()}
-"""What functions, methods and classes in C do with their arguments → their names.
+"""A use of arguments by functions, methods and classes in C → their names.
 
 They *show* them as text or compare them, *take* values of iterators, *operate* on them by a special method, *find* an
-entry by a key, *read* a container and change nothing, *tell* something and give none of them, *search* them however
-deep, *get* from their argument what they are made for, *bind* them for later.
+entry by a key, *read* a container without a change, *tell* a fact and return none of them, *search* them however deep,
+*get* the attributes or entries that they were made for, or *bind* them for later.
 """
 
 
 def does(kind: type, use: str) -> bool:
-    """Whether a class of Python's own is in this row of :data:`USES`."""
+    """Whether a class of Python's standard library is in this row of :data:`USES`."""
     return kind.__name__ in USES[use] and str(kind.__module__) in sys.stdlib_module_names
 
 
@@ -165,7 +165,7 @@ Token old_value|numpy.core.umath geterrobj
 ASKED: frozenset[tuple[str, str]] = frozenset(
     tuple(each.split()) for line in _ASKED.split("\n") for each in line.split("|") if each
 )
-"""Functions in C that tell hidden state, by module or type, and name: cheap and free of effects."""
+"""Cheap functions in C without side effects that return hidden state, by (module or type, name)."""
 _TELLS = re.compile(r"_*(get|is|are|has|cuda_get|current)_?.*|.*_enabled|.*_allowed")
 _STATE = ("posix", "nt", "sys", "gc", "_locale", "_signal", "_thread", "_socket", "resource", "_tracemalloc", "torch")
 _STATE += ("faulthandler", "_asyncio", "_csv")
@@ -174,7 +174,7 @@ _OF_CALLS_IN_C = ("get_objects", "get_referrers", "get_count", "get_stats", "get
 
 
 def is_asked(module: str, name: str) -> bool:
-    """Whether a function in C tells hidden state: it is listed, or a getter in a module that has state.
+    """Whether a function in C returns hidden state: it is listed, or a getter in a module with state.
 
     Modes of the call (grad mode) have conditions of their own.
     """
@@ -189,7 +189,7 @@ CLOCKS = frozenset(
     for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
     for unit in ("", "_ns")
 )
-"""Functions of ``time`` that tell the time: asked where it is compared, since nothing else of it decides anything."""
+"""Functions of ``time`` that return the time: asked only where their result is compared."""
 
 
 def tables() -> str:

@@ -1,4 +1,4 @@
-"""Insides of objects: what containers and other objects hold → places that forward looks into, one by one or as one."""
+"""Insides of objects: a container or other object → its entries as places, noted one by one or as a whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Insides"]
 
 
 class Insides(World):
-    """A world whose objects are looked into."""
+    """A world whose objects' contents are noted as well."""
 
     def entry(self, owner: Any, key: Any) -> list[Any]:
         """An entry of a container by its key."""
@@ -38,7 +38,7 @@ class Insides(World):
         return self.inside(owner, 1)
 
     def is_table(self, value: Any) -> bool:
-        """Whether an object is a container of many plain values: one place, in which there is nothing to follow."""
+        """Whether an object is a container of many plain values: one place, with nothing inside to follow."""
         if type(value) not in CONTAINERS or len(value) <= MANY:
             return False
         key = id(value), len(value)
@@ -47,14 +47,14 @@ class Insides(World):
         return self._tables[key]
 
     def inside(self, owner: Any, deep: int) -> list[Any]:
-        """What a container holds."""
+        """The entries of a container, and of those ``deep - 1`` levels inside."""
         if self.is_table(owner):
             return []
         known, place, found = self.knows(owner), self.place(owner), []
         key = None
         if known and type(owner) in CONTAINERS:
             key = (id(owner), deep, len(owner)) if len(owner) > MANY else None
-        elif known and contents_of(owner) is not None and not is_iterator(owner):  # its reader may make them anew
+        elif known and contents_of(owner) is not None and not is_iterator(owner):  # its reader may make new objects
             key = id(owner), deep, 0
         if key in self._insides:
             return self._insides[key][1]
@@ -69,19 +69,19 @@ class Insides(World):
         return found
 
     def may_be_written(self) -> None:
-        """What was followed before may hold something else now."""
+        """Forgets followed objects, whose contents may have been written."""
         self.writes += 1
         self._followed.clear()
         self._insides.clear()
 
     def identity_of_passed(self, value: Any, where: str) -> None:
-        """Refuses to tell which object an argument is, or where it lies."""
+        """Refuses a read of an argument's identity or address."""
         if any(value is each for each in self.passed):
             reason = "forward asks which object it is given; a compiled call makes another one of the same contents"
             self.refuse(f"a {type(value).__name__}", where, reason, "compare what is in it")
 
     def whole(self, value: Any, where: str = "forward", compared: bool = False) -> None:
-        """The contents of an object are looked at; ``compared``: with those of another one, or shown as text."""
+        """Notes a read of an object's contents; ``compared``: with other contents, or shown as text."""
         if compared and type(value).__repr__ is object.__repr__:
             self.identity_of_passed(value, where)
         if not self.knows(value):
@@ -117,7 +117,7 @@ class Insides(World):
             self.refuse_unwatched(value, str(self.place(value)), where)
 
     def deep(self, value: Any, levels: int = 5) -> None:
-        """All that can be found in an object is looked at."""
+        """Notes reads of everything inside an object."""
         if type(value) in PLAIN or not self.knows(value) or not levels:
             return
         self.whole(value)
@@ -134,13 +134,13 @@ class Insides(World):
             self.deep(each, levels - 1)
 
     def moved(self, value: Any, where: str) -> None:
-        """The next value of an iterator is about to be taken."""
+        """Refuses an iterator's advance."""
         if self.knows(value) and is_iterator(value):
             reason = "takes the next value of an iterator that lies outside of the call; a compiled call takes none"
             self.refuse(str(self.place(value)) or type(value).__name__, where, reason, "pass the value to forward")
 
     def all(self, owner: Any) -> None:
-        """All attributes of an object."""
+        """Notes reads of all attributes of an object."""
         if not self.knows(owner):
             return self.strangers.note(owner, ("all",))
         kind = owner if is_a(owner, type) else type(owner)

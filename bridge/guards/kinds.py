@@ -1,8 +1,8 @@
 """Types table: a type → its state, how it is watched, and which of its methods change it.
 
-State is watched in one of three ways: *contents* (a function gives a snapshot that can be compared), *asked* (a
-function in C tells it, and is called again), or as an *effect* (to use it is to change it: iterators, files, queues),
-which a compiled call cannot have.
+State is watched in one of three ways: *contents* (a function takes a comparable snapshot), *asked* (a function in C
+returns it, and is called again), or as an *effect* (each use is a change: iterators, files, queues), which a compiled
+call cannot have.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _IN_MEMORY = ("StringIO", "BytesIO")
 
 
 def is_a(value: Any, kinds: Any) -> bool:
-    """Whether an object is of a class, for which none of its code runs: ``isinstance`` asks its ``__class__``."""
+    """Whether an object is of a class; runs none of its code, whereas ``isinstance`` asks its ``__class__``."""
     return issubclass(type(value), kinds)
 
 
 def effect_of(owner: Any, name: str) -> tuple[str, str] | None:
-    """Why a compiled call cannot do what a method of an object does, and what to do instead; ``None`` if it can.
+    """The reason why a compiled call cannot run an object's method, and the remedy; ``None`` if it can.
 
-    Containers are none of these: what they hold is compared and put back.
+    Containers are not listed: their contents are compared and restored.
     """
     kind = type(owner)
     for base in kind.__mro__:
@@ -74,7 +74,7 @@ def effect_of(owner: Any, name: str) -> tuple[str, str] | None:
 
 
 def effect_on_memory(owner: Any, name: str) -> tuple[str, str] | None:
-    """Likewise of a method of a tensor's memory, which no operator tells of, known or not."""
+    """The same for a method of a tensor's storage that no operator shows, known or not."""
     if is_a(owner, torch.UntypedStorage) and name in ("resize_", "_set_from_file", "_unsafe_set_cdata"):
         return "frees or grows a tensor's memory, or puts another in its place; a compiled call does not", OUTSIDE
     return None
@@ -84,7 +84,7 @@ _ITERATORS = ("itertools", "builtins", "collections", "_collections", "_csv", "_
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether to look at an object is to change it: an iterator, a generator, an open file."""
+    """Whether each look at an object changes it: an iterator, a generator, an open file."""
     kind = type(value)
     if not hasattr(kind, "__next__"):
         return False
@@ -97,12 +97,12 @@ def _array(value: Any) -> Any:
 
 
 def _bytes(value: Any) -> Any:
-    """A storage: where it is, and its bytes, which none has on torch's device without memory."""
+    """A storage: its address and bytes (none on the meta device)."""
     return [value.data_ptr(), b"" if value.device.type == "meta" else bytes(value.tolist())]
 
 
 def _goes_through(value: Any) -> Any:
-    """An iterator over an array: where it is, and the array's entries."""
+    """An iterator over an array: its position and the array's entries."""
     return [value.index, *(value.base.ravel().tolist() if value.base.dtype.hasobject else [value.base.tobytes()])]
 
 
@@ -112,7 +112,7 @@ def _write_array(value: Any, contents: Any) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """The state of a generator of NumPy's, in plain numbers."""
+    """The state of a NumPy generator, in plain numbers."""
     if is_a(state, dict):
         return {name: _plain(each) for name, each in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
@@ -157,7 +157,7 @@ def _write_slice(value: Any, contents: Any) -> None:
 
 
 def _precision(value: Any) -> Any:
-    """A context of decimals, without the flags that each operator sets."""
+    """A decimal context, without the flags that each operation sets."""
     traps = [kind.__name__ for kind, raises in value.traps.items() if raises]
     return [*(getattr(value, name) for name in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")), *traps]
 
@@ -230,7 +230,7 @@ _ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], No
     ("_contextvars", "Context"): (lambda value: list(value.items()), None),
     ("xml.etree.ElementTree", "Element"): (lambda value: value.__getstate__(), None),
 }
-"""A type → what its objects hold, in a form that can be compared, and how they are made to hold it again."""
+"""A type → (a comparable snapshot of an object's contents, a function that restores it, or ``None``)."""
 
 
 def _row(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None] | None] | None:
@@ -242,7 +242,7 @@ def _row(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None] |
 
 
 def contents_of(value: Any) -> Callable[[Any], Any] | None:
-    """The function that gives a comparable snapshot of what an object holds; ``None``: its type is not in the table."""
+    """The function that takes a comparable snapshot of an object's contents; ``None``: its type is not in the table."""
     found = _row(type(value))
     return None if found is None else found[0]
 
@@ -278,12 +278,12 @@ _TOLD = (("builtins", "range"), ("decimal", "Decimal"), ("datetime", "date"), ("
 
 
 def is_told(kind: type) -> bool:
-    """Whether objects of a class never change, and their text tells all of them."""
+    """Whether objects of a class never change, and their text shows all their state."""
     return (kind.__module__, kind.__name__) in _TOLD
 
 
 def rows_of_types() -> list[tuple[str, str]]:
-    """The table of types as text: each with how its state is watched, and its methods that are effects."""
+    """The types table as text: each type with its way of watching, and its methods with side effects."""
     kinds = [(of, "contents, put back" if row[1] else "contents") for of, row in _ROWS.items()]
     kinds += [(of, "never changes") for of in UNCHANGING]
     effects = [(f"{of} {name}()", told[0]) for of, (names, told) in _BY_MODULE.items() for name in names]
@@ -291,13 +291,13 @@ def rows_of_types() -> list[tuple[str, str]]:
 
 
 def unwatched(kind: type) -> type | None:
-    """The class in C that gives objects of a class a state that no row tells; ``None``: there is none."""
+    """The class in C in an object's bases whose state no row describes; ``None``: there is none."""
     bases = kind.__mro__[:-1]
     if any((of := (base.__module__, base.__name__)) in _ROWS or of in UNCHANGING for base in bases):
         return None
     for below, base in zip((kind, *bases), bases, strict=False):
         slots = base.__dict__.get("__slots__", ())
-        own = 8 * (2 + (1 if is_a(slots, str) else len(slots)))  # what ``class`` adds to an object of its base
+        own = 8 * (2 + (1 if is_a(slots, str) else len(slots)))  # size that a ``class`` statement adds to its base
         if base.__basicsize__ - base.__base__.__basicsize__ > own or base.__itemsize__ != base.__base__.__itemsize__:
             torchs = any(each.__module__.partition(".")[0] == "torch" for each in (below, base))
             known = torchs or hasattr(base, "__next__")
@@ -306,14 +306,14 @@ def unwatched(kind: type) -> type | None:
 
 
 def put_back(value: Any, contents: Any) -> None:
-    """Makes an object hold what :func:`contents_of` gave; never empties it first: another thread may be looking."""
+    """Restores a snapshot of :func:`contents_of`; never empties the object first, since another thread may read it."""
     found = _row(type(value))
     if found is not None and found[1] is not None:
         found[1](value, contents)
 
 
 def parts_of(value: Any) -> list[Any]:
-    """The objects that one holds, as they are stored; of an iterator what it goes through."""
+    """The objects that a container holds, as they are stored; for an iterator, the objects that it iterates over."""
     kind = next((each for each in (*CONTAINERS, *_SHOWN) if is_a(value, each)), None)
     if kind is dict:
         return list(dict.values(value))
@@ -328,7 +328,7 @@ def parts_of(value: Any) -> list[Any]:
             inner = dict.items(each) if is_a(each, dict) else ()
             if deep < 6 and (is_iterator(each) or is_a(each, CONTAINERS)):
                 inner = inner or gc.get_referents(each)
-            elif contents_of(each) is _array:  # the collector does not know what it holds
+            elif contents_of(each) is _array:  # the collector does not know its contents
                 found += parts_of(each)
             waiting += [(part, deep + 1) for part in inner if deep < 6 and type(part) not in PLAIN]
             found.append(each)
@@ -349,7 +349,7 @@ def _numpy_errors() -> Any:
 
 
 def implicit_of(value: Any) -> tuple[Callable[[], Any], str] | None:
-    """What the results of a module or an object depend on that no argument holds: who tells it, and what it is."""
+    """The thread-wide state that a module's or object's results depend on: (a function that returns it, its name)."""
     module = value.__name__ if is_a(value, types.ModuleType) else type(value).__module__
     if module in ("decimal", "_decimal", "_pydecimal") or (is_a(value, type) and value.__module__ == "decimal"):
         return decimal.getcontext, "the decimal context"
@@ -362,10 +362,10 @@ RAISING_WARNINGS = _raising_warnings, "which warnings raise"
 
 
 def answer_of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a function that tells hidden state says now, in a form that can be compared."""
+    """The present result of a function that returns hidden state, in a comparable form."""
     try:
         found = function(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - as forward would meet it
+    except Exception as error:  # noqa: BLE001 - forward would meet it as well
         return type(error).__name__, str(error)
     kind = type(found)
     if kind.__name__ == "stat_result":
@@ -380,7 +380,7 @@ def answer_of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any])
 
 
 def is_key(key: Any) -> bool:
-    """Whether a key can be looked for, with none of the user's code."""
+    """Whether a key can be looked up without running the user's code."""
     if is_a(key, tuple):
         return all(map(is_key, key))
     if type(key).__hash__ is None:

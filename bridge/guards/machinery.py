@@ -1,6 +1,6 @@
-"""Machinery: code of torch's, Python's and this package's own, whose reads are none of forward's.
+"""Machinery: code of torch, Python and this package whose reads do not count as forward's.
 
-Functions among them that tell state of the user's are asked again instead.
+Functions among it that return the user's state are called again by the guard instead.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _PYTHONS += [f"multiprocessing/{each}" for each in _PROCESSES]
 CALLED = tuple(
     os.path.join(TORCH_DIR, each) for each in ("utils/_config_module.py", "utils/weak.py", "hub.py", "storage.py")
 )
-"""Of torch's files: these are machinery where machinery calls them, as Python's library is."""
+"""Files of torch that are machinery where machinery calls them, as Python's library is."""
 CALLING = tuple(
     os.path.join(TORCH_DIR, each) for each in ("nn/modules/module.py", "autograd", "utils/_contextlib.py", "utils/_py")
 )
-"""Of torch's machinery: what calls functions of the user's."""
+"""Files of torch's machinery that call the user's functions."""
 _UNREAD = (
     *(os.path.join(TORCH_DIR, each) for each in _TORCHS),
     *(LIBRARY + each for each in _PYTHONS),
@@ -56,17 +56,17 @@ ASKED_PYTHON = frozenset(
     + [(LIBRARY + os.path.join("multiprocessing", "synchronize.py"), name) for name in ("is_set", "get_value")]
 )
 LOOKING = (LIBRARY + "inspect.py", LIBRARY + "typing.py")
-"""What these are given they look into."""
+"""Files whose functions look into their arguments."""
 
 CHANGING_PYTHON = frozenset(
     (LIBRARY + os.path.join("logging", "__init__.py"), name)
     for name in "addHandler removeHandler setLevel addFilter removeFilter disable basicConfig captureWarnings".split()
 )
 _PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton", "filelock", os.path.join("tvm", "script")))
-"""Packages that torch's machinery calls: progress bars, the compiler of kernels, locks of its files, and what TVM puts
-in the place of ``inspect.getfile``."""
+"""Packages that torch's machinery calls: progress bars, the kernel compiler, file locks, and TVM's replacement of
+``inspect.getfile``."""
 _REFERENCES = ("weakref.py", "_weakrefset.py")
-"""Where callbacks of references are from, which run whenever something dies."""
+"""Files of weak references' callbacks, which run whenever an object dies."""
 _FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values() if isinstance(each, FunctionType))
 
 
@@ -79,7 +79,7 @@ _IN_ITS_PLACE = "bridge: runs in the place of a function that forward calls"
 
 
 def in_its_place(function: Any) -> Any:
-    """Marks a function of this package's: it runs in the place of one that forward calls, and calls that."""
+    """Marks a function of this package that runs in the place of a function that forward calls, and calls it."""
     code = function.__code__
     function.__code__ = code.replace(co_consts=(*code.co_consts, _IN_ITS_PLACE))
     return function
@@ -90,7 +90,7 @@ def is_in_its_place(code: CodeType) -> bool:
 
 
 def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:
-    """Whether what a function's code reads is none of forward's; ``namespace``: its globals."""
+    """Whether a function's reads do not count as forward's; ``namespace``: its globals."""
     if (
         any(each in code.co_filename for each in _PACKAGES)
         or code in _FINALIZERS

@@ -1,9 +1,9 @@
-"""Objects as they are stored: their dictionaries, the functions behind them, stand-ins for what is not kept alive.
+"""Objects as they are stored: their dictionaries, the functions behind them, stand-ins for objects that are not kept.
 
-Strangers: objects that forward read, to which no known place leads → those of them that were there before the run.
+Strangers: objects that forward read without a known place → those among them that existed before the run.
 
-The garbage collector tells: while the run lasts, what was there before is frozen, and is none of what it lists. Where
-the user has frozen objects, it lists those that are there before the run instead.
+The garbage collector tells them apart: the run freezes all earlier objects, which it then does not list. Where the user
+has frozen objects, the list of earlier objects is taken before the run instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ += ["function_or_object", "identity_of", "inner_function", "interesting"
 __all__ += ["is_library", "is_ours", "names_of"]
 
 ABSENT = object()
-"""In the place of what is not there."""
+"""Marks a missing value."""
 _MADE_ANEW = (super, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _IMMUTABLE_TYPE = 1 << 8
 _NOTES = ("__abstractmethods__", "_abc_impl", "__doc__", "__weakref__", "__dict__", "__annotations__")
@@ -41,14 +41,14 @@ _NOTES = ("__abstractmethods__", "_abc_impl", "__doc__", "__weakref__", "__dict_
 
 @dataclass(frozen=True)
 class Instance:
-    """In the place of a value that is not kept: a tensor, say, that the call computes."""
+    """Stands for a value that is not kept, such as a tensor that the call computes."""
 
     kind: type
 
 
 @dataclass(frozen=True)
 class FrameOf:
-    """In the place of a frame object: what can be read through it."""
+    """Stands for a frame object: the state that can be read through it."""
 
     globals: Any
     back: Any
@@ -64,12 +64,12 @@ def is_changeable(kind: type) -> bool:
 
 
 def is_library(kind: type) -> bool:
-    """Whether a class is of C or of Python's own library, which nobody changes."""
+    """Whether a class is built in or of Python's standard library: it does not change."""
     return not is_changeable(kind) or kind.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
 def is_alive(reference: Any) -> bool:
-    """Whether there still is what a weak reference or a proxy leads to."""
+    """Whether the referent of a weak reference or proxy is alive."""
     try:
         return reference.__dir__ is not None if type(reference) in ProxyTypes else ref.__call__(reference) is not None
     except ReferenceError:
@@ -77,7 +77,7 @@ def is_alive(reference: Any) -> bool:
 
 
 def inner_function(value: Any) -> Any:
-    """The function in Python behind a method, a property or a static method of a class; ``None`` if it is none."""
+    """The Python function behind a method, a property or a static method of a class; ``None`` if there is none."""
     if is_a(value, property):
         value = value.fget
     elif is_a(value, staticmethod | classmethod):
@@ -93,20 +93,20 @@ def is_ours(value: Any) -> bool:
 
 
 def names_of(kind: type) -> list[tuple[str, Any]]:
-    """What a class and its bases hold, but for what torch and Python note there."""
+    """The entries of a class and its bases, without torch's and Python's own notes."""
     held = [each for base in kind.__mro__ if is_changeable(base) for each in vars(base).items()]
     return [each for each in held if each[0] not in _NOTES]
 
 
 def fields_of(value: Any) -> list[str]:
-    """Names in an object's class, or in a class, but for methods of a module or a tensor."""
+    """Names in a class, or in an object's class; without methods for modules and tensors."""
     kind = value if is_a(value, type) else type(value)
     methods = FunctionType if issubclass(kind, nn.Module | torch.Tensor) else ()
     return [name for name, held in names_of(kind) if not name.startswith("__") and not is_a(held, methods)]
 
 
 def identity_of(value: Any) -> Any:
-    """What tells an object from others; the same for pairs, methods and proxies that are made anew of the same ones."""
+    """The identity of an object; equal for tuples, methods and proxies that are made anew of the same objects."""
     if type(value) is Instance:
         return value.kind
     if is_a(value, tuple):
@@ -120,17 +120,17 @@ def identity_of(value: Any) -> Any:
 
 
 def interesting(value: Any) -> list[Any]:
-    """An object as a list; none, if it is not there or never changes."""
+    """An object as a list; empty if it is absent or of a type that never changes."""
     return [] if value is ABSENT or type(value) in PLAIN else [value]
 
 
 def function_or_object(raw: Any) -> list[Any]:
-    """What a class holds under a name, as a list: of a static or class method its function."""
+    """A class's raw entry as a list; a static or class method gives its function."""
     return interesting(raw.__func__ if is_a(raw, staticmethod | classmethod) else raw)
 
 
 def class_entry(kind: type, name: str) -> Any:
-    """What a class or its bases hold under a name, as it is stored."""
+    """The raw entry of a class or its bases under a name; ``ABSENT`` if there is none."""
     for base in kind.__mro__:
         held = base.__dict__
         if name in held:
@@ -139,30 +139,30 @@ def class_entry(kind: type, name: str) -> Any:
 
 
 def binds(owner: Any, name: str, function: Any) -> bool:
-    """Whether a function in C is given the object that it is found in: by the object's class."""
+    """Whether an attribute lookup binds a function in C to its owner."""
     raw = class_entry(owner if is_a(owner, type) else type(owner), name)
     return is_a(raw, classmethod) if is_a(owner, type) else raw is function
 
 
 def classes_in(value: Any) -> list[type]:
-    """The classes that ``isinstance`` is given: one, or tuples of them."""
+    """The classes in the second argument of ``isinstance``: a class, or nested tuples of classes."""
     if is_a(value, tuple):
         return [each for part in value for each in classes_in(part)]
     return [value] if is_a(value, type) else []
 
 
 _OWN_REFERENCES = 2
-"""To an object that is looked at here: a variable, and an argument."""
+"""References to an object under inspection that this code holds: a variable and an argument."""
 _PYTHONS = 5000
-"""More objects are frozen only where the user has frozen some; they stay so, and those that there are are listed."""
+"""With a higher count, the user has frozen objects: they stay frozen, and the existing objects are listed instead."""
 _lock = free_in_children(threading.Lock())
 _frozen: list[bool] = []
-"""An item for each run that lasts: whether the first of them has frozen."""
+"""An item for each active run: whether the first of them froze the collector."""
 Read = tuple[Any, ...]
 
 
 class Strangers:
-    """Objects from nowhere known, and what was read of each: a method of the world and its arguments."""
+    """Objects without a known place, and the reads of each: a method of the world and its arguments."""
 
     def __init__(self) -> None:
         self._held: dict[int, Any] = {}
@@ -172,13 +172,13 @@ class Strangers:
 
     @contextmanager
     def lifetimes(self) -> Iterator[None]:
-        """While active, objects that are made can be told from those that were there before."""
+        """While active, the call's new objects can be told from earlier ones."""
         with _lock:
             freezes = _frozen[-1] if _frozen else not are_frozen() and gc.get_freeze_count() < _PYTHONS
             if freezes and not _frozen:
                 gc.freeze()
             _frozen.append(freezes)
-        self._before = [] if freezes else gc.get_objects()  # alive, so that no new one takes the place of one
+        self._before = [] if freezes else gc.get_objects()  # kept alive, so that no new object takes an old id
         self._tells = True
         try:
             yield
@@ -192,7 +192,7 @@ class Strangers:
                     gc.unfreeze()
 
     def note(self, value: Any, *read: Read) -> None:
-        """Notes an object, and what is read of it; tensors, and what holds some, are the call's own."""
+        """Notes an object and its reads; skips tensors and containers of tensors, which are the call's own."""
         if not self._tells or type(value) in PLAIN:
             return
         if (held := self._held.get(id(value))) is None or (is_a(held, weakref.ref) and held() is not value):
@@ -210,7 +210,7 @@ class Strangers:
         self._reads[id(value)].update(dict.fromkeys(read))
 
     def known_before(self) -> list[tuple[Any, list[Read]]]:
-        """The objects that were there before, with what was read of each."""
+        """The objects that existed before the run, with the reads of each."""
         if not self._held:
             return []
         made, found = set(map(id, gc.get_objects())) - set(map(id, self._before)), []

@@ -1,9 +1,9 @@
 """Recorded reads: forward runs under a profiler → the state outside of the call that its code read.
 
-The profiler of this thread hears of each Python function that runs and of each function in C that is called. What the
-code of the former reads (:mod:`bridge.guards.dataflow`) is followed on the real objects (:mod:`bridge.guards.world`)
-when the function begins, and again when it has the result of another one: names of files and closures, attributes of
-modules, classes and objects, entries of containers.
+The thread's profiler reports each Python function that runs and each function in C that is called. The reads of a
+Python function (:mod:`bridge.guards.dataflow`) are followed on the real objects (:mod:`bridge.guards.world`) when it
+begins, and again for each call result: names of files and closures, attributes of modules, classes and objects,
+entries of containers.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ __all__ = ["Reads", "profiled"]
 
 _OPTIMIZED = 0x2
 _IMPORTS: CodeType = _bootstrap._find_and_load.__code__
-"""Runs where a module is imported for the first time."""
+"""Runs at the first import of a module."""
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device)
-"""Types of values that a key of a function's arguments holds by themselves."""
+"""Types of values that are part of a function's key by value."""
 
 
 class Reads(CallAnalysis):
-    """What a run of forward reads; the arguments are those of :class:`bridge.guards.world.World`.
+    """The reads of a run of forward; takes the arguments of :class:`bridge.guards.world.World`.
 
     Attributes:
         codes: the code that ran, with its data flow; ``None``: torch's, Python's and this package's machinery.
-        says: what it prints, logs or warns, with the line.
-        identical: what was compared by identity, by id.
+        says: prints, logs and warnings, with their lines.
+        identical: objects that were compared by identity, by id.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -78,14 +78,14 @@ class Reads(CallAnalysis):
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """While active, notes what code of this thread reads; a profiler of the user's pauses."""
+        """While active, notes the reads of this thread's code; suspends the user's profiler."""
         with self.strangers.lifetimes():
             with audited(self.audit), profiled(self.hear):
                 yield
             self.finish()
 
     def finish(self) -> None:
-        """The run is over."""
+        """Ends the run: restores replaced functions, and notes the reads that are known only now."""
         self._frames.clear()
         self._suspended.clear()
         self._ours.clear()
@@ -112,7 +112,7 @@ class Reads(CallAnalysis):
         return any(not is_library(code.co_filename) and not set(names).isdisjoint(code.co_names) for code in own)
 
     def _known_before(self) -> None:
-        """Strangers that were there before: they are known now, and so are the places that were read in them."""
+        """Notes the reads of strangers that existed before the run."""
         found = self.strangers.known_before()
         for value, _ in found:
             self.know(value, Place("", f"{type(value).__name__} that was read"))
@@ -121,7 +121,7 @@ class Reads(CallAnalysis):
                 getattr(self, what)(value, *given)
 
     def _compared_by_identity(self) -> None:
-        """Places that hold objects that were compared by identity: what is merely equal makes another condition."""
+        """Marks places whose objects were compared by identity: there, the guard rejects merely equal objects."""
         if not self.identical:
             return
         for key, item in self.items.items():
@@ -139,9 +139,9 @@ class Reads(CallAnalysis):
     # Events
 
     def hear(self, frame: FrameType, event: str, arg: Any) -> None:
-        """An event of the interpreter's profiler."""
+        """Handles an event of the interpreter's profiler."""
         code = frame.f_code
-        if self._importing is not None:  # a module's own code runs once in a process, not in a call
+        if self._importing is not None:  # a module's top-level code runs once in a process, not in a call
             if frame is self._importing and event == "return":
                 self._importing = None
             return
@@ -179,11 +179,11 @@ class Reads(CallAnalysis):
             self._c_call(frame, known, arg)
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
-        """An event that Python audits: a file is about to be opened, a process started."""
+        """Handles an audit event: a file is about to be opened, a process started."""
         frame, temporary = sys._getframe(2), False
         while frame is not None and frame.f_code.co_filename == tempfile.__file__:
             frame, temporary = frame.f_back, True
-        if frame not in self._frames or self._importing is not None:  # machinery's
+        if frame not in self._frames or self._importing is not None:  # of machinery
             return
         if temporary and event == OPENS:
             if not os.path.isdir(args[0]):  # a file without a name
@@ -207,7 +207,7 @@ class Reads(CallAnalysis):
         elif self._is_ours(back, code):
             self._ours.add(frame)
             return
-        if (made := self._suspended.pop(frame, None)) is not None:  # a generator goes on
+        if (made := self._suspended.pop(frame, None)) is not None:  # a generator resumes
             made.over, self._frames[frame] = False, made
             self._look(made, everything=made.writes != self.writes)
             return
@@ -223,7 +223,7 @@ class Reads(CallAnalysis):
         self._look(made, everything=True)
 
     def _running(self, frame: Frame, first: Any) -> None:
-        """Notes where the function that runs was found: as a method of its first argument, or as a global."""
+        """Notes the place where the running function was found: in the class of its first argument, or as a global."""
         code, name = frame.code, frame.code.co_name
         kind = first.kind if is_a(first, Instance) else type(first)
         for each in (kind, first) if is_a(first, type) else (kind,):
@@ -234,12 +234,12 @@ class Reads(CallAnalysis):
             self.name(frame.globals, name, Place("global", name))
 
     def _is_ours(self, back: FrameType | None, code: CodeType) -> bool:
-        """Whether a function runs for this package, not for forward: one of Python's or torch's that it calls."""
+        """Whether a library function runs for this package instead of for forward."""
         while back is not None:
             if back in self._ours:
                 return True
             file = back.f_code.co_filename
-            if file == logging.__file__ and back.f_code.co_name == "handle":  # a handler keeps what it is told
+            if file == logging.__file__ and back.f_code.co_name == "handle":  # a handler stores its records
                 return True
             if file.startswith(OWN):
                 return not is_in_its_place(back.f_code) and is_library(code.co_filename)
@@ -267,7 +267,7 @@ class Reads(CallAnalysis):
             self._returned(outer, outer.flow.at(frame.f_back.f_lasti), value)
 
     def _returned(self, outer: Frame, place: int, value: Any) -> None:
-        """A function in Python has returned."""
+        """Notes the result of a Python function."""
         if is_a(value, logging.Logger | threading.Thread) or type(value).__module__ == "multiprocessing.process":
             self.know(value, Place("logger" if is_a(value, logging.Logger) else "thread", value.name))
         if type(value) in (str, bytes, int):
@@ -280,17 +280,16 @@ class Reads(CallAnalysis):
                 self.strangers.note(value)
             self._result(outer.results, place, value, outer)
             ahead = parts_of(value) if is_iterator(value) and not is_a(value, GeneratorType) else ()
-            for each in ahead:  # an iterator that is through leads to none of them
+            for each in ahead:  # an exhausted iterator leads to none of its objects
                 if type(each) not in PLAIN:
                     self._result(outer.results, place, each, outer)
 
     # Sources
 
     def _look(self, frame: Frame, everything: bool = False) -> None:
-        """Follows what the function reads, as far as it is known: what depends on fresh results, or all of it.
+        """Follows a function's known reads: the dependents of fresh results, or all reads (``everything``).
 
-        Once for the same arguments and results, as a loop has them in each step, unless something may have been written
-        since.
+        Skips arguments and results that were followed before (each step of a loop), unless a write may have happened since.
         """
         if not frame.fresh and not everything:
             return
@@ -310,7 +309,7 @@ class Reads(CallAnalysis):
             self._followed.add(key)
 
     def _key(self, frame: Frame) -> tuple | None:
-        """What decides about the objects that a function reaches; ``None`` where one of them may not stay."""
+        """A key of all objects that a function may reach; ``None`` where one of them may not stay alive."""
         told: list[Any] = [frame.code, frame.over, *frame.python, None, *frame.heard, None]
         given = [*frame.args.values(), *frame.cells.values()]
         for results in (frame.results, frame.plain, frame.called):
@@ -343,7 +342,7 @@ class Reads(CallAnalysis):
             place = None
             if source[0] == "passed":
                 for method in [each for each in self._expanded(frame, [source[1]]) if each[0] == "attr"]:
-                    for owner in self._values(frame, method[1]):  # ``append`` of a list, handed on
+                    for owner in self._values(frame, method[1]):  # ``append`` of a list, passed as an argument
                         if is_a(owner, CONTAINERS) and callable(getattr(type(owner), method[2], None)):
                             self.whole(owner, frame.where)
                 if source[2] in frame.python:
@@ -367,13 +366,13 @@ class Reads(CallAnalysis):
         self._operators |= flow.operators
 
     def _is_followed(self, frame: Frame, place: int) -> bool:
-        """Whether a call runs code in Python, which is followed itself, or asks for the class of an argument alone."""
+        """Whether a call runs only Python code, which is followed itself, or ``isinstance``."""
         sources = self._expanded(frame, frame.flow.calls[place].function)
         called = [getattr(each, "__func__", each) for one in sources for each in self._values(frame, one)]
         return bool(called) and all(is_a(each, FunctionType | torch.nn.Module) or each is isinstance for each in called)
 
     def _write(self, frame: Frame, write: tuple) -> None:
-        """Notes a place that is about to be written."""
+        """Notes a place before a write to it."""
         if write[0] == "global":
             self.name(frame.globals, write[1], Place("global", write[1]))
             return
@@ -396,21 +395,21 @@ def _methods(kind: type, code: CodeType) -> Iterator[str]:
 
 @contextmanager
 def profiled(hear: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    """While active, a function hears of this thread's events; a profiler of the user's pauses."""
+    """While active, a function receives this thread's profiler events; suspends the user's profiler."""
     before = sys.getprofile()
     sys.setprofile(hear)
     try:
         yield
     finally:
         sys.setprofile(None)
-        if hasattr(before, "enable"):  # cProfile's profiler is no function that could be set again
+        if hasattr(before, "enable"):  # cProfile's profiler is no function that ``setprofile`` accepts
             before.enable()
         else:
             sys.setprofile(before)
 
 
 def _flow(code: CodeType, namespace: dict[str, Any], called: bool) -> DataFlow | None:
-    """The flow of code that runs; ``called``: by forward, as ``exec`` does, where ``import`` runs files."""
+    """The data flow of running code; ``called``: by forward, as by ``exec``, not by ``import``."""
     if is_machinery(code, namespace) or (not code.co_flags & _OPTIMIZED and code.co_name == "<module>" and not called):
         return None
     return flow_of(code)

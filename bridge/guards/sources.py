@@ -1,4 +1,4 @@
-"""Values of sources: a function that runs, a source → the objects that it may be; notes what is read on the way."""
+"""Values of sources: (a running function, a source) → the objects that it may be; notes the reads on the way."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from bridge.guards.watched import Missing, Place
 __all__ = ["Frame", "Sources"]
 
 _MOST_PASSES = 5000
-"""Over what is assigned in a function; a list of linked objects takes as many as it has objects."""
+"""The limit of passes over a function's assignments; a linked list takes as many as it has nodes."""
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "%": operator.mod}
 
 
 class Held(NamedTuple):
-    """What a variable may be, and what a container or a result may hold that it may be: by identity."""
+    """The possible values of a variable, and the possible contents of its containers and results, by identity."""
 
     values: dict[Any, Any]
     inside: dict[Any, Any]
@@ -37,8 +37,8 @@ class Variables:
     """Assigned variables.
 
     Attributes:
-        held: of each, by name. ``shown``: the part of it that sources are followed from now.
-        busy: those whose plain values are looked for.
+        held: possible values by name. ``shown``: the part of them that the current pass follows.
+        busy: variables whose plain values are being computed.
     """
 
     def __init__(self, names: Iterable[str]):
@@ -48,16 +48,16 @@ class Variables:
 
 
 class Frame:
-    """A function that runs.
+    """A running function.
 
     Attributes:
-        args, cells: its arguments and the variables around it, when it begins.
-        results, plain: what functions in Python gave it, by the offset of the call: objects, and plain values.
-        called: likewise what functions in C may have given it.
-        python, heard: offsets of calls of functions in Python, and of those in C of which the profiler has heard.
-        fresh: offsets of calls whose results were not followed yet.
-        variables: those that are assigned in it.
-        over: whether it has returned. ``writes``: how often something may have been written before it was looked at.
+        args, cells: its arguments and closure variables at its begin.
+        results, plain: results of Python functions by the offset of the call: objects, and plain values.
+        called: possible results of functions in C, by the same offsets.
+        python, heard: offsets of calls of Python functions, and of functions in C that the profiler reported.
+        fresh: offsets of calls whose results have not been followed yet.
+        variables: its assigned variables.
+        over: whether it has returned. ``writes``: the world's count of possible writes when it was last followed.
         locals: its variables, while a function in C is about to be called.
     """
 
@@ -80,10 +80,10 @@ class Frame:
 
 
 class Sources(Insides):
-    """A world in which functions run."""
+    """A world with running functions."""
 
     def _constants(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
-        """The values of sources, plain ones (numbers, strings) too, as keys and arguments of C functions are."""
+        """The values of sources, including plain ones (numbers, strings), as for keys and arguments of C functions."""
         found: list[Any] = []
         for value in (value for source in sources for value in self._plain(frame, source)):
             if not any(
@@ -138,10 +138,10 @@ class Sources(Insides):
         return found
 
     def _values(self, frame: Frame, source: Source) -> list[Any]:
-        """The objects that a source may be; what is read on the way is noted."""
+        """The objects that a source may be; notes the reads on the way."""
         found = frame.memo.get(source)
         if found is None:
-            frame.memo[source] = []  # while it is looked for
+            frame.memo[source] = []  # ends a recursion
             found = frame.memo[source] = self._find(frame, source)
         return found
 
@@ -184,14 +184,14 @@ class Sources(Insides):
                 return [*made, *(value for owner in owners for value in self._each(frame, owner))]
             keys = self._keys(frame, source[2])
             if not keys and (not frame.over or self._unheard(frame, source[2])):
-                return []  # the key is not there yet, or is found as what another function gives
+                return []  # the key is not there yet, or is a result of a function that has not returned
             if not keys:
                 return [*made, *(value for owner in owners for value in self._each(frame, owner))]
             return [*made, *(value for owner in owners for key in keys for value in self.entry(owner, key))]
         return []
 
     def _expanded(self, frame: Frame, sources: Iterable[Source]) -> list[Source]:
-        """Sources, and in the place of a variable what is assigned to it."""
+        """Sources, with each variable replaced by the sources of its assigned values."""
         found, waiting = dict.fromkeys(sources), list(sources)
         while waiting:
             source = waiting.pop()
@@ -202,7 +202,7 @@ class Sources(Insides):
         return [source for source in found if source[0] != "var"]
 
     def _may_hold(self, frame: Frame, source: Source) -> bool:
-        """Whether what is known of a source is what it may hold, however deep: of a call's result, or a part of it."""
+        """Whether a source's known values are its possible contents at any depth: a call's result or a part of it."""
         while source[0] in ("item", "each", "in"):
             source = source[1]
         if source[0] == "var":
@@ -210,7 +210,7 @@ class Sources(Insides):
         return source[0] in ("result", "called", "held")
 
     def _assigned(self, frame: Frame, flow: DataFlow) -> None:
-        """Follows assignments until no variable has a new value: from what is new, and at last from everything."""
+        """Follows assignments to a fixpoint: each pass follows the new values, the last one all values."""
         everything, passes, nothing = True, 0, dict.fromkeys(frame.variables.held, Held({}, {}))
         while flow.variables:
             if (passes := passes + 1) > _MOST_PASSES:
@@ -231,7 +231,7 @@ class Sources(Insides):
         frame.memo.clear()
 
     def _new(self, frame: Frame, name: str, sources: Iterable[Source]) -> Held:
-        """What is assigned to a variable and was not known yet."""
+        """The values assigned to a variable that were not known yet."""
         new, known = Held({}, {}), frame.variables.held[name]
         for source in sources:
             if source[0] == "var":
@@ -246,14 +246,14 @@ class Sources(Insides):
         return new
 
     def _given(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
-        """What an argument may be: objects, which are noted, and plain values."""
+        """The possible values of an argument: objects, whose reads are noted, and plain values."""
         found = {id(value): value for value in self._constants(frame, sources)}
         for source in sources:
             found.update({id(value): value for value in self._values(frame, source)})
         return list(found.values())
 
     def _identity(self, frame: Frame, source: Source) -> None:
-        """A value is compared by identity."""
+        """Notes that a value is compared by identity."""
         values = self._given(frame, (source,))
         self.identities |= {self.inputs[id(value)] for value in values if id(value) in self.inputs}
         for value in values:
@@ -265,7 +265,7 @@ class Sources(Insides):
                 self.others[id(value)] = value
 
     def _written(self, owner: Any, name: str) -> None:
-        """An attribute is about to be set."""
+        """Notes an attribute before it is set."""
         if is_a(owner, torch.Tensor) and self.knows(owner):
             own = self.original(owner)
             place = Place("attribute", name, f" of {self.place(own)}")
@@ -277,7 +277,7 @@ class Sources(Insides):
             self.attribute(owner, name)
 
     def _keys(self, frame: Frame, source: Source) -> list[Any]:
-        """The keys that a source may be; none where a function in C makes them."""
+        """The possible values of a key; none where a function in C makes it."""
         sources = self._expanded(frame, [source])
         if self.passed:
             for value in self._given(frame, sources):
@@ -286,7 +286,7 @@ class Sources(Insides):
         return self._constants(frame, heard)
 
     def _unheard(self, frame: Frame, source: Source) -> bool:
-        """Whether a key is what one of the other kind gives: Python's and C's functions have a source each."""
+        """Whether a key comes from a call of the other kind: each call has a source for Python and one for C functions."""
         kinds = self._expanded(frame, [source])
         return any(
             (each[0] == "called" and each[1] in frame.python) or (each[0] == "result" and each[1] in frame.heard)
@@ -310,7 +310,7 @@ class Sources(Insides):
 
 
 def _peek(owner: Any, name: str) -> Any:
-    """An attribute's value, with none of the owner's code run."""
+    """An attribute's value, read without running the owner's code."""
     if is_a(owner, Instance | FrameOf):
         return ABSENT
     held = vars(owner) if is_a(owner, ModuleType) else dict_of(owner)

@@ -1,6 +1,6 @@
-"""What forward asks about the tensors that it is given: attributes that a user has set on them, autograd's, identities.
+"""Forward's reads of tensor arguments: attributes that a user has set, autograd's attributes, identities.
 
-Shapes, dtypes and strides have conditions for every tensor; these are asked of those tensors alone that forward asked.
+Shapes, dtypes and strides have guards for every tensor; these reads are guarded only for the tensors that forward read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _PRESENT = ("grad", "grad_fn", "_base", "_backward_hooks", "_post_accumulate_gra
 
 
 def is_asked(name: str) -> bool:
-    """Whether an attribute or method of a tensor tells what no other condition is about."""
+    """Whether an attribute or method of a tensor returns state that no other condition covers."""
     return name in (*_VALUES, *_STORAGES, *_PRESENT, "__dict__") or not hasattr(torch.Tensor, name)
 
 
 def asked_of(tensor: torch.Tensor, name: str) -> Any:
-    """What a tensor says: a value, whether there is one, or an attribute that somebody has set."""
+    """A tensor's attribute in comparable form: a value, its presence, or an attribute that a user has set."""
     if name == "__class__":
         return type(tensor), getattr(tensor, "_is_param", False), getattr(tensor, "_is_buffer", False)
     if name in _VALUES:
@@ -42,13 +42,12 @@ def asked_of(tensor: torch.Tensor, name: str) -> Any:
 
 
 class TensorReads:
-    """What forward asked of a list of tensors.
+    """The recorded reads of a list of tensors.
 
     Args:
-        tensors: as they were given, with their names.
-        asked: place among them and name of what was asked.
-        compared: places of which forward asked if they are the same object; ``others``: tensors from elsewhere of which
-            it did.
+        tensors: the arguments. ``names``: their names.
+        asked: (position, name of the attribute).
+        compared: positions of tensors that forward compared by identity. ``others``: other tensors that it compared.
     """
 
     def __init__(
@@ -68,13 +67,13 @@ class TensorReads:
         return bool(self._asked) or self._pattern is not None
 
     def _of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """For each tensor that was compared the first place of that very object."""
+        """For each compared tensor, the first position of the same object."""
         first: dict[int, int] = {}
         given = (*(tensors[place] for place in self._compared), *self._others)
         return [first.setdefault(id(tensor), place) for place, tensor in enumerate(given)]
 
     def difference(self, tensors: Sequence[torch.Tensor]) -> str | None:
-        """What is not as it was, in words; ``None`` if all is."""
+        """The first difference from the recorded reads, in words; ``None`` if there is none."""
         for place, name, then in self._asked:
             now = asked_of(tensors[place], name)
             if now is not then and not alike(now, then):
@@ -87,7 +86,7 @@ class TensorReads:
 def told_otherwise(
     reads: Any, given: Sequence[tuple[int, Any, Any]], owned: Sequence[Any], name: str
 ) -> Iterator[Unsupported]:
-    """What forward asked of an argument, where the run's own tensor tells something else; ``owned``: the module's."""
+    """Refusals of reads that an argument and the run's own tensor answer differently; ``owned``: the module's tensors."""
     hint = "do not let forward depend on it"
     for place, argument, own in given:
         for asked in [asked for of, asked in reads.tensors if of == place]:

@@ -1,4 +1,4 @@
-"""Undo: a module and the recorded runs of its forward → the Python state from before them, inside and outside of it."""
+"""Undo: a module and recorded runs of its forward → restores the earlier Python state, inside and outside of it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _active = threading.local()
 
 
 class Undo:
-    """The state of a module and of all that recorded runs read since; see :func:`undo`.
+    """The earlier state of a module and of all places that recorded runs read; see :func:`undo`.
 
     Attributes:
-        runs: what these runs read.
-        is_later: whether what they wrote is what another call before this one writes: then nothing writes it again.
+        runs: the reads of these runs.
+        is_later: whether the runs record a later call, after a different first one: then nothing repeats their writes.
     """
 
     is_later = False
@@ -34,14 +34,14 @@ class Undo:
         self.runs: list[Reads] = []
 
     def restore(self) -> None:
-        """Puts all of it back."""
+        """Restores the whole state."""
         for each in reversed(self.runs):
             each.restore()
         if self._tree is not None:
             self._tree.restore()
 
     def take_back(self) -> Settling | None:
-        """Puts back what the runs wrote; gives what writes it again, or ``None``."""
+        """Restores the places that the runs wrote; returns the writes to repeat, or ``None``."""
         written: dict[tuple, tuple[Any, Any, Any]] = {}
         for reads in self.runs:
             for key, then in reads.first.items():
@@ -56,7 +56,7 @@ class Undo:
 
 
 def _of_tree(before: Snapshot) -> Iterator[tuple[Any, Any, Any]]:
-    """What was written to the attributes of a module tree, and into containers among them."""
+    """The writes to the attributes of a module tree, and into containers among them."""
     for own, name, held in before.written():
         item = Name(own, name, Place("attribute", name))
         yield item, held[0] if held else ABSENT, item.read()
@@ -67,20 +67,20 @@ def _of_tree(before: Snapshot) -> Iterator[tuple[Any, Any, Any]]:
 
 
 class Settling:
-    """What a first call writes and later ones leave (``self.config.seen.add(name)``): done by the first hit.
+    """Writes of a first call that later calls leave alone (``self.config.seen.add(name)``): repeated by the first hit.
 
     Args:
-        places: that are written, with what they hold before and after it.
+        places: the written places, with their values before and after.
 
     Attributes:
-        done: whether it has been done.
+        done: whether they have been repeated.
     """
 
     def __init__(self, places: Sequence[tuple[Any, Any, Any]]):
         self._places, self.done = places, True
 
     def is_before(self) -> bool:
-        """Whether nothing of it is done."""
+        """Whether all places hold their values from before the writes."""
         return all(item.same(item.read(), before) for item, before, _ in self._places)
 
     def do(self) -> None:
@@ -96,7 +96,7 @@ class Settling:
 
 @contextmanager
 def undo(module: nn.Module | None = None) -> Iterator[Undo]:
-    """Gives an :class:`Undo` of the runs of forward that this thread records inside.
+    """Yields an :class:`Undo` of the runs of forward that this thread records inside.
 
     Args:
         module: that they run on; ``None``: they run on twins of it.
@@ -110,13 +110,13 @@ def undo(module: nn.Module | None = None) -> Iterator[Undo]:
 
 
 def needs_first_call() -> None:
-    """The call that is recorded is one after the first, which does something else."""
+    """Tells each active :func:`undo` that the recorded call is not the first one, which behaves differently."""
     for each in getattr(_active, "undos", ()):
         each.is_later = True
 
 
 def recorded_reads(reads: Reads) -> Reads:
-    """The reads of a run, which each active :func:`undo` learns of."""
+    """Adds the reads of a run to each active :func:`undo`."""
     for each in getattr(_active, "undos", ()):
         each.runs.append(reads)
     return reads

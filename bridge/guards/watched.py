@@ -1,6 +1,6 @@
-"""Watched state: one place that forward read → what it holds now, whether that is what it held, and how it is put back.
+"""Watched places: a place that forward read → its present value, a comparison with an earlier one, and a restore.
 
-The same objects serve a run (what did it change?) and a guard (does a call read the same?).
+The same objects serve a run (its changes) and a guard (whether a call reads the same).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ += ["Missing", "Name", "Place", "Slot", "Watched", "alike", "class_entry
 
 _LOCAL = threading.local
 MANY = 64
-"""More entries than these are not followed one by one."""
+"""The limit of entries that are followed one by one."""
 _REFILLED: dict[int, weakref.ref] = {}
-"""Sets that were put back: another order of the same entries means nothing."""
+"""Sets that were restored: another order of the same entries does not matter."""
 _TABLES = {list: iter, tuple: iter, set: iter, frozenset: iter, dict: lambda held: chain.from_iterable(held.items())}
 
 
 class Place(NamedTuple):
-    """How a place is called.
+    """The name of a place.
 
     Attributes:
         kind, text, of: as in ``attribute 'scale' of the module``, ``global 'cfg.scale'``.
-        root: as a refusal calls it: ``self.cfg``, ``global 'cfg'``.
+        root: its name in a refusal: ``self.cfg``, ``global 'cfg'``.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Place(NamedTuple):
     root: str = ""
 
     def then(self, more: str) -> Place:
-        """The place of something inside; inside of an attribute of a module it is that attribute."""
+        """The place of an object inside; inside of a module's attribute it is that attribute."""
         return self if self.root else Place(self.kind or "attribute", self.text + more, self.of)
 
     def __str__(self) -> str:
@@ -65,32 +65,32 @@ class Place(NamedTuple):
 
 
 class Watched:
-    """One place: what it holds, whether that means the same as before, and how it is put back."""
+    """A place: its value, whether the value means the same as an earlier one, and its restore."""
 
     place: Place
 
     def read(self, run: bool = False) -> Any:
-        """What it holds; ``run``: in the run's own copy, if there is one."""
+        """Its present value; ``run``: in the run's own copy, if there is one."""
         raise NotImplementedError
 
     def same(self, now: Any, then: Any) -> bool:
         return alike(now, then)
 
     def differs(self, then: Any, run: bool = False) -> bool:
-        """Whether it holds something else than ``then``."""
+        """Whether its value differs from ``then``."""
         now = self.read(run)
         return now is not then and not self.same(now, then)
 
     def write(self, value: Any) -> None:
-        """Puts back what can be put back."""
+        """Restores a value, where possible."""
 
 
 @dataclass(eq=False)
 class Name(Watched):
-    """A name in a namespace: of a file, of an object, a key of a dictionary; or that there is none.
+    """A name in a namespace (a file's, an object's, a dictionary's key), or its absence.
 
     Attributes:
-        space: the dictionary. ``running``: the one that the run had in its place, if that is another one.
+        space: the dictionary. ``running``: its copy in the run, if there is one.
         exact: whether its value was compared by identity.
     """
 
@@ -131,7 +131,7 @@ class ClassName(Watched):
         return value
 
     def write(self, value: Any) -> None:
-        """Puts it where it was; what hides it goes."""
+        """Restores the entry in its class; deletes entries of derived classes that hide it."""
         now = (base for base in self.kind.__mro__ if self.name in vars(base))
         home = None if value is ABSENT else self._homes.get(id(value)) or next(now, self.kind)
         for base in self.kind.__mro__:
@@ -145,7 +145,7 @@ class ClassName(Watched):
 
 @dataclass(eq=False)
 class Slot(Watched):
-    """An attribute that lies in no dictionary: a slot, a field of an object of C's, what a thread has for its own."""
+    """An attribute outside of a dictionary: a slot, a field of a C object, an attribute of a ``threading.local``."""
 
     value: Any
     name: str
@@ -153,7 +153,7 @@ class Slot(Watched):
 
     @property
     def get(self) -> Any:
-        """The descriptor that reads it quickly, as long as the object's class is what it is."""
+        """The slot's descriptor, a fast reader while the object's class stays the same; ``None``: there is none."""
         raw = ABSENT if is_a(self.value, _LOCAL) else class_entry(type(self.value), self.name)
         return raw if is_a(raw, types.MemberDescriptorType) else None
 
@@ -161,7 +161,7 @@ class Slot(Watched):
         return slot_of(self.value, self.name)
 
     def write(self, value: Any) -> None:
-        with suppress(AttributeError, TypeError):  # one that C alone writes
+        with suppress(AttributeError, TypeError):  # read-only from Python
             if value is not ABSENT:
                 setattr(self.value, self.name, value)
             elif self.read() is not ABSENT:
@@ -170,7 +170,7 @@ class Slot(Watched):
 
 @dataclass(eq=False)
 class ClosureCell(Watched):
-    """A variable of an enclosing function; ``running``: as of :class:`Name`."""
+    """A variable of an enclosing function; ``running``: see :class:`Name`."""
 
     cell: CellType
     place: Place
@@ -193,7 +193,7 @@ class ClosureCell(Watched):
 
 @dataclass(eq=False)
 class Contents(Watched):
-    """What a container, an array or another object of C's holds; ``table``: with what is inside of it."""
+    """The contents of a container, an array or another C object; ``table``: including nested containers."""
 
     value: Any
     place: Place
@@ -206,7 +206,7 @@ class Contents(Watched):
         self._reader = table_of if self.table else contents_of(self.value)
 
     def without(self, keys: Collection[Any]) -> Contents:
-        """The same of a dictionary, whatever it holds under these keys."""
+        """The contents of a dictionary without these keys."""
         return replace(self, table=False, _but=keys)
 
     def read(self, run: bool = False) -> Any:
@@ -244,7 +244,7 @@ class Class(Watched):
         return None if value is None else (type(value), dict_of(value))
 
     def same(self, now: Any, then: Any) -> bool:
-        """An object that is gone is none that a call can meet."""
+        """True for an object that is gone: no call can meet it."""
         return now is None or then is None or (now[0] is then[0] and now[1] is then[1])
 
     def write(self, value: Any) -> None:
@@ -278,7 +278,7 @@ class Code(Watched):
 
 @dataclass(eq=False)
 class Answer(Watched):
-    """What a function in C tells of hidden state, which is not put back: it is called again."""
+    """The result of a function in C that returns hidden state; it is called again, not restored."""
 
     function: Callable[..., Any]
     args: tuple
@@ -290,7 +290,7 @@ class Answer(Watched):
 
 
 class Missing(Watched):
-    """A file that ``import`` does not find: looked for again where one of the folders has changed."""
+    """A module that ``import`` does not find: searched again when a folder has changed."""
 
     def __init__(self, name: str, place: Place):
         self.name, self.place = name, place
@@ -311,10 +311,10 @@ def _changed(folder: str) -> Any:
 
 
 class CachedResult(Watched):
-    """What a function under ``lru_cache`` keeps for some arguments: looked up, not asked, which would fill it.
+    """The result that ``lru_cache`` keeps for some arguments: looked up without a call, which would fill the cache.
 
     Attributes:
-        made: what a run has made instead, as long as there is nothing. ``free``: each call makes its own.
+        made: the result of a run, while the cache has none. ``free``: each call makes its own.
     """
 
     def __init__(self, function: Any, args: tuple, kwargs: dict[str, Any], place: Place):
@@ -322,7 +322,7 @@ class CachedResult(Watched):
         self.made, self.free, self._found = ABSENT, False, (ABSENT, ABSENT)
         inside = gc.get_referents(function)
         tables = [each for each in inside if type(each) is dict and each is not function.__dict__]
-        self._cache = tables[-1]  # results, which may be dictionaries, come before it
+        self._cache = tables[-1]  # the results come last; other dictionaries may come before them
         typed = function.cache_parameters()["typed"]
         types_of = tuple(map(type, (*args, *kwargs.values()))) if typed else ()
         words = tuple(part for pair in kwargs.items() for part in pair)
@@ -344,7 +344,7 @@ class CachedResult(Watched):
 
 
 def table_of(value: Any) -> list[Any] | None:
-    """What a container of many plain values, nested or not, holds: each container's size and entries in one list.
+    """The contents of a container of many plain values, nested or not: sizes and entries of each container in one list.
 
     ``None`` for any other object.
     """
@@ -358,7 +358,7 @@ def table_of(value: Any) -> list[Any] | None:
 
 
 def _containers(value: Any, entries: Callable[[Any], list[Any]]) -> list[tuple[Any, list[Any]]] | None:
-    """A container and those inside of it, each once, with its entries; ``None`` if one holds any other object."""
+    """A container and those nested in it, each once, with its entries; ``None`` if one holds any other object."""
     found, waiting, seen = [], [value], {id(value)}
     for each in waiting:
         held = entries(each)
@@ -374,7 +374,7 @@ def _containers(value: Any, entries: Callable[[Any], list[Any]]) -> list[tuple[A
 
 
 def write_table(value: Any, contents: list[Any]) -> None:
-    """Makes a container and those inside of it hold what :func:`table_of` gave."""
+    """Restores a container and its nested containers from the result of :func:`table_of`."""
     rest = iter(contents)
     for each, held in _containers(value, lambda _: [*islice(rest, next(rest))]) or ():
         put_back(each, list(zip(held[::2], held[1::2], strict=True)) if type(each) is dict else held)
@@ -386,7 +386,7 @@ def entry_of(space: Mapping[Any, Any], name: Any) -> Any:
 
 
 def slot_of(value: Any, name: str) -> Any:
-    """The value of an attribute that lies in no dictionary; ``ABSENT``: there is none."""
+    """The value of an attribute outside of a dictionary; ``ABSENT``: there is none."""
     try:
         if is_a(value, _LOCAL):
             return _LOCAL.__getattribute__(value, name)
@@ -400,7 +400,7 @@ _IDENTITIES = (torch.Tensor, nn.Module, type, types.ModuleType, FunctionType, ty
 
 
 def alike(now: Any, then: Any, deep: int = 8) -> bool:
-    """Whether a value means the same: it is the same, equal plain data, or an object whose fields all are alike."""
+    """Whether two values mean the same: one object, equal plain data, or objects whose fields are all alike."""
     if same(now, then):
         return True
     if type(now) is not type(then) or now is ABSENT or not deep or is_a(now, _IDENTITIES):
@@ -421,7 +421,7 @@ def alike(now: Any, then: Any, deep: int = 8) -> bool:
 
 
 def _slots(kind: type) -> list[str]:
-    """The slots of a class that is Python's own all the way."""
+    """The slots of a class whose bases are all Python classes."""
     if not all(map(is_changeable, kind.__mro__[:-1])):
         return []
     bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]

@@ -1,7 +1,7 @@
-"""World outside of a call: objects that were there before → the places in them that forward read, each noted once.
+"""World outside of a call: objects that existed before → the places in them that forward read, each noted once.
 
-An object is known when a place that is known leads to it; what the call makes for itself is not. Nothing here runs code
-of the objects: classes and dictionaries are looked at as they are stored.
+An object is known when a known place leads to it; objects made by the call are not known. Nothing here runs the
+objects' code: classes and dictionaries are read as they are stored.
 """
 
 from __future__ import annotations
@@ -56,33 +56,31 @@ __all__ = ["REGISTRIES", "World"]
 
 _NOWHERE = Place("", "")
 _SPECIAL = "__getattribute__ __getattr__ __bool__ __len__ __eq__ __iter__ __contains__ __getitem__ __call__".split()
-"""What Python looks for in the class of an object, whatever forward writes."""
+"""Special methods that Python looks up in an object's class without a mention in forward's code."""
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class World(Changes):
-    """What a run reads of the state outside of it.
+    """A run's reads of the state outside of it.
 
     Args:
-        originals: of objects that are copies for the run, by id: what they are copies of.
+        originals: by the id of an object copied for the run: its original.
         modules: the modules that run, with their paths.
-        instead: a function that keeps its results (``lru_cache``), and :meth:`kept` → what is called in its place;
-            ``None``: itself.
+        instead: (a function under ``lru_cache``, :meth:`kept`) → the function called in its place; ``None``: no
+            replacement.
 
     Attributes:
-        modules: by id of an ``nn.Module``, a reference to it and the names of its attributes that were looked up
+        modules: by the id of an ``nn.Module``: a reference to it and the names of its attributes that were looked up
             (``"*"``: all).
-        bases: classes whose bases decided something.
+        bases: classes whose bases decided a branch.
         hidden: ids of tensors that modules outside of the tree hold.
-        inputs: of the run, by id: their places.
-        passed: Python objects among the run's arguments. ``kin``: objects of their classes that were there before the
-            call: an argument that is one of them is told apart from others by ``==``, ``in`` and as a key.
-        tensors: what was asked of which of them (:mod:`bridge.guards.tensor_reads`).
-        looked: places of those whose properties forward looked at, computed with or not. ``looks``: other tensors
-            likewise, by id.
-        identities: of which of them it was asked if they are the same object. ``others``: tensors from elsewhere that
-            were compared, by id.
-        validates: whether code of ``torch.distributions`` ran, which checks its arguments or does not.
+        inputs: positions of the run's inputs, by id.
+        passed: Python objects among the run's arguments. ``kin``: earlier objects of the same classes: ``==``, ``in``
+            and keys can tell whether an argument is one of them.
+        tensors: (input, attribute) of each read (:mod:`bridge.guards.tensor_reads`).
+        looked: inputs whose properties forward read, computed with or not. ``looks``: other tensors, by id.
+        identities: inputs that were compared by identity. ``others``: other tensors that were compared, by id.
+        validates: whether code of ``torch.distributions`` ran, whose argument checks are optional.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class World(Changes):
             self._places[id(module)] = Place("", path, f" of submodule '{path}'" if path else " of the module", "self")
 
     def know(self, value: Any, place: Place = _NOWHERE) -> None:
-        """This object was there before the call."""
+        """Notes that an object existed before the call."""
         value = self.cached_function(value)
         if type(value) in PLAIN or id(value) in self._known:
             return
@@ -160,21 +158,21 @@ class World(Changes):
     # Places
 
     def name(self, space: dict[Any, Any], name: Any, place: Place, running: dict[Any, Any] | None = None) -> Any:
-        """A name that was looked up in a namespace; its value, ``ABSENT`` if there is none."""
+        """Notes the lookup of a name in a namespace; returns its value, or ``ABSENT``."""
         held = space if running is None else running
         value, key = entry_of(held, name), ("name", id(space), name)
         try:
             item = self._note(key, Name(space, name, place, None if running is space else running))
-        except TypeError:  # no hashable key
+        except TypeError:  # an unhashable key
             return value
         if type(value) is functools._lru_cache_wrapper:
             self._replace(item, value)
-        if value is not ABSENT and value is self.first[key]:  # else the call has put it there
+        if value is not ABSENT and value is self.first[key]:  # otherwise the call has set it
             self.know(value, place)
         return value
 
     def kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> CachedResult:
-        """What a function under ``lru_cache`` keeps for these arguments, which is what eager is given."""
+        """Notes the result that a function under ``lru_cache`` keeps for these arguments: eager would return it."""
         named = tuple((name, key_of(each)) for name, each in kwargs.items())
         key = "kept", id(function), tuple(map(key_of, args)), named
         if key not in self.items:
@@ -184,7 +182,7 @@ class World(Changes):
         return self.items[key]
 
     def function(self, function: Any, place: Place) -> None:
-        """A function in Python that may run."""
+        """Notes a Python function that may run: its code, default arguments and closure variables."""
         if not is_a(function, FunctionType):
             return
         own = self.original(function)
@@ -208,14 +206,14 @@ class World(Changes):
                 self._replace(item, value)
 
     def class_name(self, kind: type, name: str) -> Any:
-        """A name that was looked up in a class and its bases."""
+        """Notes the lookup of a name in a class and its bases; returns the raw entry."""
         value = class_entry(kind, name)
         of = f" of class {kind.__name__}"
         place = Place("attribute", name, of) if name != "forward" else Place("", f"forward{of}")
         self.bases.setdefault(kind)
-        if is_ours(value):  # put there for the run
+        if is_ours(value):  # set for the run
             return ABSENT
-        if name == "_validate_args" and issubclass(kind, Distribution):  # a mode, which has a guard of its own
+        if name == "_validate_args" and issubclass(kind, Distribution):  # a mode with a guard of its own
             return ABSENT
         if ("class", id(kind), name) not in self.items:
             item = self._note(("class", id(kind), name), ClassName(kind, name, place))
@@ -227,7 +225,7 @@ class World(Changes):
         return value
 
     def attribute(self, owner: Any, name: str) -> list[Any]:
-        """The values that an attribute may have."""
+        """Notes the lookup of an attribute; returns its possible values."""
         if is_a(owner, FrameOf):
             found = {"f_globals": owner.globals, "f_back": owner.back}.get(name)
             if name == "f_globals":
@@ -275,7 +273,7 @@ class World(Changes):
         return self._of_object(owner, kind, name, place, raw)
 
     def _of_class(self, owner: type, kind: type, name: str, place: Place) -> list[Any]:
-        """An attribute of a class, of the metaclass ``kind``."""
+        """The values of a class's attribute; ``kind``: its metaclass."""
         if name in ("__mro__", "__bases__", "__base__"):
             found = getattr(owner, name)
             for each in found if is_a(found, tuple) else (found,):
@@ -287,7 +285,7 @@ class World(Changes):
         return function_or_object(of_kind if value is ABSENT else value)
 
     def _of_object(self, owner: Any, kind: type, name: str, place: Place, raw: Any) -> list[Any]:
-        """An attribute of any other object; ``raw``: what its class holds under the name."""
+        """The values of any other object's attribute; ``raw``: the entry in its class."""
         if not (known := self.knows(owner)):
             self.strangers.note(owner, ("attribute", name))
         elif is_a(owner, torch.Tensor):
@@ -296,7 +294,7 @@ class World(Changes):
             self.ask(asked_of, (self.original(owner), name), {}, f"{place}.{name}")
             return []
         self._class(owner)
-        if raw is not ABSENT and hasattr(type(raw), "__set__"):  # it comes before the dictionary
+        if raw is not ABSENT and hasattr(type(raw), "__set__"):  # it precedes the dictionary
             computed = is_a(raw, property) or is_a(class_entry(type(raw), "__get__"), FunctionType)
             if not computed and not is_a(owner, torch.Tensor) and name not in ("__dict__", "__class__"):
                 return self._slot(owner, name, place)
@@ -319,20 +317,20 @@ class World(Changes):
         return function_or_object(raw) if raw is not ABSENT else self._computed(owner, kind, name)
 
     def look_at(self, tensor: torch.Tensor) -> None:
-        """Properties of a tensor decide something."""
+        """Notes that properties of a tensor were read."""
         if (place := self.inputs.get(id(tensor))) is not None:
             self.looked.add(place)
         elif self.knows(tensor):
             self.looks[id(tensor)] = self.original(tensor)
 
     def note_properties(self, inputs: Collection[int]) -> None:
-        """Notes those of the tensors that were looked at, but for some by their ids, which have conditions anyway."""
+        """Notes the tensors whose properties were read, except ``inputs`` (ids), which have conditions of their own."""
         for tensor in [each for key, each in self.looks.items() if key not in inputs]:
             place = Place("", f"a property of {self.place(tensor) or 'a tensor'}")
             self.items["properties", id(tensor)] = Answer(properties_of, (tensor,), {}, place)
 
     def _of_super(self, owner: Any, name: str) -> list[Any]:
-        """An attribute that ``super()`` finds: in the classes behind one."""
+        """The value of an attribute found by ``super()``, in the later classes of the MRO."""
         kind, value = owner.__self_class__, owner.__self__
         for base in kind.__mro__[kind.__mro__.index(owner.__thisclass__) + 1 :]:
             raw = self.class_name(base, name) if is_changeable(base) else class_entry(base, name)
@@ -342,7 +340,7 @@ class World(Changes):
         return []
 
     def _dict(self, owner: Any) -> list[Any]:
-        """The dictionary of an object, whose entries are its attributes."""
+        """Notes a read of ``__dict__``."""
         if is_a(owner, nn.Module):
             self.all(owner)
             return []
@@ -370,7 +368,7 @@ class World(Changes):
         return self.attribute(behind, name)
 
     def _computed(self, owner: Any, kind: type, name: str) -> list[Any]:
-        """An attribute that a function in C computes (``__getattr__ = dict.__getitem__``); Python's code is seen."""
+        """Notes an attribute that a function in C computes (``__getattr__ = dict.__getitem__``)."""
         computes = self.class_name(kind, "__getattr__") if is_changeable(kind) else ABSENT
         if computes is ABSENT or is_a(computes, FunctionType):
             return []
@@ -380,7 +378,7 @@ class World(Changes):
         return []
 
     def _class(self, owner: Any) -> None:
-        """The class of an object decides what becomes of it, and its dictionary what it holds."""
+        """Notes a read of an object's class, dictionary and special methods."""
         if (place := self.inputs.get(id(owner))) is not None:
             self.tensors.setdefault((place, "__class__"))
         elif self.knows(owner) and (is_changeable(type(owner)) or is_a(owner, ModuleType)) and not is_a(owner, type):
@@ -395,7 +393,7 @@ class World(Changes):
         self.modules.setdefault(id(module), (weakref.ref(module), set()))[1].add(name)
 
     def _of_module(self, owner: nn.Module, name: str, raw: Any) -> list[Any]:
-        if not self.knows(owner):  # the call has made it, or it is found later
+        if not self.knows(owner):  # made by the call, or known later
             self.strangers.note(owner, ("attribute", name))
             spaces = (owner.__dict__, *(owner.__dict__.get(each, {}) for each in REGISTRIES))
             return function_or_object(next((space[name] for space in spaces if name in space), raw))
@@ -428,12 +426,12 @@ class World(Changes):
         return interesting(value)
 
     def note_kin(self) -> None:
-        """To be called at the end of a run."""
+        """Sets ``kin``, at the end of a run."""
         kinds = set(map(type, self.passed))
         self.kin = [self.original(each) for each in self._known.values() if type(each) in kinds]
 
     def forget(self) -> None:
-        """Drops what only the run needed: a guard lives on."""
+        """Drops the data that only the run needed; the guard keeps the rest."""
         held = self._known, self._held, self.first, self.inputs, self._places, self._tables, self._insides, self.looks
         for each in held:
             each.clear()
