@@ -289,7 +289,7 @@ class Reads(CallAnalysis):
     def _look(self, frame: Frame, everything: bool = False) -> None:
         """Follows a function's known reads: the dependents of fresh results, or all reads (``everything``).
 
-        Skips arguments and results that were followed before (each step of a loop), unless a write may have happened since.
+        Skips arguments and results followed before (each step of a loop), unless a write may have happened since.
         """
         if not frame.fresh and not everything:
             return
