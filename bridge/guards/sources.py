@@ -286,7 +286,7 @@ class Sources(Insides):
         return self._constants(frame, heard)
 
     def _unheard(self, frame: Frame, source: Source) -> bool:
-        """Whether a key comes from a call of the other kind: each call has one source for Python and one for C functions."""
+        """Whether a key comes from a call of the other kind: a call has separate sources for Python and C functions."""
         kinds = self._expanded(frame, [source])
         return any(
             (each[0] == "called" and each[1] in frame.python) or (each[0] == "result" and each[1] in frame.heard)
