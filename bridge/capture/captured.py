@@ -1,4 +1,4 @@
-"""Captured call: a module's sample call as a functional ATen graph, with what training needs beside it."""
+"""Captured call: a module's sample call as a functional ATen graph, with the metadata that training needs."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ class Captured:
         module_name: class name of the module.
         graph: functional ATen graph; placeholders are bound by ``placeholders``.
         placeholders: name of each placeholder -> index into ``module_tensors + arguments`` (tied ones share one).
-        module_tensors: what the module owns, each once.
+        module_tensors: parameters, buffers and other tensors of the module, each once.
         arguments: the argument leaves that are tensors (fake), in pytree order.
         argument_leaves: all leaves of the arguments, tensors replaced by ``None``.
-        argument_is_tensor: which of them are tensors.
+        argument_is_tensor: for each leaf, whether it is a tensor.
         in_spec: pytree structure of ``(args, kwargs)``.
         results: for each leaf of the module's result, the graph node that computes it (``None``: not computed).
-        mutated: ``(index into module_tensors + arguments, node of its new value)`` pairs: what forward writes in place.
-        observation: what eager does, see :mod:`bridge.capture.observation`.
+        mutated: ``(index into module_tensors + arguments, node of its new value)`` of each input written in place.
+        observation: metadata of the eager run, see :mod:`bridge.capture.observation`.
         draw_of: name of each node that draws -> index into ``observation.draws``.
         literals: tensor literals of the module's code, by placeholder name.
         counters: attributes that each call counts up.
-        kept: places that each call sets; their values are the results behind the module's own.
-        readings: numbers that forward took out of tensors on the sample, in order.
-        read: the nodes of those numbers; ``None`` for those that are recomputed, for constants and what is certain.
-        recomputed: those that a call computes from its inputs by itself (:mod:`bridge.capture.precall_guards`).
-        by_draws: which of the readings draws alone decide, so that calls read others: indices.
-        extents: the symbols of the dimensions that vary; ``None``: every extent is a number. Where there are some,
-            shapes and strides in ``observation`` hold extents, and ``arguments`` are of the sample's sizes.
+        kept: places that each call sets; their values follow the module's own results.
+        readings: scalar guards, one for each number that forward read from a tensor on the sample, in order.
+        read: node of each number; ``None`` for a constant, a certain number and one that ``recomputed`` has.
+        recomputed: pre-call guard expressions of numbers (:mod:`bridge.capture.precall_guards`).
+        by_draws: indices of the readings that draws alone decide, so that other calls read other numbers.
+        extents: symbols of the dynamic dimensions; ``None``: every size is static. With symbols, shapes and strides in
+            ``observation`` hold extents, and ``arguments`` have the sample's sizes.
         argument_shapes, argument_strides: of ``arguments``, with extents; empty where ``extents`` is ``None``.
-        lines: of the guards that capturing gave ``extents``, where the question was asked.
-        counted: how many of ``arguments``, the last ones, are no argument's leaf: tensors without elements, of which
-            the first dimension is a number that a call computes from its inputs (:mod:`bridge.capture.counted_dims`).
-        device: of all tensors.
-        loops: whether its graph has one step in the place of a recorded loop's (:mod:`bridge.capture.loops`).
-        recording: what was recorded then, to be compared with another length (:mod:`bridge.capture.loops.lengths`).
-        any_length: where such a loop is of any length: which lengths are proven, and how others are.
+        lines: the user's line for each guard that the capture added to ``extents``.
+        counted: length of the tail of ``arguments`` that holds no argument's leaf but tensors without elements, whose
+            first dimension is a number that a call computes from its inputs (:mod:`bridge.capture.counted_dims`).
+        device: device of all tensors.
+        loops: whether the graph holds a recorded loop as one step (:mod:`bridge.capture.loops`).
+        recording: the loop's record, for the comparison with another length (:mod:`bridge.capture.loops.lengths`).
+        any_length: for a loop of any length: the lengths that are proven, and how to prove others.
     """
 
     module_name: str
@@ -95,7 +95,7 @@ class Captured:
 
     @property
     def decisions(self) -> list[Unsupported]:
-        """What each call decides anew, by draws."""
+        """Refusals of the numbers that draws decide anew in each call."""
         reason = f"{BY_DRAWS[0]} what comes next: a compiled call decides as the sample's"
         hint = "dispatch the modules inside (whole=False), or this module for one decision (whole=True)"
         where = dict.fromkeys(self.readings[place].where for place in self.by_draws)
@@ -111,8 +111,11 @@ class Captured:
 
     @property
     def read_again(self) -> dict[int, tuple[bool, bool]]:
-        """Inputs of which eager's backward reads what is in them when it comes: whether through views, too, and whether
-        it is a parameter (of which the compiled one does, saved or not: none is copied)."""
+        """Inputs that eager's backward reads at the time of the backward → (whether it reads views of them, whether the
+        input is a parameter).
+
+        The compiled backward reads every parameter then, because parameters are never copied.
+        """
         seen, written = self.observation, {index for index, _ in self.mutated}
         parameters = {index for index, each in enumerate(self.module_tensors) if each.kind == "parameter"}
         found = (seen.saved | seen.saved_views | parameters) - written - seen.checkpointed.keys()
@@ -120,16 +123,16 @@ class Captured:
 
     @property
     def left(self) -> dict[int, int]:
-        """Places in :attr:`mutated` of inputs that are overwritten behind autograd's back, each with its input."""
+        """Position in :attr:`mutated` → index, of each input that forward overwrites unseen by autograd."""
         written = self.observation.overwritten
         return {place: index for place, (index, _) in enumerate(self.mutated) if index in written}
 
     @property
     def watched(self) -> tuple[set[int], set[int]]:
-        """Inputs, and leaves of the result, in whose memory eager's autograd saves something as it is: its backward
-        raises where that has been written in place since the call."""
+        """Indices of the inputs and of the result's leaves whose memory eager's autograd saves uncopied: its backward
+        raises if that memory has been written in place since the call."""
         seen = self.observation
-        if seen.differentiates:  # what autograd saves was not looked at
+        if seen.differentiates:  # the run did not observe which tensors autograd saves
             return set(), set()
         written = {index for index, _ in self.mutated} | seen.overwritten | seen.checkpointed.keys()
         computed = {leaf for leaf, each in enumerate(self.outputs) if each.is_tensor and each.is_saved}
@@ -137,14 +140,14 @@ class Captured:
 
     @property
     def apart(self) -> tuple[set[int], set[int]]:
-        """Leaves of the result that the caller may change: those of which eager saves nothing at all, and those of
-        which it saves another tensor in the same memory, which does not follow ``tensor.data = other``."""
+        """Result leaves that the caller may change: (leaves of which eager saves nothing, leaves of which it saves
+        another tensor in the same memory, which does not follow ``tensor.data = other``)."""
         numbered = [(leaf, each) for leaf, each in enumerate(self.outputs) if each.is_tensor and not each.is_held]
         nothing = {leaf for leaf, each in numbered if not each.is_saved}
         return nothing, {leaf for leaf, _ in numbered} - nothing
 
     def input_name(self, index: int) -> str:
-        """What a module tensor or an argument is called: as the user has it."""
+        """The user's name of a module tensor or an argument."""
         owned = len(self.module_tensors)
         if index < owned:
             return self.module_tensors[index].name
@@ -152,6 +155,6 @@ class Captured:
         return next(names, f"argument {index - owned}")
 
     def written_name(self, index: int) -> str:
-        """What of :attr:`mutated` is called in a sentence."""
+        """The name of an input in :attr:`mutated` for messages."""
         kind = "buffer" if index < len(self.module_tensors) else "argument"
         return f"{kind} '{self.input_name(index)}'"

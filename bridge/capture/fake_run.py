@@ -1,7 +1,7 @@
-"""Run on fake tensors: the call of a real run once more, in the state that it left → its record, and refusals of what
-the two runs did differently.
+"""Fake run: the call of a real run once more, on fake tensors, in the state that it left → its record; and a comparison
+of the two records → refusals.
 
-The second run sees no numbers but those that the first one read: equal rows mean that nothing else decided about them.
+The fake run sees only the numbers that the real run read: equal rows mean that no other number decided them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NOTHING = object()
 
 @dataclass
 class FakeRecord:
-    """A run on fake tensors: its record, the mode; the objects in its result, and what the twin has copied."""
+    """A run on fake tensors: its record and mode, the leaves and objects of its result, and the twin's copies."""
 
     record: Record
     mode: FakeTensorMode
@@ -62,7 +62,7 @@ class FakeRecord:
 
 
 def _fake_mode(real: RealRun, dims: Sequence[DynamicDim]) -> tuple[FakeTensorMode, Symbols | None]:
-    """The mode of a run on fake tensors, and where sizes vary, what takes care of their symbols."""
+    """The fake tensor mode of a run, and the manager of its symbols for dynamic sizes (else ``None``)."""
     with fake_results_not_kept() if dims else nullcontext():
         sizes = {"shape_env": size_environment()} if dims else {}
         mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True, **sizes)
@@ -74,7 +74,7 @@ def _fake_mode(real: RealRun, dims: Sequence[DynamicDim]) -> tuple[FakeTensorMod
 
 
 def _faking(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A tensor → its fake one in a mode, the same for the same tensor."""
+    """Returns a function: tensor → its fake tensor in a mode, one for each tensor object."""
     fakes: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []
 
@@ -95,7 +95,7 @@ def fake_run_of(
     change: Callable[[nn.Module], Any] = lambda twin: None,
     dims: Sequence[DynamicDim] = (),
 ) -> FakeRecord:
-    """Runs the twin of a real run once more, on fake tensors, in the state that it was left in.
+    """Runs the twin of a real run once more, on fake tensors, in the state that the real run left.
 
     Args:
         change: called with this run's own twin before it runs.
@@ -129,7 +129,7 @@ def fake_run_of(
         functions_called = Functions(recorder)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)
         modes = modes_put_back(), quiet(), saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder
-        for tensor, _ in real.record.free.values():  # the very tensor in both runs
+        for tensor, _ in real.record.free.values():  # the same tensor object in both runs
             recorder.expect(tensor, fake(tensor))
         symbolic, asked = symbols is not None, functions_called.integer
         integers = integers_as_symbols(real.integers, asked) if symbolic else nullcontext()
@@ -151,11 +151,11 @@ def fake_run_of(
         clear_fake_memo(mode)
 
 
-# Differences: what a call did on real numbers and on fake tensors → refusals of what the two did differently.
+# Differences: the records of the real run and of the fake run → refusals.
 
 
 def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
-    """What the two runs did differently; the first row that is not the same."""
+    """Compares the two runs → a refusal for the first row that differs, or for the results."""
     ours, theirs = real.record, fake.record
     rows = [row for row in theirs.rows if row.op is not _SLICE or row.results.number not in theirs.same]
     for index, (a, b) in enumerate(zip(ours.rows, rows, strict=False)):
@@ -178,7 +178,7 @@ def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
 
 
 def _result(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
-    """What differs in the two results; rows are the same."""
+    """Compares the results of two runs with equal rows → at most one refusal."""
     ours, theirs = real.record, fake.record
     objects = list(zip(real.observation.objects, fake.objects, strict=False))
     real.observation.objects, fake.objects = [], []
@@ -203,13 +203,13 @@ def _is_same_constant(one: Any, other: Any) -> bool:
 
 
 def _same_literals(ours: Record, theirs: Record) -> bool:
-    """Whether two runs wrote the same numbers into the tensors that they made, bit by bit."""
+    """Whether two runs made the same tensors from Python numbers, bit by bit."""
     pairs = ((literal, theirs.literals.get(number)) for number, literal in ours.literals.items())
     return all(other is not None and same_numbers(literal, other) for literal, other in pairs)
 
 
 def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors that were made of numbers in Python hold the same, bit by bit."""
+    """Whether two tensors made from Python numbers are equal in dtype, shape and bits."""
     return one.dtype == other.dtype and one.shape == other.shape and _bits(one) == _bits(other)
 
 
@@ -219,9 +219,9 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 def _is_same(ours: Record, a: Row, theirs: Record, b: Row, *, given: bool = False) -> bool:
-    """Whether two rows are the same at the sample's sizes; ``given``: but for their results.
+    """Whether two rows are the same at the sample's sizes; ``given``: compare all but their results.
 
-    A part that is the whole there is an alias, as torch's indexing has it for static sizes.
+    A slice that spans the whole dimension equals ``alias``, which torch's indexing calls for static sizes.
     """
     op, args, kwargs = b.op, b.args, b.kwargs
     if a.op is aten.alias.default and op is _SLICE and _form(theirs, args[0]).shape == _form(theirs, b.results).shape:
@@ -233,7 +233,7 @@ def _is_same(ours: Record, a: Row, theirs: Record, b: Row, *, given: bool = Fals
 
 
 def _is_same_tree(ours: Record, one: Any, theirs: Record, other: Any) -> bool:
-    """Whether operands or results are: constants, values, and the shapes and types of these."""
+    """Whether operands or results are equal: constants, values, and shapes and dtypes of values."""
     if type(other) in SYMBOLIC:
         other = hint(other)
     if type(one) is ValueRef and type(other) is ValueRef:
@@ -249,7 +249,7 @@ def _is_same_tree(ours: Record, one: Any, theirs: Record, other: Any) -> bool:
 
 
 def _results(record: Record, row: Row) -> str:
-    """The results of a row as a user reads of them."""
+    """The results of a row, for messages."""
     forms = [record.forms[number] for number in values_in(renamed(row.results, record))]
     return ", ".join(f"{form.dtype} of shape {list(form.shape)}" for form in forms) or repr(row.results)
 

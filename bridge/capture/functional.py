@@ -1,7 +1,7 @@
-"""Functional graph: a training graph → core ATen operators that write nothing, with composite ones decomposed.
+"""Functionalization: a training graph → core ATen operators that write nothing, with composite ones decomposed.
 
-Each operator of the training graph runs once on fake tensors, under torch's functionalization; what it calls is written
-down, but for operators that are left whole (:mod:`bridge.capture.passes.decompositions`).
+Each operator of the training graph runs once on fake tensors, under torch's functionalization, which emits the
+operators that it calls. Some operators stay whole (:mod:`bridge.capture.passes.decompositions`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class FunctionalGraph:
     """A functional graph without an output.
 
     Attributes:
-        results: for each result of the training graph its node; what is no node stays.
-        written: of each placeholder that is written, by name, the node of its new value.
+        results: the node of each result of the training graph; a result that is no node stays.
+        written: name of each placeholder that is written → the node of its new value.
         drawing: the nodes that draw, in order.
     """
 
@@ -75,7 +75,7 @@ class FunctionalGraph:
 
 
 def functional_graph(training: TrainingGraph) -> FunctionalGraph | NotFunctional:
-    """The functional graph of a training graph, whose ``meta["custom"]`` its nodes hand on."""
+    """Functionalizes a training graph; the new nodes inherit its ``meta["custom"]``."""
     emitter = _Emitter(symbolic=training.mode.shape_env is not None)
     kinds = None if emitter.symbolic else _Kinds(emitter, any(map(_writes, training.graph.nodes)))
     values: dict[fx.Node, Any] = {}
@@ -93,7 +93,7 @@ def functional_graph(training: TrainingGraph) -> FunctionalGraph | NotFunctional
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 try:
                     made = node.target(*args, **kwargs) if kinds is None else kinds.call(node, args, kwargs, mode)
-                except Exception as error:  # noqa: BLE001 - whatever a formula of torch's raises
+                except Exception as error:  # noqa: BLE001 - a formula of torch's may raise any error
                     swallowed(error)
                     return NotFunctional(_not_made(node, error, emitter.symbolic), error)
                 if kinds is not None and node.meta.get(OF) is node.target and not _writes(node):
@@ -115,7 +115,7 @@ def _not_made(node: fx.Node, error: Exception, symbolic: bool) -> Unsupported:
 
 @dataclass(frozen=True)
 class NotFunctional:
-    """An operator gives something else on fake tensors than in eager, or cannot run there for its cause."""
+    """Refusal: an operator differs on fake tensors from eager, or cannot run on them because of ``cause``."""
 
     problem: Unsupported
     cause: Exception | None = None
@@ -124,11 +124,12 @@ class NotFunctional:
 def _other_than_eagers(
     node: fx.Node, made: Any, args: tuple, kwargs: dict[str, Any], memory: set[int]
 ) -> NotFunctional | None:
-    """What an operator gives on fake tensors in other forms than in eager, or in other memory, of some that is written:
-    ``reshape`` copies or views by strides, which fake tensors may have others of."""
+    """Compares an operator's results on fake tensors with eager's → a refusal where shapes or dtypes differ, or where
+    one is a view and the other a copy of memory that is written. (``reshape`` decides by strides, which may differ on
+    fake tensors.)"""
     where, ours, found = user_line(node.meta.get("stack_trace")), _tensors(node.meta["val"]), _tensors(made)
     here = memory_at(node)
-    if type(made) is tuple and len(ours) == len(found) == len(here) == len(made):  # those read: oneDNN has a workspace
+    if type(made) is tuple and len(ours) == len(found) == len(here) == len(made):  # oneDNN adds an unread workspace
         read = {user.args[1] for user in node.users if user.target is getitem and user.users}
         ours, found, here = ([each for place, each in enumerate(kind) if place in read] for kind in (ours, found, here))
     if [(each.shape, each.dtype) for each in ours] != [(each.shape, each.dtype) for each in found]:
@@ -146,8 +147,8 @@ def _other_than_eagers(
 
 
 def _is_given_away(node: fx.Node, memory: Sequence[int | None]) -> bool:
-    """Whether nothing but what an operator gives is left of memory: ``unsafe_chunk`` gives views, and its caller takes
-    them for tensors of their own."""
+    """Whether only an operator's results still use ``memory``: ``unsafe_chunk`` returns views that its caller treats as
+    separate tensors."""
     before = takewhile(lambda each: each is not node, node.graph.nodes)
     owners = {each for each in before if not set(memory).isdisjoint(memory_at(each))}
     return all(each.op == "call_function" and owners.issuperset({*each.users} - {node}) for each in owners)
@@ -158,7 +159,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a call may write in place, or looks at memory beside its tensors' elements."""
+    """Whether a call may write in place, or read memory outside of its tensors' elements."""
     if node.op != "call_function" or node.target is getitem:
         return False
     op = node.target
@@ -166,11 +167,11 @@ def _writes(node: fx.Node) -> bool:
 
 
 _UNTOLD = (aten.batch_norm, aten.instance_norm, aten.as_strided, aten._assert_async)
-"""Running statistics are written although the schema does not say so; an assertion is an effect."""
+"""Operators with effects that their schema does not state: running statistics, memory by strides, assertions."""
 
 
 class _Template(NamedTuple):
-    """What a call was brought into: the nodes of the tensors that it reads, all that were written down, its results."""
+    """The emitted form of a call: the nodes of its input tensors, the nodes that it emitted, its results."""
 
     inputs: list[fx.Node]
     nodes: list[fx.Node]
@@ -178,11 +179,11 @@ class _Template(NamedTuple):
 
 
 class _Kinds:
-    """Calls of one kind, the same operator with the same constants on tensors of the same layouts: the nodes that the
-    first one was brought into are written down again for each later one.
+    """Memo of functionalization: the first call of an operator with given constants and tensor layouts runs; later
+    equal calls repeat its nodes.
 
-    A formula sees nothing of its arguments but their layouts. Each call is made that may write, and in a graph with
-    such calls each whose results share memory, which functionalization has to know of.
+    A formula sees only the layouts of its arguments. Calls that may write always run. In a graph with writes, calls
+    whose results share memory always run, because functionalization tracks the sharing.
     """
 
     def __init__(self, emitter: _Emitter, writes: bool):
@@ -190,7 +191,7 @@ class _Kinds:
         self._known: dict[Any, _Template | None] = {}
 
     def call(self, node: fx.Node, args: tuple, kwargs: dict[str, Any], mode: Any) -> Any:
-        """What a call of the training graph gives."""
+        """Runs or repeats a call of the training graph → its functional result."""
         given: list[torch.Tensor] = []
         try:
             is_kind = not (node.target is getitem or _writes(node))
@@ -219,7 +220,7 @@ class _Kinds:
         return place, *form, inner.requires_grad
 
     def _learned(self, inputs: list, nodes: list, result: Any, args: tuple, kwargs: dict[str, Any]) -> _Template | None:
-        """``None`` for a call whose nodes cannot be written down again."""
+        """The template of a call, or ``None`` if its nodes cannot be repeated."""
         leaves = result if isinstance(result, list | tuple) else [result]
         known = {*inputs, *nodes}
         if not all(each is None or type(each) is FunctionalTensor for each in leaves):
@@ -258,8 +259,8 @@ def _inner(value: Any) -> Any:
 
 
 def drop_unused(graph: fx.Graph) -> None:
-    """Erases calls whose results nobody reads, and that have no effect; that one has run that may raise is asserted."""
-    for node in reversed(graph.nodes):  # torch drops unused draws too: who makes a call draws for it (bridge.rng)
+    """Erases calls without users and effects; one that may raise stays, with an assertion that it has run."""
+    for node in reversed(graph.nodes):  # unused draws go, as in torch: bridge.rng draws for them at each call
         if node.op == "call_function" and not node.users and node.target not in MARKS:
             if isinstance(node.target, OpOverload) and node.target in _EFFECTS:
                 continue
@@ -275,11 +276,11 @@ _library.define("ran(Tensor x) -> Tensor")
 for _kind in ("CompositeExplicitAutograd", "Meta"):
     _library.impl("ran", lambda x: torch.ones((), dtype=torch.bool, device=x.device), _kind)
 RAN = torch.ops.tvm_dispatch.ran.default
-"""True, once something has been computed."""
+"""Tensor → a true scalar, which is available once the tensor has been computed."""
 
 
 def is_for_errors(op: Any, args: Sequence[Any], value: Any) -> bool:
-    """Whether a call whose result nobody reads may raise an error, for which eager makes it."""
+    """Whether a call without users must stay because it may raise an error, as in eager."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     if not tensors:
         return False
@@ -304,7 +305,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class _Functional(DispatchMode, FunctionalTensorMode):
-    """Functionalization that decomposes composite operators, but for those that are left whole."""
+    """Functionalization that decomposes composite operators unless they stay whole."""
 
     def __init__(self, symbolic: bool) -> None:
         super().__init__()
@@ -312,7 +313,7 @@ class _Functional(DispatchMode, FunctionalTensorMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # asked of each tensor, several times
+            return args[0].fake_device  # a frequent query
         kwargs = kwargs or {}
         if _is_whole(func):
             args, kwargs = pytree.tree_map_only(FunctionalTensor, in_functional, (args, kwargs))
@@ -331,8 +332,8 @@ class _Functional(DispatchMode, FunctionalTensorMode):
 
 
 def _is_whole(func: Any) -> bool:
-    """Whether an operator is left whole, which makes a tensor in memory of its own: as told, or since eager has a
-    kernel for it on the device, which goes before what it is composed of."""
+    """Whether an operator stays whole: it is listed in :mod:`bridge.capture.passes.decompositions`, or it is composite
+    and eager prefers a kernel of its own on the device. Its results have memory of their own."""
     if func in whole_operators():
         return True
     if func.namespace != "aten" or func in formulas():
@@ -341,7 +342,7 @@ def _is_whole(func: Any) -> bool:
 
 
 class _Emitter(BelowFunctionalMode):
-    """Writes functional operators down, those with a decomposition as what that calls."""
+    """Emits functional operators as nodes; an operator with a decomposition emits the operators that it calls."""
 
     def __init__(self, *, symbolic: bool) -> None:
         super().__init__()
@@ -395,7 +396,7 @@ class _Emitter(BelowFunctionalMode):
         return result
 
     def emitted(self, func: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
-        """A node for a call of an operator, or an item of what one gives; what it is from is the current node's."""
+        """A node for a call of an operator or for an item of its result, with the current node's origin."""
         name = None if func is getitem else func.overloadpacket.__name__
         node = self.graph.create_node("call_function", func, args, kwargs, name=name)
         told = {} if self.current is None else self.current.meta

@@ -1,5 +1,4 @@
-"""Real run: a call is made once on real numbers, in eager's branches, on a twin of the module → its record, and what
-eager does."""
+"""Real run: one call on real numbers, in eager's branches, on a twin of the module → its record and eager metadata."""
 
 from __future__ import annotations
 
@@ -50,18 +49,18 @@ __all__ = ["Given", "RealRun", "attributes_of", "paths_of", "real_run_of", "save
 
 
 class Given:
-    """What a run is given: the module's tensors, its arguments, and the tensors among the attributes of modules.
+    """Inputs of a run: the module's tensors, the arguments, and tensors that are plain attributes of modules.
 
     Attributes:
-        tensors, real_tensors: the module's parameters and buffers; behind them, of what the compiled code takes beside
-            the arguments, plain attributes and free tensors that are read.
-        buffers: copies that the run has, each with the module's own.
-        computed: by the id of a leaf, the tensor with a graph that it stands for.
-        callers: the tensors among the arguments; ``args``, ``kwargs``: what the run has for these; ``leaves``,
-            ``in_spec``, ``arguments``: that flat, and the tensors in it.
-        owned: what the run has for the module's tensors.
-        attributes: paths of the tensors among the attributes of modules.
-        inputs: the run's: owned, arguments, attributes.
+        tensors, real_tensors: the module's parameters and buffers. :meth:`ordered` appends to ``tensors`` the plain
+            attributes and free tensors that the run reads.
+        buffers: pairs of the run's copy of a buffer and the module's own.
+        computed: id of a leaf -> the tensor with an autograd graph that it stands for.
+        callers: the caller's argument tensors.
+        args, kwargs: the run's own arguments; ``leaves``, ``in_spec``, ``arguments``: the same flat, and its tensors.
+        owned: the run's tensors in the place of the module's.
+        attributes: paths of the tensors that are plain attributes of modules.
+        inputs: owned, arguments and attributes, in this order.
     """
 
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
@@ -76,26 +75,26 @@ class Given:
         self.arguments = _tensors(self.leaves)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the twin has: a tensor that was computed with a gradient is an input, a leaf over the same memory."""
+        """The twin's tensor for one of the module's; a tensor with an autograd graph becomes a leaf over its memory."""
         if id(tensor) not in self._copies and not tensor.is_leaf:
             leaf = self._copies[id(tensor)] = tensor.detach().requires_grad_()
             self.computed[id(leaf)] = tensor
         return self._copies.get(id(tensor), tensor)
 
     def complete(self, twin: nn.Module) -> None:
-        """To be called when there is a twin, with :meth:`own` for tensors."""
+        """Sets ``owned``, ``attributes`` and ``inputs`` from a twin that was made with :meth:`own`."""
         self.owned = list(map(self.own, self.real_tensors))
         attributes = attributes_of(twin, [*self.owned, *self.arguments])
         self.attributes = list(attributes)
         self.inputs = [*self.owned, *self.arguments, *attributes.values()]
 
     def originals(self, prepared: PreparedTwin, origin: Mapping[int, Any]) -> dict[int, Any]:
-        """By the id of each copy, what it is a copy of; ``origin``: that of what is a copy itself."""
+        """Id of each copy -> its original; ``origin``: the same for originals that are copies themselves."""
         found = {id(made): each for each in self.real_tensors if (made := self._copies.get(id(each))) is not None}
         return found | {made: origin.get(id(each), each) for made, each in prepared.twin.originals.items()}
 
     def protected(self) -> Protected:
-        """The memory that the run may write, and that is not its own."""
+        """The memory that the run may write and does not own."""
         inner = [
             leaf
             for each, leaf in zip(self.callers, self.arguments, strict=True)
@@ -111,14 +110,12 @@ class Given:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The run's."""
+        """The run's parameters."""
         return [each for spec, each in zip(self.tensors, self.owned, strict=False) if spec.kind == "parameter"]
 
     def ordered(self, record: Record, read: Collection[int]) -> list[int]:
-        """The values of what the compiled code takes, in its order: of attributes those that are ``read``.
-
-        :attr:`tensors` has attributes and free tensors from then on.
-        """
+        """The values of the compiled code's inputs, in its order: module tensors, attributes that are in ``read``, free
+        tensors, arguments. Appends the attributes and free tensors to :attr:`tensors`."""
         behind = len(self.owned) + len(self.arguments)
         used = [place for place in range(behind, len(self.inputs)) if place in read]
         self.tensors += [_spec("attribute", self.attributes[place - behind], self.inputs[place]) for place in used]
@@ -133,17 +130,18 @@ class RealRun:
     """A run on real numbers.
 
     Attributes:
-        record, values: its rows, and the values that tensors are.
-        given: what it was given.
-        prepared: the module that ran, in the state that the run left.
-        observation: what eager does.
-        integers: the global names of code that made an integer of a tensor or asked for its length.
-        kept: places that it sets, whose values are results behind its own; ``left``: their structure and constants.
-        order: the values of what the compiled code takes.
-        results: the leaves of its result, values for tensors; the last of them are ``wholes``, results only for others
-            to be views of them.
-        final: of buffers that it sets to another tensor, and of parameters that it writes, what becomes of them.
-        loops: its record with the loops rolled up, if it has some.
+        record, values: its rows, and the map from tensors to values.
+        given: its inputs.
+        prepared: the twin that ran, in the state that the run left.
+        observation: eager metadata.
+        functions: uses of custom autograd Functions.
+        integers: globals of code that converted a tensor to an integer or took its length.
+        kept: places that it sets, whose values follow its own results; ``left``: their structure and constants.
+        order: the values of the compiled code's inputs.
+        results: the leaves of its result, values for tensors; the last ones are ``wholes``, which are results only as
+            bases of views.
+        final: input of a buffer that is set to another tensor, or of a parameter that is written → its last value.
+        loops: its record with the loops rolled up, if it has loops.
     """
 
     record: Record
@@ -166,17 +164,17 @@ class RealRun:
         return self.prepared.module
 
     def changed(self) -> list[str]:
-        """What it changed of the module's Python state, and outside of the module: ``"self.log"``, ``"global 'N'"``."""
+        """Names of Python state that it changed, inside and outside of the module: ``"self.log"``, ``"global 'N'"``."""
         attributes = [f"self.{name}" for name in self.prepared.before.changes()]
         return list(dict.fromkeys((*attributes, *self.observation.reads.changes())))
 
     @property
     def made(self) -> list[Any]:
-        """All that the run gives: results, buffers that are set to another tensor, and numbers that are read."""
+        """All outputs of the run: results, final values of buffers and parameters, and numbers that are read."""
         return [*self.results, *self.final.values(), *(each.numbers for each in self.record.reads)]
 
     def reset(self) -> None:
-        """Buffers of the twin hold the numbers that they had before the run."""
+        """Restores the numbers of the twin's buffers from before the run."""
         with torch.no_grad():
             for copy, original in self.given.buffers:
                 copy.detach().copy_(original)
@@ -184,7 +182,7 @@ class RealRun:
 
 @contextmanager
 def _nothing_saved(note: Callable[[torch.Tensor], None]) -> Iterator[list[bool]]:
-    """While active, autograd saves no tensors; the list is empty as long as none is asked for."""
+    """While active, autograd saves no tensors; the yielded list becomes non-empty when it needs one."""
     asked: list[bool] = []
 
     def unpack(saved: None) -> torch.Tensor:
@@ -197,7 +195,7 @@ def _nothing_saved(note: Callable[[torch.Tensor], None]) -> Iterator[list[bool]]
 
 @contextmanager
 def saved_here() -> Iterator[None]:
-    """While active, what autograd saves is no concern of a checkpoint around the call, which counts that."""
+    """While active, hides tensors that autograd saves from a checkpoint around the call, which would count them."""
     with nullcontext() if hooks_of_saved() is None else saved_tensors_hooks(_itself, _itself):
         yield
 
@@ -235,16 +233,14 @@ def real_run_of(
     """Runs ``module(*args, **kwargs)`` on real numbers; neither its tensors nor the generators change.
 
     Args:
-        saves: whether autograd saves tensors, as it has to where forward runs a backward. Else its graphs have their
-            nodes alone, and the run takes no more memory than one without grad mode.
-
+        saves: whether autograd saves tensors, as a backward inside forward needs. Without them the run takes no more
+            memory than one without grad mode.
         kept: places that the call sets (:mod:`bridge.capture.kept_state`), as the module has them.
-        origin: where the module is the twin of an earlier run: of its copies, by id, what they are copies of.
-        writing: of Functions that write what autograd follows: see
-            :class:`bridge.capture.custom_functions.CustomFunctions`.
+        origin: if the module is the twin of an earlier run: id of each of its copies -> the original.
+        writing: see :class:`bridge.capture.custom_functions.CustomFunctions`.
 
     Raises:
-        SavedTensorsNeededError: without them forward may have gone another way.
+        SavedTensorsNeededError: autograd needed saved tensors, and ``saves`` is false.
     """
     given = Given(module, args, kwargs)
     prepared = PreparedTwin(module, given.own, watched=True)
@@ -269,7 +265,7 @@ def real_run_of(
 
 
 class _Before(NamedTuple):
-    """What a run may change: geometries of its inputs, buffers by name, the twin's registries of these."""
+    """State that a run may change: geometries of its inputs, buffers by name, the twin's buffer registries."""
 
     geometry: list[tuple]
     named: dict[str, torch.Tensor]
@@ -277,13 +273,13 @@ class _Before(NamedTuple):
 
 
 class _Watch:
-    """A run of a twin on real numbers, and what is seen of it.
+    """A run of a twin on real numbers under all recorders.
 
     Attributes:
-        rules, observation: what stands in the way, and what eager does.
-        recorder, functions, calls, draws, saved, cached: what notes rows, the user's Functions, torch's functions,
-            draws, what autograd saves, and functions that cache.
-        asked: whether autograd was asked for what was saved.
+        rules, observation: refusals, and eager metadata.
+        recorder, functions, calls, draws, saved, cached: recorders of rows, custom autograd Functions, torch's
+            functions, draws, tensors that autograd saves, and functions with a cache.
+        asked: non-empty if autograd needed a saved tensor.
     """
 
     def __init__(self, given: Given, prepared: PreparedTwin, saves: bool, writing: Mapping[type, Any]):
@@ -305,7 +301,7 @@ class _Watch:
         self.draws.underived = rules.underived
 
     def run(self, module: nn.Module, origin: Mapping[int, Any]) -> Any:
-        """What forward returns; ``module``: that the twin is of."""
+        """Runs the twin of ``module`` → forward's result."""
         given, prepared, rules, calls = self.given, self.prepared, self.rules, self.calls
         followed = [each for each in given.inputs if each.is_leaf and each.requires_grad]
         self.now: list[tuple] = []
@@ -343,12 +339,12 @@ class _Watch:
         return result
 
     def judge(self, module_name: str) -> None:
-        """Notes what the run has changed of what it was given, and of modes."""
+        """Notes changes by the run to its inputs and to modes, and which inputs autograd saves."""
         given, rules, observation = self.given, self.rules, self.observation
         inputs, before, now = given.inputs, self.before, self.now
         rules.shared_by_functions |= self.functions.applied.shared
         observation.counted = rules.memory.counted(inputs)
-        at_first = [  # statistics that the first batch gives a size; a buffer whose gradient forward asks for
+        at_first = [  # statistics whose size the first batch sets; a buffer on which forward sets requires_grad
             Unsupported(f"{spec.kind} '{spec.name}'", "forward", f"forward {what}", CALL_BEFORE)
             for spec, then, each in zip(given.tensors, before.geometry, now, strict=False)
             if (what := _SHAPED if then[0] != each[0] else _FOLLOWED if then[:-1] == each[:-1] and then != each else "")
@@ -379,10 +375,10 @@ class _Watch:
             rules.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
 
     def finals(self, *, is_first: bool) -> dict[int, ValueRef]:
-        """Buffers that forward sets to another tensor, and parameters that it writes: what becomes of each; the old one
-        is put back, with its numbers.
+        """Input of a buffer that forward sets to another tensor, or of a parameter that it writes → its last value.
 
-        A buffer that was none before, or that the first run gives another form, stays as it is for the next run.
+        Puts the old buffers back, with the new numbers where the shapes are equal. A buffer that was ``None``, or whose
+        shape or dtype the first run changes, stays set for the next run.
         """
         inputs, rules, named = self.given.inputs, self.rules, self.before.named
         now = dict(self.prepared.module.named_buffers(remove_duplicate=False))
@@ -413,7 +409,7 @@ class _Watch:
         return found | {n: ValueRef(n) for n, each in written if storage_id(each) in rules.written_parameters}
 
     def describe(self, run: RealRun, result: Any, module_name: str) -> None:
-        """Notes what the run returns, and in which order the compiled code takes what it reads."""
+        """Notes the run's results, and the order of the compiled code's inputs."""
         given, rules, observation, record = self.given, self.rules, self.observation, run.record
         observation.objects = objects_of(result)
         for each in observation.objects:
@@ -455,13 +451,13 @@ def _spec(kind: str, name: str, tensor: torch.Tensor, held: Any = None) -> Modul
 
 
 def _reader(record: Record, row: int) -> str:
-    """What a free tensor is called: the line that reads it first."""
+    """The name of a free tensor: the line that reads it first."""
     where = record.rows[row].where if row < len(record.rows) else None
     return "forward" if where is None else line_of(where)
 
 
 def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
-    """Inputs that an observation speaks of, by their places in the run → by those in the compiled code's order."""
+    """Renumbers the inputs in an observation: from positions in the run to positions in the compiled code's order."""
     reads = observation.reads
     reads.tensors = {(index_of[place], name): None for place, name in reads.tensors if place in index_of}
     for name in ("counted", "saved", "saved_views", "overwritten"):
@@ -480,7 +476,7 @@ _SHAPED, _FOLLOWED = "gives it another shape", "sets requires_grad of it"
 
 
 def _is_filled(before: torch.Tensor | None, after: Any, is_first: bool) -> bool:
-    """Whether it is a first call that sets a buffer: it was none, or has another form from then on."""
+    """Whether this call initializes a buffer: it was ``None``, or a first call changes its dtype or shape."""
     if before is None or not (is_first and isinstance(after, torch.Tensor)):
         return before is None
     return (before.dtype, before.shape) != (after.dtype, after.shape)

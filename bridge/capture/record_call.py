@@ -1,4 +1,4 @@
-"""Recorded call: a module's sample call → its runs, a key that equal calls have, and what is captured of it."""
+"""Recorded call: a module's sample call → its real and fake run, a key that equal calls share, its captured graph."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = ["RecordedCall", "capture", "record_call"]
 def record_call(call: SampleCall) -> RecordedCall:
     """Runs a call in the module's current mode, on real numbers and on fake tensors.
 
-    Python attributes that forward sets once are left set; all else is as it was.
+    Python attributes that forward sets once stay set; all other state is restored.
 
     Raises:
-        UnsupportedModule: what a compiled call cannot do exactly.
-        Exception: eager's own, where the sample is one that PyTorch itself refuses.
+        UnsupportedModule: a compiled call cannot do exactly the same.
+        Exception: eager's own, if PyTorch itself refuses the sample.
     """
     check_call(call)
     refuse_numbers(call.name, call.dims)
@@ -45,9 +45,9 @@ def record_call(call: SampleCall) -> RecordedCall:
 
 
 def capture(call: SampleCall, looped: LoopedCall | None = None) -> Captured:
-    """A captured call, as :func:`record_call` and :meth:`RecordedCall.captured`.
+    """Records and captures a call (:func:`record_call`, then :meth:`RecordedCall.captured`).
 
-    ``looped``: its run, with loops of any length.
+    ``looped``: an existing run of it, with loops of any length.
     """
     if looped is not None:
         with working_for(device_of_call(call)), recording():
@@ -57,20 +57,17 @@ def capture(call: SampleCall, looped: LoopedCall | None = None) -> Captured:
 
 @dataclass
 class RecordedCall:
-    """A call and its runs.
-
-    Attributes:
-        call: it; ``steady``: the runs.
-    """
+    """A call and its runs (``steady``)."""
 
     call: SampleCall
     steady: SteadyCall
 
     @cached_property
     def key(self) -> tuple | None:
-        """Equal for calls that do the same; ``None`` where that cannot be told, or the call has more than its graph.
+        """A key that is equal only for calls that compute the same; ``None`` if the record cannot tell that, or if the
+        call has effects beyond its graph (counters, kept places, tensors outside of the module).
 
-        Where sizes vary, for all sizes that a call with these conditions serves; asked before :meth:`captured`.
+        With dynamic sizes, equal keys hold for all sizes that satisfy the conditions. Call it before :meth:`captured`.
         """
         real, fake = self.steady.real, self.steady.fake
         if (
@@ -89,7 +86,7 @@ class RecordedCall:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Fields of :class:`Captured` that are this call's own, where another one like it was lowered before."""
+        """The fields of :class:`Captured` in which this call differs from an equal call that was lowered before."""
         real, fake = self.steady.real, self.steady.fake
         return {
             "module_name": self.call.name,
@@ -107,7 +104,7 @@ class RecordedCall:
     def captured(self) -> Captured:
         """The call as a functional graph.
 
-        What this does not hold exactly is listed in ``problems``; importing the graph refuses it together with the
+        ``problems`` lists what the graph does not do exactly. The import refuses these problems together with
         operators that have no conversion.
         """
         call = self.call
@@ -118,19 +115,19 @@ class RecordedCall:
 
 # Record key: the record of a call → a digest by which calls are compared; equal keys are the same function.
 #
-# It has the operators in order, their constants, which values they read and made, the forms of these, grad modes and
-# autocast, draws, numbers written in the code; no user's line and no module path: equal layers have equal keys.
+# It covers the operators in order, their constants, the values that they read and make with their metadata, grad modes,
+# draws and numbers written in the code. It leaves out lines and module paths: equal layers have equal keys.
 
 
 def observed_key(
     record: Record, results: Any, final: dict[int, ValueRef], observation: Observation, reads: tuple
 ) -> tuple | None:
-    """What a call did: its record and what it returned; ``None`` where that cannot be compared with another call.
+    """The key of a call's record and result; ``None`` if it cannot be compared with another call's.
 
     Args:
         results: the leaves of its result, values for tensors.
-        final: of the inputs that are buffers which it sets to another tensor, the value of that one.
-        reads: keys of the numbers that Python was given.
+        final: input that is a buffer which forward sets to another tensor → the value of that tensor.
+        reads: keys of the scalar guards.
     """
     if observation.unsupported or observation.objects:
         return None
@@ -139,7 +136,7 @@ def observed_key(
     if digest is None or None in outputs:
         return None
     drawn = hashlib.sha256(repr(observation.draws).encode()).hexdigest()  # rows do not name the kernels that drew
-    # what is refused of inputs that are read again is asked at the capture alone
+    # only a capture refuses inputs that the backward reads again: equal keys must agree on them
     again = tuple(sorted(observation.checkpointed)), tuple(sorted(observation.overwritten))
     return digest, outputs, observation.out_spec, (reads, observation.reads_validation), again, drawn
 
@@ -162,11 +159,11 @@ def record_key(record: Record, results: Any) -> str | None:
 
 
 def key_of_sizes(record: Record, results: Any, out_spec: Any, draws: list[Draw], env: Any) -> str | None:
-    """The digest of a run on symbolic sizes: its rows, forms, results and draws with expressions, and its conditions.
+    """The digest of a run on symbolic sizes: its rows, layouts, results and draws with expressions, and its conditions.
 
-    Symbols are called by the arguments' places, so equal calls have equal expressions. Two calls of one digest run the
-    same operators for all sizes for which the conditions hold, and both have these conditions as guards. To be asked
-    before anything else asks the environment. ``None`` if an operand is no plain constant.
+    Symbols are named by the arguments' positions, so equal calls have equal expressions. Two calls with one digest run
+    the same operators for all sizes that satisfy the conditions, and both have the conditions as guards. Call it before
+    other queries add conditions to the environment. ``None`` if an operand is no plain constant.
 
     Args:
         results: the leaves of its result, values for tensors.
@@ -186,7 +183,7 @@ def key_of_sizes(record: Record, results: Any, out_spec: Any, draws: list[Draw],
 
 
 def _draw_key(draw: Draw) -> str:
-    """A draw with expressions for sizes; fields that its comparison leaves out are in it."""
+    """A draw as text with expressions for sizes, including the fields that its comparison leaves out."""
     return repr(each_mapped(draw, fixed))
 
 
@@ -207,5 +204,5 @@ def _output_key(output: Output) -> tuple | None:
 
 
 def _fixed(value: Any) -> Any:
-    """Sizes as expressions, which hash and compare without asking anything."""
+    """Sizes as expressions, which hash and compare without adding a condition."""
     return tuple(map(fixed, value)) if type(value) is tuple else fixed(value)

@@ -1,7 +1,6 @@
-"""Recorded call: two runs of a module's sample call → what was captured.
+"""Captured call from a record: a module's real and fake run → :class:`bridge.capture.captured.Captured`.
 
-The record is brought into a functional ATen graph by passes that work on the record alone; the user's code does not run
-again.
+Passes turn the record into a functional ATen graph; the user's code does not run again.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ log = channel("dispatch")
 def captured_of(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], call: SteadyCall
 ) -> Captured:
-    """The captured call of a recorded one; ``dims``: dimensions of arguments whose sizes become extents."""
+    """Captures a steady call from its runs; ``dims``: dimensions of arguments whose sizes become extents."""
     captured = _captured(module, args, kwargs, call.real, call.fake, call.problems)
     if dims:
         captured = recorded_with_extents(captured, dims, call.real, call.fake, args, kwargs)
@@ -60,7 +59,7 @@ def captured_of(
 def captured_of_any_length(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], call: LoopedCall
 ) -> Captured:
-    """The captured call of loops of any length."""
+    """Captures a call whose loops have any length."""
     fake = run_of_any_length(call, args, kwargs, dims)
     captured = captured_of(module, args, kwargs, dims, SteadyCall(call.real, fake, (), []))
     return replace(captured, loops=True, recording=call.form, any_length=call.any_length)
@@ -162,7 +161,7 @@ def _traced(
 
 
 def _prepared(graph: fx.Graph, record: Record, real: RealRun, placeholders: dict[str, int]) -> list[Unsupported]:
-    """Rewrites a training graph so that nothing in it depends on grad modes; what that cannot express."""
+    """Rewrites a training graph so that nothing in it depends on grad modes → refusals."""
 
     def needs_grad(node: fx.Node) -> bool:
         return node.name in placeholders and record.forms[placeholders[node.name]].requires_grad
@@ -177,8 +176,8 @@ def _prepared(graph: fx.Graph, record: Record, real: RealRun, placeholders: dict
 
 
 def _explained(observation: Observation) -> list[Unsupported]:
-    """What cannot be expressed; where forward runs a backward, that is why: its formulas read what is inside of
-    operators."""
+    """The refusals to report. If forward runs a backward, one refusal that names the derivative replaces them, because
+    its formulas read values inside of operators."""
     problems = observation.unsupported
     named = [each for each in problems if each.op.startswith("torch.autograd.grad")]
     if not observation.differentiates or named:
@@ -189,7 +188,7 @@ def _explained(observation: Observation) -> list[Unsupported]:
 
 
 def _free(real: RealRun) -> list[Unsupported]:
-    """Free tensors for which no guard would see that another one takes their place."""
+    """Refusals of free tensors that could be replaced by others without a guard seeing it."""
     found, reads = [], real.observation.reads
     for tensor, index in real.record.free.values():
         problem = tensor_problem(tensor)
@@ -208,7 +207,7 @@ def _free(real: RealRun) -> list[Unsupported]:
 
 
 def _input_names(module: nn.Module, args: tuple, kwargs: dict[str, Any], real: RealRun) -> list[str]:
-    """A name of each input of the run, as torch.export would call its placeholder."""
+    """A name for each input of the run: torch.export's name of its placeholder."""
     prefixes = {"parameter": "p_", "buffer": "b_"}
     found = [prefixes[each.kind] + _word(each.names[0]) for each in real.given.tensors[: len(real.given.real_tensors)]]
     signature = inspect.signature(module.forward)

@@ -1,7 +1,7 @@
-"""Recorder: forward runs under it → the :class:`bridge.capture.rows.Record` of the operators that it called.
+"""Operator recorder: a dispatch mode around forward → the :class:`bridge.capture.rows.Record` of its operators.
 
-It sees operators above autograd and autocast: ``aten.linear``, ``aten.dropout``, ``aten.lstm.input`` whole, ``detach``,
-views and writes in place as forward makes them. It does nothing to them; what comes out is eager's.
+The mode sees operators above autograd and autocast: ``aten.linear``, ``aten.dropout``, ``aten.lstm.input`` whole,
+``detach``, views and writes in place as forward makes them. It changes nothing: the results are eager's.
 """
 
 from __future__ import annotations
@@ -71,21 +71,20 @@ READS = {
     aten.equal.default: "equal",
     aten.allclose.default: "allclose",
 }
-"""Operators that give Python a number of a tensor -> its name in :data:`bridge.capture.scalar_guards.numbers_of`."""
+"""Operators that return a tensor's number to Python -> its name in :data:`bridge.capture.scalar_guards.numbers_of`."""
 _OF_TWO = ("equal", "allclose")
-"""Those that compare two tensors; the others are for one number."""
+"""Reads that compare two tensors; other reads take one number."""
 _FRESH = (aten.lift_fresh.default,)
-"""What takes a tensor made of numbers in the code: the very tensor in eager, another one among fakes."""
+"""Operators that lift a tensor of numbers in the code: eager returns the same tensor, fake mode another one."""
 _QUESTIONS = ("prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel")
 _QUESTIONS += ("aten::sym_storage_offset", "aten::is_contiguous", "aten::_version", "aten::dim", "aten::size")
-"""Operators that ask for metadata: no rows."""
+"""Operators that return metadata: no rows."""
 _OUTSIDE = PreparedTwin.__call__.__code__
-"""The code of what calls forward."""
+"""The code of forward's caller."""
 
 
 class _Facts(NamedTuple):
-    """What is asked of each operator that is called: whether it asks for metadata, reads numbers, makes a tensor of
-    numbers in the code, writes."""
+    """Whether an operator returns metadata, reads numbers, lifts a tensor of numbers in the code, writes."""
 
     is_question: bool
     reads: bool
@@ -100,7 +99,7 @@ def _facts(func: Any) -> _Facts:
 
 
 def nested(op: str, where: str) -> Unsupported:
-    """Makes a nested tensor, or takes one."""
+    """The refusal of an operator that takes or returns a nested tensor."""
     return Unsupported(op, where, "takes or gives a nested tensor, whose rows have sizes of their own", _PAD)
 
 
@@ -111,20 +110,20 @@ class OperatorRecorder(PreDispatchMode):
     """While active, records the operators that this thread calls.
 
     Args:
-        inputs: the tensors that the run is given, in order; of one object that is there twice the first place counts.
-        paths: of each module, by its id, the dotted path.
-        draws: draws that were made so far; how many there are before and after each row is noted.
-        protected: is told (``add``) of tensors from elsewhere, and (``note``) of tensors before they are written.
-        answers: of a run on fake tensors, the record of the run on real ones: it tells the numbers that forward reads.
-        symbols: of such a run on symbolic sizes, what it takes care of.
-        mode: of such a run, if it takes what rows give from the record of the other one: that of its fake tensors.
+        inputs: the run's input tensors, in order; an object that occurs twice has its first position.
+        paths: id of each module -> its dotted path.
+        draws: the list of draws so far; rows note its length before and after.
+        protected: receives tensors from elsewhere (``add``), and tensors before they are written (``note``).
+        answers: in a fake run, the record of the real run, which has the numbers that forward reads.
+        symbols: in a fake run on symbolic sizes, the manager of the symbols.
+        mode: in a fake run that replays rows of ``answers``, the mode of its fake tensors.
 
     Attributes:
-        record: what was recorded so far.
-        judge: is told of each operator in the run on real numbers: its tensors, what it wrote and what it gave.
-        asked: what the function that is called reads, of :data:`bridge.capture.scalar_guards.numbers_of`, where
-            the operator that it calls reads another number.
-        paused: whether operators that are called are none of forward's.
+        record: the record so far.
+        judge: in the real run, called with each operator, its tensors, the written ones and its results.
+        asked: the name in :data:`bridge.capture.scalar_guards.numbers_of` of the number that the running function
+            reads, if its operator reads another number.
+        paused: whether operators run that are not forward's.
     """
 
     def __init__(
@@ -151,18 +150,18 @@ class OperatorRecorder(PreDispatchMode):
         self.values = Values(self.record, inputs, answers is None, self._replayed is not None, met)
 
     def stand_for(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """A tensor that no row has made has the numbers and the memory of another one."""
+        """Gives a tensor that no row made the value of another tensor, whose numbers and memory it has."""
         self.values.note(tensor, self.values.of(value).number)
 
     def expect(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
-        """In a run on fake tensors: what a real tensor from elsewhere is there."""
+        """In a fake run: sets the fake tensor for a real tensor from elsewhere."""
         self._expected[id(tensor)] = tensor, fake
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._expected.get(id(tensor), (None, tensor))[1]
 
     def told(self, number: int) -> torch.Tensor:
-        """In a run on fake tensors: the tensor for a value of the run on real ones."""
+        """In a fake run: the tensor for a value of the real run."""
         tensor = self.values.tensor_of(number)
         if tensor is None:
             self.values.of(tensor := self._as_fake(self.answers.free[number][0]))
@@ -178,13 +177,13 @@ class OperatorRecorder(PreDispatchMode):
         if is_mapped:
             if not is_only_mapped():
                 raise UnsupportedModule("", [_transform(self._place_of_call()[0])])
-            if any(map(has_wrapper, tensors)):  # what this calls on plain tensors are the rows
+            if any(map(has_wrapper, tensors)):  # the calls below it, on plain tensors, become the rows
                 with self:
                     return called_below(func, tensors, args, kwargs)
         if facts.reads:
             return self._number(func, args, kwargs)
         if self.answers is not None and func is aten.contiguous.default and self._is_contiguous(*args, **kwargs):
-            return args[0]  # no operator is called for real tensors that are
+            return args[0]  # for contiguous real tensors no operator runs
         place, before = self._place_of_call(), len(self._draws)
         grad = torch.is_grad_enabled()
         if facts.is_fresh:
@@ -230,12 +229,12 @@ class OperatorRecorder(PreDispatchMode):
         return result
 
     def _answer(self) -> Row | None:
-        """The row of the run on real tensors that the next one should be."""
+        """The row of the real run at the position of the next row."""
         rows, place = self.answers.rows, len(self.record.rows) - len(self.record.same)
         return rows[place] if place < len(rows) else None
 
     def _is_contiguous(self, tensor: torch.Tensor, **memory_format: Any) -> bool:
-        """Whether what a fake tensor is in the run on real ones is contiguous, and no row says that it was made so."""
+        """Whether a fake tensor's real counterpart was contiguous already, so that the real run called no operator."""
         number, known = self.values.number_of(tensor), self._answer()
         number = self.record.same.get(number, number)
         is_made = known is not None and known.op is aten.contiguous.default and known.args[0] == ValueRef(number)
@@ -246,13 +245,13 @@ class OperatorRecorder(PreDispatchMode):
             return torch.empty_strided(form.shape, form.stride, device="meta").is_contiguous(**memory_format)
 
     def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], operands: tuple, where: Any) -> Any:
-        """What an operator gives on fake tensors: where it is the one that comes next, what it gave on real ones."""
+        """Runs an operator on fake tensors → its result; an expected operator's result is made from the real row."""
         known = self._answer()
         known = known if known and known.op is func and not self.record.raises(func, self.answers) else None
         if known is not None and type(known.results) is ValueRef and not _facts(func).writes:
             for given, value in zip(args, operands[0], strict=True):
                 if type(value) is ValueRef and self.record.same.get(value.number, value.number) == known.results.number:
-                    return given  # an operator that does nothing returns what it was given
+                    return given  # an operator that does nothing returns its operand
         if self._symbols is None and innermost_transform() is not None:
             return func(*args, **kwargs)
         if known is not None and self._replayed is not None and self._replayed.gives[len(self.record.rows)]:
@@ -267,8 +266,8 @@ class OperatorRecorder(PreDispatchMode):
     # Opened operators
 
     def _inside(self, func: Any, tensors: Sequence, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, bool]:
-        """What an operator gives that may be opened, ``NotImplemented`` for any other; whether what it calls is in the
-        record in its place."""
+        """Runs an operator that may be opened → (its result, whether the record has the operators that it called in its
+        place); ``(NotImplemented, False)`` for other operators."""
         opened = opening(func, tensors, args, kwargs)
         if opened is not None and not opened.is_certain and self.answers is not None:
             known = self._answer()
@@ -277,7 +276,7 @@ class OperatorRecorder(PreDispatchMode):
             return NotImplemented, False
         begun = self.values.begin()
         self._openings.append(opened)
-        keep = True  # an error leaves what came before it
+        keep = True  # the rows before an error stay
         try:
             with self:
                 if self._symbols is not None and (formula := self._symbols.inside(func)) is not None:
@@ -291,8 +290,8 @@ class OperatorRecorder(PreDispatchMode):
         return result, keep
 
     def _casts(self, func: Any, args: tuple) -> torch.Tensor | None:
-        """Autocast calls an operator: a cast that it has kept in the run on real numbers alone, of a call that was
-        replayed, is returned."""
+        """The result of a cast that autocast's cache had in the real run, if the fake run's cache lacks it because the
+        first cast was replayed; ``None`` for other operators that autocast calls."""
         for each in self._openings:
             each.has_cast = True
         record = self.record
@@ -311,12 +310,12 @@ class OperatorRecorder(PreDispatchMode):
     # Calls of functions
 
     def __enter__(self) -> OperatorRecorder:
-        if self._depths is None:  # that of functions is left while they are called
+        if self._depths is None:  # the function mode is off the stack while a function runs
             self._depths = len_dispatch_stack(), len_function_stack() - 1
         return super().__enter__()
 
     def modes(self) -> tuple | None:
-        """What decides which operators a function calls, beside what it is given; ``None`` where it may be more."""
+        """The modes that decide, beside the arguments, which operators a function calls; ``None`` if others may."""
         if self.paused or (self.answers is not None and self._replayed is None):
             return None
         if (len_dispatch_stack(), len_function_stack()) != self._depths or innermost_transform() is not None:
@@ -324,7 +323,7 @@ class OperatorRecorder(PreDispatchMode):
         return torch.is_grad_enabled(), _autocast(), torch.get_default_dtype()
 
     def replay(self, call: FunctionCall) -> Any:
-        """What a call gave in the run on real numbers; its rows are appended. ``NotImplemented``: it is to be made."""
+        """Replays a call of the real run → its result, and appends its rows; ``NotImplemented`` if it must run."""
         record, answers = self.record, self.answers
         start = len(record.rows)
         if not all(self._replayed.gives[start : call.stop]) or len(record.forms) != call.first:
@@ -338,7 +337,7 @@ class OperatorRecorder(PreDispatchMode):
         return made[0] if call.kind is None else call.kind(made)
 
     def _whole_slice(self, func: Any, operands: tuple, args: tuple, rest: tuple) -> torch.Tensor:
-        """A part that is the whole at the sample's sizes, of which the run on real numbers has no row."""
+        """Records a slice that spans the whole tensor at the sample's sizes; the real run has no row for it."""
         record, (whole, *_) = self.record, operands[0]
         result = func(*args)
         number = -1 - len(record.same)
@@ -351,7 +350,7 @@ class OperatorRecorder(PreDispatchMode):
     # Readings
 
     def _number(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What an operator tells Python of the numbers in a tensor."""
+        """Runs or answers an operator that reads a number of a tensor → its Python value."""
         name, self.asked = self.asked or READS[func], None
         if not isinstance(args[0], torch.Tensor):  # a constant of a TorchScript graph
             return args[0]
@@ -370,16 +369,16 @@ class OperatorRecorder(PreDispatchMode):
         given: Callable[[Any], Any] = lambda value: value,
         **size: bool,
     ) -> Any:
-        """Notes that forward reads numbers, and returns what Python is given for them.
+        """Notes that forward reads numbers → the Python value that the real run found.
 
         Args:
-            numbers: a tensor of them, which nobody writes.
-            value: the numbers, called in the run on real ones.
-            given: the numbers → what Python is given, which the run on fake tensors gives as well.
+            numbers: a tensor of the numbers, which is never written.
+            value: returns the numbers; called in the real run.
+            given: the numbers → the Python value, which the fake run returns as well.
             size: as in :class:`bridge.capture.scalar_guards.ScalarGuard`.
 
         Raises:
-            ReadsDifferError: in the run on fake tensors: the other one has read something else.
+            ReadsDifferError: in the fake run: the real run read something else.
         """
         if (inside := backward_running()) is not None:
             inside.unheld = "reads a number"
@@ -403,7 +402,7 @@ class OperatorRecorder(PreDispatchMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """While active, operators are none of forward's."""
+        """While active, operators are not recorded."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -411,7 +410,7 @@ class OperatorRecorder(PreDispatchMode):
             self.paused = before
 
     def _literal(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A tensor made of numbers that are written in the code."""
+        """Lifts a tensor of numbers in the code, and records its numbers."""
         result = func(*args, **kwargs)
         if self.values.number_of(result) is None:
             number = self.values.new(result, made=True)
@@ -421,7 +420,7 @@ class OperatorRecorder(PreDispatchMode):
     def _place_of_call(self) -> tuple[tuple[str, int] | None, str]:
         """The user's line, and the path of the innermost module that runs."""
         if self.answers is not None and self._symbols is None and (known := self._answer()) is not None:
-            return known.where, known.path  # the walk takes as long as all else of a row
+            return known.where, known.path  # the walk would double the time of a row
         where, path = None, None
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and (where is None or path is None):
@@ -465,8 +464,8 @@ def _autocast() -> tuple[torch.dtype | None, bool]:
 
 
 def _own_results(func: Any, args: tuple, result: Any, known: Row) -> Any:
-    """The results of an operator on fake tensors, with copies for operands that torch's formula returns where the
-    operator makes tensors of its own; ``known``: the row of the operator itself."""
+    """The results of an operator on fake tensors, with clones for operands that torch's formula returns although the
+    operator makes new tensors; ``known``: the operator's row in the real run."""
     if type(result) is FakeTensor and not any(each is result or type(each) in (list, tuple) for each in args):
         return result
     given = set(map(id, _tensors_in(args)))

@@ -43,7 +43,7 @@ _WRAPPERS = {
 
 
 def check_call(call: SampleCall) -> None:
-    """Raises :class:`UnsupportedModule` for what is never captured: lazy parameters, hooks inside, odd arguments."""
+    """Raises :class:`UnsupportedModule` for lazy parameters, inner backward hooks, wrappers and odd arguments."""
     module, name = call.module, call.name
     _refuse_scripted(module, name)
     _refuse_uninitialized(module, name)
@@ -53,12 +53,12 @@ def check_call(call: SampleCall) -> None:
 
 
 def device_of_call(call: SampleCall) -> torch.device:
-    """The device of everything that a call works on; the host's where there is no tensor.
+    """The device of a call's tensors; the host if it has none.
 
-    Integers on the host, lengths for instance, are taken to the device of the others.
+    Integers on the host, lengths for instance, may be moved to the other tensors' device.
 
     Raises:
-        UnsupportedModule: there are several.
+        UnsupportedModule: the tensors are on several devices.
     """
     module, leaves = call.module, call.tensors
     owned = [*module.parameters(), *module.buffers()]
@@ -86,7 +86,7 @@ def _refuse_scripted(module: nn.Module, name: str) -> None:
 
 
 def uninitialized(module: nn.Module) -> list[str]:
-    """Paths of parameters and buffers of lazy modules that have no shape yet: the first call gives it to them."""
+    """Paths of parameters and buffers of lazy modules that have no shape before the first call."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     return [path for path, tensor in tensors if isinstance(tensor, nn.parameter.UninitializedTensorMixin)]
 
@@ -99,10 +99,10 @@ def _refuse_uninitialized(module: nn.Module, name: str) -> None:
 
 
 def _refuse_parallel(module: nn.Module, name: str) -> None:
-    """Refuses wrappers for several processes or replicas, naming what to dispatch instead, and sharded parameters.
+    """Refuses sharded parameters, and wrappers for several processes or replicas; names the module to dispatch instead.
 
-    Wrappers (DDP, FSDP) run Python code and collectives around the module that they hold; that one can be dispatched.
-    ``fully_shard`` leaves this rank's part of each parameter on the module until it is called.
+    Wrappers (DDP, FSDP) run Python code and collectives around the module that they hold, which can be dispatched.
+    ``fully_shard`` leaves this rank's shard of each parameter on the module until the module is called.
     """
     problems = []
     for path, child in module.named_modules():
@@ -110,7 +110,7 @@ def _refuse_parallel(module: nn.Module, name: str) -> None:
         if known := next((kind for kind in kinds if kind in _WRAPPERS), None):
             reason, hint = _WRAPPERS[known]
             problems.append(Unsupported(known, path or name, reason, hint.format(path or "model")))
-    # one that hides its own part of a parameter's name; inside another module it is just Python code
+    # this wrapper hides its part of a parameter's name; inside another module it is just Python code
     if "ActivationWrapper" in [kind.__name__ for kind in type(module).__mro__]:
         hint = "dispatch what it wraps: add_tvm_dispatch(model._checkpoint_wrapped_module, ...)"
         problems.append(Unsupported(name, name, "names its parameters as if it were not there", hint))
@@ -125,7 +125,7 @@ def _refuse_parallel(module: nn.Module, name: str) -> None:
 
 
 def _refuse_hooks(module: nn.Module, name: str) -> None:
-    """Forward hooks on inner modules are recorded as forward is; the others are refused."""
+    """Refuses backward hooks on inner modules; forward hooks there are recorded like forward."""
     reason = "a backward hook on an inner module is Python code in the middle of the backward"
     found = [
         Unsupported(f"{kind} on '{path}'", f"{name}.{path}", reason, "remove it")
@@ -160,11 +160,11 @@ def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
 
 
 def _is_size(value: Any) -> bool:
-    """Whether pytree takes it for a tuple, and gives a tuple back, which has less to it."""
+    """Whether a value is a ``torch.Size``, which pytree would turn into a plain tuple."""
     return isinstance(value, torch.Size)
 
 
-# Errors in the user's terms: an exception of a run on fake tensors → :class:`bridge.base.errors.Unsupported`.
+# Errors in the user's terms: an exception of a fake run → :class:`bridge.base.errors.Unsupported`.
 
 
 _BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
@@ -176,7 +176,7 @@ _PACKED = (
     "run the recurrent layer on the padded batch and mask what it gives, or dispatch the other layers",
 )
 
-#: Patterns in the user's line that makes a shape of numbers -> what helps.
+#: Patterns in the user's line that makes a shape of numbers -> the hint.
 _MAKES_SHAPES = (
     (r"\bexpert_mask\b", 'model.set_experts_implementation("grouped_mm") keeps the shapes fixed'),
     (r"repeat_interleave\(", "pass output_size=, the sum of the repeats, as a Python number"),
@@ -187,7 +187,7 @@ _DATA_DEPENDENT = "data-dependent control flow or shape"
 _BRANCH = "use torch.where, or dispatch the submodules on either side of it"
 _SHAPE = "keep the shape (torch.where, masked_fill, a multiplication by the mask), or dispatch the rest: whole=False"
 
-#: What begins advice on exporting, compiling, or how to report a bug of torch's: not the user's to follow.
+#: Openings of torch's advice on exporting, compiling or reporting a bug, which does not apply to the user.
 _ADVICE = re.compile(
     r"please|if you('re| are)|for (more|the|potential)|see |to fix|this typically|consider|hint|potential|you can"
     r"|TORCH_|torch\._|https?:",
@@ -197,7 +197,7 @@ _LONGEST = 200
 
 
 def explain_error(error: BaseException, where: str | None = None) -> Unsupported:
-    """What tracing a module, or running it on fake tensors, stumbled over; ``where``: the user's line, if known."""
+    """An error of tracing a module or running it on fake tensors → a refusal; ``where``: the user's line, if known."""
     frames = traceback.extract_tb(error.__traceback__)
     where = where or user_line(error) or _torch_line(frames)
     kind = type(error).__name__
@@ -231,14 +231,14 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
     library="transformers",
 )
 def shape_by_numbers(where: str, reason: str = f"the shape of what comes out {BY_NUMBERS}") -> Unsupported:
-    """A shape that is not known before the call computes it."""
+    """The refusal of a shape that is unknown before the call computes it."""
     code = re.sub(r"^.*?:\d+: ", "", where)
     hint = next((hint for words, hint in _MAKES_SHAPES if re.search(words, code)), _SHAPE)
     return Unsupported(_DATA_DEPENDENT, where, reason, hint)
 
 
 def _torch_line(frames: traceback.StackSummary) -> str:
-    """The innermost line of a module or a function of torch's, where no line of the user's is known."""
+    """The innermost line in ``torch.nn``, used if no line of the user's is known."""
     inside = f"{TORCH_DIR}nn/".replace(os.sep, "/")
     of_modules = [frame for frame in frames if frame.filename.replace(os.sep, "/").startswith(inside)]
     if not of_modules:
@@ -248,7 +248,7 @@ def _torch_line(frames: traceback.StackSummary) -> str:
 
 
 def _without_advice(message: str) -> str:
-    """The first sentences of a message of torch's: what happened, not what to file or to set."""
+    """The first sentences of torch's message, up to its advice; at most ``_LONGEST`` characters."""
     kept: list[str] = []
     for sentence in re.split(r"(?<=[.!?;]) +", message):
         if _ADVICE.search(sentence):

@@ -1,9 +1,9 @@
-"""Replay: the record of the run on real numbers → the run on fake tensors, in which rows that are expected do not run.
+"""Replay: the record of the real run → a fake run that makes the results of expected rows without running them.
 
-What torch's functions call they decide by their constants, what they know of tensors beside numbers, the modes, and
-numbers that they read, which are noted. So a function that is called on the same in the second run, and read nothing in
-the first, calls the same operators there; and what an operator gave is known from the first run. A fake tensor of that
-form is made without a run, a tenth of the time: with eager's strides, and also where fake tensors cannot tell.
+One of torch's functions chooses its operators by its constants, the metadata of its tensors, the modes, and the numbers
+that it reads, which are recorded. So a function that read no number in the real run calls the same operators for equal
+arguments in the fake run, and the record has the metadata of their results. Making a fake tensor from that metadata
+takes a tenth of the time of a run. The tensor has eager's strides, also where a fake run cannot tell them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _IN_C = (type(torch.sigmoid), type(torch.Tensor.add), type(torch.Tensor.__add__)
 
 
 class FunctionReplay:
-    """torch's functions that forward calls: noted in the run on real numbers, replayed in the one on fake tensors."""
+    """Calls of torch's functions by forward: noted in the real run, replayed in the fake run."""
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
 
     def call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What ``func(*args, **kwargs)`` returns."""
+        """Calls or replays ``func(*args, **kwargs)`` → its result."""
         recorder, record = self._recorder, self._recorder.record
         is_torchs = type(func) in _IN_C or getattr(func, "__module__", "") == F.__name__
         modes = recorder.modes() if is_torchs else None
@@ -50,7 +50,7 @@ class FunctionReplay:
         return result
 
     def _note(self, record: Record, start: int, first: int, called: tuple, modes: tuple, result: Any) -> None:
-        """Notes a call that made rows, where all that it gave are new tensors, each once."""
+        """Notes a call that made rows, if its result is one or several distinct new tensors."""
         kind, number_of = None if type(result) is torch.Tensor else type(result), self._recorder.values.number_of
         results = [result] if kind is None else result
         if not (kind is None or issubclass(kind, tuple | list)) or {*map(type, results)} != {torch.Tensor}:
@@ -65,7 +65,7 @@ class FunctionReplay:
         )
 
     def _is_same(self, given: Any, known: Any) -> bool:
-        """Whether arguments are those of a call: the same constants, and the same values."""
+        """Whether arguments equal those of a noted call: the same constants and values."""
         if isinstance(given, torch.Tensor):
             number = self._recorder.values.number_of(given)
             return type(known) is ValueRef and known.number == number is not None
@@ -82,7 +82,7 @@ class FunctionReplay:
 
 
 def _sizes(record: Record) -> list[int]:
-    """How much a record has of what calls add to beside rows."""
+    """The numbers of reads, literals and free tensors in a record, which a call may add to."""
     return [len(each) for each in (record.reads, record.literals, record.free)]
 
 
@@ -99,13 +99,13 @@ class _MadeOf(torch.autograd.Function):
 
 
 class Replayed:
-    """Fake tensors for what rows of a record gave, where no row writes its memory.
+    """Fake tensors for the results of a record's rows, where no row writes their memory.
 
     Args:
-        fakes: of its inputs, and of other tensors that no row made, by their values.
+        fakes: fake tensors of its inputs and of other tensors that no row made, by their values.
 
     Attributes:
-        gives: of each row, whether it gave tensors, all of them new, whose forms and memory say all of them.
+        gives: for each row, whether its results are new tensors that metadata and memory describe fully.
     """
 
     def __init__(self, record: Record, mode: FakeTensorMode, fakes: dict[int, torch.Tensor]):
@@ -123,16 +123,16 @@ class Replayed:
             self._source = torch.empty((), requires_grad=True)
 
     def tensor(self, number: int) -> torch.Tensor:
-        """A new tensor for a value."""
+        """A new fake tensor for a value, with an autograd node if the value requires grad."""
         made = self._layouts.tensor(number)
         if self._record.forms[number].requires_grad:
-            with no_torch_dispatch():  # no mode need be asked for devices
+            with no_torch_dispatch():  # saves the modes' dispatch for queries of devices
                 (made,) = apply_function(_MadeOf, (lambda: (made,), self._source), {})
         return made
 
 
 class _Layouts:
-    """New fake tensors for values of a record: of their forms, in memory of as many names."""
+    """New fake tensors for values of a record: with their metadata, sharing memory as the values do."""
 
     def __init__(self, record: Record, mode: FakeTensorMode, fakes: dict[int, torch.Tensor]):
         self._record, self._mode, self._fakes = record, mode, fakes
@@ -154,11 +154,11 @@ class _Layouts:
 def fakes_of(
     record: Record, mode: FakeTensorMode, fakes: dict[int, torch.Tensor], values: Iterable[int]
 ) -> dict[int, torch.Tensor]:
-    """Fake tensors for values of a record, beside those that are there."""
+    """``fakes``, extended by new fake tensors for the other ``values`` of a record."""
     layouts = _Layouts(record, mode, fakes)
     return {**fakes, **{number: layouts.tensor(number) for number in values if number not in fakes}}
 
 
 def has_form(tensor: torch.Tensor) -> bool:
-    """Whether the layout of a tensor and its memory say all that is known of it beside its numbers."""
+    """Whether layout and memory describe a tensor fully, its numbers aside."""
     return tensor.layout is torch.strided and memory_of(tensor) is not None

@@ -1,7 +1,7 @@
-"""Record of a run: rows of operators, one for each that forward called, and the tensors that they read and made.
+"""Record of a run: one row for each operator that forward called, and the tensors that rows read and made.
 
-A tensor is a *value*, a number: first the run's inputs, in order, then what rows made. A row has :class:`ValueRef` in
-the place of each tensor among its operands and results.
+Each tensor is a *value*, a number: first the run's inputs, in order, then the results of rows. A row has
+:class:`ValueRef` in the place of each tensor among its operands and results.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch
 
 
 class ValueRef(NamedTuple):
-    """Stands for a tensor."""
+    """A reference to a value, in the place of a tensor."""
 
     number: int
 
 
 class NumberRead(NamedTuple):
-    """Numbers that forward read: what they were, the value that has them, and what Python was given."""
+    """Numbers that forward read: their scalar guard, the value that holds them, and the Python value they became."""
 
     reading: Any
     numbers: ValueRef
@@ -41,7 +41,7 @@ class NumberRead(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Metadata of a tensor when it was made: layout, element type, whether autograd follows it."""
+    """Metadata of a tensor when it was made: layout, dtype, device, whether autograd tracks it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -54,7 +54,7 @@ class Form(NamedTuple):
 
 
 class ValueLayout(NamedTuple):
-    """The layout of a value and the device it lies on, and whether autograd follows it."""
+    """The layout, dtype and device of a value, and whether autograd tracks it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -64,7 +64,7 @@ class ValueLayout(NamedTuple):
 
     @property
     def layout(self) -> tuple:
-        """All but whether autograd follows it, which may begin with a loop's first step."""
+        """All but ``requires_grad``, which a loop's first step may turn on."""
         return self[:4]
 
 
@@ -74,12 +74,11 @@ class Row(NamedTuple):
     Attributes:
         op: the overload.
         args, kwargs: its operands: constants, and values for tensors.
-        results: what it returned: values for tensors, numbers, in the structure that it has.
+        results: its results, in their structure: values for tensors, numbers.
         grad: whether grad mode was on.
-        draws: how many draws were made before it, and after.
+        draws: the numbers of draws before and after it.
         where: the user's line, as ``(file name, line)``.
         path: dotted path of the innermost module that ran.
-        part: of an ``autograd.Function`` that is applied: see :mod:`bridge.capture.custom_functions`.
     """
 
     op: Any
@@ -93,13 +92,13 @@ class Row(NamedTuple):
 
 
 class FunctionCall(NamedTuple):
-    """A call of a function of torch's, which read no number.
+    """A call of one of torch's functions that read no number.
 
     Attributes:
-        func, given, modes: the function, its arguments with values for tensors, what else decides about it.
-        stop: the row behind those that it made.
-        first, end: its rows made the values from ``first`` on, and those from ``end`` on were made later.
-        kind: of what it returned, ``None`` for a tensor; ``results``: the values.
+        func, given, modes: the function, its arguments with values for tensors, the modes that it depends on.
+        stop: the index after its last row.
+        first, end: its rows made the values ``first`` to ``end - 1``.
+        kind: type of its result, ``None`` for a tensor; ``results``: its values.
     """
 
     func: Any
@@ -114,25 +113,23 @@ class FunctionCall(NamedTuple):
 
 @dataclass
 class Record:
-    """What a run did.
+    """The record of a run.
 
     Attributes:
-        rows: in order.
-        forms: of each value, when it was made.
-        memory: of each value, a number of the memory that it lies in; negative where that is not known.
-        inputs: how many of the values are inputs of the run.
-        literals: values that no row made: numbers written in the code, with their numbers (a copy).
-        free: values that no row made and that lie outside of what the run was given: with the tensor, and the row that
-            first read it.
-        reads: numbers that Python was given, in order.
-        calls: of functions, by the row that each begins with.
-        fakes: of a run on fake tensors, those of values, outside of autograd's graph; but for what rows have made where
-            another record tells that.
-        raised: by the number of rows before it and the operator, the errors of calls in place of a row.
-        same: of a run on symbolic sizes, values that no other run has: parts, whole at the sample's sizes → the value
-            that each is there. Their numbers are negative.
-        followed: of each higher-order operator (:mod:`bridge.capture.higher_order`), the values whose gradients are
-            zeros; ``None`` for one that autograd does not follow.
+        rows: the rows, in order.
+        forms: metadata of each value when it was made.
+        memory: for each value, the first value in its memory; negative where the memory is unknown.
+        inputs: the number of values that are inputs of the run.
+        literals: values of numbers written in the code → a copy of the tensor.
+        free: values that are neither inputs nor made by rows → (the tensor, the row that first read it).
+        reads: numbers that forward read, in order.
+        calls: function calls, by the index of their first row.
+        fakes: in a fake run, the fake tensors of values, outside of autograd's graph; replayed rows have none.
+        raised: (number of rows before, operator) → the types of errors that calls raised instead of making a row.
+        same: in a run on symbolic sizes, slices that span the whole at the sample's sizes → the value of the whole.
+            Their numbers are negative, because a real run lacks them.
+        followed: for each higher-order operator (:mod:`bridge.capture.higher_order`), the values whose gradients are
+            zeros; ``None`` for an operator that autograd does not track.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -149,11 +146,11 @@ class Record:
     followed: list[list[int] | None] = field(default_factory=list)
 
     def place_of(self, func: Any) -> tuple[int, Any]:
-        """The key of a call, in :attr:`raised`, that comes next."""
+        """The key of the next call in :attr:`raised`."""
         return len(self.rows) - len(self.same), func
 
     def raises(self, func: Any, real: Record | None) -> type[Exception] | None:
-        """The type of the error that a call that comes next raised in the run on real numbers."""
+        """The type of the error that the next call, of ``func``, raised in the real run; ``None`` if it raised none."""
         place = self.place_of(func)
         errors = [] if real is None else real.raised.get(place, [])
         return next(iter(errors[len(self.raised.get(place, [])) :]), None)
@@ -161,8 +158,8 @@ class Record:
 
 @contextmanager
 def errors_noted(record: Record, func: Any, real: Record | None) -> Iterator[None]:
-    """While active, the type of an operator's error is noted; in a run on fake tensors, whose formulas in Python have
-    errors of other types, the error is of the type that it has on real ones."""
+    """While active, notes the type of an operator's error. In a fake run, whose Python formulas raise other types,
+    raises the real run's type instead."""
     try:
         yield
     except _OF_SHAPES as error:
@@ -177,13 +174,13 @@ _OF_SHAPES = (ValueError, RuntimeError, IndexError, TypeError)
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    """The form of a tensor; of symbolic sizes, the sample's."""
+    """The metadata of a tensor, with the sample's numbers for symbolic sizes."""
     is_strided, is_fake = tensor.layout is torch.strided, type(tensor) is FakeTensor
     shape, stride = tuple(tensor.shape), tensor.stride() if is_strided else ()
     offset = tensor.storage_offset() if is_strided else 0
     if not (type(tensor) is torch.Tensor or (is_fake and tensor.fake_mode.shape_env is None)):
         shape, stride, offset = tuple(map(hint, shape)), tuple(map(hint, stride)), hint(offset)
-    device = tensor.fake_device if is_fake else tensor.device  # which a mode would be asked for
+    device = tensor.fake_device if is_fake else tensor.device  # a fake's ``device`` would go through the modes
     return Form(shape, stride, offset, tensor.dtype, device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
 
 
@@ -191,8 +188,8 @@ _PLAIN = frozenset((type(None), bool, int, float))
 
 
 def mapped(tree: Any, kind: type | tuple[type, ...], change: Any) -> Any:
-    """Operands or results with ``change(each)`` in the place of each leaf of this kind."""
-    if type(tree) in _PLAIN:  # no kind is one of these
+    """Operands or results with ``change(each)`` in the place of each leaf of type ``kind``."""
+    if type(tree) in _PLAIN:  # no ``kind`` is a plain type
         return tree
     if isinstance(tree, kind):
         return change(tree)
@@ -209,7 +206,7 @@ def mapped(tree: Any, kind: type | tuple[type, ...], change: Any) -> Any:
 
 
 def key_of(tree: Any, kind: type | tuple[type, ...], of: Any) -> Any:
-    """Operands as a key: equal for the same structure and constants, and equal ``of(each)`` of leaves of this kind.
+    """Operands as a key: equal for equal structure and constants, and equal ``of(each)`` of leaves of type ``kind``.
 
     Raises:
         TypeError: an operand cannot be compared with another one.
@@ -231,7 +228,7 @@ def at_hints(tree: Any) -> Any:
 
 
 def renamed(tree: Any, record: Record) -> Any:
-    """Operands or results with the values that a run on numbers has for those of ``record``."""
+    """Operands or results with the real run's values in place of the values of ``record``."""
     return mapped(tree, ValueRef, lambda value: ValueRef(record.same.get(value.number, value.number)))
 
 
@@ -248,7 +245,7 @@ def values_in(tree: Any) -> Iterator[int]:
 
 
 _STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
-"""Operands that are written, running statistics, although the schema does not say so."""
+"""Positions of running statistics, which an operator writes although its schema does not say so."""
 
 
 @cache
@@ -274,7 +271,7 @@ def written(row: Row) -> list[Any]:
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """Identifies the memory of a tensor while it lives; ``None`` for one that has none of its own (a wrapper)."""
+    """An id of a tensor's memory, valid while it lives; ``None`` for a tensor without memory of its own (a wrapper)."""
     try:
         return storage_id(tensor)
     except (NotImplementedError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Sample call: what a user gives as a sample → positional and keyword arguments, decided by forward's signature."""
+"""Sample normalization: the user's sample → positional and keyword arguments, decided by forward's signature."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def normalize_sample(
     module: nn.Module, sample_input: Any, sample_kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple, dict[str, Any]]:
-    """``(args, kwargs)`` of the sample call.
+    """Normalizes a sample → ``(args, kwargs)`` of the sample call.
 
-    A tensor is one argument, and so is a dataclass or an object like it; a tuple or a list the positional arguments; a
-    mapping (a dict, an ``OrderedDict``, a ``UserDict``, transformers' ``BatchEncoding``) the keyword arguments;
-    ``None`` beside ``sample_kwargs`` nothing. A list, a named tuple or a mapping that does not fit forward's signature
-    in this way is its one positional argument if it fits in that way.
+    A tensor, a dataclass or a similar object is one argument. A tuple or a list holds the positional arguments, and a
+    mapping (a dict, an ``OrderedDict``, a ``UserDict``, transformers' ``BatchEncoding``) the keyword arguments.
+    ``None`` beside ``sample_kwargs`` is no argument. A list, a named tuple or a mapping that does not fit forward's
+    signature this way, but fits as the only positional argument, is that argument.
 
     Raises:
         TypeError: for anything else, for keyword arguments given twice, and for a sample that fits the signature in
@@ -85,7 +85,7 @@ def _mapping(module: nn.Module, sample: Mapping, kwargs: dict[str, Any]) -> tupl
         if not fits_as_one:
             if twice:
                 raise TypeError(f"sample_kwargs repeats what sample_input gives: {', '.join(twice)}")
-            return several  # fits in no way: who calls it says what is wrong
+            return several  # fits in no way: the call raises its own error
         if fits:
             raise TypeError(
                 f"sample_input: a mapping with the keys {', '.join(sample)} can be {_forward(module)}'s keyword "
@@ -102,7 +102,7 @@ def _mapping(module: nn.Module, sample: Mapping, kwargs: dict[str, Any]) -> tupl
 
 
 def _takes_one(module: nn.Module, sample: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a parameter of its own takes the sample; ``*args`` takes anything, and says nothing."""
+    """Whether the sample fits as the only positional argument, for a named parameter (``*args`` proves nothing)."""
     return _fits(module, (sample,), kwargs) and any(
         each.kind not in _VARIADIC for each in list(inspect.signature(module.forward).parameters.values())[:1]
     )
@@ -111,13 +111,13 @@ def _takes_one(module: nn.Module, sample: Any, kwargs: dict[str, Any]) -> bool:
 def _fits(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # what is written in C has no signature
+    except (TypeError, ValueError):  # a forward written in C has no signature
         return False
     return True
 
 
 def _named(module: nn.Module) -> list[str]:
-    """The names of forward's parameters, but those that take any further argument."""
+    """The names of forward's parameters without ``*args`` and ``**kwargs``."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -129,28 +129,28 @@ def _forward(module: nn.Module) -> str:
     return f"{type(module).__name__}.forward{inspect.signature(module.forward)}"
 
 
-# Dynamic shapes: ``dynamic_shapes=`` in torch.export's form and a sample → which dimensions of which leaves vary.
+# Dynamic shapes: ``dynamic_shapes=`` in torch.export's form and a sample → the dynamic dimensions of its leaves.
 #
-# The specification is checked against the sample: its structure, names, static sizes and ranges. What torch.export is
-# then told is only which dimensions vary and between which bounds; which of them are equal it finds out itself.
+# The specification is checked against the sample: its structure, names, static sizes and ranges. The capture then uses
+# only the dynamic dimensions and their bounds, and finds out by itself which of them are equal.
 
 
 _FORM = "torch.export's form: None, or by argument (a dict by name, a tuple by position) and by dimension"
 LEAST = 2
-"""Sizes of 0 and 1 are special cases of PyTorch's (nothing, broadcasting), each a program of its own."""
+"""The smallest dynamic size: PyTorch treats 0 (empty) and 1 (broadcasting) specially, so each has its own program."""
 
 
 @dataclass(frozen=True)
 class DynamicDim:
-    """A dimension that is meant to vary.
+    """A dimension that the user specified as dynamic.
 
     Attributes:
         leaf: the tensor's index among the leaves of ``(args, kwargs)``; ``None`` where the sample has no tensor.
-        dimension: from 0 on.
-        place: where the specification says so, as in ``"['x'][0]"``.
+        dimension: its index, from 0.
+        place: its place in the specification, as in ``"['x'][0]"``.
         dim: the specification's words, as in ``"batch"`` or ``"Dim.AUTO"``.
-        name: of the extent: the user's for a named one, else made of the argument's name and the dimension.
-        low, high: the sizes that it may have; ``None``: any.
+        name: name of the extent: the user's, else made of the argument's name and the dimension.
+        low, high: the least and greatest size; ``high=None``: no bound.
         required: whether a program for the sample's size alone is an error; ``Dim.AUTO`` allows it.
     """
 
@@ -164,13 +164,12 @@ class DynamicDim:
     required: bool
 
 
-#: Among dimensions that vary: the numbers of tensors that sizes are made of, counted before a call
-#: (:mod:`bridge.capture.counted_dims`).
+#: Pseudo-dimension: makes sizes dynamic that a call counts from its tensors (:mod:`bridge.capture.counted_dims`).
 ALL_COUNTS = DynamicDim(-1, 0, "counted sizes", "Dim.AUTO", "count", LEAST, None, required=False)
 
 
 def dynamic_dims(call: SampleCall, dynamic_shapes: Any) -> tuple[DynamicDim, ...]:
-    """The dimensions of a sample call that a specification lets vary, in its order.
+    """The dynamic dimensions of a sample call, in the specification's order.
 
     Args:
         dynamic_shapes: as for ``torch.export.export``: nested dicts, tuples and lists by argument, for a tensor
@@ -178,7 +177,7 @@ def dynamic_dims(call: SampleCall, dynamic_shapes: Any) -> tuple[DynamicDim, ...
             ``Dim.DYNAMIC`` or ``Dim.AUTO``; or a ``ShapesCollection`` or ``AdditionalInputs``.
 
     Raises:
-        TypeError, ValueError: something else than such a specification, or not one of this sample.
+        TypeError, ValueError: ``dynamic_shapes`` has another form, or does not fit this sample.
     """
     module, args, kwargs = call.module, call.args, call.kwargs
     if isinstance(dynamic_shapes, ShapesCollection | AdditionalInputs):
@@ -190,14 +189,14 @@ def dynamic_dims(call: SampleCall, dynamic_shapes: Any) -> tuple[DynamicDim, ...
     if not dynamic_shapes:
         return ()
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    # one object per leaf, so that it can be found again: a caller may pass a tensor twice
+    # one object per leaf, so that its id identifies it: a caller may pass a tensor twice
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     place_of = {id(leaf): index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     try:
         sample = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     except TypeError:
-        return ()  # the sample does not fit forward, which will be said
+        return ()  # the sample does not fit forward: the run raises that error
     values = sample if isinstance(dynamic_shapes, dict) else tuple(sample.values())
     found = tuple(_Reader(list(sample), place_of).inside(dynamic_shapes, values, ()))
     _check_names(found, leaves)
@@ -205,7 +204,7 @@ def dynamic_dims(call: SampleCall, dynamic_shapes: Any) -> tuple[DynamicDim, ...
 
 
 def refuse_numbers(module_name: str, dims: tuple[DynamicDim, ...]) -> None:
-    """Raises :class:`UnsupportedModule` for what is meant to vary and is no dimension of a tensor."""
+    """Raises :class:`UnsupportedModule` for a dynamic value that is no dimension of a tensor."""
     reason = "a number that varies, and is no size of a tensor"
     found = [Unsupported(f"dynamic_shapes{each.place}", "forward", reason) for each in dims if each.leaf is None]
     if found:
@@ -213,14 +212,14 @@ def refuse_numbers(module_name: str, dims: tuple[DynamicDim, ...]) -> None:
 
 
 class _Reader:
-    """Walks a specification beside the sample; a path is the keys down to where it is."""
+    """Walks a specification beside the sample; a path holds the keys down to the current value."""
 
     def __init__(self, names: list[str], leaf_of: dict[int, int]):
         self._names = names
         self._leaf_of = leaf_of
 
     def inside(self, spec: Any, values: dict[str, Any] | tuple, path: tuple) -> Iterator[DynamicDim]:
-        """Of the parts of a dict, or of anything else that has parts."""
+        """Yields the dynamic dimensions inside a dict (``values`` a dict) or another container (a tuple)."""
         place = _place(path)
         if isinstance(values, dict):
             if not isinstance(spec, dict):
@@ -286,7 +285,7 @@ class _Reader:
                 low, high = _bounds(entry)
                 required = not isinstance(entry, type(Dim.AUTO)) or entry.type is not Dim.AUTO.type
                 made = DynamicDim(leaf, dimension, here, _words(entry), name, max(low, LEAST), high, required)
-                if not (size < LEAST and not required):  # Dim.AUTO: static there
+                if not (size < LEAST and not required):  # Dim.AUTO is static for sizes 0 and 1
                     _check_sample(made, size)
                     yield made
             else:
@@ -309,7 +308,7 @@ def _check_sample(made: DynamicDim, size: int) -> None:
 
 
 def _check_names(found: tuple[DynamicDim, ...], leaves: list[Any]) -> None:
-    """One name, one size: also in the sample."""
+    """Checks that dimensions with one name have one size in the sample."""
     sizes: dict[str, tuple[int, str]] = {}
     for each in found:
         if each.leaf is None:
@@ -335,6 +334,6 @@ def _words(dim: Any) -> str:
 
 
 def _bounds(dim: Any) -> tuple[int, int | None]:
-    """Of a named dimension they are sympy's numbers, and infinity has no digits."""
+    """``(low, high)`` of a dimension; ``Dim`` has sympy's numbers, of which infinity becomes ``None``."""
     low, high = (str(bound) for bound in (dim.min, dim.max))
     return int(low) if low.lstrip("-").isdigit() else LEAST, int(high) if high.isdigit() else None

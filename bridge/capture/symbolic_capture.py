@@ -1,4 +1,4 @@
-"""Symbolic capture: a captured call whose graph has torch's symbolic sizes → the same with extents in their place."""
+"""Symbolic capture: a captured call whose graph has torch's symbolic sizes → the same call with extents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def recorded_with_extents(
 ) -> Captured:
     """The captured call of two runs with extents for all sizes; its graph is changed in place.
 
-    ``real``, ``fake``: its runs; the observation of the captured call is the first one's.
+    ``captured.observation`` is that of ``real``.
     """
     eager, counted, counts = captured.observation, (), fake.symbols.counts
     dims = [each for each in dims if each is not ALL_COUNTS]
@@ -62,7 +62,7 @@ def recorded_with_extents(
 
 
 def _of_run(output: Output, fake: FakeRecord, place: int) -> Output:
-    """A result of eager's with the sizes that the run on symbolic ones has."""
+    """Eager's metadata of a result, with the symbolic sizes of the fake run."""
     result = fake.results[place]
     if not output.is_tensor:
         return replace(output, value=result) if isinstance(result, SYMBOLIC) else output
@@ -82,8 +82,8 @@ def with_extents(
 ) -> Captured:
     """The captured call with extents for all sizes; its graph is changed in place.
 
-    To be called when nothing asks torch's sizes any more. What has no form among extents is added to the problems.
-    ``asked``: as of :meth:`bridge.capture.symbolic_sizes.SymbolicSizes.take_over`.
+    Called when nothing evaluates torch's symbolic sizes any more. A size that extents cannot express is added to the
+    problems. ``asked``: as in :meth:`bridge.capture.symbolic_sizes.SymbolicSizes.take_over`.
     """
     forward = f"{captured.module_name}.forward"
     observation = captured.observation
@@ -124,7 +124,7 @@ def with_extents(
 def _arguments_of_sample(
     args: tuple, kwargs: dict[str, Any], counted: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Fake tensors of the argument tensors' own sizes, and of the sample's counted ones."""
+    """Fake tensors with the sample's sizes: of the argument tensors, then of the counted ones."""
     mode = fake_mode(allow_non_fake_inputs=True)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     tensors += [sized(hint(each.shape[0])) for each in counted]
@@ -134,10 +134,10 @@ def _arguments_of_sample(
 
 
 def strides_of_eager(symbolic: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:
-    """An observation with extents, with eager's strides of what is drawn and returned.
+    """An observation with extents → the same with eager's strides for draws and results, and refusals.
 
-    An eager run knows strides for the sample only. Where those of the run on fake tensors are others, eager's are taken
-    if they are those of a dense tensor, whose axes keep their order.
+    An eager run gives strides for the sample only. Where the fake run's strides differ, eager's are used if they are
+    those of a dense tensor, whose axes keep their order for other sizes.
     """
     problems = _hiding_sizes(symbolic, real)
     ours = [replace(each, stride=()) for each in at_sample(symbolic).draws]
@@ -176,7 +176,7 @@ def strides_of_eager(symbolic: Observation, real: Observation) -> tuple[Observat
 
 
 def _hiding_sizes(symbolic: Observation, real: Observation) -> list[Unsupported]:
-    """Results that may hold a size, where none is looked for: equal to eager's for the sample is not equal for all."""
+    """Refusals of opaque results that may hold a size: equal to eager's on the sample does not mean equal for all."""
     reason = "may hold a size, which varies"
     found = [
         Unsupported(f"result {index}, a {type(ours.value).__name__}", "forward", reason, "return the size by itself")
@@ -189,7 +189,7 @@ def _hiding_sizes(symbolic: Observation, real: Observation) -> list[Unsupported]
 
 
 def _holds_size(part: Any) -> bool:
-    """Whether a structure, or what it is told by, has a symbolic number in it."""
+    """Whether a pytree structure, or the context of one of its nodes, holds a symbolic number."""
     if isinstance(part, pytree.TreeSpec):
         return _holds_size(part.context) or any(map(_holds_size, part.children()))
     if isinstance(part, dict):
@@ -200,7 +200,7 @@ def _holds_size(part: Any) -> bool:
 
 
 def _parameters_as_in_eager(draw: Draw, eagers: Draw, problems: list[Unsupported]) -> Draw:
-    """With the strides that eager's parameters have: they decide which element gets which number."""
+    """A draw with the strides of eager's parameters, which decide which element gets which number."""
     args = []
     for ours, theirs in zip(draw.args, eagers.args, strict=True):
         if isinstance(ours, Parameter):

@@ -1,7 +1,7 @@
 """Training graph: the record of a run → an fx graph of its operators, with writes in place, views and ``detach``.
 
-Grad modes are metadata of its nodes (:func:`bridge.capture.passes.alias_analysis.told`): the passes that follow make
-nodes of what they mean.
+Grad modes are metadata of its nodes (:func:`bridge.capture.passes.alias_analysis.told`); later passes turn them into
+nodes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class TrainingGraph:
 
     Attributes:
         graph: its output node returns the results.
-        placeholders: by name, the value of each but the literals.
-        literals: numbers written in the code, by the name of their placeholder.
-        mode: of the fake tensors in ``meta["val"]``.
+        placeholders: name of each placeholder but the literals' → its value.
+        literals: tensors of numbers written in the code, by the name of their placeholder.
+        mode: the mode of the fake tensors in ``meta["val"]``.
     """
 
     graph: fx.Graph
@@ -54,13 +54,13 @@ def training_graph(
     results: Sequence[Any],
     grad: bool,
 ) -> TrainingGraph:
-    """The graph of a record.
+    """Builds the training graph of a record.
 
     Args:
-        fakes: of each value a fake tensor, in ``mode``.
-        names: a name for each input of the run, by its value, for placeholders.
-        order: the values that get a placeholder, in order: those before the literals, and those behind.
-        results: what is returned, with :class:`ValueRef` for tensors.
+        fakes: a fake tensor for each value, in ``mode``.
+        names: a placeholder name for each input of the run, by its value.
+        order: the values that get a placeholder, in order: (values before the literals, values after them).
+        results: the leaves of the result, with :class:`ValueRef` for tensors.
         grad: whether grad mode is on around the call.
     """
     return _Builder(record, fakes, mode, grad).build(names, order, results)
@@ -150,13 +150,13 @@ class _Builder:
 
 
 class _Parts:
-    """Whether a row belongs to a user's own Function: grad modes mean nothing there, as autograd sees outputs alone."""
+    """Tells the rows inside a custom autograd Function: grad modes have no effect there, autograd sees only outputs."""
 
     def __init__(self) -> None:
         self._inside = self._ends = False
 
     def contains(self, op: Any) -> bool:
-        """Of the next row, whose operator this is."""
+        """Whether the next row, a call of ``op``, is inside a Function; called once per row, in order."""
         if op is FUNCTION:
             self._inside, self._ends = True, False
         elif op is WITH_GRADIENT:
@@ -170,11 +170,11 @@ class _Parts:
 
 
 class NoSizeNodeError(ValueError):
-    """A number that the sizes of the graph's inputs do not give."""
+    """A number that cannot be computed from the sizes of the graph's inputs."""
 
 
 class SizeNodes:
-    """The size nodes of a graph that is being made: one for each expression, where it is first needed."""
+    """The size nodes of a graph under construction: one for each expression, inserted at its first use."""
 
     def __init__(self, graph: fx.Graph):
         self._graph = graph
@@ -182,14 +182,14 @@ class SizeNodes:
         self._places: list[tuple[torch.SymInt, fx.Node, int]] = []
 
     def read_from(self, placeholder: fx.Node) -> None:
-        """Takes the sizes of an input for known."""
+        """Makes the sizes of an input available to expressions."""
         value = placeholder.meta.get("val")
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             if isinstance(size, torch.SymInt):
                 self._places.append((size, placeholder, dim))
 
     def of(self, value: Any) -> fx.Node | float:
-        """What computes a symbolic number; a number that is none stays. :class:`NoSizeNodeError` if nothing does."""
+        """Symbolic number → the node that computes it, or :class:`NoSizeNodeError`; other numbers are returned."""
         made = self._node(fixed(value)) if isinstance(value, SYMBOLIC) else value
         return made
 
@@ -206,7 +206,7 @@ class SizeNodes:
         for place, (size, tensor, dim) in enumerate(self._places):
             if fixed(size) == expr and (expr.is_Symbol or place <= self._latest(expr)):
                 return self._call(aten.sym_size.int, tensor, dim)
-        if expr.is_Symbol:  # of what is a multiple of it
+        if expr.is_Symbol:  # from a size that is a multiple of it
             for size, tensor, dim in self._places:
                 factor = fixed(size) / expr
                 if factor.is_Integer:
@@ -220,7 +220,7 @@ class SizeNodes:
         return self._call(make, *args)
 
     def _latest(self, expr: Any) -> int:
-        """The place from which on all symbols of an expression are known: numbers that are counted are so in order."""
+        """The index in ``_places`` of the size that makes the last symbol of an expression known."""
         known = {fixed(size): place for place, (size, *_) in reversed([*enumerate(self._places)])}
         return max(known.get(symbol, len(self._places)) for symbol in expr.free_symbols)
 

@@ -1,8 +1,8 @@
-"""Twin: a module tree → another one of the same classes with other tensors, which a run of forward may change.
+"""Twin: a module tree → a copy of the same classes with other tensors, which a run of forward may change.
 
-Copied are the modules, and whatever is reached from their attributes and reaches one of them or one of the tensors that
-are replaced: containers, bound methods, closures, partial functions, references and plain objects. All else is shared,
-so that it is what eager sees: settings, loggers, enumerations, caches.
+The twin copies the modules, and every object that their attributes reach and that reaches a module or a replaced
+tensor: containers, bound methods, closures, partial functions, references and plain objects. It shares all other
+objects with eager: settings, loggers, enumerations, caches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bridge.state import dict_of, kept, kind_of_container
 __all__ = ["Twin"]
 
 _MOST = 200_000
-"""Objects that are looked at; what lies behind is shared."""
+"""The most objects that the copy explores; objects reached after that are shared."""
 
 _PLAIN = (
     type(None),
@@ -42,7 +42,7 @@ _PLAIN = (
 _PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SHARED_MODULES = ("logging", "threading", "_thread", "torch._", "weakref", "contextvars", "numpy", "asyncio")
-"""Where the classes of objects are from that are no part of a module, whatever they refer to."""
+"""Packages whose objects are always shared, whatever they refer to."""
 
 
 class Twin:
@@ -50,7 +50,7 @@ class Twin:
 
     Args:
         root: the outermost module.
-        replace: a tensor in the tree → what the twin has in its place, which may be itself.
+        replace: a tensor in the tree → the twin's tensor, which may be the same.
 
     Attributes:
         module: the twin's outermost module.
@@ -61,12 +61,12 @@ class Twin:
         self.module = self._copier.copy(root)
 
     def has_copied(self, value: Any) -> bool:
-        """Whether an object is a copy that the twin has in the place of another one."""
+        """Whether an object is one of the twin's copies."""
         return any(made is value for made in self._copier.copies.values())
 
     @property
     def originals(self) -> dict[int, Any]:
-        """By the id of each copy, what it is a copy of."""
+        """Id of each copy -> its original."""
         kept, found = self._copier.kept, {}
         for key, made in self._copier.copies.items():
             if (original := kept.get(key, made)) is made:
@@ -78,7 +78,7 @@ class Twin:
         return found
 
     def in_place_of(self, value: Any) -> Any:
-        """What the twin has in the place of an object, or of an object's own dictionary; itself where it is shared."""
+        """The twin's copy of an object, or of an object's ``__dict__``; the object itself if it is shared."""
         kept, copies = self._copier.kept, self._copier.copies
         if id(value) in copies or type(value) is not dict:
             return copies.get(id(value), value)
@@ -94,20 +94,20 @@ class Twin:
         return value
 
     def original(self, value: Any) -> Any:
-        """A value that the twin holds, with the originals of all that was copied in it."""
+        """A value of the twin's, with originals in the place of copies inside it."""
         kept, copies = self._copier.kept, self._copier.copies
         back = {id(made): kept[key] for key, made in copies.items() if made is not kept[key]}
         return _Copier(value, lambda tensor: back.get(id(tensor), tensor), (), back).copy(value)
 
 
 class _Copier:
-    """Copies what reaches an object that is copied or replaced.
+    """Copies every object that reaches a target: an object in ``own`` or ``copies``, or a replaced tensor.
 
     Args:
-        root: where to begin.
-        replace: of each tensor what a copy has in its place.
-        own: ids of the objects that are copied whatever they reach.
-        copies: of objects by their ids, what a copy has in their places.
+        root: the object from which the exploration starts.
+        replace: a tensor → the tensor in its copy's place.
+        own: ids of objects that are always copied.
+        copies: id of an object -> its existing copy.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class _Copier:
         self._reaching = self._explore(root, own)
 
     def _explore(self, root: Any, own: Collection[int]) -> set[int]:
-        """Ids of the objects that reach one that is copied or replaced, these among them."""
+        """Ids of the targets and of the objects that reach one."""
         seen: dict[int, Any] = {}
         readers: dict[int, list[int]] = {}
         targets: list[int] = []
@@ -159,7 +159,7 @@ class _Copier:
         return found
 
     def copy(self, value: Any) -> Any:
-        """What the twin has in the place of a value."""
+        """The twin's copy of a value; the value itself if it is shared."""
         if id(value) in self.copies:
             return self.copies[id(value)]
         if id(value) not in self._reaching:
@@ -207,7 +207,7 @@ class _Copier:
     def _object(self, value: Any) -> Any:
         try:
             made = object.__new__(_without_finalizer(type(value)))
-        except TypeError:  # a class that is made otherwise: it stays what it is
+        except TypeError:  # a class without plain construction: the object is shared
             return self._note(value, value)
         self._note(value, made)
         for name, each in _slots(value):
@@ -219,7 +219,7 @@ class _Copier:
         return self._with_attributes(value, made)
 
     def _attribute(self, value: Any) -> Any:
-        """Of a module: its registries are its own, whatever they hold."""
+        """The copy of a module's attribute; dicts and sets, its registries, are always copied."""
         made = self.copy(value)
         return _shallow(made) if made is value and _is(value, (dict, set)) else made
 
@@ -243,7 +243,7 @@ class _Copier:
 
 @cache
 def _without_finalizer(kind: type) -> type:
-    """A class without ``__del__``: that of a copy would give back what the original owns."""
+    """A class, or a subclass with an empty ``__del__``: a copy must not release a resource that the original owns."""
     if not hasattr(kind, "__del__"):
         return kind
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -251,12 +251,12 @@ def _without_finalizer(kind: type) -> type:
 
 
 def _is(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Whether an object is of a class, for which none of its code runs."""
+    """Whether an object is an instance of a class; unlike ``isinstance``, runs none of its code."""
     return issubclass(type(value), kinds)
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What an object holds, as far as a copy of it would hold others."""
+    """The objects that an object holds and a copy of it would replace."""
     if _is(value, _CONTAINERS):
         yield from kept(value)
         yield from _attributes(value)
@@ -287,7 +287,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _shallow(value: Any) -> Any:
-    """A shallow copy of a dict, a list or a set; of what is stored, where a class of its own is in the way."""
+    """A shallow copy of a dict, a list or a set; if the user's subclass raises, a copy of the stored items."""
     if type(value) is OrderedDict:
         return OrderedDict(value)
     try:

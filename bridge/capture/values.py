@@ -1,4 +1,4 @@
-"""Values of a run: its tensors → the numbers that the :class:`bridge.capture.rows.Record` has for them."""
+"""Values of a run: a tensor → its number in the :class:`bridge.capture.rows.Record`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from bridge.capture.rows import Record, ValueRef, form_of, memory_of
 __all__ = ["Values"]
 
 _HOLES = 2**26
-"""Bytes of memory that rows make after which what is free of it is given back."""
+"""Bytes that rows allocate between two returns of free memory to the system."""
 
 
 class Values:
-    """The values of a record that is being made.
+    """The values of a record under construction.
 
     Args:
-        inputs: the tensors that the run is given, in order; of one object that is there twice the first place counts.
-        real: whether it is the run on real numbers; else tensors are kept, and the record has the fake ones.
-        replays: whether the fake tensors of rows need not be kept: their forms tell them.
+        inputs: the run's input tensors, in order; an object that occurs twice has its first position.
+        real: whether it is the real run; else tensors stay alive, and the record keeps the fake tensors.
+        replays: whether the record leaves out rows' fake tensors, because their metadata describes them.
         met: called with each tensor from elsewhere.
     """
 
@@ -52,12 +52,12 @@ class Values:
             self.new(tensor, once=False)
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """The value that a tensor is; ``None`` for one that no row has seen."""
+        """The value of a tensor; ``None`` for a tensor that no row has seen."""
         found = self._known.get(id(tensor))
         if found is not None and found[0]() is tensor:
             return found[1]
-        same = self._made.get(place := _place(tensor))  # a factory's result, which Python has a shallow copy of
-        if same is None and len(place) > 1 and tensor.requires_grad and tensor.is_leaf:  # autograd follows it from here
+        same = self._made.get(place := _place(tensor))  # Python may hold a shallow copy of a factory's result
+        if same is None and len(place) > 1 and tensor.requires_grad and tensor.is_leaf:  # requires_grad was turned on
             same = self._made.get((place[0], False, place[2]))
         if same is not None and not same[0].expired():
             self.note(tensor, same[1])
@@ -65,16 +65,16 @@ class Values:
         return None
 
     def tensor_of(self, number: int) -> torch.Tensor | None:
-        """A tensor that is a value, if one is left."""
+        """A living tensor of a value, or ``None``."""
         held = (each() for each, value in self._known.values() if value == number)
         return next((each for each in held if each is not None), None)
 
     def new(self, tensor: torch.Tensor, *, once: bool = True, made: bool = False, of_row: bool = False) -> int:
-        """A number for a tensor."""
+        """Records a new value for a tensor → its number."""
         record, number, form, memory = self._record, len(self._record.forms), form_of(tensor), memory_of(tensor)
         record.forms.append(form)
         first = None, -1 - number
-        if memory is not None:  # the first value, of those so far, that lies in it
+        if memory is not None:  # the first value in this memory
             first = self._memory.get(memory)
             if first is None or first[0].expired():
                 storage = tensor.untyped_storage()
@@ -93,19 +93,19 @@ class Values:
         return number
 
     def note(self, tensor: torch.Tensor, number: int) -> None:
-        """A tensor is a value."""
+        """Notes that a tensor has a value."""
         self._put(self._known, id(tensor), weakref.ref(tensor), number)
         if not self._real:
             self._kept.append(tensor)
 
     def note_replayed(self, tensor: torch.Tensor, number: int) -> None:
-        """A tensor is a value that the record of the other run has told."""
+        """Notes that a tensor has a value of a replayed row."""
         self.note(tensor, number)
         if (memory := memory_of(tensor)) not in self._memory:
             self._put(self._memory, memory, StorageWeakRef(tensor.untyped_storage()), self._record.memory[number])
 
     def of(self, tensor: torch.Tensor) -> ValueRef:
-        """The value of an operand."""
+        """The value of an operand; a tensor that no row has seen becomes a free value."""
         number = self.number_of(tensor)
         if number is None:
             number = self.new(tensor)
@@ -115,16 +115,16 @@ class Values:
         return ValueRef(number)
 
     def result(self, tensor: torch.Tensor) -> ValueRef:
-        """The value of a result."""
+        """The value of a row's result; an operand that is returned keeps its value."""
         found = self._known.get(id(tensor))
         if found is None or found[0]() is not tensor:
             return ValueRef(self.new(tensor, made=True, of_row=True))
-        if len(place := _place(tensor)) > 1 and place not in self._made:  # autograd follows it from now on
+        if len(place := _place(tensor)) > 1 and place not in self._made:  # autograd tracks it from now on
             self._put(self._made, place, StorageWeakRef(tensor.untyped_storage()), found[1])
         return ValueRef(found[1])
 
     def give_back(self) -> None:
-        """Gives free memory back, once rows have made much."""
+        """Returns free memory to the system, once per ``_HOLES`` bytes that rows allocate."""
         if self._allocated > _HOLES:
             self._allocated = 0
             give_back_pages()
@@ -132,13 +132,13 @@ class Values:
     # Attempts
 
     def begin(self) -> tuple:
-        """What is recorded from here on may be taken back; what :meth:`end` wants."""
+        """Begins an attempt, which may be rolled back → the token for :meth:`end`."""
         record, before = self._record, self._put_last
         self._put_last = []
         return before, [len(each) for each in (record.rows, record.forms, record.memory, record.reads)]
 
     def end(self, begun: tuple, *, keep: bool) -> None:
-        """Keeps what was recorded since, or takes it back."""
+        """Ends an attempt: keeps its rows and values, or removes them."""
         record, (before, lengths), put = self._record, begun, self._put_last
         self._put_last = before if before is None or not keep else before + put
         if keep:
@@ -161,7 +161,7 @@ class Values:
 
 
 def _place(tensor: torch.Tensor) -> tuple:
-    """What a shallow copy has in common with a tensor; see :meth:`Values.new`."""
+    """A key that a tensor shares with its shallow copies: memory, ``requires_grad``, layout and dtype."""
     memory = memory_of(tensor)
     if memory is None or tensor.layout is not torch.strided:
         return (id(tensor),)
@@ -169,7 +169,7 @@ def _place(tensor: torch.Tensor) -> tuple:
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor as it is outside of autograd's graph."""
+    """A fake tensor, detached from autograd's graph."""
     if type(tensor) is FakeTensor and tensor.layout is torch.strided and innermost_transform() is None:
         return outside_graph(tensor)
     with torch.no_grad():
