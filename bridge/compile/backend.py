@@ -1,7 +1,7 @@
-"""Backend: a target as one object, which the compiler asks for kernels, machine code and choices of matrix products.
+"""Backend: one object per target; the compiler asks it for kernels, machine code and matrix-product policies.
 
-Everything that differs between targets is asked of a :class:`Backend`; loop IR, passes, schedule and run time know no
-target. The CPU's is :class:`bridge.compile.cpu.backend.CpuBackend`.
+Only a :class:`Backend` knows its target; loop IR, passes, schedule and run time are target-independent. The CPU's is
+:class:`bridge.compile.cpu.backend.CpuBackend`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["Backend", "Built"]
 
 
 class Built:
-    """A kernel's machine code, maybe still in the making: it is freed when nobody holds this object or the function.
+    """A kernel's machine code, perhaps still being built; it is freed with the last reference to it or to its function.
 
     Args:
-        make: waits for the function, and raises what went wrong.
-        build: the making of the library that it is in, ``None`` where that is over.
-        kept: its key in the disk cache, once it is made; ``None``: it is in none.
+        make: waits for the function; raises the error of a failed build.
+        build: the pending build of the kernel's library; ``None`` once the build is done.
+        kept: the key in the disk cache once the kernel is built; ``None`` if the cache does not hold it.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class Built:
 
     @cached_property
     def function(self) -> tvm_ffi.Function:
-        """The function; waits until it is built, and raises what went wrong."""
+        """The function; waits for the build, and raises its error if it failed."""
         return self._make()
 
 
 @dataclass(frozen=True)
 class Backend(ABC):
-    """One target; the :class:`~bridge.compile.schedule.limits.Rules` of passes and schedule.
+    """One target; implements the :class:`~bridge.compile.schedule.limits.Rules` of passes and schedule.
 
-    Frozen: what is compiled for backends of equal keys is the same.
+    Frozen: backends of equal keys compile a function to the same code.
 
     Attributes:
-        choices: in what it differs from the default one of its target; see :meth:`choosing`.
+        choices: differences from the target's default backend; see :meth:`choosing`.
     """
 
     order: ReductionOrder
@@ -66,7 +66,7 @@ class Backend(ABC):
     choices: Choices = field(default=NO_CHOICES, kw_only=True)
 
     def choosing(self, choices: Choices) -> Backend:
-        """This backend, of no choices so far, with these. ``ValueError``: it has some, or a value is none."""
+        """This backend with ``choices``. ``ValueError``: the backend has other choices, or a value is invalid."""
         if self.choices and choices != self.choices:
             raise ValueError(f"wanted a backend without choices, got one of {self.choices}")
         if not choices or choices == self.choices:
@@ -76,35 +76,34 @@ class Backend(ABC):
 
     @property
     def of_steps(self) -> Backend:
-        """This backend for the steps of loops: the same bits, of kernels that are started in threads earlier, and one
-        after another."""
+        """This backend for loop bodies: the same bits, threads from less work on, one stream."""
         limits = self.limits
         work = min(limits.threads.parallel_work, limits.threads.parallel_steps)
         return replace(self, limits=limits.having(parallel_work=work, streams=1))
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
-        """Numbers that are worth a try with other values, the most promising first."""
+        """Tunables with alternative values, the most promising first."""
         return ()
 
     @property
     def measures_products(self) -> bool:
-        """Whether the ways of matrix products are measured when they are first met."""
+        """Whether the algorithm variants of a matrix product are timed at the first use of its class."""
         return False
 
     def seconds_of_ways(self, product: ProductShape) -> Mapping[str, float]:
-        """Ways that may compute a product of a class, those that are not tried at first use included, measured now; few
-        where it is clear that others are slower, none where nothing is to be chosen."""
+        """Times the algorithm variants of a product class now, also variants that first use skips: name → seconds.
+
+        Leaves out variants that are clearly slower; empty if there is only one variant."""
         return {}
 
     def seconds_of_forms(self, call: CallShape) -> Mapping[str, float]:
-        """The function of a library's call, first, and the forms that give its results, measured now; none where
-        nothing is to be chosen."""
+        """Times a library function (first) and its equivalent variants now: name → seconds; empty without variants."""
         return {}
 
     @abstractmethod
     def machine(self) -> tuple:
-        """What measured times depend on beside the key, as plain data: this machine."""
+        """The machine's properties that timings depend on beside the key, as plain data."""
 
     @property
     @abstractmethod
@@ -114,36 +113,36 @@ class Backend(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the tensors of a program live."""
+        """The device of a program's tensors."""
 
     @abstractmethod
     def threads(self) -> int:
-        """How many threads a kernel would run on if it were launched now."""
+        """The number of threads of a kernel that was launched now."""
 
     @abstractmethod
     def settings(self) -> tuple[str, ...]:
-        """Settings of torch that what a program computes depends on, as they are now, in words."""
+        """torch's current settings that affect a program's values, in words."""
 
     @abstractmethod
     def products(self, threads: int, deterministic: bool) -> ProductPolicy:
-        """Choices for matrix products on a number of threads; ``deterministic``: the same in every process."""
+        """The product policy for a number of threads; ``deterministic``: the same choices in every process."""
 
     @abstractmethod
     def kernel(
         self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan | HorizontalFusionPlan | ChainPlan
     ) -> PrimFunc:
-        """The kernel of a plan. It follows from the plan alone: equal plans share one.
+        """The kernel of a plan; equal plans share one kernel.
 
-        A product's is one for all plans of an element type: it reads
-        :data:`~bridge.compile.loop_ir.operations.FIELDS` at each launch. Plans are launched together only where the
+        One product kernel serves all plans of an element type: it reads
+        :data:`~bridge.compile.loop_ir.operations.FIELDS` at each launch. Horizontal fusion happens only if the
         backend's limits ask for it.
         """
 
     def apart(self, plan: RowPlan | ColumnPlan | HorizontalFusionPlan | ChainPlan) -> tuple[PrimFunc, PrimFunc] | None:
-        """A plan's kernel as two that are launched apart, as others may wait for the first alone: one that leaves sums
-        of columns in parts, and what adds these; ``None``: it is one.
+        """A plan → two kernels, launched one after the other: one leaves partial column sums, one adds the partials.
 
-        The first takes inputs, results but for the columns', scratch memory; the second parts, results.
+        ``None``: the plan is one kernel. The first kernel takes inputs, results (except column results) and scratch
+        memory; the second takes partials and column results. A consumer may wait for the first kernel alone.
         """
         return None
 
@@ -157,15 +156,15 @@ class Backend(ABC):
         return False
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
-        """See :class:`~bridge.compile.schedule.limits.Rules`: by default, the library's is the only one."""
+        """See :class:`~bridge.compile.schedule.limits.Rules`; by default only the library computes it."""
         return None
 
     def lookup(self, plan: LookupPlan) -> PrimFunc | None:
-        """Likewise."""
+        """See :class:`~bridge.compile.schedule.limits.Rules`; by default only the library computes it."""
         return None
 
     def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
-        """Likewise."""
+        """See :class:`~bridge.compile.schedule.limits.Rules`; by default only the library computes it."""
         return None
 
     def sorts_before(self, plan: ScatterPlan, length: int) -> bool:
@@ -174,39 +173,38 @@ class Backend(ABC):
 
     @abstractmethod
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
-        """Machine code for functions given with names; equal functions share it while somebody holds it.
+        """Machine code for named functions; equal functions share one while it is in use.
 
-        It may be made in the background: see :attr:`Built.function`.
+        The build may run in the background: see :attr:`Built.function`.
         """
 
     def kept(self, keys: Mapping[str, str]) -> Mapping[str, tuple[Built, Callable[[], PrimFunc]]] | None:
-        """Kernels of the disk cache, by name, from their keys there: machine code, and what reads the function.
+        """Kernels of the disk cache: name → key becomes name → (machine code, reader of the function).
 
-        ``None`` where one of them is not there any more, or where this backend keeps none.
+        ``None`` if the cache lacks a key, or if this backend keeps no kernels there.
         """
         return None
 
     @abstractmethod
     def executable(self, module: IRModule) -> relax.VMExecutable:
-        """A Relax module → code of TVM's default pipeline for this target, which TVM's runtime runs without torch."""
+        """Compiles a Relax module by TVM's default pipeline → an executable that TVM's runtime runs without torch."""
 
     @abstractmethod
     def prepare(self, tensors: Sequence[torch.Tensor], in_loops: bool = False) -> None:
-        """Begins, in the background, what compiling a module of such tensors will most likely need; ``in_loops``: what
-        its loops will."""
+        """Starts background builds that a module of these tensors will likely need, or (``in_loops``) its loops."""
 
     @abstractmethod
     def executor(self, program: Any) -> Callable[..., list[torch.Tensor]]:
-        """What runs a :class:`~bridge.compile.runtime.program.Program`: ``(inputs, *, consume)`` → results."""
+        """The executor of a :class:`~bridge.compile.runtime.program.Program`: ``(inputs, *, consume)`` → results."""
 
     def recorder(self, program: Any) -> Any:
-        """The :class:`~bridge.compile.graphs.recordings.GraphRecorder` of a program's launches as one, or ``None``."""
+        """The :class:`~bridge.compile.graphs.recordings.GraphRecorder` of a program, or ``None``."""
         return None
 
     @abstractmethod
     def launches(self, function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]:
-        """What a launch of a kernel with these integers runs on, in words; nothing where there is nothing to say."""
+        """Describes the launch of a kernel with these integers (threads, blocks) in words; may be empty."""
 
     @abstractmethod
     def source(self, function: PrimFunc, name: str, form: str) -> str:
-        """A kernel as text: ``"tvmscript"``, or a form of the target's. ``ValueError`` names the forms there are."""
+        """A kernel as text in ``form``: ``"tvmscript"`` or a target's own. ``ValueError`` lists the valid forms."""

@@ -1,4 +1,4 @@
-"""Compile options: everything beside the function that a program depends on, as one frozen value and as a key."""
+"""Compile options: everything a program depends on beside its function, as one frozen value and as a key."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ __all__ = ["CompileOptions"]
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How functions are compiled; made once per entry by :meth:`current`. Equal keys and equal functions: one program.
+    """Settings of one compilation, made once per entry by :meth:`current`. Equal keys and functions: one program.
 
     Attributes:
         backend: the target.
-        threads: of a kernel at most; the program runs on as many as there are when it is called, but its choices are
-            made for this number.
+        threads: a kernel's maximum. A call uses the current number; the program's choices are made for this one.
         versions: see :attr:`key`.
-        settings: of torch, that the backend's programs depend on.
-        deterministic: whether torch's deterministic algorithms are asked for: a backend then measures nothing.
-        sums_in_place: whether the order of additions may depend on what else is computed, see
+        settings: torch's settings that the backend's programs depend on.
+        deterministic: torch's deterministic algorithms are on; the backend then times nothing.
+        sums_in_place: the order of additions may depend on the function's other results, see
             :mod:`bridge.compile.passes.product_variants`.
-        constants: how many of the function's last parameters are the same at each call.
-        grad_outs: how many of the function's last parameters are gradients of outputs: what depends on them is in no
-            other function, and the way of its products may depend on who reads them.
-        given_orders: ``(place, order)`` of parameters that lie in memory as ``permute(order)`` of them would, dense.
-        orders: ``(place, order)`` of results that are to lie in memory as ``permute(order)`` of them would: these are
-            views of that.
+        constants: the number of trailing parameters that are the same at each call.
+        grad_outs: the number of trailing parameters that are gradients of outputs. A value that depends on them
+            occurs in no other function, so the algorithm of its products may depend on their consumers.
+        given_orders: ``(place, order)`` of parameters that are dense in memory after ``permute(order)``.
+        orders: ``(place, order)`` of results to be written dense after ``permute(order)``, and returned as views.
     """
 
     backend: Backend
@@ -46,15 +44,15 @@ class CompileOptions:
 
     @classmethod
     def current(cls, backend: Backend) -> CompileOptions:
-        """For this process as it is set up now."""
+        """The options of this process as it is set up now."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         given = {"deterministic": deterministic, "settings": backend.settings()}
         return cls(backend, backend.threads(), versions(), **given)
 
     @property
     def key(self) -> tuple:
-        """Everything a program depends on beside its function, as plain data: backend, threads, versions of torch, TVM
-        and our own sources, torch's settings."""
+        """Everything a program depends on beside its function, as plain data: backend, threads, settings, versions of
+        torch, TVM and our own sources."""
         made_for = self.backend.key, self.threads, self.versions, self.settings
         lie = self.orders, self.given_orders
         return *made_for, self.sums_in_place, self.grad_outs, self.constants, self.deterministic, *lie

@@ -1,11 +1,11 @@
 """The compiler's pipeline: a Relax function in flat form → a :class:`~bridge.compile.runtime.program.Program`.
 
-    translate     Relax → neutral loop graph                          bridge.compile.translate
+    translate     Relax → layout-agnostic loop graph                  bridge.compile.translate
     name          GELU of half types by the normal distribution       bridge.compile.passes.patterns
     moments       variances of columns by sums of squares             bridge.compile.passes.patterns
-    pad           large products whose rows begin anywhere, on a GPU  bridge.compile.passes.product_variants
-    chains        attention's three steps as one, where quicker       bridge.compile.pipeline
-    choose        where values lie, how products are computed         bridge.compile.passes.choose_layouts
+    pad           large products of misaligned rows, on a GPU         bridge.compile.passes.product_variants
+    chains        attention's three steps as one, where faster        bridge.compile.pipeline
+    choose        memory layouts, algorithms of products              bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
     accumulate    sums of products in place, where that is allowed    bridge.compile.passes.product_variants
     widen         float32 gradients straight from half products       bridge.compile.passes.product_variants
@@ -14,12 +14,11 @@
     build         PrimFuncs → machine code, in the background         bridge.compile.runtime.build
     plan          instructions over torch-owned memory                bridge.compile.runtime.link
 
-:func:`compile_function` runs them all, :class:`Compilation` in two parts; equal functions share one program while it
+:func:`compile_function` runs all stages, :class:`Compilation` in two parts; equal functions share one program while it
 is in use.
 
-Chosen chains: the chains of a neutral graph → the products of those that a trial found quicker as one kernel.
-
-A trial (:mod:`bridge.trials`) is a program of the chain alone, in both forms, on memory of its own.
+Chosen chains: a layout-agnostic graph → the products that one fused kernel computes, as an A/B timing
+(:mod:`bridge.trials`) decides. The timing compiles the chain alone, in both forms, with its own memory.
 """
 
 from __future__ import annotations
@@ -82,18 +81,18 @@ __all__ = ["STEPS", "Compilation", "chosen_chains", "compile_function", "optimiz
 STEPS, CHAIN = "steps", "chain"
 
 _WORTH = 0.95
-"""The part of its steps' time that a chain has to stay below to be chosen."""
+"""A chain is chosen only if it takes less than this part of the time of its separate steps."""
 
 Optimize = Callable[[Graph, Backend], Graph]
-"""What every graph goes through once its layouts are chosen."""
+"""Optimizes a graph whose layouts are chosen."""
 
 
 def chosen_chains(
     graph: Graph, options: CompileOptions, policy: ProductPolicy, optimize: Optimize
 ) -> frozenset[MatMul]:
-    """Products of a frozen call that chains are to compute.
+    """The products that fused chains compute in a function with frozen constants.
 
-    Where gradients are asked for, the way of a product follows from its shape alone, and there are no chains.
+    Empty if gradients are asked for: the algorithm of a product must then follow from its shape alone.
     """
     if not policy.chains or not options.constants:
         return frozenset()
@@ -118,7 +117,7 @@ def _is_quicker(
 def _forms(
     chain: Chain, constants: Mapping[Value, object], backend: Backend, policy: ProductPolicy, optimize: Optimize
 ) -> dict[str, Callable[[], object]]:
-    """What runs each form; the steps alone where the other one is no chain after all."""
+    """Runnable trials: the separate steps and, if the chained form has fewer steps, the chain."""
     graph, products = chain.graph(dict(constants))
     inputs = [torch.ones(param.shape, dtype=getattr(torch, param.dtype)) for param in graph.params]
     programs = {}
@@ -144,15 +143,15 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     eliminate_dead_code,
     place_sections,
 )
-"""What every graph goes through, in order, once its layouts are chosen. None changes a bit of any value."""
+"""Passes over a graph whose layouts are chosen, in order. None changes a bit of any value."""
 
 _PROGRAMS: WeakCache[Function, Program] = SESSION.cache(
     "programs", WeakCache(lambda a, b: structural_equal(a, b, map_free_vars=True))
 )
 _KEPT: WeakValueDictionary[str, Program] = SESSION.cache("programs", WeakValueDictionary())
-"""Those in use that the disk cache has, or is to have, by their keys there."""
+"""Programs in use that the disk cache holds or will hold, by their keys there."""
 _BODIES: WeakValueDictionary[tuple, _LoopBody] = SESSION.cache("programs", WeakValueDictionary())
-"""Bodies of loops that are in use, by options, text and how many constants they have."""
+"""Loop bodies in use, by options, text and number of constants."""
 _LOCK = free_in_children(threading.Lock())
 
 log, fallbacks_log = channel("compile"), channel("fallbacks")
@@ -163,28 +162,28 @@ def compile_function(
 ) -> Program:
     """Compile a function in flat form (see :mod:`autodiff.ir`).
 
-    The program of a function with symbolic extents is one for all sizes: :meth:`Program.bind` gives what runs. What was
-    concluded about the sizes are the guards of their scope.
+    A function with symbolic extents gives one program for all sizes: :meth:`Program.bind` makes the runnable instance.
+    Conclusions about the sizes become guards of their scope.
 
-    While a program is in use, equal functions share it; it keeps the ``name`` it was first compiled under. ``options``
-    are the current ones for this machine's processor unless given. Raises ``NotImplementedError`` naming an operator
-    that cannot be compiled.
+    While a program is in use, equal functions share it; it keeps the ``name`` of its first compilation. ``options``
+    default to the current ones for this machine's CPU. Raises ``NotImplementedError`` naming an operator that cannot
+    be compiled.
 
-    ``drawn``: masks among the parameters, by place, that kernels compute. In place of each, the program takes the
-    generator's state: seed and offset, int64.
+    ``drawn``: place → dropout mask that kernels recompute. The program takes the generator's state (seed and offset,
+    int64) instead of that parameter.
 
-    No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.schedule.fuse`. That is
-    given up with ``options.sums_in_place``, for :mod:`bridge.compile.passes.product_variants`.
+    No bit of a value depends on which other values are results: see :mod:`bridge.compile.schedule.fuse`.
+    ``options.sums_in_place`` gives that up, for :mod:`bridge.compile.passes.product_variants`.
     """
     return Compilation(func, name, options, drawn).finish()
 
 
 class Compilation:
-    """A function on its way to a program: the loop graph is made, and matrix products are measured, when this is.
+    """One compilation in two parts: the constructor makes the graph and times products, :meth:`finish` the program.
 
-    Of several functions, make all before one is finished: machine code is built in the background, where it would
-    disturb measurements. Arguments and exceptions are those of :func:`compile_function`; a :class:`KeptFunction` is
-    read only if its program is not in the disk cache either.
+    Construct all compilations before finishing one: :meth:`finish` builds machine code in the background, which would
+    disturb timings. Arguments and exceptions: see :func:`compile_function`. A :class:`KeptFunction` is read
+    only if the disk cache lacks its program.
     """
 
     def __init__(
@@ -225,7 +224,7 @@ class Compilation:
         self._seconds = watch.seconds
 
     def finish(self) -> Program:
-        """The program; its machine code may still be in the making."""
+        """The program; its machine code may still be building."""
         if self._program is None:
             program = self._graphs.program(self._name, self._seconds, self._signature.scope)
             self._program = replace(program, ways=self._policy.made())
@@ -235,13 +234,13 @@ class Compilation:
         return self._program
 
     def keep(self) -> None:
-        """Puts a program that is new, or new under its key, into the disk cache; waits for its machine code."""
+        """Writes a program that is new, or new under its key, to the disk cache; waits for its machine code."""
         if self._is_to_keep and self._kept_key is not None:
             self._is_to_keep = False
             keep_program(self._kept_key, self._digest, self._program)
 
     def _kept(self, digest: str, drawn: Mapping[int, DrawnMask] | None) -> Program | None:
-        """The program of a digest that this process uses or the disk cache has."""
+        """The program of a digest from this process or from the disk cache; ``None`` if neither has it."""
         masks = [(place, mask.rate, mask.width, mask.threads) for place, mask in _in_order(drawn)]
         if any(isinstance(threads, Extent) for *_, threads in masks):  # of sizes that vary, whose programs are not kept
             return None
@@ -267,7 +266,7 @@ def _in_order(drawn: Mapping[int, DrawnMask] | None) -> tuple[tuple[int, DrawnMa
 
 
 class _Graphs:
-    """A function's loop graph, and those of its loops' bodies, by their text. Products of all are one policy's."""
+    """A function's loop graph, and the graphs of its loops' bodies by text. All share one product policy."""
 
     def __init__(
         self,
@@ -278,10 +277,10 @@ class _Graphs:
         lasting: int = 0,
         is_step: bool = False,
     ):
-        """``lasting``: see :func:`~bridge.compile.passes.choose_layouts.choose_layouts`; ``is_step``: of a loop.
+        """``lasting``: see :func:`~bridge.compile.passes.choose_layouts.choose_layouts`; ``is_step``: a loop's body.
 
-        Equal bodies share one program, whatever the lengths of their loops are: made for a policy of its own, whose
-        choices this one's then are.
+        Equal bodies share one program for any number of steps. A body has its own product policy; this policy adopts
+        the body's choices.
         """
         self._func, self._policy = func, policy
         self._backend = options.backend.of_steps if is_step else options.backend
@@ -311,18 +310,18 @@ class _Graphs:
         self._bodies = {scan.body: _body(scan, inside, policy) for scan in scans}
 
     def all_calls(self) -> list[CallShape]:
-        """Classes of library calls that have several forms, those of bodies included."""
+        """Classes of library calls that have several variants, in loop bodies as well."""
         return [*self.calls, *(call for body in self._bodies.values() for call in body.graphs.all_calls())]
 
     def all_products(self) -> dict[ProductShape, str]:
-        """Classes of products with their ways, those of bodies included."""
+        """Classes of products with their algorithms, in loop bodies as well."""
         found = dict(self._policy.met())
         for body in self._bodies.values():
             found |= body.graphs.all_products()
         return found
 
     def program(self, name: str, seconds: float, scope: ExtentScope | None = None) -> Program:
-        """``seconds``: that the graphs took."""
+        """Assembles the program; ``seconds``: the time that making the graphs took."""
         bodies = {text: body.program(f"{name}_step") for text, body in self._bodies.items()}
         variables = tuple(str(var.name) for var in (*self._func.params, *(var for var, _ in bindings(self._func))))
         made = assemble(self._graph, name, self._backend, {"translate": seconds}, variables, scope, bodies)
@@ -330,7 +329,7 @@ class _Graphs:
 
 
 class _LoopBody:
-    """The body of loops of any length, on its way to a program."""
+    """The body of loops of any length, compiled on first request."""
 
     def __init__(self, scan: Scan, options: CompileOptions):
         policy = options.backend.products(options.threads, options.deterministic)
@@ -339,7 +338,7 @@ class _LoopBody:
         self._lock, self._program = renewed_in_children(threading.Lock()), None
 
     def program(self, name: str) -> Program:
-        """Its program, under the name that it was first asked for."""
+        """The body's program; the first request names it."""
         with self._lock:
             if self._program is None:
                 self._program = self.graphs.program(name, 0.0)
@@ -347,7 +346,7 @@ class _LoopBody:
 
 
 def _body(scan: Scan, options: CompileOptions, policy: ProductPolicy) -> _LoopBody:
-    """The body of a scan, one that is in use if there is such a one."""
+    """The body of a scan; shares one that is in use."""
     key = options.key, scan.body, scan.constants
     with _LOCK:
         found = _BODIES.get(key)
@@ -366,7 +365,7 @@ def _parts_of_carry(policy: ProductPolicy, element_type: str, rows: int, inner: 
 def products_and_calls(
     func: Function, options: CompileOptions
 ) -> tuple[tuple[tuple[ProductShape, str], ...], tuple[CallShape, ...]]:
-    """The classes of a function's matrix products, with their ways, and of its library calls of several forms."""
+    """Classes of a function's matrix products with their algorithms, and of its library calls with variants."""
     policy = options.backend.products(options.threads, options.deterministic)
     graphs = _Graphs(func, options, policy)
     return tuple(graphs.all_products().items()), tuple(graphs.all_calls())
@@ -380,7 +379,7 @@ def optimize(graph: Graph, backend: Backend) -> Graph:
 
 
 def _tell(program: Program) -> None:
-    """What was compiled, and what is left to torch, as lines in the log."""
+    """Logs the compiled program, and the calls left to torch."""
     log.info("%s", program.headline)
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", str(program).partition("\n")[2])

@@ -1,9 +1,9 @@
-"""Size signature: a Relax function → the scope of its symbolic extents, and which of them stands where.
+"""Size signature: a Relax function → the scope of its symbolic extents, and their order of occurrence.
 
-Functions that differ in nothing but the symbols' identity are structurally equal. Two are one program if they speak of
-the same symbols of the same scope in the same places.
+Functions that differ only in the identity of symbols are structurally equal. They share a program only if the same
+symbols of the same scope stand in the same places.
 
-Kept function: a Relax function by the digest of its canonical text, read when something asks for it.
+Kept function: the digest of a Relax function's canonical text, with a reader of the function.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["KeptFunction", "SizeSignature", "digest_of", "size_signature"]
 
 @dataclass(frozen=True)
 class SizeSignature:
-    """``scope`` is ``None`` for a static function; ``places``: the symbolic extents in the order in which they stand.
+    """``scope``: ``None`` for a static function; ``places``: the symbolic extents in order of occurrence.
 
-    Equal if the scopes are one object, and what they answer becomes a guard in one place (``scope.assumed``).
+    Equality needs the identical scope object: a decision about its extents becomes a guard there (``scope.assumed``).
     """
 
     scope: ExtentScope | None = None
@@ -33,10 +33,10 @@ class SizeSignature:
 
 
 def size_signature(func: Function) -> SizeSignature:
-    """The signature of a function in flat form. A symbol of a backward may stand in neither parameters nor results.
+    """The signature of a function in flat form; reads bindings as well: a backward may use a symbol only there.
 
     Raises:
-        ValueError: the function speaks of symbols of several scopes.
+        ValueError: the symbols belong to several scopes.
     """
     found = [extent for value in (*func.params, *results(func)) for extent in _of_type(value.ty)]
     found += [extent for var, value in bindings(func) for extent in _of_binding(var, value)]
@@ -80,8 +80,8 @@ class KeptFunction:
     """A function of the disk cache.
 
     Attributes:
-        digest: of it, see :func:`digest_of`.
-        read: the function in flat form.
+        digest: of the function, see :func:`digest_of`.
+        read: reads the function in flat form.
     """
 
     digest: str
@@ -89,6 +89,6 @@ class KeptFunction:
 
 
 def digest_of(function: Function) -> str:
-    """Equal for functions of equal text, in every process. ``ValueError``: see
+    """Text hash of a function: equal text, equal digest in every process. ``ValueError``: see
     :func:`~bridge.compile.runtime.kernel_store.canonical_text`."""
     return key_of(canonical_text([function]))

@@ -1,4 +1,4 @@
-"""Targets: what a user names as ``target`` → a backend."""
+"""Targets: the user's ``target`` argument → a backend."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ _BACKENDS: dict[str, Callable[[Target], Backend]] = {
     "llvm": lambda target: CpuBackend(target=target),
     "cuda": lambda target: CudaBackend(arch=str(target.attrs["arch"])),
 }
-"""By the kind of TVM's target."""
+"""Kind of a TVM target → the maker of its backend."""
 
 
 def backend_for(target: Target | str | dict[str, Any] | torch.device | Backend | None) -> Backend:
-    """The backend of a TVM target (also as its name or as a dict), or of a device; of this machine's processor if
-    ``None``.
+    """The backend of a TVM target (object, name or dict) or of a device; ``None``: this machine's CPU.
 
-    ``"cuda"`` is torch's current GPU and ``"cuda:1"`` the second one; a TVM target of kind ``cuda`` is the first one,
-    for the architecture that the target names.
+    ``"cuda"`` is torch's current GPU and ``"cuda:1"`` the second one; a TVM target of kind ``cuda`` is the first GPU,
+    with the architecture that the target names.
 
-    ``ValueError`` for what is no target, or one that there is no backend for.
+    ``ValueError``: not a target, or a target without a backend.
     """
     if target is None:
         return host_backend()
@@ -49,7 +48,7 @@ def backend_for(target: Target | str | dict[str, Any] | torch.device | Backend |
 
 
 def backend_on(device: torch.device) -> Backend:
-    """The backend that compiles for a device. ``ValueError`` if there is none, no such device, or no NVRTC."""
+    """The backend of a device. ``ValueError``: no backend for its type, no device of its index, or no NVRTC."""
     if device.type != "cuda":
         if device.type == host_backend().device.type:
             return host_backend()
@@ -67,7 +66,7 @@ def backend_on(device: torch.device) -> Backend:
 
 
 def _device(target: Any) -> torch.device | None:
-    """The GPU that a target names."""
+    """The torch device that ``target`` names, or ``None``."""
     if isinstance(target, torch.device):
         return target
     if isinstance(target, str) and target.partition(":")[0] == "cuda":

@@ -1,8 +1,8 @@
 """Emitter: TIR statements in order, expressions of a fixed number of lanes.
 
-Scalars and vectors are written by the same rules: an :class:`Emitter` knows how many lanes it emits, and its
-``const`` gives constants of that width. Values used more than once are bound to variables (``bind``), so the
-generated text grows with the number of operations and not with the number of paths through them.
+Scalars and vectors follow the same rules: an :class:`Emitter` has a number of lanes, and its ``const`` gives constants
+of that width. ``bind`` binds a value with several uses to a variable, so the generated text grows with the number of
+operations and not with the number of paths through them.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ def compute_type(dtype: str) -> str:
 
 
 def different(a: Expr, b: Expr) -> Expr:
-    """``a != b``, true where either is nan: TVM's own node compiles to a comparison that is false there."""
+    """``a != b``, true if either is nan: TVM's own node compiles to a comparison that is false for nan."""
     return tirx.Not(tirx.EQ(a, b))
 
 
 def stack_buffer(size: int, dtype: str, name: str) -> tuple[Buffer, Stmt]:
-    """A buffer on the stack and the statement that allocates it.
+    """A buffer on the stack, and its allocation.
 
-    Scope ``global`` and the annotation are what keeps TVM from calling its allocator; LLVM turns small ones into
-    registers.
+    Scope ``global`` and the annotation keep TVM from calling its allocator; LLVM puts small buffers into registers.
     """
     buffer = tirx.decl_buffer((size,), dtype, name, scope="global")
     return buffer, AllocBuffer(buffer, annotations={"disable_lower_builtin": tirx.const(1, "bool")})
 
 
 class Emitter:
-    """Collects statements; all vector expressions it makes have ``lanes`` lanes."""
+    """Collects statements; its vector expressions have ``lanes`` lanes."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -55,22 +54,22 @@ class Emitter:
         return dtype if self.lanes == 1 else f"{dtype}x{self.lanes}"
 
     def const(self, number: float, dtype: str) -> Expr:
-        """A number in every lane."""
+        """A number, broadcast to every lane."""
         return self.broadcast(_scalar(number, dtype))
 
     def broadcast(self, scalar: Expr) -> Expr:
-        """A scalar expression in every lane."""
+        """A scalar expression, broadcast to every lane."""
         return scalar if self.lanes == 1 else Broadcast(scalar, self.lanes)
 
     def bind(self, value: Expr, hint: str = "v") -> Expr:
         """A variable that holds ``value``.
 
-        The value goes through a one-element local buffer (which LLVM turns into a register): TVM's analyzers
-        substitute variables by what they are bound to, in the code generator too, and a chain of computed values
-        would grow exponentially. A load ends the chain.
+        The value goes through a one-element local buffer (which LLVM turns into a register): TVM's analyzers and code
+        generator replace a variable by its bound expression, and a chain of computed values would grow exponentially. A
+        load ends the chain.
 
         A floating point product is fenced: TVM lets LLVM contract ``a * b + c`` into one rounding on every target, and
-        LLVM does so only where it sees no other use of the product, which depends on what shares the kernel.
+        LLVM does so only if the product has no other use, which depends on the other operators of the kernel.
         """
         if isinstance(value, Var):
             return value
@@ -88,7 +87,7 @@ class Emitter:
         return var
 
     def name_index(self, value: Expr, hint: str) -> Expr:
-        """A variable for an index, which analyzers should see through."""
+        """A variable for an index; analyzers see through it."""
         self._names += 1
         var = Var(f"{hint}{self._names}", str(value.ty))
         self.stmts.append(Bind(var, value))
@@ -101,15 +100,15 @@ class Emitter:
         return tirx.reinterpret(self.type(dtype), value)
 
     def loaded(self, stored: Expr, dtype: str) -> Expr:
-        """A value as memory holds it, of element type ``dtype`` → in its compute type."""
+        """Casts a value from its stored type ``dtype`` to its compute type."""
         return self.cast(stored, compute_type(dtype))
 
     def stored(self, value: Expr, dtype: str) -> Expr:
-        """A value in its compute type → rounded, as memory holds it."""
+        """Casts (rounds) a value from its compute type to its stored type ``dtype``."""
         return self.cast(value, dtype)
 
     def rounded(self, value: Expr, dtype: str) -> Expr:
-        """A value rounded to a half type, in its compute type."""
+        """Rounds a value to a half type; the result is in its compute type."""
         value = self.bind(value)
         if dtype != "bfloat16":
             return self.loaded(self.stored(value, dtype), dtype)
@@ -132,15 +131,14 @@ class Emitter:
         return self.select(tirx.Or(a < b, different(a, a)), a, b)
 
     def reciprocal(self, x: Expr) -> Expr:
-        """``1 / x`` of numbers that are 1 or larger, and of nan."""
+        """``1 / x`` for ``x >= 1`` or nan."""
         return self.const(1.0, element_type(x)) / x
 
     is_quick = False
-    """Whether :meth:`quick` has functions."""
+    """Whether :meth:`quick` is implemented."""
 
     def quick(self, name: str, x: Expr) -> Expr:
-        """``"exp2"`` or ``"reciprocal"`` of float32 by one instruction, within two units in the last place; denormal
-        results are zero."""
+        """``"exp2"`` or ``"reciprocal"`` of float32 by one instruction, within two ulp; denormals become zero."""
         raise NotImplementedError(f"no quick {name} on this target")
 
     def wide_product(self, a: Expr, b: Expr) -> Expr:
@@ -148,10 +146,10 @@ class Emitter:
         return tirx.Mul(self.cast(a, "uint64"), self.cast(b, "uint64"))
 
     def llvm(self, name: str, *args: Expr) -> Expr:
-        """An LLVM intrinsic that exists for vectors, as in ``"llvm.sqrt"``.
+        """An LLVM intrinsic that supports vectors, as in ``"llvm.sqrt"``.
 
-        The ``tirx`` operators of these names would need a lowering pass that substitutes bound variables: see
-        :mod:`bridge.compile.runtime.build`.
+        The equivalent ``tirx`` operators would need a lowering pass that substitutes bound variables: see
+        :func:`bridge.compile.codegen.tir.lower_loops`.
         """
         return tirx.call_llvm_pure_intrin(str(args[0].ty), name, *args)
 
@@ -160,11 +158,10 @@ class Emitter:
         return self.llvm(f"llvm.{name}", x)
 
     def truncated(self, value: Expr, target: str) -> Expr:
-        """A floating point number as an integer; what fits no integer becomes what it becomes in eager.
+        """Converts a floating point number to an integer type with eager's result for nan and numbers out of range.
 
-        C and LLVM leave nan and numbers out of range undefined, so LLVM may make anything of them. On x86 torch's code
-        gets the smallest integer of 32 or 64 bits, and narrower types are the low bits of that; ARM's instruction
-        saturates.
+        C and LLVM leave these cases undefined. On x86 torch's code gets the smallest integer of 32 or 64 bits, and
+        narrower types are its low bits; ARM's instruction saturates.
         """
         if platform.machine() not in ("x86_64", "AMD64"):
             return self.cast(value, target)
@@ -175,11 +172,11 @@ class Emitter:
         return self.cast(self.bind(self.select(fits, self.cast(value, wide), self.const(smallest, wide))), target)
 
     def has_library(self, dtype: str) -> bool:
-        """Whether transcendental functions of a type are the C library's, rather than polynomials on vectors."""
+        """Whether transcendental functions of a type call the C library instead of vectorized polynomials."""
         return dtype != "float32"
 
     def libm(self, name: str, *args: Expr) -> Expr:
-        """A function of the C library on float32 or float64, lane by lane: it has no vector form."""
+        """A C library function of float32 or float64, lane by lane: it has no vector form."""
         dtype = element_type(args[0])
         symbol = name + "f" if dtype == "float32" else name
         return self.lanewise(lambda *lanes: tirx.call_pure_extern(dtype, symbol, *lanes), *args)
@@ -197,7 +194,7 @@ class Emitter:
         return self.bind(result)
 
     def lanewise(self, function, *args: Expr) -> Expr:
-        """Apply a scalar function lane by lane: for calls into libm, which have no vector form."""
+        """Applies a scalar function lane by lane."""
         if self.lanes == 1:
             return function(*args)
         args = [self.bind(arg) for arg in args]

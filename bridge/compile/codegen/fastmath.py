@@ -1,9 +1,9 @@
 """Polynomial approximations of transcendental functions of float32 on vectors, after range reduction; no libm calls.
 
-An extern call inside a vector loop turns the whole loop scalar, so these are what makes GELU, softmax and friends
-run at memory speed. The polynomials are Chebyshev interpolations made for this file (degree chosen so that their own
-error stays below half a unit in the last place); evaluated in fused multiply-adds. Errors, in units in the last
-place against the float64 function over the whole float32 range (``tests/bridge/compile/test_fastmath.py``):
+An extern call inside a vector loop turns the whole loop scalar; these let GELU, softmax and similar operators run at
+memory speed. The polynomials are Chebyshev interpolations made for this file (of a degree that keeps their own error
+below half an ulp), evaluated in fused multiply-adds. Errors, in units in the last place (ulp) against the float64
+function over the whole float32 range (``tests/bridge/compile/test_fastmath.py``):
 
 =========== ====== =============================================================================================
 function    ulp    notes
@@ -17,7 +17,7 @@ log1p       1.5    for every x > -1; ``log1p(-1) == -inf``, nan below
 expm1       1.5    ``expm1(-inf) == -1``; overflow to inf; keeps the sign of zero
 =========== ====== =============================================================================================
 
-``float64`` goes lane by lane through libm, and so does ``float32`` where the target's library is the quicker one
+``float64`` goes lane by lane through libm, as does ``float32`` if the target's library is faster
 (:meth:`~bridge.compile.codegen.emit.Emitter.has_library`).
 """
 
@@ -56,7 +56,7 @@ def exp(e: Emitter, x: Expr) -> Expr:
     if e.has_library(element_type(x)):
         return e.libm("exp", x)
     x = e.bind(x)
-    # Beyond these, the result is inf or rounds to zero; comparisons with nan are false, so nan passes through.
+    # Outside of this range the result is inf or rounds to zero; comparisons with nan are false, so nan passes through.
     x = e.bind(e.select(x > e.const(89.0, "float32"), e.const(89.0, "float32"), x))
     x = e.bind(e.select(x < e.const(-104.0, "float32"), e.const(-104.0, "float32"), x))
     p, whole = _reduced(e, x)
@@ -67,7 +67,7 @@ def exp(e: Emitter, x: Expr) -> Expr:
 
 
 def _exp_within(e: Emitter, x: Expr) -> Expr:
-    """``exp`` where ``|x| < 87`` is known (or nan): no clamping, and one factor."""
+    """``exp`` for ``|x| < 87`` or nan: no clamping, and one factor."""
     p, whole = _reduced(e, e.bind(x))
     return e.bind(e.bind(p + e.const(1.0, "float32")) * _power_of_two(e, whole))
 
@@ -111,7 +111,7 @@ def log(e: Emitter, x: Expr) -> Expr:
     tiny = e.bind(x < e.const(1.1754943508222875e-38, "float32"))
     scaled = e.bind(e.select(tiny, x * e.const(2.0**23, "float32"), x))
     bits = e.bind(e.reinterpret(scaled, "int32"))
-    # Bits counted from sqrt(1/2): the exponent field then says which octave around 1 the number is in.
+    # Bits counted from sqrt(1/2): the exponent field is then the octave of the number around 1.
     offset = e.bind(bits - e.const(0x3F3504F3, "int32"))
     octave = e.bind(tirx.shift_right(offset, e.const(23, "int32")))
     m = e.bind(e.reinterpret(bits - tirx.shift_left(octave, e.const(23, "int32")), "float32"))
@@ -179,7 +179,7 @@ def sigmoid(e: Emitter, x: Expr) -> Expr:
 
 
 def gaussian(e: Emitter, x: Expr) -> Expr:
-    """``exp(-x**2 / 2)`` of a half type's numbers: of a large ``x`` as exact as the square of it."""
+    """``exp(-x**2 / 2)`` for half types: for large ``x`` as exact as the square of ``x``."""
     x = e.bind(x)
     square = e.bind(x * x)
     if not e.is_quick:
@@ -188,11 +188,11 @@ def gaussian(e: Emitter, x: Expr) -> Expr:
 
 
 def normal_cdf(e: Emitter, x: Expr) -> Expr:
-    """``(1 + erf(x / sqrt(2))) / 2`` of a half type's numbers.
+    """``(1 + erf(x / sqrt(2))) / 2`` for half types.
 
     Quick: ``exp(-x**2 / 2) * t * p(t)`` below zero and one minus that above, ``t = 1 / (1 + 0.305 |x|)``, ``p`` a
-    polynomial that is best in relative error (Abramowitz and Stegun, 7.1.26, is the same with fewer terms). Off by
-    2.1e-7 at most, and below zero by 4e-6 of itself, where one plus ``erf`` has lost its digits.
+    polynomial of least relative error (Abramowitz and Stegun, 7.1.26, with more terms). Absolute error at most 2.1e-7;
+    relative error below zero at most 4e-6, where ``1 + erf`` loses its digits.
     """
     x = e.bind(x)
     one = e.const(1.0, "float32")

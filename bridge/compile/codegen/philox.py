@@ -1,17 +1,15 @@
 """Philox 4x32-10 and the masks of a GPU's fused dropouts: an element's number → whether eager's dropout keeps it.
 
-Philox (Salmon et al., 2011) is a function: a key and a counter give four 32-bit numbers, so a mask can be computed
-wherever it is read. torch's kernel numbers its threads; thread t takes its numbers from the counters of which t is the
-upper half, four a call, and the generator's offset says how many calls came before. Which thread takes an element, in
-which call and as which of the four numbers follows from the size of the launch and from how many elements a thread
-loads at once (:func:`place`).
+Philox (Salmon et al., 2011) is a function: a key and a counter give four 32-bit numbers, so each consumer can recompute
+a mask. torch's kernel numbers its threads; thread t uses the counters with t as their upper half, four numbers per
+call, and the generator's offset is the number of earlier calls. The launch size and the number of elements that a
+thread loads at once determine thread, call and number of each element (:func:`place`).
 
-Attention's kernel (the efficient one) takes all its numbers from one sequence instead, element after element of its
-weights.
+Attention's kernel (the memory-efficient one) takes its numbers from one sequence instead, in the order of its weights.
 
-Products are of 64 bits, of which CUDA makes one instruction. Nothing here is a float: eager compares
-``float(u) * 2**-32 + 2**-33 < float(1 - rate)``, attention ``... > float(rate)``; the left side never falls as ``u``
-grows, so these are comparisons of integers.
+64-bit products are one instruction in CUDA. No value here is a float: eager compares
+``float(u) * 2**-32 + 2**-33 < float(1 - rate)``, attention ``... > float(rate)``; the left side is monotone in ``u``,
+so an integer comparison is equivalent.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from bridge.compile.codegen.emit import Emitter, element_type
 __all__ = ["IN_A_ROW", "NUMBERS", "WIDTHS", "is_kept", "kept", "numbers_of", "philox4x32_10", "place", "threshold"]
 
 IN_A_ROW = 0
-"""The width that stands for attention's numbers: one sequence for all elements."""
+"""The width of attention's masks: one sequence for all elements."""
 WIDTHS = (IN_A_ROW, 1, 2, 4, 8)
-"""How many elements a thread of torch's kernel may load at once."""
+"""The numbers of elements that a thread of torch's kernel may load at once."""
 
 NUMBERS = 4
-"""Of a call."""
+"""Numbers per call."""
 
 _ROUNDS = 10
 _FACTORS = 0xD2511F53, 0xCD9E8D57
@@ -40,8 +38,8 @@ _WIDE = "uint64"
 
 
 def threshold(rate: float, width: int = 1) -> int:
-    """The least 32-bit number for which eager drops an element at this rate; attention keeps it from one on."""
-    low, high = 0, 2**32 - 1  # the largest number gives 1.0, which is dropped, by attention kept, at every rate
+    """The least 32-bit number that makes eager drop an element at this rate, or makes attention keep it."""
+    low, high = 0, 2**32 - 1  # the largest number gives 1.0: dropped at every rate, and kept by attention
     while low < high:
         middle = (low + high) // 2
         uniform = np.float32(middle) * np.float32(2**-32) + np.float32(2**-33)
@@ -51,7 +49,7 @@ def threshold(rate: float, width: int = 1) -> int:
 
 
 def philox4x32_10(e: Emitter, key: tuple[Expr, Expr], counter: tuple[Expr, Expr, Expr, Expr]) -> tuple[Expr, ...]:
-    """The four numbers of a counter; words are uint32, the least significant first."""
+    """The four numbers of a counter; words are uint32, least significant first."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for turn in range(_ROUNDS):
@@ -70,7 +68,7 @@ def philox4x32_10(e: Emitter, key: tuple[Expr, Expr], counter: tuple[Expr, Expr,
 
 
 def numbers_of(e: Emitter, seed: Expr, offset: Expr, call: Expr, thread: Expr) -> tuple[Expr, ...]:
-    """The four numbers of a thread in a call behind the generator's offset.
+    """The four numbers of a thread's call after the generator's offset.
 
     Args:
         seed, offset: of the generator, before the draw; uint64.
@@ -83,10 +81,10 @@ def numbers_of(e: Emitter, seed: Expr, offset: Expr, call: Expr, thread: Expr) -
 
 
 def place(e: Emitter, width: int, index: Expr, threads: Expr) -> tuple[Expr, Expr, Expr]:
-    """Call, thread and which of the four numbers decide about an element, as uint32.
+    """The call, the thread and the index among four numbers that decide about an element, as uint32.
 
     Args:
-        width: how many elements a thread of eager's kernel loads at once, of :data:`WIDTHS`.
+        width: elements that a thread of eager's kernel loads at once, of :data:`WIDTHS`.
         index: of the element in the order of eager's kernel.
         threads: of eager's launch.
     """
@@ -96,7 +94,7 @@ def place(e: Emitter, width: int, index: Expr, threads: Expr) -> tuple[Expr, Exp
         call = e.bind(e.cast(tirx.shift_right(index, e.const(2, kind)), _WORD), "call")
         return call, _zero(e), e.bind(e.cast(tirx.bitwise_and(index, e.const(3, kind)), _WORD), "component")
     index, threads = e.bind(e.cast(index, kind), "index"), e.cast(threads, kind)
-    # of all threads: a load of so many elements each, or, where they load one, as many as a call has numbers
+    # elements of one call of all threads: `width` per thread, or, at width 1, one for each number of a call
     round_of = e.bind(tirx.Mul(threads, e.const(NUMBERS if width == 1 else width, kind)), "round")
     turn = e.bind(tirx.truncdiv(index, round_of), "turn")
     rest = e.bind(tirx.Sub(index, tirx.Mul(turn, round_of)), "rest")
@@ -113,7 +111,7 @@ def place(e: Emitter, width: int, index: Expr, threads: Expr) -> tuple[Expr, Exp
 
 
 def kept(e: Emitter, width: int, index: Expr, seed: Expr, offset: Expr, threads: Expr, least: Expr) -> Expr:
-    """Whether eager's dropout keeps an element; ``least``: see :func:`threshold`, the others :func:`place`."""
+    """Whether eager's dropout keeps an element; ``least``: see :func:`threshold`, other arguments: :func:`place`."""
     call, thread, component = place(e, width, index, threads)
     numbers = numbers_of(e, seed, offset, call, thread)
     word = numbers[3]
@@ -123,7 +121,7 @@ def kept(e: Emitter, width: int, index: Expr, seed: Expr, offset: Expr, threads:
 
 
 def is_kept(width: int, number: Expr, least: Expr) -> Expr:
-    """Whether eager keeps an element for which it draws a number; ``least``: see :func:`threshold`."""
+    """Whether eager keeps an element with this random number; ``least``: see :func:`threshold`."""
     return tirx.GE(number, least) if width == IN_A_ROW else tirx.LT(number, least)
 
 

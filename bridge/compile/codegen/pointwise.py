@@ -1,13 +1,12 @@
 """Point-wise rules: one per operator, TIR expressions of the operands → a TIR expression of the result.
 
-A rule gets its arguments in their *compute type* (half types are float32 inside kernels) and returns the result in
-the compute type of the result; the loops round to the stored type after every operator, as eager torch does. Where
-torch and TVM differ (nan in ``maximum``, half-way cases of ``round``), torch's meaning is taken. Products and sums are
-made as nodes, because TVM's operators fold ``x * 0.0`` to ``0.0``, which is wrong for nan, inf and negative numbers.
+A rule gets its arguments in their *compute type* (float32 for half types) and returns the result in the result's
+compute type; loops round to the stored type after every operator, as eager torch does. Where torch and TVM differ (nan
+in ``maximum``, half-way cases of ``round``), torch's meaning is taken. Products and sums are made as nodes, because
+TVM's operators fold ``x * 0.0`` to ``0.0``, which is wrong for nan, inf and negative numbers.
 
-Steps of a reduction in code: identity, combination, the lanes of a vector folded into one.
-
-In which order the steps are made is :mod:`bridge.compile.schedule.order`.
+Reduction steps in code: identity, combination, folding of a vector's lanes into one. The order of the steps is
+decided by :mod:`bridge.compile.schedule.order`.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ __all__ += ["minimum"]
 Rule = Callable[..., Expr]
 
 MASKS = {f"dropout_mask_{width}": width for width in philox.WIDTHS}
-"""Masks of fused dropout by how many elements eager's kernel loads at once: see :func:`philox.kept` for operands."""
+"""Operators that recompute dropout masks, by the load width of eager's kernel; operands: see :func:`philox.kept`."""
 
 EXPENSIVE = frozenset((*(name.split(".")[-1] for name in having("slow")), "normal_cdf", "gaussian", *MASKS))
-"""Operators whose result is cached in a row buffer rather than recomputed within one kernel."""
+"""Operators whose result a kernel caches in a row buffer rather than recomputes."""
 
 
 def maximum(e: Emitter, a: Expr, b: Expr) -> Expr:
-    """The larger one; nan if either is nan (torch)."""
+    """The larger operand; nan if either is nan (torch)."""
     a, b = e.bind(a), e.bind(b)
     if "float" not in element_type(a):
         return tirx.Select(tirx.GT(a, b), a, b)
@@ -43,7 +42,7 @@ def maximum(e: Emitter, a: Expr, b: Expr) -> Expr:
 
 
 def minimum(e: Emitter, a: Expr, b: Expr) -> Expr:
-    """The smaller one; nan if either is nan (torch)."""
+    """The smaller operand; nan if either is nan (torch)."""
     a, b = e.bind(a), e.bind(b)
     if "float" not in element_type(a):
         return tirx.Select(tirx.LT(a, b), a, b)
@@ -100,7 +99,7 @@ def _power(e: Emitter, x: Expr, y: Expr) -> Expr:
 
 
 def _libm(name: str) -> Rule:
-    """A libm function, lane by lane: float32's has an ``f`` at its end."""
+    """A libm function, lane by lane."""
 
     return lambda e, *args: e.libm(name, *args)
 
@@ -110,7 +109,7 @@ def _compare(node: type) -> Rule:
 
 
 def _bits(boolean: Rule, other: Rule) -> Rule:
-    """One rule for truth values, which are one bit each inside kernels, another for numbers."""
+    """Selects a rule by type: ``boolean`` for bool, which is one bit inside kernels, ``other`` for numbers."""
     return lambda e, *args: (boolean if element_type(args[0]) == "bool" else other)(e, *args)
 
 
@@ -216,7 +215,7 @@ RULES: dict[str, Rule] = {
 
 
 def identity(op: str, dtype: str) -> float:
-    """What a reduction of nothing gives. ``max`` and ``min`` start from the type's ends."""
+    """The initial value of a reduction; for integer ``max`` and ``min``, the type's least or largest number."""
     if op in ("sum", "prod"):
         return 0 if op == "sum" else 1
     if "float" in dtype:
@@ -226,7 +225,7 @@ def identity(op: str, dtype: str) -> float:
 
 
 def combine(e: Emitter, op: str, a: Expr, b: Expr) -> Expr:
-    """One step of a reduction: ``a`` is the accumulator."""
+    """One reduction step; ``a`` is the accumulator."""
     match op:
         case "sum":
             return tirx.Add(a, b)
@@ -240,7 +239,7 @@ def combine(e: Emitter, op: str, a: Expr, b: Expr) -> Expr:
 
 
 def fold_lanes(e: Emitter, op: str, vector: Expr) -> Expr:
-    """One lane from a vector of the emitter's, by halves."""
+    """Folds a vector into one lane, by halves."""
     lanes = e.lanes
     while lanes > 1:
         lanes //= 2

@@ -1,4 +1,4 @@
-"""TIR: kernels as functions of TVM's IR, their arguments, rounding, and lowering to what LLVM takes."""
+"""TIR: kernels as functions of TVM's IR, their arguments, rounding, and lowering to LLVM's input."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ __all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "Kernel", "LaunchArguments", "L
 __all__ += ["converted", "flat_buffer", "loop", "loop_function", "lower_loops", "rounded", "sequence"]
 
 INDEX = "int64"
-"""Element type of indices in functions that serve every shape."""
+"""Index type of functions that serve every shape."""
 
 LOOPS_ATTR = "bridge.loops"
-"""Marks PrimFuncs made of loops from the start: they need fewer passes than those with schedulable blocks."""
+"""Marks PrimFuncs that are loops from the start: they need fewer passes than schedulable blocks."""
 
 SHARED_ATTR = "bridge.shared"
-"""Marks PrimFuncs that serve every shape: built by themselves, and cached for the next program when no one uses them.
-"""
+"""Marks PrimFuncs that serve every shape: built separately, and kept in the cache even when unused."""
 
 
 def const(number: int) -> Expr:
@@ -48,13 +47,13 @@ class _Collects(Protocol):
 
 
 class LoopScope:
-    """Statements of one loop body, in order."""
+    """Collects the statements of one loop body, in order."""
 
     def __init__(self) -> None:
         self.stmts: list[Stmt] = []
 
     def name(self, value: Expr, hint: str) -> Var:
-        """A variable of this scope that holds an index."""
+        """Binds an index to a variable of this scope."""
         var = Var(hint, INDEX)
         self.stmts.append(tirx.Bind(var, value))
         return var
@@ -65,7 +64,7 @@ class LoopScope:
 
     @property
     def body(self) -> Stmt:
-        """All of them as one statement."""
+        """All statements as one."""
         return sequence(self.stmts)
 
 
@@ -78,7 +77,7 @@ def loop(
     kind: ForKind = ForKind.SERIAL,
     scope: Callable[[], Body] = LoopScope,
 ) -> Stmt:
-    """``for i in range(extent)``: ``body(scope, i)`` adds the statements of one turn to a new ``scope()``."""
+    """``for i in range(extent)``: ``body(scope, i)`` adds the statements of one iteration to a new ``scope()``."""
     inside, index = scope(), Var("i", INDEX)
     body(inside, index)
     extent = const(extent) if isinstance(extent, int) else extent
@@ -86,20 +85,20 @@ def loop(
 
 
 def loop_function(params: Sequence[Var | Buffer], body: Stmt, *, shared: bool = False) -> PrimFunc:
-    """A PrimFunc that is loops already; ``shared``: see :data:`SHARED_ATTR`."""
+    """A PrimFunc from loops; ``shared``: see :data:`SHARED_ATTR`."""
     attributes = {"tirx.noalias": True, "tirx.is_scheduled": True, LOOPS_ATTR: True}
     return PrimFunc(list(params), body).with_attr({**attributes, SHARED_ATTR: True} if shared else attributes)
 
 
 def rounded(e: Emitter, value: Expr, dtype: str, op: str = "") -> Expr:
-    """``value`` rounded to a stored type, in its compute type. What ``op`` only moves is rounded already."""
+    """Rounds ``value`` to a stored type, in its compute type; ``copy``, ``concat`` and ``pad`` need no rounding."""
     if compute_type(dtype) == dtype or op in ("copy", "concat", "pad"):
         return value
     return e.rounded(value, dtype)
 
 
 def converted(e: Emitter, value: Expr, source: str, target: str) -> Expr:
-    """A value of element type ``source`` as ``target``, both in their compute types: ``astype``."""
+    """``astype``: casts a value of element type ``source`` to ``target``, both in their compute types."""
     if target == "bool":
         return different(value, e.const(0, compute_type(source)))
     if source == "bool":
@@ -112,7 +111,7 @@ def converted(e: Emitter, value: Expr, source: str, target: str) -> Expr:
 
 @dataclass(frozen=True)
 class SecondStage:
-    """A second launch: ``func(parts…, outputs…, descriptor)``, ``parts`` of the kernel's scratch memory."""
+    """A second launch: ``func(parts…, outputs…, descriptor)``; ``parts``: the kernel's scratch memory."""
 
     func: PrimFunc = field(repr=False)
     parts: tuple[Value, ...]
@@ -121,10 +120,10 @@ class SecondStage:
 
 @dataclass(frozen=True)
 class Kernel:
-    """``func(inputs…, outputs…, scratch…, descriptor)``; ``ops`` are the operators it computes, in order.
+    """A kernel ``func(inputs…, outputs…, scratch…, descriptor)``; ``ops``: its operators, in order.
 
-    The descriptor, a pointer, is there only if ``scalars`` is not empty: those integers, as int64, of a launch.
-    What ``finish`` computes is not among the outputs.
+    The descriptor points to the launch's ``scalars``, as int64; it is absent without scalars. The results of ``finish``
+    are not among the outputs.
     """
 
     func: PrimFunc = field(repr=False)
@@ -137,14 +136,14 @@ class Kernel:
 
 
 def lower_loops() -> tuple[tvm.transform.Pass, Callable, Callable]:
-    """The passes that the packed calling convention needs, no others; then those of the host's part and the device's.
+    """Lowering passes: (for the packed calling convention, for the host's part, for the device's part).
 
     TVM's default pipeline simplifies under an analyzer that substitutes every bound variable by its value, which is
-    exponential in the length of a chain of bindings (a polynomial is one). Nothing here does that.
+    exponential in the length of a chain of bindings (as in a polynomial). These passes do not.
 
-    The calling convention's checks of every argument (number of dimensions, each extent, dtype, device, strides) are
-    more code than most kernels and take more than half of LLVM's time. A kernel is called only by the Program that it
-    was built for, which checks its inputs once per call and makes everything else itself; so they are left out.
+    The calling convention's argument checks (number of dimensions, extents, dtype, device, strides) are more code than
+    most kernels and take over half of LLVM's time. Only the kernel's own Program calls it, checks its inputs once per
+    call and makes all other tensors itself; so these checks are left out.
     """
     passes = [
         tirx.transform.BF16ComputeLegalize(),
@@ -162,17 +161,17 @@ _ELEMENTS = {"int32": 2**31 - 1, INDEX: 1 << 40}
 
 
 def flat_buffer(dtype: str, name: str, index_type: str, pointer: Var | None = None) -> Buffer:
-    """Memory of a tensor of any shape, aligned as its elements are."""
+    """A flat buffer for a tensor of any shape, with element alignment."""
     extent = tirx.const(_ELEMENTS[index_type], index_type)
     return tirx.decl_buffer((extent,), dtype, name, data=pointer, data_alignment=itemsize(dtype))
 
 
 class LaunchArguments:
-    """The integers that a launch passes, as variables.
+    """The integer arguments of a launch, as variables.
 
     Attributes:
-        params: the kernel's parameter for the descriptor, if it takes any.
-        stmts: what binds the variables, for the beginning of the kernel, once everything else is made.
+        params: the kernel's descriptor parameter, if there are any integers.
+        stmts: the bindings, for the kernel's beginning; complete only after all other code is emitted.
     """
 
     def __init__(self, count: int, index_type: str) -> None:
@@ -193,7 +192,7 @@ class LaunchArguments:
             self.stmts.append(Bind(variable, number if index_type == INDEX else tirx.Cast(index_type, number)))
 
     def part(self, first: int, count: int, index_type: str | None = None) -> LaunchArguments:
-        """The integers of one of several plans, ``count`` from ``first`` on, as if they were all; of its index type."""
+        """The ``count`` integers from ``first`` on, for one of several plans, in that plan's index type."""
         found = copy.copy(self)
         found._first, found._variables = first, self._variables[first : first + count]
         if index_type not in (None, self.index_type):
@@ -204,11 +203,11 @@ class LaunchArguments:
         return found
 
     def __call__(self, number: Number) -> Expr:
-        """A number of a plan as an index."""
+        """A plan's number as an index."""
         return tirx.const(number, self.index_type) if isinstance(number, int) else self._variables[number.index]
 
     def value(self, argument: Argument) -> Expr:
-        """An argument as int64, whatever an index is: a number that is computed with."""
+        """An argument as int64, whatever the index type: for arithmetic on values."""
         if self.index_type == INDEX:
             return self._variables[argument.index]
         place = self._first + argument.index
@@ -218,12 +217,12 @@ class LaunchArguments:
         return self._wide[place]
 
     def coordinate(self, index: Expr, term: Term) -> Expr:
-        """A loop's coordinate from the number of the turn in all of them."""
+        """A loop's coordinate from the flat iteration number."""
         at = index if term.below == 1 else tirx.truncdiv(index, self(term.below))
         return at if term.extent is None else tirx.truncmod(at, self(term.extent))
 
     def index(self, first: Expr, index: Expr, terms: tuple[Term, ...]) -> Expr:
-        """``first`` and the terms of the turn of that number: where an element is."""
+        """An element's index: ``first`` plus the terms at a flat iteration number."""
         for term in terms:
             first = first + self.coordinate(index, term) * self(term.stride)
         return first

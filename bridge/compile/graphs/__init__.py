@@ -1,1 +1,1 @@
-"""Recorded graphs: launches of a program, recorded once and replayed as one launch, where that is exact and pays."""
+"""Recorded graphs: a program's launches, recorded once and replayed as one launch, where that is exact and pays."""

@@ -1,9 +1,9 @@
-"""Control of recorded graphs: a user's wish, what memory is left -> which programs are recorded, and what for.
+"""Control of recorded graphs: the user's mode and the free memory → the programs to record, and their memory.
 
-Profitability of a recorded graph: the first runs of a program → whether the host or the device is what they wait for.
+Profitability of a recorded graph: timed first runs of a program → whether host or device is the bottleneck.
 
-What one size of a program has shown holds for others: where a graph pays, for those with no more work than would keep
-the device busy enough; where it does not, for those with no less.
+A verdict at one size holds for others: a graph also pays at sizes whose work leaves the device less busy than the
+measured margin; where it does not pay, it does not pay for more work.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from bridge.compile.graphs.recordings import GraphInputs, GraphRecorder, Memory,
 __all__ = ["MAX_GRAPH_BYTES", "MAX_RECORDINGS", "MODES", "RUNS", "STREAMS", "LaunchCost", "Mode", "RecordedGraphs"]
 __all__ += ["Shared", "Verdicts"]
 
-#: Runs of a round, which are timed; the first of a size is not: it loads kernels.
+#: Timed runs of a round. A size's first run is not timed: it loads kernels.
 RUNS = 3
 _MOST_ROUNDS = 6
-"""After which what all rounds have shown together decides."""
+"""After so many rounds, all rounds together decide."""
 _MOST_DISTURBED = 4 * RUNS
-"""Disturbed runs in a row, after which they count as well: the thread is never left alone."""
+"""After so many disturbed runs in a row, disturbed runs count as well."""
 _SHARE = 0.5
-"""Of the device's time that the host's is at least, where a graph pays: a replay takes the host a few microseconds."""
+"""A graph pays if the host's time is at least this part of the device's: a replay takes the host a few microseconds."""
 
 _COPIED_PER_SECOND = 1e12
-"""Bytes, on a large GPU; an H200 copies twice as many."""
+"""Bytes per second on a large GPU; an H200 copies twice as many."""
 _SHARE_OF_COPIES = 0.5
-"""Of the host's time for the launches of a run, that the device's for copies is at most, where a graph pays."""
+"""A graph pays if the device's time for copies is at most this part of the host's time for the launches of a run."""
 
 
 class Verdicts:
-    """What is known of one program, for all of its sizes. Threads may share it: a verdict that is lost is found again.
+    """Verdicts on one program, for all of its sizes. Threads may share it: a lost verdict is found again.
 
     Work is any number that grows with sizes.
 
     Attributes:
-        host: seconds that a run takes the host without a graph, whatever the size, as measured last.
+        host: seconds of host time of a run without a graph, at the last measured size.
     """
 
     def __init__(self) -> None:
@@ -52,20 +52,20 @@ class Verdicts:
         self.host = float("inf")
 
     def of(self, work: float) -> bool | None:
-        """Whether a graph pays; ``None`` if that has to be measured."""
+        """Whether a graph pays; ``None``: must be measured."""
         if work <= self._pays:
             return True
         return False if work >= self._fails else None
 
     def copies_pay(self, copied: int) -> bool:
-        """Whether a graph still pays if each replay copies so many bytes."""
+        """Whether a graph still pays if each replay copies ``copied`` bytes."""
         return copied / _COPIED_PER_SECOND < _SHARE_OF_COPIES * self.host
 
     def learn(self, work: float, margin: float) -> None:
-        """What was measured; where it contradicts what is known, sizes in between are measured again.
+        """Notes a measurement; if it contradicts earlier ones, sizes in between are measured again.
 
         Args:
-            margin: how much longer the device might take, and a graph would still pay; less than 1: it does not.
+            margin: the factor by which the device's time may grow while a graph still pays; below 1, it does not pay.
         """
         if margin >= 1:
             self._pays = max(self._pays, work * margin)
@@ -76,14 +76,13 @@ class Verdicts:
 
 
 class LaunchCost:
-    """Times runs of a program, of whatever sizes; nothing waits for the device. One thread at a time.
+    """Times runs of a program, at any sizes, without waiting for the device. One thread at a time.
 
-    Where the device waits for launches, its time from the first to the last is the host's; where it has more to do than
-    the host, or is behind with other work, it is the program's own.
+    The device's time from the first to the last launch equals the host's if the device waits for launches; otherwise
+    it is the program's own.
 
-    Others' work on the same processor or device must not decide what holds for good. Runs in which this thread lost its
-    processor do not count; the shortest times of a round are taken; and a verdict is the same in two rounds, one after
-    the other. Until then it is open, and rounds go on.
+    Other work on the processor or device must not decide the verdict. Runs in which this thread lost its processor do
+    not count, a round takes its shortest times, and two successive rounds must agree.
     """
 
     def __init__(self) -> None:
@@ -92,18 +91,18 @@ class LaunchCost:
         self._disturbed = 0
 
     def timer(self, recorder: GraphRecorder) -> Timer | None:
-        """For the run that comes now; ``None`` if it is not timed."""
+        """Starts a timer for the next run; ``None``: that run is not timed."""
         return None if len(self._timed) == RUNS else recorder.timer()
 
     def stop(self, timer: Timer, work: float) -> None:
-        """At the end of a run; one that raised, as where memory ran out, is not among those that count."""
+        """Ends a timed run. A run that raised never gets here, and does not count."""
         timer.stop()
         self._disturbed = self._disturbed + 1 if timer.is_disturbed else 0
         if not self._disturbed or self._disturbed > _MOST_DISTURBED:
             self._timed.append((timer, work))
 
     def teach(self, verdicts: Verdicts) -> None:
-        """What the runs have shown, once it is known: the next ones are timed anew."""
+        """Gives a complete round's conclusion to ``verdicts``, and starts the next round."""
         if len(self._timed) < RUNS:
             return
         seconds = [timer.seconds() for timer, _ in self._timed]
@@ -134,7 +133,7 @@ class LaunchCost:
 
 @dataclass(frozen=True)
 class _Round:
-    """The shortest times of a round's runs, in seconds, and their least and most work."""
+    """One round: the shortest times of its runs, in seconds, and their least and most work."""
 
     host: float
     device: float
@@ -143,12 +142,12 @@ class _Round:
 
     @property
     def margin(self) -> float:
-        """How much longer the device might take, and a graph would still pay."""
+        """The factor by which the device's time may grow while a graph still pays."""
         return self.host / (_SHARE * self.device) if self.device > 0 else float("inf")
 
     @property
     def pays(self) -> bool:
-        """Whether a graph does."""
+        """Whether a graph pays."""
         return self.margin >= 1
 
 
@@ -156,11 +155,11 @@ Mode = Literal["auto"] | bool
 
 MODES: tuple[Mode, ...] = ("auto", True, False)
 
-#: Recordings of all programs of one module, for all sizes; the program that was replayed the longest ago loses its own.
+#: Recordings of all programs of one module, for all sizes; the program replayed the longest ago loses its recordings.
 MAX_RECORDINGS = 1024
-#: Bytes of the device's that these take, by a rule of thumb.
+#: Estimated bytes of device memory that a module's recordings take.
 MAX_GRAPH_BYTES = 1 << 30
-#: Reasons that are counted, each by itself.
+#: Different reasons that are counted separately.
 _MAX_REASONS = 100
 _OTHERS = "another reason"
 
@@ -168,7 +167,7 @@ log = channel("graphs")
 
 
 class _Member(Protocol):
-    """Somebody who has recordings; ``len()``: how many. Of the device's bytes, one takes ``recording_bytes``."""
+    """An owner of recordings; ``len()``: their number. Each takes ``recording_bytes`` of device memory."""
 
     last_used: int
 
@@ -183,13 +182,13 @@ class _Member(Protocol):
 
 
 class RecordedGraphs:
-    """What a user decides about the recorded graphs of a module, and what can be seen of them; threads may share it.
+    """A module's policy for recorded graphs, and statistics of them; threads may share it.
 
     Attributes:
-        mode: ``"auto"``: programs are recorded whose launches take the host about as long as the device, or longer;
-            ``True``: all that can be; ``False``: none.
+        mode: ``"auto"``: record programs whose launches take the host about as long as the device, or longer;
+            ``True``: record every program that can be; ``False``: none.
         replays: runs of programs that were one launch.
-        ungraphed: runs that launched every kernel by itself although ``mode`` asks for graphs, by the reason.
+        ungraphed: kernel-by-kernel runs although ``mode`` asks for graphs, by reason.
         refused: programs that are not recorded any more, with the reason.
         clock: counts uses.
     """
@@ -202,33 +201,33 @@ class RecordedGraphs:
         self.clock = itertools.count(1)
         self._members: weakref.WeakSet[_Member] = weakref.WeakSet()
         self._memories: weakref.WeakSet[Memory] = weakref.WeakSet()
-        self._spare = 0, 0  # recordings, and their bytes, that there is room for whatever was dropped meanwhile
+        self._spare = 0, 0  # recordings, and their bytes, that fit without another check of the limits
 
     def enroll(self, member: _Member) -> None:
-        """From now on, what the member has is counted here."""
+        """Counts the member's recordings and memory from now on."""
         self._members.add(member)
 
     def hold(self, memory: Memory) -> None:
-        """From now on, what the device has set aside for results is counted here."""
+        """Counts the memory that the device holds for results from now on."""
         self._memories.add(memory)
 
     @property
     def recordings(self) -> int:
-        """How many there are."""
+        """The number of recordings."""
         return sum(map(len, tuple(self._members)))
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes that the recordings themselves take."""
+        """Bytes of device memory of the recordings themselves."""
         return sum(member.graph_bytes for member in tuple(self._members))
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the device that are held for recordings: results' memory and buffers; intermediates are shared."""
+        """Bytes of device memory held for recordings: results' memory and buffers; intermediates are shared."""
         return sum(each.held_bytes for each in (*self._members, *self._memories))
 
     def make_room(self, recording: _Member) -> None:
-        """Before a member makes another recording: the one that was used the longest ago loses its own."""
+        """Makes room for another recording of a member: the least recently used other members lose theirs."""
         wanted, (count, nbytes) = recording.recording_bytes, self._spare
         if count > 0 and nbytes >= wanted:
             self._spare = count - 1, nbytes - wanted
@@ -241,12 +240,12 @@ class RecordedGraphs:
         self._spare = MAX_RECORDINGS - self.recordings - 1, MAX_GRAPH_BYTES - self.graph_bytes - wanted
 
     def count(self, reason: str) -> None:
-        """A run launched every kernel by itself."""
+        """Counts a kernel-by-kernel run."""
         is_counted = reason in self.ungraphed or len(self.ungraphed) < _MAX_REASONS
         self.ungraphed[reason if is_counted else _OTHERS] += 1
 
     def refuse(self, program: str, reason: str) -> None:
-        """A program is not recorded any more."""
+        """Notes and logs that a program is not recorded any more."""
         self.refused[program] = reason
         log.info("%s runs without a recorded graph: %s", program, reason)
 
@@ -260,22 +259,22 @@ class RecordedGraphs:
         return "\n".join(lines)
 
 
-#: Streams on which a program stays recorded; those used last.
+#: Streams on which a program stays recorded, the most recently used.
 STREAMS = 4
 
 
 class Shared:
-    """Of one program. One thread at a time is in it.
+    """State that all sizes of one program share. One thread at a time uses it.
 
     Attributes:
         varies: whether there are several sizes.
-        verdicts: whether graphs pay; ``cost``: what the first runs have taken.
+        verdicts: whether graphs pay; ``cost``: timings of the first runs.
         is_warm: whether some size has run often enough to be recorded: kernels are loaded.
-        lock: held by whoever runs it.
+        lock: held while the program runs.
 
     Args:
-        moves: how often results' memory had to move, for all sizes, because a larger one came.
-        copied: places of inputs that are copied for each replay, wherever they lie.
+        moves: how often results' memory moved, over all sizes, to make room for a larger result.
+        copied: places of inputs that each replay copies, whatever their addresses.
     """
 
     def __init__(
@@ -294,13 +293,13 @@ class Shared:
         self._graph_inputs: LeastRecentlyUsed[Hashable, GraphInputs] = LeastRecentlyUsed(STREAMS)
 
     def graph_inputs(self, stream: Hashable, count: int, on_host: Collection[int]) -> GraphInputs:
-        """The graph_inputs on a stream."""
+        """The graph inputs of a stream."""
         return self._graph_inputs.get(stream) or self._graph_inputs.put(
             stream, GraphInputs(count, on_host, self._copied)
         )
 
     def follow_memory(self) -> None:
-        """Addresses that memory for results has left do not count any more."""
+        """Forgets all addresses once memory of results has moved."""
         moves = self._moves()
         if moves != self._moved:
             self._moved = moves

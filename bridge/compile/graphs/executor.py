@@ -1,8 +1,8 @@
-"""Graphed executor: a program and what runs it → the same results by replays of recorded graphs, where that is exact.
+"""Graphed executor: a program and its executor → the same results by replays of recorded graphs, where that is exact.
 
-The first calls run as ever; they are timed, and show where results lie. Then calls get memory of their own for results,
-and the second call with the same addresses (of inputs, of results' memory) is recorded; from then on such calls are one
-launch. Whatever else comes runs every kernel by itself, and is counted with its reason.
+The first calls run kernel by kernel; they are timed, and show which memory holds each result. Then each call gets
+memory of its own for results, and the second call with the same addresses (of inputs and results' memory) is recorded;
+later calls with these addresses are one launch. All other calls run kernel by kernel, counted by reason.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from bridge.compile.runtime.program import Program
 __all__ = ["MAX_HELD_BYTES", "MAX_PARAMETER_BYTES", "EntryGraphs", "GraphedExecutor"]
 
 
-#: Bytes of results, of one run, whose memory is held for a program under ``"auto"``.
+#: Bytes of one run's results for which a program may hold memory under ``"auto"``.
 MAX_HELD_BYTES = 1 << 32
-#: Bytes of parameters that are held a second time, where their addresses never return, for a program under ``"auto"``:
-#: who moves them (FSDP gathers them for each call) does so to save memory.
+#: Bytes of parameters that a program may hold a second time under ``"auto"``, if their addresses never return: a
+#: trainer that moves parameters (FSDP gathers them for each call) does so to save memory.
 MAX_PARAMETER_BYTES = 1 << 20
 _BYTES_OF_A_GRAPH, _BYTES_OF_A_LAUNCH = 100_000, 2_600
-"""As seen on an H200."""
+"""Measured on an H200."""
 
 _MOST_LEFT = 3
-"""Times that a program makes room for others before it is not recorded any more."""
+"""Times that a program makes room for others; then it is not recorded any more."""
 
 Execute = Callable[..., list[torch.Tensor]]
 
 
 class GraphedExecutor:
-    """Runs one program of one entry; safe to call from any thread.
+    """Runs one program of one entry; thread-safe.
 
     Attributes:
-        last_used: when, by the control's clock, a recording was replayed.
+        last_used: the control's clock at the last replay.
 
     Args:
-        program: of numbers only.
-        execute: runs it, kernel by kernel: ``(inputs, *, consume, fresh)``.
-        memory_of: a result's place → where its memory is taken from.
+        program: without symbolic extents.
+        execute: runs the program kernel by kernel: ``(inputs, *, consume, fresh)``.
+        memory_of: a result's place → the source of its memory.
         shared: with other sizes of the program.
     """
 
@@ -89,7 +89,7 @@ class GraphedExecutor:
 
     @cached_property
     def _on_host(self) -> tuple[int, ...]:
-        """Places of the inputs that lie on the host."""
+        """Places of the inputs on the host."""
         return tuple(place for place, each in enumerate(self._program.layout.params) if each.lies_on_host)
 
     def __len__(self) -> int:
@@ -97,21 +97,21 @@ class GraphedExecutor:
 
     @property
     def recording_bytes(self) -> int:
-        """Bytes that the device's driver takes for a recording, about."""
+        """Estimated bytes of device memory of one recording."""
         return _BYTES_OF_A_GRAPH + _BYTES_OF_A_LAUNCH * len(self._program.steps)
 
     @property
     def graph_bytes(self) -> int:
-        """The same for all of them."""
+        """Estimated bytes of device memory of all recordings."""
         return len(self) * self.recording_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of buffers; memory of results is counted by those who own it."""
+        """Bytes of buffers; the owner of results' memory counts that."""
         return sum(recordings.buffer_bytes for recordings in self._streams.values())
 
     def drop(self) -> None:
-        """Lets go of all recordings, for those of others."""
+        """Drops all recordings, to make room for other programs'."""
         self._left += 1
         self._streams.clear()
 
@@ -145,7 +145,7 @@ class GraphedExecutor:
         return self._by_kernels(inputs, consume=consume, **given)
 
     def _by_kernels(self, inputs: Sequence[torch.Tensor], **given: Any) -> list[torch.Tensor]:
-        """Kernel by kernel. A thread's first run makes what libraries have for each thread, which no capture allows."""
+        """Runs kernel by kernel. A thread's first run makes per-thread library state, which stream capture forbids."""
         results = self._execute(inputs, **given)
         self._here.has_run = True
         return results
@@ -156,7 +156,7 @@ class GraphedExecutor:
         self._streams.clear()
 
     def _warm_up(self, inputs: Sequence[torch.Tensor], consume: bool, forced: bool) -> list[torch.Tensor]:
-        """A call before there are recordings; under ``"auto"`` it is timed."""
+        """A call before there are recordings; timed under ``"auto"``."""
         shared, has_run = self._shared, self._results is not None
         timer = shared.cost.timer(self._recorder) if has_run else None
         results = self._by_itself("warm-up", inputs, consume)
@@ -177,7 +177,7 @@ class GraphedExecutor:
         return nbytes <= MAX_HELD_BYTES and nbytes <= self._recorder.spare_bytes(nbytes)
 
     def _pays(self) -> bool | None:
-        """Whether a graph does, by what other sizes have shown or by the runs so far; ``None``: it is too early."""
+        """Whether a graph pays, from other sizes' verdicts or this size's runs; ``None``: too early."""
         known = self._shared.verdicts.of(self._work)
         if known is None:
             self._shared.cost.teach(self._shared.verdicts)
@@ -186,7 +186,7 @@ class GraphedExecutor:
 
     @property
     def _work(self) -> int:
-        """Grows with sizes, as the device's time does."""
+        """A measure of work that grows with sizes, as the device's time does."""
         return self._results.nbytes + self._program.arena_bytes
 
     def _graphed(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
@@ -216,7 +216,7 @@ class GraphedExecutor:
         strided: Strided,
         fresh: Sequence[torch.Tensor],
     ) -> Replay | None:
-        """A new recording; ``None`` if it is too early for one, or if there is to be none any more."""
+        """A new recording; ``None`` if these addresses are not due, or if the program is refused."""
         self._shared.follow_memory()
         if not recordings.is_due(inputs, strided, fresh):
             self._control.count("addresses that are new")
@@ -236,7 +236,7 @@ class GraphedExecutor:
             self._control.make_room(self)
             try:
                 return recordings.record(inputs, strided, fresh)
-            except Exception as error:  # noqa: BLE001   whatever it is, launching kernel by kernel does without
+            except Exception as error:  # noqa: BLE001   whatever it is, kernel-by-kernel launches do without
                 swallowed(error)
                 first = next(iter(str(error).splitlines()), "")
                 self._refuse(f"recording failed: {type(error).__name__}: {first}")
@@ -244,7 +244,7 @@ class GraphedExecutor:
         return None
 
     def _into(self, fresh: list[torch.Tensor], inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
-        """A run, kernel by kernel, whose results lie where a replay would have put them: their readers look there."""
+        """A kernel-by-kernel run into a replay's memory, where later programs expect the results."""
         copied = self._results.copied
         own = len(fresh) - len(copied)
         results = self._by_kernels(inputs, consume=consume, fresh=fresh[:own])
@@ -262,11 +262,11 @@ class GraphedExecutor:
 
 
 class EntryGraphs:
-    """What the recorded programs of an entry share, for all sizes.
+    """State that the recorded programs of an entry share, for all sizes.
 
-    There is a memory for each use: who keeps outputs, or gradients, is not to move the addresses of the others. Where
-    sizes vary, each result that varies has one of its own. What is let go together lies in one block: new values of
-    buffers, and captures.
+    Each use (outputs, gradients, …) has its own memory, so a kept output does not move the addresses of gradients.
+    Each result of dynamic size has its own memory. Tensors that are freed together share a block: new values of
+    buffers, and saved tensors.
     """
 
     def __init__(self, control: RecordedGraphs):
@@ -275,20 +275,20 @@ class EntryGraphs:
         self._shared: dict[Program, Shared] = {}
 
     def forward(self, program: Program, execute: Execute, whole: Program, outputs: int, captures: int) -> Execute:
-        """What runs a forward program.
+        """The executor of a forward program.
 
         Args:
-            program: of numbers only; ``whole``: the one of all sizes that it was made of, or itself.
-            execute: runs it, kernel by kernel.
-            outputs: how many of its results, the first, are the caller's.
-            captures: the first result that is for the backward; those in between are for the call itself.
+            program: without symbolic extents; ``whole``: the program of all sizes, or ``program`` itself.
+            execute: runs it kernel by kernel.
+            outputs: the number of leading results that the caller gets.
+            captures: the place of the first saved tensor; results in between are the call's own.
         """
         return self._graphed(program, execute, whole, "outputs", (outputs, captures))
 
     def backward(self, program: Program, execute: Execute, whole: Program, grad_outs: int) -> Execute:
-        """What runs a backward program, whose last inputs are so many grad_outs.
+        """The executor of a backward program, whose last ``grad_outs`` inputs are gradients of outputs.
 
-        That of a loss is copied for each replay: autograd makes it where there is room, and a recording for each place
+        Each replay copies scalar gradients (a loss's): autograd allocates them anywhere, and a recording per address
         would cost more.
         """
         params = program.layout.params
@@ -332,12 +332,12 @@ class EntryGraphs:
         return found
 
     def _moves(self) -> int:
-        """How often memory of results had to move."""
+        """How often memory of results moved."""
         return sum(memory.grown for memory in tuple(self._memories.values()))
 
 
 def _dynamic(program: Program) -> frozenset[int]:
-    """Results of a program of many sizes whose memory is not the same in all of them."""
+    """Places of the results whose memory has symbolic extents."""
     layout = program.layout
     fixed = {made.slot for made in layout.fresh if all(type(extent) is int for extent in made.shape)}
     return frozenset(place for place, slot in enumerate(layout.memory) if slot not in fixed)

@@ -1,22 +1,19 @@
-"""Recordings of a program: inputs, memory of results -> a recorded graph that is replayed.
+"""Recordings of a program: inputs, memory of results → a recorded graph that is replayed.
 
-Recorder: what a device does for recorded graphs, as an interface; CUDA's is :mod:`bridge.compile.cuda.recorder`.
-A recording is a run's launches with all addresses in them; replaying it makes the same launches again, on the current
-stream and in its order. Whoever replays sees to it that the addresses mean what they meant.
+Recorder: a device's interface for recorded graphs; CUDA's is :mod:`bridge.compile.cuda.recorder`. A recording is a
+run's launches with all addresses in them; a replay repeats these launches in order on the current stream. The caller
+of a replay must ensure that each address still holds the same tensor.
 
 Recordings of one program on one stream: a call's tensors → the recording for their addresses, made when they return.
-Memory of results is new at each call, from memory that nothing else takes from (:class:`~.recorder.Memory`), so a
-replay never writes where somebody still holds a tensor, and the allocator knows what streams a tensor is used on.
-Holders change which addresses a call gets: a gradient that stays in ``p.grad``, an output that is kept. There are as
-many recordings as there are such patterns; a port whose address never returns is copied (:mod:`.graph_inputs`).
+Memory of results is new at each call, from memory that nothing else takes from (:class:`Memory`). A replay therefore
+never overwrites a live tensor, and the allocator knows the streams that use a tensor. Live tensors (a gradient in
+``p.grad``, a kept output) change the addresses of the next call; each such pattern needs its own recording. An input
+or result whose address never returns is copied instead.
 
-GraphInputs of a program: addresses of inputs and results, call by call → which are recorded as they are.
-
-A recording has addresses in it. A port is *static* while the addresses of its tensors keep coming back (parameters,
-what the forward hands to the backward): they are part of the recording's key. Else it is *copied*: the recording has
-the address of a buffer, into which an input is copied before a replay, or out of which a result is copied after it.
-
-Where sizes vary, the programs of all sizes share their graph inputs: the addresses seen at one size hold for others.
+Graph inputs of a program: addresses of inputs and results, call by call → which of them a recording contains. A graph
+input is *static* while its addresses keep coming back (parameters, saved tensors): they are part of the recording's
+key. Otherwise it is *copied*: the recording has the address of a buffer; an input is copied into it before a replay, a
+result out of it after the replay. All sizes of a program share their graph inputs.
 """
 
 from __future__ import annotations
@@ -40,62 +37,61 @@ __all__ = ["MAX_ADDRESSES", "MAX_LARGE_ADDRESSES", "MAX_MADE", "MAX_OF_A_STREAM"
 __all__ += ["GraphInputs", "Memory", "Replay", "ReplayResults", "StreamRecordings", "Timer", "nbytes"]
 
 Key = tuple[int, ...]
-"""The addresses of the static graph_inputs."""
+"""The addresses of the static graph inputs."""
 
-#: New addresses of a static port among the latest calls; with one more it is copied.
+#: New addresses of a static graph input among the latest calls; with one more it is copied.
 MAX_ADDRESSES = 3
-#: Likewise, of a large tensor, whose copy takes time and memory: there may be a recording for each address.
+#: The same bound for a large tensor, whose copy takes time and memory.
 MAX_LARGE_ADDRESSES = 8
 _LATEST = 64
-"""Calls. Parameters that move now and then, as when a checkpoint is loaded, stay static."""
+"""Calls. Parameters that rarely move, as when a checkpoint is loaded, stay static."""
 _STEADY = 16
-"""Replays in a row after which the calls with new addresses are counted anew: few are."""
+"""Replays in a row that reset the count of calls with new addresses."""
 _MOST_KNOWN = 64
-"""Addresses of a port that are known, the newest."""
+"""Addresses that are remembered of a graph input, the newest."""
 _PATIENCE = 12
-"""Calls with new addresses after which small tensors that have moved are copied; after twice as many, all that have.
-"""
+"""Calls with new addresses after which small moved tensors are copied; after twice as many, all moved tensors."""
 _SMALL = 1 << 20
-"""Bytes of a tensor whose copy is of no account."""
+"""Bytes of a tensor whose copy is negligible."""
 
 
 class GraphInputs:
-    """The graph_inputs of a program on one stream: its inputs, then the memory that it is given for results.
+    """The graph inputs of a program on one stream: its inputs, then its results' memory.
 
     Args:
-        count: how many there are.
-        on_host: places of those that are neither: no recording has their addresses.
-        copied: places of those that are copied from the start.
+        count: their number.
+        on_host: places of host tensors, neither static nor copied: no recording has their addresses.
+        copied: places that are copied from the start.
 
     Attributes:
-        static, copied: places of graph_inputs.
-        version: how often graph_inputs were copied: recordings made before have other addresses in them.
+        static, copied: places of graph inputs.
+        version: how often graph inputs became copied; recordings of earlier versions have outdated addresses.
     """
 
     def __init__(self, count: int, on_host: Collection[int] = (), copied: Collection[int] = ()):
-        self._known: list[dict[int, int]] = [{} for _ in range(count)]  # the number of the first call, by address
+        self._known: list[dict[int, int]] = [{} for _ in range(count)]  # address → number of its first call
         self.copied: tuple[int, ...] = tuple(copied)
         self.version = 0
         self._calls = self._in_a_row = self._strange = 0
         self._choose([place for place in range(count) if place not in on_host and place not in self.copied])
 
     def key(self, tensors: Sequence[torch.Tensor]) -> Key:
-        """The addresses of a call's static graph_inputs; ``tensors`` are those of all graph_inputs."""
+        """The addresses of the static graph inputs among a call's ``tensors``, one for each graph input."""
         return tuple(map(torch.Tensor.data_ptr, self._static(tensors)))
 
     def replayed(self) -> None:
-        """There was a recording for a call."""
+        """Notes a call that had a recording."""
         self._calls += 1
         self._in_a_row += 1
 
     def meet(self, tensors: Sequence[torch.Tensor], forgiven: bool = False) -> bool:
-        """Notes the addresses of a call that there is no recording for. If they keep moving, graph_inputs are copied.
+        """Notes the addresses of a call without a recording. Graph inputs whose addresses keep moving become copied.
 
         Args:
-            forgiven: known addresses without a recording are no sign that they keep moving.
+            forgiven: if all addresses are known, the call is no sign of moving addresses.
 
         Returns:
-            whether all of them were known.
+            whether all addresses were known.
         """
         if self._in_a_row >= _STEADY:
             self._strange = 0
@@ -121,17 +117,17 @@ class GraphInputs:
         return are_known
 
     def forget(self) -> None:
-        """Nothing is known of addresses any more."""
+        """Forgets all addresses."""
         self._strange = 0
         for known in self._known:
             known.clear()
 
     def _new(self, place: int) -> int:
-        """How many addresses are new, among the latest calls."""
+        """How many addresses were first seen among the latest calls."""
         return sum(self._calls - first < _LATEST for first in self._known[place].values())
 
     def _buffer_what_moved(self, tensors: Sequence[torch.Tensor], most: int | None) -> None:
-        """Buffers every port that has had a second address lately, but for tensors of more than ``most`` bytes."""
+        """Copies, from now on, each input with a second recent address, but no tensor of more than ``most`` bytes."""
         moved = [place for place in self.static if self._new(place) > 1]
         self._buffer([place for place in moved if most is None or tensors[place].nbytes <= most])
 
@@ -150,22 +146,22 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and element type of a dense tensor."""
 
 Replay = Callable[[Sequence[torch.Tensor]], Any]
-"""Replays a recording; it is given what the recording was made with, inputs and memory of results in a row, where the
-program has inputs on the host, which have no part in addresses; else nothing."""
+"""Replays a recording: takes inputs and results' memory in a row if the program has inputs on the host, else an empty
+sequence."""
 
 
 def nbytes(form: Form) -> int:
-    """Bytes of a tensor."""
+    """Bytes of a tensor's elements."""
     shape, _, dtype = form
     return torch.Size(shape).numel() * dtype.itemsize
 
 
 class Memory(Protocol):
-    """Memory that nothing else on the device takes from: what was given back is there again at the next call, at the
-    same addresses if the same is asked for. Tensors in it are like any others, to their holders and to the allocator.
+    """Memory for one purpose alone: freed memory is reused at the next call, at the same addresses for equal requests.
+    Its tensors are ordinary ones for their holders and for the allocator.
 
     Attributes:
-        grown: how often addresses that were given before will not return, because more was asked for.
+        grown: how often larger requests made earlier addresses invalid.
     """
 
     grown: int
@@ -175,47 +171,47 @@ class Memory(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the device has set aside for it."""
+        """Bytes of device memory reserved for it."""
 
 
 class Timer(Protocol):
-    """Time of one run, on the host and on the device, taken without waiting for the device.
+    """Times one run on the host and on the device without waiting for the device.
 
     Attributes:
-        is_disturbed: whether this thread has not had a processor for all of it; known once it has stopped.
+        is_disturbed: whether this thread lost its processor during the run; valid after :meth:`stop`.
     """
 
     is_disturbed: bool
 
     def stop(self) -> None:
-        """The end of the run."""
+        """Ends the run."""
 
     def seconds(self) -> tuple[float, float] | None:
-        """The host's and the device's; ``None`` while the device is at work on it."""
+        """Host and device seconds; ``None`` while the device is still running."""
 
 
 class GraphRecorder(Protocol):
     """Recorded graphs of one program on one device."""
 
     def refusal(self) -> str | None:
-        """Why the program cannot be recorded, naming the step; ``None`` if nothing is known against it."""
+        """Why the program cannot be recorded, naming the step; ``None``: no known reason."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether a replay takes the device less time than the run, for steps run at the same time."""
+        """Whether a replay takes the device less time than the run, as steps overlap."""
 
     def spare_bytes(self, wanted: int) -> int:
-        """Bytes of results that recordings may set aside on the device, all others' counted.
+        """Bytes of results that recordings may still reserve on the device.
 
         Args:
-            wanted: by who asks; it is not spare for those who ask next.
+            wanted: bytes to reserve; later requests do not count them as spare.
         """
 
     def elsewhere(self) -> AbstractContextManager | None:
-        """What makes the program's device the current one; ``None`` if it is."""
+        """A context that makes the program's device current; ``None`` if it is."""
 
     def is_capturing(self) -> bool:
-        """Whether somebody records the current stream into a graph of his own."""
+        """Whether the current stream is being captured by other code."""
 
     def stream(self) -> Hashable:
         """The current stream."""
@@ -224,48 +220,48 @@ class GraphRecorder(Protocol):
         """New memory for results.
 
         Args:
-            varies: for one, or for several that are let go together, of any size: it begins at the same address
-                whatever the size.
-            joined: for several that are let go together, of one size.
+            varies: for a result, or a block of results that are freed together, of any size: the start address is the
+                same for all sizes.
+            joined: for results that are freed together, of one size.
         """
 
     def empty(self, form: Form) -> torch.Tensor:
-        """A tensor on the current stream, in memory that all share."""
+        """A tensor on the current stream, in torch's shared memory pool."""
 
     def timer(self) -> Timer:
-        """A timer that begins now."""
+        """Starts a timer."""
 
     def record(
         self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor], copies: Sequence[tuple[int, torch.Tensor]]
     ) -> Replay:
-        """Records a run on these inputs with this memory for results, for replays on the current stream.
+        """Records a run with these inputs and this memory of results, for replays on the current stream.
 
-        Nothing is computed. Intermediates lie in memory that the recordings of a stream share; no tensor is kept.
-        Whatever goes wrong is raised, and leaves the device as it was.
+        Computes nothing. Intermediates use memory that the recordings of a stream share; no tensor is kept. Any error
+        is raised, and leaves the device as it was.
 
         Args:
-            inputs: dense or not; copies of those that are not belong to the run.
+            inputs: dense or not; the recording includes the copies of non-dense inputs.
             fresh: memory of the results in ``layout.fresh``.
-            copies: places of other results, with memory that they are written into, or copied to at the end of the run.
+            copies: ``(place, memory)`` of other results: the run writes them there, or copies them there at its end.
 
         Returns:
-            what replays it.
+            the function that replays the recording.
         """
 
 
 class ReplayResults:
-    """Where the results of a program are.
+    """Finds the results of a program in a run's inputs and memory.
 
-    A result lies in an input, in a constant, in memory that the run was given, or in memory of a library function's
-    own: then the run is given memory for it as well, and what is recorded writes it there, or copies it at the end.
+    A result is in an input, a constant, memory that the run was given, or memory that a library function allocates. In
+    the last case the run is given memory as well, and the recording writes or copies the result there.
 
     Attributes:
-        forms: of the memory that a run is given: first that of ``layout.fresh``, then that of ``copied``.
+        forms: metadata of the memory that a run is given: first of ``layout.fresh``, then of ``copied``.
         copied: places of results that library functions allocate.
-        readers: of each form, the first result that lies in it.
+        readers: for each of ``layout.fresh``, the first result in it.
 
     Args:
-        program: any, of numbers only.
+        program: without symbolic extents.
         results: of a run.
     """
 
@@ -295,7 +291,7 @@ class ReplayResults:
             view = views.get(slot) if slot != base else None
             self._find.append(_found(fresh.get(base), base, view))
             memory.append(fresh.get(base) if view is None else None)
-        # at once, in the place of those that are no given memory as well: they are few
+        # one call of itemgetter; the few results outside of given memory are replaced afterwards
         self._pick = itemgetter(*[at or 0 for at in memory]) if self.forms and len(memory) > 1 else None
         self._others = [place for place, at in enumerate(memory) if at is None]
 
@@ -305,7 +301,7 @@ class ReplayResults:
         return sum(map(nbytes, self.forms))
 
     def __call__(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The results of a run on these inputs in this memory."""
+        """The results of a run with these inputs and this memory."""
         if self._pick is None:
             return [find(inputs, fresh) for find in self._find]
         results = list(self._pick(fresh))
@@ -315,7 +311,7 @@ class ReplayResults:
 
 
 def _dense_in_its_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides with the axes in the order in which they lie, and nothing in between."""
+    """Dense strides in the tensor's own order of axes."""
     if tensor.is_contiguous():
         return dense_strides(tensor.shape)
     return torch.empty_like(tensor, device="meta").stride()
@@ -326,7 +322,7 @@ def _constant(tensor: torch.Tensor) -> Callable[[Sequence, Sequence], torch.Tens
 
 
 def _found(place: int | None, slot: int, view: MakeView | None) -> Callable[[Sequence, Sequence], torch.Tensor]:
-    """What finds an input, given memory, or a view of one."""
+    """A getter of an input, of given memory, or of a view of either."""
     if view is None:
         return (lambda inputs, fresh: inputs[slot]) if place is None else (lambda inputs, fresh: fresh[place])
     shape, strides, offset = view.shape, view.strides, view.offset
@@ -338,22 +334,22 @@ def _found(place: int | None, slot: int, view: MakeView | None) -> Callable[[Seq
     return find
 
 
-#: Recordings of a program for one stream; the one that was used the longest ago leaves.
+#: Recordings of a program for one stream; the least recently used leaves.
 MAX_OF_A_STREAM = 8
-#: Recordings that are made before none is made any more.
+#: Recordings of a program for one stream over its lifetime.
 MAX_MADE = 64
 
 
 class StreamRecordings:
-    """What of a program is recorded for one stream. One thread at a time.
+    """The recordings of a program for one stream. One thread at a time.
 
     Attributes:
-        made: how many recordings were made so far.
+        made: the number of recordings made so far.
 
     Args:
-        inputs: forms of the inputs; ``on_host``: places of those that lie on the host.
-        results: where results are.
-        memories: of each form of ``results``, where it is taken from.
+        inputs: metadata of the inputs; ``on_host``: places of the inputs on the host.
+        results: finds the results.
+        memories: for each of ``results.forms``, the source of its memory.
         graph_inputs: shared with other sizes if ``varies``.
     """
 
@@ -383,16 +379,16 @@ class StreamRecordings:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of buffers."""
+        """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @property
     def copied_bytes(self) -> int:
-        """That each replay copies."""
+        """Bytes that each replay copies."""
         return sum(nbytes(self._forms[place]) for place in self._graph_inputs.copied)
 
     def parameter_bytes(self, inputs: Sequence[torch.Tensor]) -> int:
-        """Bytes of buffers for parameters."""
+        """Bytes of the buffers of parameters."""
         places = (place for place in self._graph_inputs.copied if place < self._inputs)
         return sum(inputs[place].nbytes for place in places if isinstance(inputs[place], nn.Parameter))
 
@@ -406,8 +402,7 @@ class StreamRecordings:
         return made
 
     def find(self, inputs: Sequence[torch.Tensor], strided: Strided, fresh: Sequence[torch.Tensor]) -> Replay | None:
-        """The recording for inputs, those that are not dense with these strides, and memory of results, if there is
-        one."""
+        """The recording for these addresses, or ``None``; ``strided``: the strides of inputs that are not dense."""
         return self._recordings.get((strided, self._graph_inputs.key([*inputs, *fresh])))
 
     def replay(
@@ -417,7 +412,7 @@ class StreamRecordings:
         inputs: Sequence[torch.Tensor],
         fresh: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The results; ``given`` are the caller's inputs, ``inputs`` what :meth:`find` was asked for."""
+        """Replays and returns the results; ``given``: the caller's inputs, ``inputs``: those of :meth:`find`."""
         self._graph_inputs.replayed()
         first, buffers = self._inputs, self._buffers
         for place in self._graph_inputs.copied:
@@ -430,9 +425,9 @@ class StreamRecordings:
         return self._results(given, fresh)
 
     def is_due(self, inputs: Sequence[torch.Tensor], strided: Strided, fresh: Sequence[torch.Tensor]) -> bool:
-        """Whether addresses without a recording have been here before. If they keep moving, graph_inputs are copied.
+        """Whether to record these addresses: they have occurred before. Moving graph inputs become copied.
 
-        A size that varies is recorded when it comes back, if calls of other sizes had these addresses.
+        For dynamic sizes it suffices that calls of other sizes had these addresses.
         """
         tensors = [*inputs, *fresh]
         are_known = self._graph_inputs.meet(tensors, forgiven=self._varies and self.made < MAX_OF_A_STREAM)
@@ -444,7 +439,7 @@ class StreamRecordings:
         return False
 
     def record(self, inputs: Sequence[torch.Tensor], strided: Strided, fresh: Sequence[torch.Tensor]) -> Replay:
-        """Makes a recording for these addresses and strides; raises what goes wrong."""
+        """Makes a recording for these addresses and strides; raises any error of it."""
         self.made += 1
         copied, ported = self._results.copied, self._ported(inputs, fresh)
         read, written = ported[: self._inputs], ported[self._inputs :]
@@ -453,14 +448,14 @@ class StreamRecordings:
         return self._recordings.put((strided, self._graph_inputs.key([*inputs, *fresh])), replay)
 
     def _ported(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of all graph_inputs as recordings know them."""
+        """The tensors of all graph inputs, with buffers in place of copied ones."""
         tensors = [*inputs, *fresh]
         for place, buffer in self._buffers.items():
             tensors[place] = buffer
         return tensors
 
     def _follow_ports(self) -> None:
-        """Begins anew with other graph_inputs: recordings have the addresses of the old ones."""
+        """Drops all recordings if graph inputs became copied: the old addresses are in them."""
         if self._version != self._graph_inputs.version:
             self._version = self._graph_inputs.version
             self._renew()
@@ -475,10 +470,10 @@ class StreamRecordings:
         self._plan_memory()
 
     def _plan_memory(self) -> None:
-        """Where memory of results is taken from: what is copied out of a buffer may lie anywhere."""
+        """Groups results by the source of their memory; a result that is copied out of a buffer may be anywhere."""
         groups: dict[int, tuple[Callable[[Sequence[Form]], list[torch.Tensor]], list[Form], list[int]]] = {}
         for place, (form, memory) in enumerate(zip(self._results.forms, self._memories, strict=True)):
-            # those of several sizes lie in one block, in which each has its own place
+            # results of dynamic size share a block, each at its own place
             is_copied = place + self._inputs in self._buffers and not self._varies
             make = self._anywhere if is_copied else memory
             _, forms, places = groups.setdefault(0 if is_copied else id(memory), (make, [], []))

@@ -3,21 +3,19 @@
 Six kinds of node, each with *dense* results:
 
 * :class:`Pointwise` — element ``i`` of the result from elements of the operands' views at ``i``;
-* :class:`Sections` — a concatenation that is written by whoever computes its operands;
-* :class:`Reduction` — over the middle of ``(outer, reduced, inner)``: a row reduction where ``inner == 1``, a column
+* :class:`Sections` — a concatenation, written by the kernels of its operands;
+* :class:`Reduction` — over the middle of ``(outer, reduced, inner)``: a row reduction if ``inner == 1``, a column
   reduction otherwise;
 * :class:`LibraryCall` — torch computes it (:mod:`bridge.library`); a :class:`LoopCall`, a program of its own;
 * :class:`Product` — a matrix product in generated code (:mod:`bridge.compile.loop_ir.operations`);
 * :class:`Fallback` — one function: TVM's legalization of a Relax operator, or a kernel of the backend's own.
 
-Shape operations are no nodes: they are the :class:`~bridge.compile.loop_ir.views.View` of an :class:`Operand`. What
-translation makes has nodes for them too, see :mod:`bridge.compile.loop_ir.graph`.
+A shape operation is no node, but the :class:`~bridge.compile.loop_ir.views.View` of an :class:`Operand`.
 
-LayoutAgnostic nodes: what translation leaves open, to be chosen by :mod:`bridge.compile.passes.choose_layouts`.
-
-A *neutral graph* says what is computed, not where it lies: every operand reads all of a value, perhaps under broadcast,
-and shape operations, matrix products and concatenations are nodes of their own, with dense results. Choosing layouts
-turns shape operations into views, products into library calls or generated code, and leaves none of these nodes.
+Layout-agnostic graph: translation's output, before :mod:`bridge.compile.passes.choose_layouts`. It fixes values but no
+memory layout: every operand reads all of a value, perhaps broadcast, and shape operations, matrix products and
+concatenations are nodes with dense results. Choosing layouts turns shape operations into views, products into library
+calls or generated code, and leaves none of these nodes.
 
 Dead code elimination: a graph → its nodes that the results need.
 """
@@ -56,10 +54,10 @@ __all__ += ["Scalar", "Sections", "Shaped", "Value", "eliminate_dead_code", "is_
 class Value:
     """A dense tensor: a parameter, a constant, or a node's result. Identity is the object's.
 
-    An ``"index"`` lies nowhere: each element is its own place in the tensor, which a kernel knows where it reads.
+    An ``"index"`` has no memory: each element is its own position in the tensor, which a kernel knows.
 
     Attributes:
-        order: of a parameter: this is ``permute(order)`` of what a caller has; ``None``: it is that.
+        order: a parameter is ``permute(order)`` of the caller's tensor; ``None``: the tensor itself.
     """
 
     name: str
@@ -79,7 +77,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Operand:
-    """A value read through a view."""
+    """A value, read through a view."""
 
     value: Value
     view: View
@@ -94,13 +92,13 @@ class Operand:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the value's elements are read, in the order in which they lie."""
+        """Whether the view reads all elements of the value in memory order."""
         return same(self.view.numel, self.value.numel) and is_dense(self.view)
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number that is known when a program is bound, broadcast to ``shape``: an extent, or at compile time already."""
+    """A number broadcast to ``shape``, known at compile time or (an extent) when a program is bound."""
 
     number: float | int | bool | Extent
     dtype: str
@@ -148,21 +146,21 @@ class Concat(Pointwise):
 
 @dataclass(frozen=True, eq=False)
 class Pad(Pointwise):
-    """A matrix with zeros behind its columns, and behind its rows: ``out[i, j] = operand[i, j]``, and 0 elsewhere.
+    """A matrix with zeros after its columns and rows: ``out[i, j] = operand[i, j]``, and 0 elsewhere.
 
-    A kernel writes those behind columns, of a matrix that is read as it lies; with others it is a library call.
+    A kernel pads the columns of a dense matrix; any other padding is a library call.
     """
 
     @property
     def columns(self) -> Dim:
-        """Elements of a row that are the operand's."""
+        """Elements of a row that come from the operand."""
         return self.operands[0].shape[-1]
 
 
 @dataclass(frozen=True, eq=False)
 class Sections(OneOut):
-    """``out[o, s, i] = operands[s][o, i]``, each of ``inner`` elements: walked like its operands, of which every one
-    reads all of a value, and stored section by section. No kernel that writes it reads it.
+    """``out[o, s, i] = operands[s][o, i]``, sections of ``inner`` elements: iterates like its operands, each a whole
+    value, and stores section by section. No kernel reads the result that it writes.
     """
 
     op = "concat"
@@ -172,12 +170,12 @@ class Sections(OneOut):
 
     @property
     def elements(self) -> Dim:
-        """Of a section."""
+        """Elements of a section."""
         return self.out.numel // len(self.operands)
 
     @property
     def places(self) -> tuple[Operand, ...]:
-        """Where each section lies in the result."""
+        """The sections as views of the result."""
         shape, strides = (self.elements // self.inner, self.inner), (len(self.operands) * self.inner, 1)
         offsets = (section * self.inner for section in range(len(self.operands)))
         return tuple(Operand(self.out, View(shape, strides, offset)) for offset in offsets)
@@ -185,7 +183,7 @@ class Sections(OneOut):
 
 @dataclass(frozen=True, eq=False)
 class Reduction(OneOperand, OneOut):
-    """``out[o, i] = op over r of operand[o, r, i]``, the extents being ``outer * reduced * inner``.
+    """``out[o, i] = op over r of operand[o, r, i]``, with extents ``outer``, ``reduced``, ``inner``.
 
     The operand's view enumerates its elements in that order. ``op``: sum, prod, max, min, any, all.
     """
@@ -200,10 +198,10 @@ class Reduction(OneOperand, OneOut):
 
 @dataclass(frozen=True, eq=False)
 class LibraryCall:
-    """A kernel of :mod:`bridge.library` by name.
+    """A call of :mod:`bridge.library` by name.
 
-    One of ``OUT_KERNELS`` computes into ``outs``, all dense; if ``allocates``, one of ``FUNCTIONS`` returns tensors of
-    its own. ``attrs`` are its attributes, or its arguments with places for tensors: plain frozen data.
+    An ``OUT_KERNELS`` kernel computes into the dense ``outs``; if ``allocates``, one of ``FUNCTIONS`` returns new
+    tensors. ``attrs``: attributes, or arguments with places for tensors: plain frozen data.
     """
 
     name: str
@@ -217,8 +215,8 @@ class LibraryCall:
 class LoopCall(LibraryCall):
     """A scan (:mod:`autodiff.scan`): operands are dense tensors, ``outs`` its last carries and ys.
 
-    ``apart``: xs, by number, that lack the part of the step which is run last: it is a tensor of its own, with one step
-    in front. These are the last operands, in this order.
+    ``apart``: xs, by number, whose part for the last executed step is a separate tensor of one step. These tensors are the
+    last operands, in this order.
     """
 
     scan: Scan | None = None
@@ -227,8 +225,8 @@ class LoopCall(LibraryCall):
 
 @dataclass(frozen=True, eq=False)
 class Fallback:
-    """One PrimFunc in destination-passing style: ``kernel(operands…, outs…)``, all dense; ``scalars``: integers that
-    each launch passes behind these."""
+    """One PrimFunc in destination-passing style: ``kernel(operands…, outs…, scalars…)``, all tensors dense;
+    ``scalars``: integers of each launch."""
 
     op: str
     operands: tuple[Operand, ...]
@@ -239,10 +237,10 @@ class Fallback:
 
 @dataclass(frozen=True, eq=False)
 class Product(OneOut):
-    """``out = a @ b`` by the backend's one generated function of all matrix products of an element type.
+    """``out = a @ b`` by the backend's generated product function of an element type.
 
-    The operands' values are read as they lie in memory, as the plan says. With ``onto``, the product is added to that
-    value, in its memory.
+    It reads the operands' values in the memory layouts of the plan. With ``onto``, it adds the product to that value,
+    in place.
     """
 
     operands: tuple[Operand, ...]
@@ -256,9 +254,9 @@ Node = Pointwise | Sections | Reduction | LibraryCall | Fallback | Product
 
 @dataclass(frozen=True)
 class Positions:
-    """A constant that follows from the sizes: the numbers from ``start`` to ``stop`` by ``step``, as ``arange`` counts.
+    """A constant of dynamic size: the numbers from ``start`` to ``stop`` by ``step``, as ``arange`` counts.
 
-    One that is the same for all sizes is a tensor.
+    A constant that is the same for all sizes is a tensor.
     """
 
     start: Dim | float
@@ -269,9 +267,9 @@ class Positions:
 
 @dataclass(eq=False)
 class Graph:
-    """Nodes in an order of execution, with the operands that are the results.
+    """Nodes in execution order, with the operands that are the results.
 
-    ``constants`` are torch tensors or :class:`Positions`.
+    ``constants``: torch tensors or :class:`Positions`.
     """
 
     params: list[Value]
@@ -281,12 +279,12 @@ class Graph:
 
 
 def whole(value: Value) -> Operand:
-    """The operand that reads all of a value as it lies."""
+    """The operand that reads all of a value in its memory layout."""
     return Operand(value, dense(value.shape))
 
 
 def needed(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
-    """Of nodes in order, those that make wanted values, and those that make what these read."""
+    """The nodes that compute the wanted values, and their producers, in the given order."""
     values, found = set(wanted), []
     for node in reversed(nodes):
         if not values.isdisjoint(node.outs):
@@ -297,10 +295,10 @@ def needed(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
 
 @dataclass(frozen=True, eq=False)
 class Shaped(OneOperand, OneOut):
-    """``out`` has the elements of ``function(view, *arguments)`` of the operand's view.
+    """A shape operation: ``out`` has the elements of ``function(view, *arguments)`` of the operand's view.
 
-    ``function`` is :func:`~bridge.compile.loop_ir.views.permute`, ``expand``, ``slice_view`` or ``reshape``, whose
-    ``None`` calls for a copy.
+    ``function`` is :func:`~bridge.compile.loop_ir.views.permute`, ``expand``, ``slice_view`` or ``reshape``; its result
+    ``None`` requires a copy.
     """
 
     function: Callable[..., View | None]
@@ -311,7 +309,7 @@ class Shaped(OneOperand, OneOut):
 
 @dataclass(frozen=True, eq=False)
 class Dense(OneOperand, OneOut):
-    """``out`` has the operand's elements, one after another in memory, for a kernel that reads no views."""
+    """``out`` is a contiguous copy of the operand, for a kernel that reads no views."""
 
     operand: Operand
     out: Value
@@ -319,7 +317,7 @@ class Dense(OneOperand, OneOut):
 
 @dataclass(frozen=True, eq=False)
 class Result(OneOperand, OneOut):
-    """``out`` is a result of the function: a value of its own, or a parameter itself."""
+    """``out`` is a result of the function: a node's value, or a parameter itself."""
 
     operand: Operand | Scalar
     out: Value
@@ -329,7 +327,7 @@ class Result(OneOperand, OneOut):
 class MatMul(OneOut):
     """``out = a @ b`` by numpy's rules for vectors and batches; operands and result have one element type.
 
-    ``bias``: what is added to each row of a product of matrices, before it is rounded.
+    ``bias``: added to each row of a product of matrices, before rounding.
     """
 
     a: Operand
@@ -355,11 +353,11 @@ LayoutAgnostic = Shaped | Dense | Result | MatMul | Join
 
 
 def is_turned(node: Shaped) -> bool:
-    """Whether a node makes the transpose of a matrix that lies in memory by rows."""
+    """Whether a node transposes a row-major matrix."""
     is_reversed = node.arguments in (((1, 0),), (None,)) and len(node.out.shape) == 2
     return node.function is permute and is_reversed and node.operand.is_whole
 
 
 def eliminate_dead_code(graph: Graph, _: object) -> Graph:
-    """The graph without nodes that no result needs: what is computed elsewhere since a pass recomputes it."""
+    """Drops nodes that no result needs (a pass recomputes their values elsewhere)."""
     return replace(graph, nodes=needed(graph.nodes, (output.value for output in graph.results)))

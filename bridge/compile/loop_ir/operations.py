@@ -1,4 +1,4 @@
-"""Operations of the loop IR that are more than point-wise: products, lookups, scatters, pools."""
+"""Operations of the loop IR beyond point-wise ones: products, lookups, scatters, pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ += ["ProductPlan", "ScatterPlan", "Term", "counting_dtype"]
 
 @dataclass(frozen=True)
 class Argument:
-    """The integer at that index of those that a launch passes."""
+    """The launch's integer at ``index``."""
 
     index: int
 
@@ -33,7 +33,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Access:
-    """Index of the element of a row at given column coordinates: ``offset + terms + coordinates * columns``."""
+    """Index of an element of a row from its column coordinates: ``offset + terms + coordinates * columns``."""
 
     offset: Number
     terms: tuple[Term, ...]
@@ -41,17 +41,17 @@ class Access:
 
 
 def counting_dtype(*counts: int) -> str:
-    """The integers that count so many, and a few thousand more: the last threads of a launch are behind the end."""
+    """An integer type for ``counts`` and a few thousand beyond: a launch's last threads exceed the extent."""
     return "int32" if max(counts) < 2**31 - 2**13 else "int64"
 
 
 @dataclass(frozen=True)
 class LookupPlan:
-    """``out[i] = table[indices[i]]``. An index outside of the table is an error, as eager's.
+    """``out[i] = table[indices[i]]``. An out-of-range index is an error, as in eager.
 
     Attributes:
-        dtype: element type of the table; ``index_dtype``, of the indices.
-        length: how many indices there are, a number or the launch's; ``table``: how many rows; ``columns``: elements of
+        dtype: element type of the table; ``index_dtype``: of the indices.
+        length: number of indices, a constant or a launch argument; ``table``: number of rows; ``columns``: elements of
             each.
         wraps: whether negative indices count from the end.
     """
@@ -65,7 +65,7 @@ class LookupPlan:
 
     @property
     def place_dtype(self) -> str:
-        """The integers that count elements."""
+        """An integer type that counts elements."""
         if not isinstance(self.length, int):
             return "int64"
         return counting_dtype(self.length * self.columns, self.table * self.columns)
@@ -75,12 +75,12 @@ class LookupPlan:
 class PoolPlan:
     """``dx[n, h, w, c]``: the sum of ``grad[n, i, j, c]`` over the windows whose maximum is at ``h * W + w``.
 
-    Windows are met row by row, each row in order, as eager's kernel adds them; in float32 for half types.
+    Windows are visited in row-major order, as eager's kernel adds them; half types are added in float32.
 
     Attributes:
         dtype: element type of gradients; places are int64.
-        batch, channels: extents; ``image``: height and width of ``x``; ``windows``: how many there are, down and along.
-        kernel, stride, padding, dilation: of a window, each down and along.
+        batch, channels: extents; ``image``: height and width of ``x``; ``windows``: their number per axis.
+        kernel, stride, padding, dilation: of a window, per axis.
     """
 
     dtype: str
@@ -94,29 +94,29 @@ class PoolPlan:
     dilation: tuple[int, int]
 
     def reach(self, axis: int) -> int:
-        """Elements from the first of a window to the last."""
+        """The distance between the first and the last element of a window."""
         return self.dilation[axis] * (self.kernel[axis] - 1)
 
     def overlapping(self, axis: int) -> int:
-        """Windows at most that an element lies between the ends of."""
+        """The maximum number of windows that span an element."""
         return min(self.windows[axis], self.reach(axis) // self.stride[axis] + 1)
 
 
 @dataclass(frozen=True)
 class ScatterPlan:
-    """``table[v]``: the sum of ``rows[i]`` over all ``i`` with ``indices[i] == v``; zeros where there is none.
+    """``table[v]``: the sum of ``rows[i]`` over all ``i`` with ``indices[i] == v``; zeros if there is none.
 
-    A row's summands are added in an order that follows from their places ``i`` alone; in float32 for half types.
+    The order of a row's summands follows from their places ``i`` alone; half types are added in float32.
 
     Attributes:
         dtype: element type of rows and table.
         index_dtype: of the indices.
-        length: how many rows there are, a number or the launch's; ``table``: how many the table has; ``columns``:
-            elements of each.
-        skipped: the row of the table that stays zero; ``None``: there is none.
+        length: number of rows, a constant or a launch argument; ``table``: number of table rows; ``columns``: elements
+            of each.
+        skipped: the table row that stays zero, or ``None``.
         wraps: whether negative indices count from the end.
-        is_sorted: whether keys are given, sorted, with one behind them that is larger than all, in the place of
-            indices. A key is an index and a place, ``index * length + place``.
+        is_sorted: whether sorted keys, followed by one larger than all, take the place of indices. A key is
+            ``index * length + place``.
     """
 
     dtype: str
@@ -130,7 +130,7 @@ class ScatterPlan:
 
     @property
     def key_dtype(self) -> str:
-        """The integers that count elements, and pairs of an index and a place."""
+        """An integer type that counts elements, and keys of index and place."""
         if not isinstance(self.length, int):
             return "int64"
         keys = (self.table + 1) * self.length
@@ -144,16 +144,15 @@ FIELDS = (
     *("c_outer", "c_inner", "c_row"),
     *("block_rows", "block_columns", "strip_rows", "accumulate"),
 )
-"""The descriptor, int64: ``c[o, i] = a[o, i] @ b[o, i]`` for two batch extents, strides in elements (a result's row is
-dense), the block of one task, rows that meet a packed panel at once (0: nothing is packed), whether ``c`` is added
-to."""
+"""Descriptor, int64: ``c[o, i] = a[o, i] @ b[o, i]`` for two batch extents, strides in elements (a result's rows are
+dense), the block of one task, rows per packed panel (0: not packed), whether to accumulate into ``c``."""
 
 Strides = tuple[Dim, ...]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Extents ``(outer, inner, m, n, k)``, and of each operand the strides ``(outer, inner, row, column)``.
+    """Extents ``(outer, inner, m, n, k)``, and strides ``(outer, inner, row, column)`` of each operand.
 
     Offsets and strides count elements; the result has no offset.
     """
@@ -181,14 +180,14 @@ class Geometry:
         outer, inner = ([[1, 0, 0, 0]] * 2 + batch)[-2:]
         extents = (outer[0], inner[0], *c.shape[-2:], a.shape[-1])
         strides = [(outer[i], inner[i], *view.strides[-2:]) for i, view in enumerate((a, b, c), start=1)]
-        # A dimension of extent 1 has no stride to speak of; 1 is the one that is read in vectors.
+        # The stride of an extent of 1 is arbitrary; 1 allows vector loads.
         strides = [
             (*step[:2], *_unit(view.shape[-2:], step[2:])) for step, view in zip(strides, (a, b, c), strict=True)
         ]
         return cls(extents, *strides, a.offset, b.offset)
 
     def transposed(self) -> Geometry:
-        """That of the transposes, in the other order, whose product is the transposed result."""
+        """The geometry of ``c.T = b.T @ a.T``."""
         outer, inner, m, n, k = self.extents
         a, b, c = ((*strides[:2], strides[3], strides[2]) for strides in (self.a, self.b, self.c))
         return Geometry((outer, inner, n, m, k), b, a, c, self.b_offset, self.a_offset)
@@ -196,12 +195,12 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a product reads an operand ``b`` that is packed before.
+    """The packed form of a product's operand ``b``.
 
     Attributes:
-        strip_rows: rows of ``a`` that meet a panel at once.
+        strip_rows: rows of ``a`` that are multiplied by a panel at once.
         elements: of all panels.
-        bound: whether the operand is a constant, packed when a program is bound to it; otherwise a program packs it.
+        bound: whether the operand is a constant, packed when a program is bound; otherwise a program packs it.
     """
 
     strip_rows: int
@@ -211,14 +210,14 @@ class Packing:
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """How generated code computes a matrix product: all that its kernel is told.
+    """All parameters of a generated matrix product.
 
     Attributes:
-        way: what the backend's policy chose, see :mod:`bridge.compile.schedule.chain_plan`.
-        element_type: of operands and result; the kernel is made for it alone.
+        way: the algorithm that the backend's policy chose, see :mod:`bridge.compile.schedule.chain_plan`.
+        element_type: of operands and result; the kernel is specialized for it.
         geometry: extents and strides.
         block: rows and columns of the result that one task computes.
-        packing: of a product whose ``b`` is packed before.
+        packing: for a packed ``b``.
     """
 
     way: str
@@ -233,11 +232,11 @@ class ProductPlan:
 
     @property
     def offsets(self) -> tuple[Dim, Dim]:
-        """Elements before the first one that is read, of each operand."""
+        """The operands' offsets in elements."""
         return self.geometry.a_offset, self.geometry.b_offset
 
     def descriptor(self, accumulate: bool = False) -> tuple[Dim, ...]:
-        """Values of :data:`FIELDS`; ``accumulate``: the product is added to what is there."""
+        """Values of :data:`FIELDS`; ``accumulate``: whether the product is added to the output."""
         geometry = self.geometry
         strip_rows = 0 if self.packing is None else self.packing.strip_rows
         told = (*self.block, strip_rows, int(accumulate))
@@ -248,7 +247,7 @@ class ProductPlan:
 
 @dataclass(frozen=True)
 class PackPlan:
-    """How generated code packs an operand: it is told what the product is, in its descriptor."""
+    """The packing of an operand in generated code: a launch's descriptor describes the product."""
 
     element_type: str
 

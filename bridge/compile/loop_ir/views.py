@@ -1,13 +1,13 @@
 """Strided views: shape operations as functions from view to view, over a dense tensor.
 
-A :class:`View` is what ``torch.as_strided`` takes (shape, strides, offset, in elements), always over a dense
-row-major base. Every shape operation of Relax is a function from a view to a view, so a chain of them costs
-nothing: a kernel turns the final view into index expressions, a library step into one strided torch tensor.
-Only ``reshape`` can fail (``None``): then the caller has to make the view dense first.
+A :class:`View` has ``torch.as_strided``'s arguments (shape, strides, offset, in elements), always over a dense
+row-major base. Every shape operation of Relax is a function from a view to a view, so a chain of them costs nothing: a
+kernel turns the final view into index expressions, a library call into one strided torch tensor. Only ``reshape`` can
+fail (``None``): the caller then makes the view dense first.
 
-Extents, strides and offsets may be symbolic. What a function finds holds for all sizes: it proves what it rests on, and
-takes the general way where there is no proof (an extent that may be 1 stays a dimension). Only what decides whether an
-operation is right at all, or where a slice ends, may become a guard.
+Extents, strides and offsets may be symbolic. Results hold for all sizes: a function proves its assumptions, or takes
+the general case (an extent that may be 1 stays a dimension). Only the validity of an operation or the end of a slice
+may become a guard.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def alike(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
 
 
 def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
-    """The shape that all of them broadcast to by numpy's rule. ``ValueError`` if there is none."""
+    """The common shape of all by numpy's broadcasting rule. ``ValueError`` if there is none."""
     wide = list(max(shapes, key=len, default=()))
     for shape in shapes:
         for axis in range(-1, -len(shape) - 1, -1):
@@ -65,12 +65,12 @@ def dense_strides(shape: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 def dense(shape: Sequence[Dim]) -> View:
-    """The view that reads a dense base as it is."""
+    """The view of a whole dense base."""
     return View(tuple(shape), dense_strides(shape))
 
 
 def is_dense(view: View) -> bool:
-    """Whether the view's elements lie one after another from its offset on (the offset itself may be anything)."""
+    """Whether the view's elements are contiguous from its offset on."""
     step: Dim = 1
     for extent, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
         if same(extent, 0):
@@ -82,7 +82,7 @@ def is_dense(view: View) -> bool:
 
 
 def merged(view: View) -> list[tuple[Dim, Dim]]:
-    """``(extent, stride)`` of the fewest dimensions that enumerate the view's elements in the same order."""
+    """``(extent, stride)`` of the fewest dimensions with the view's enumeration of elements."""
     dims: list[tuple[Dim, Dim]] = []
     for extent, stride in zip(view.shape, view.strides, strict=True):
         if same(extent, 1):
@@ -95,14 +95,14 @@ def merged(view: View) -> list[tuple[Dim, Dim]]:
 
 
 def permute(view: View, axes: Sequence[int] | None) -> View:
-    """Dimensions in another order; ``None`` reverses them."""
+    """Permutes dimensions; ``None`` reverses them."""
     rank = len(view.shape)
     order = list(reversed(range(rank))) if axes is None else [axis % rank for axis in axes]
     return View(tuple(view.shape[a] for a in order), tuple(view.strides[a] for a in order), view.offset)
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """What a permutation is undone by."""
+    """The inverse of a permutation."""
     return [order.index(axis) for axis in range(len(order))]
 
 
@@ -126,7 +126,7 @@ def expand(view: View, shape: Sequence[Dim]) -> View:
 
 
 def without_broadcast(view: View, rank: int) -> View | None:
-    """The view of ``rank`` dimensions, each element once, that :func:`expand` makes this view of; ``None`` if none."""
+    """Inverse of :func:`expand`: the view of ``rank`` dimensions with each element once; ``None`` if there is none."""
     missing = len(view.shape) - rank
     dims = list(zip(view.shape, view.strides, strict=True))
     if missing < 0 or any(not same(extent, 1) and not same(stride, 0) for extent, stride in dims[:missing]):
@@ -147,7 +147,7 @@ def slice_view(view: View, axis: int, begin: Dim, end: Dim, step: int) -> View:
 
 
 def box(view: View, shape: Sequence[Dim]) -> tuple[Dim, ...] | None:
-    """The corner at which a view cuts a box out of the dense tensor of that shape, or ``None`` if it does not."""
+    """The corner of the box that a view cuts out of a dense tensor of ``shape``; ``None`` if it cuts out no box."""
     strides = dense_strides(shape)
     if len(view.shape) != len(strides) or same(view.numel, 0):
         return None
@@ -161,16 +161,16 @@ def box(view: View, shape: Sequence[Dim]) -> tuple[Dim, ...] | None:
 
 
 def cut_out(view: View, corner: Sequence[Dim], shape: Sequence[Dim]) -> View:
-    """The box of ``shape`` at ``corner`` of a view."""
+    """The box of ``shape`` at ``corner`` in a view."""
     offset = view.offset + sum(begin * stride for begin, stride in zip(corner, view.strides, strict=True))
     return View(tuple(shape), view.strides, offset)
 
 
 def compose(outer: View, inner: View) -> View | None:
-    """``inner`` read through a permutation of its elements, or ``None`` where no strides express it.
+    """``inner`` read through a permutation of its elements; ``None`` if no strides express it.
 
-    ``outer`` is a view on the dense tensor of ``inner``'s elements. It must be a permutation of all of them (no
-    offset, no broadcast, no slice): then the coordinates of its dimensions never carry into one another.
+    ``outer`` is a view of the dense tensor of ``inner``'s elements. It must be a permutation of all of them (no
+    offset, no broadcast, no slice): then its dimensions' coordinates never carry into one another.
     """
     step: Dim = 1
     for extent, stride in sorted(merged(outer), key=lambda dim: sample_of(dim[1])):
@@ -179,7 +179,7 @@ def compose(outer: View, inner: View) -> View | None:
         step *= extent
     if not same(outer.offset, 0) or not same(step, inner.numel) or not same(outer.numel, inner.numel):
         return None
-    ranges, low = [], 1  # which strides of the dense numbering each dimension of inner covers
+    ranges, low = [], 1  # the dense strides that each dimension of inner covers
     for extent, stride in reversed(merged(inner)):
         ranges.append((low, low * extent, stride))
         low *= extent
@@ -196,7 +196,7 @@ def compose(outer: View, inner: View) -> View | None:
 
 
 def reshape(view: View, shape: Sequence[Dim]) -> View | None:
-    """The view with another shape of as many elements, or ``None`` where no strides express it."""
+    """The view with another shape of as many elements; ``None`` if no strides express it."""
     shape = tuple(shape)
     if math.prod(shape) != view.numel:
         raise ValueError(f"cannot reshape {view.shape} to {shape}")

@@ -1,4 +1,4 @@
-"""Relax → loop IR, one translation per operator; :func:`translate` is the room's face."""
+"""Relax → loop IR, one translation per operator; :func:`translate` is the package's entry point."""
 
 # Importing these registers their translations.
 from bridge.compile.translate import arithmetic, libcalls, shapes  # noqa: F401

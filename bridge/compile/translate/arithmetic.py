@@ -64,7 +64,7 @@ def _power(builder: Builder, call: Call) -> Operand:
     extents = views.broadcast(x.shape, y.shape)
     c = CompositeEmitter(builder, call)
     base = c.widen(builder.expand(x, extents))
-    # The same exponents that torch spells out.
+    # torch expands the same exponents.
     if exponent == 2:
         return c.narrow(c("multiply", base, base))
     if exponent == 3:
@@ -116,7 +116,7 @@ class CompositeEmitter:
         return self.builder.cast(operand, self.result)
 
     def reduce(self, op: str, operand: Operand, axes: list[int]) -> Operand:
-        """Reduced, the axes with extent 1."""
+        """Reduces ``axes`` to extent 1."""
         axes = [axis % len(operand.shape) for axis in axes]
         extents = [1 if axis in axes else extent for axis, extent in enumerate(operand.shape)]
         return self.builder.reshape(self.builder.reduce(op, operand, axes, self.type), extents)

@@ -1,4 +1,4 @@
-"""Graph builder: operands in, neutral loop IR nodes out; translations by operator name."""
+"""Graph builder: operands in, layout-agnostic loop IR nodes out; translations by operator name."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from bridge.compile.schedule.limits import Rules
 __all__ = ["TRANSLATIONS", "Builder", "Translation", "number", "numbers", "register"]
 
 Translation = Callable[[Any, Any], Any]
-"""``(builder, call) -> operand``; a list of operands for a tuple-typed call, ``NotImplemented`` for "not this one"."""
+"""``(builder, call) -> operand``; a list for a tuple-typed call, ``NotImplemented`` if it does not apply."""
 
 TRANSLATIONS: dict[str, Translation] = {}
-"""By name: Relax operators (``"relax.add"``), library functions (``"library.embedding"``), ``"fallback"``."""
+"""Relax operators (``"relax.add"``), library functions (``"library.embedding"``) or ``"fallback"`` → translation."""
 
 
 def register(*names: str) -> Callable[[Translation], Translation]:
@@ -49,7 +49,7 @@ def register(*names: str) -> Callable[[Translation], Translation]:
 
 
 def number(expr: Expr) -> Dim | float:
-    """The Python number of a literal argument, or an extent. ``TypeError`` if it is neither."""
+    """The Python number of a literal argument, or its extent. ``TypeError`` for any other expression."""
     if isinstance(expr, IntImm | FloatImm):
         return expr.value
     if isinstance(expr, Constant) and not shape(expr):
@@ -72,10 +72,10 @@ class Builder:
     """Collects the nodes of one function.
 
     Attributes:
-        rules: the backend's reduction order, and what is worth generating.
+        rules: the backend's reduction order and profitability rules.
         env: Relax variables to operands (lists for tuples).
-        later: what makes the operand of a variable when it is first read, and so lives no longer than it is needed.
-        hint: the name of values made now.
+        later: thunks of operands to be made at the first use, for short lifetimes.
+        hint: the name of new values.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -89,7 +89,7 @@ class Builder:
         self.hint = "t"
 
     def get(self, expr: Expr) -> Operand | Scalar | list:
-        """The operand of an argument: a variable, a constant or a tuple of those."""
+        """The operand of a variable, a constant or a tuple of variables and constants."""
         if isinstance(expr, Var):
             if expr in self.later:
                 self.env[expr] = self.later.pop(expr)()
@@ -110,7 +110,7 @@ class Builder:
         return self.constant(tensor.contiguous())
 
     def constant(self, tensor: torch.Tensor) -> Operand:
-        """A tensor baked into the program."""
+        """A tensor embedded in the program."""
         value = Value(
             f"const{len(self.constants)}", tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), "constant"
         )
@@ -120,7 +120,7 @@ class Builder:
     def positions(
         self, start: Dim | float, stop: Dim | float, step: Dim | float, count: Dim, element_type: str
     ) -> Operand:
-        """``count`` numbers from ``start`` to ``stop`` by ``step``, a constant."""
+        """A constant: ``count`` numbers from ``start`` to ``stop`` by ``step``."""
         if not any(isinstance(number, Extent) for number in (start, stop, step)):
             return self.constant(torch.arange(start, stop, step, dtype=getattr(torch, element_type), device=HOST))
         value = Value(f"const{len(self.constants)}", (count,), element_type, "constant")
@@ -128,7 +128,7 @@ class Builder:
         return whole(value)
 
     def fresh(self, extents: Sequence[Dim], element_type: str) -> Value:
-        """A value to be a node's result."""
+        """A new value, for a node's result."""
         return Value(self.hint, tuple(extents), element_type)
 
     def add(self, node: Node | LayoutAgnostic) -> None:
@@ -159,7 +159,7 @@ class Builder:
         if not axes:
             return self.cast(operand, element_type)
         if same(operand.view.numel, 0):
-            # eager has no max or min of nothing, but its softmax of nothing: there the result has no reader
+            # eager has no max or min of an empty axis; its softmax of one has no elements, so nothing reads this fill
             fill = 0 if any(same(extent, 0) for extent in remaining) else identity(op, element_type)
             return self.dense(Scalar(fill, element_type, tuple(remaining)))
         stages = self.rules.order.stages(operand.shape, axes)
@@ -173,7 +173,7 @@ class Builder:
         return operand
 
     def dense(self, operand: Operand | Scalar) -> Operand:
-        """A value that holds the operand's elements one after another in memory; a literal becomes a tensor, once."""
+        """A contiguous value of the operand's elements; a literal becomes a tensor, once."""
         if isinstance(operand, Operand):
             out = self.fresh(operand.shape, operand.dtype)
             self.add(Dense(operand, out))
@@ -189,7 +189,7 @@ class Builder:
         return Operand(operand.value, views.expand(operand.view, extents))
 
     def broadcast(self, operand: Operand | Scalar, extents: Sequence[Dim]) -> Operand | Scalar:
-        """As :meth:`expand`, as a node: an operator of its own reads the operand."""
+        """:meth:`expand` as a node of its own."""
         if isinstance(operand, Scalar):
             return self.expand(operand, extents)
         return self._shaped(operand, extents, views.expand, tuple(extents))

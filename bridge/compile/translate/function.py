@@ -2,10 +2,9 @@
 
 Every Relax operator has a *translation*, registered by name: a function ``(builder, call) -> operand`` (a list of
 operands for a tuple-typed call). Arithmetic becomes point-wise nodes and reductions
-(:mod:`bridge.compile.translate.arithmetic`), gathers and the like become library calls
-(:mod:`bridge.compile.translate.libcalls`), and every other operator is legalized by TVM
-(:mod:`bridge.compile.translate.libcalls`). Where values lie is left open: shape operations, matrix products and
-concatenations become neutral nodes, see :mod:`bridge.compile.passes.choose_layouts`.
+(:mod:`bridge.compile.translate.arithmetic`), gathers and similar operators become library calls, and TVM legalizes
+every other operator (:mod:`bridge.compile.translate.libcalls`). Layouts stay open: shape operations, matrix products
+and concatenations become layout-agnostic nodes, see :mod:`bridge.compile.passes.choose_layouts`.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ def translate(
     drawn: Mapping[int, DrawnMask] | None = None,
     orders: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Graph:
-    """The neutral loop graph (:mod:`bridge.compile.loop_ir.graph`) of a function in flat form, by a backend's rules.
+    """The layout-agnostic loop graph (:mod:`bridge.compile.loop_ir.graph`) of a function in flat form.
 
-    ``drawn``: parameters, by place, that are masks which kernels compute; the generator's state takes their place.
-    ``orders``: of parameters, by place, in memory, see :class:`~bridge.compile.options.CompileOptions`.
+    ``drawn``: place → dropout mask that kernels recompute; the generator's state replaces it as a parameter.
+    ``orders``: place → memory order of a parameter, see :class:`~bridge.compile.options.CompileOptions`.
 
     ``NotImplementedError`` names an operator that neither this package nor TVM's legalization can compile.
     """
@@ -63,7 +62,7 @@ def translate(
 
 
 def _parameter(builder: Builder, var: Var, mask: DrawnMask | None, order: tuple[int, ...] | None) -> Value:
-    """The value that a caller passes for a parameter, or what that is in the order of its memory."""
+    """The program's parameter for a function's: the tensor, the tensor in memory order, or the generator's state."""
     name = builder.hint = str(var.name)
     if mask is None and order is not None:
         value = Value(name, tuple(shape(var)[axis] for axis in order), dtype(var), "param", order)
@@ -106,7 +105,7 @@ def _translated(builder: Builder, value: Expr) -> Operand | Scalar | list:
 
 
 def _check(var: Var, result: Operand | Scalar | list, value: Expr) -> None:
-    """A translation's result must have the type that Relax inferred."""
+    """Raises ``AssertionError`` unless a translation's result has the type that Relax inferred."""
     if isinstance(var.ty, TupleType):
         if not isinstance(result, list) or len(result) != len(var.ty.fields):
             raise AssertionError(f"{value} gives a tuple of {len(var.ty.fields)}, its translation gave {result}")

@@ -1,8 +1,8 @@
-"""Library calls and the fallback: operators that torch's kernels compute, or TVM's legalization → nodes that call them.
+"""Library calls and the fallback: operators that torch's kernels or TVM's legalization compute → call nodes.
 
-Library calls: operators that torch's kernels compute → nodes that name a function of :mod:`bridge.library`.
-Relax operators become kernels that write into given tensors; library functions (see :mod:`autodiff.library`) return
-tensors of their own. Transposed and sliced operands are passed as strided views.
+A torch operator becomes a node that names a function of :mod:`bridge.library`. Relax operators become kernels that
+write into given tensors; library functions (see :mod:`autodiff.library`) allocate their results. Transposed and sliced
+operands are passed as strided views.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tensor(builder: Builder, expr: Expr) -> Operand:
 
 
 def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value], *attrs: Any) -> list[Operand]:
-    """Adds a call of a kernel that writes into ``outs``, and returns those."""
+    """Adds the call of a kernel that writes into ``outs``; returns ``outs`` as operands."""
     builder.add(LibraryCall(name, tuple(operands), tuple(outs), attrs))
     return [whole(out) for out in outs]
 
@@ -62,7 +62,7 @@ def _stack(builder: Builder, call: Call) -> Operand:
 
 @register("relax.flip")
 def _flip(builder: Builder, call: Call) -> Operand:
-    """Of a size that varies; TVM's kernel serves one size."""
+    """Only for symbolic extents; otherwise TVM's kernel, which serves one size."""
     if not any(isinstance(extent, Extent) for extent in shape(call)):
         return NotImplemented
     out = builder.fresh(shape(call), dtype(call))
@@ -100,7 +100,7 @@ def _scatter_elements(builder: Builder, call: Call) -> Operand:
 
 @register("relax.take")
 def _take(builder: Builder, call: Call) -> Operand:
-    """``torch.index_select``: an index outside of the tensor is torch's IndexError."""
+    """``torch.index_select``: an out-of-range index raises torch's IndexError."""
     if call.attrs.axis is None or str(call.attrs.mode) not in ("fast", "raise"):
         return NotImplemented
     x = tensor(builder, call.args[0])
@@ -123,7 +123,7 @@ def _fields(builder: Builder, expr: Expr) -> list[Expr]:
 
 
 def _library_function(builder: Builder, call: Call, name: str) -> Operand | list[Operand]:
-    """A call of ``library.<name>``: its tensors are the node's operands, its other arguments attributes."""
+    """``library.<name>``: tensor arguments become the node's operands, other arguments its attributes."""
     operands: list[Operand] = []
     arguments = tuple(_argument(builder, arg, operands) for arg in call.args[1:])
     types = call.ty.fields if isinstance(call.ty, TupleType) else [call.ty]
@@ -134,7 +134,7 @@ def _library_function(builder: Builder, call: Call, name: str) -> Operand | list
 
 
 def _argument(builder: Builder, arg: Expr, operands: list[Operand]) -> Any:
-    """One argument as :func:`bridge.library.invoke` takes it; tensors are appended to ``operands``."""
+    """One argument in the form of :func:`bridge.library.invoke`; appends tensors to ``operands``."""
     if (isinstance(arg, Var) and isinstance(arg.ty, TupleType)) or isinstance(arg, Tuple):
         fields = [builder.dense(field) if isinstance(field, Scalar) else field for field in builder.get(arg)]
         operands.extend(fields)
@@ -158,7 +158,7 @@ log = channel("fallbacks")
 
 @register("fallback")
 def _fallback(builder: Builder, call: Call) -> Operand | list[Operand]:
-    """Legalize one call and add a node per PrimFunc. ``NotImplementedError`` if TVM cannot legalize it."""
+    """Legalizes one call, and adds a node per PrimFunc. ``NotImplementedError`` if TVM cannot legalize it."""
     if any(isinstance(extent, Extent) for ty in _tensor_types(call) for extent in extents_of(ty)):
         raise NotImplementedError(f"{op_name(call)} of symbolic extents: no kernel of ours, and TVM's serves one size")
     if isinstance(call.ty, TensorType) and 0 in shape(call):  # nothing to compute, and TVM's index arithmetic divides
@@ -185,7 +185,7 @@ def _fallback(builder: Builder, call: Call) -> Operand | list[Operand]:
 
 
 def _tensor_types(call: Call) -> Iterator[TensorType]:
-    """The types of what a call makes and reads."""
+    """The tensor types of a call's result and arguments."""
     types = [call.ty, *(arg.ty for arg in call.args if isinstance(arg, Var | Constant | Tuple))]
     while types:
         ty = types.pop()
@@ -196,7 +196,7 @@ def _tensor_types(call: Call) -> Iterator[TensorType]:
 
 
 class _Local:
-    """The bindings of a legalized call, with its variables mapped to the caller's operands."""
+    """The bindings of a legalized call, its variables mapped to the caller's operands."""
 
     def __init__(self, builder: Builder, module: IRModule, env: dict) -> None:
         self.builder = builder

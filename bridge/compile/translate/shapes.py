@@ -1,9 +1,8 @@
-"""Shape operators, concatenations, products, scans and drawn masks → neutral nodes.
+"""Shape operators, concatenations, products, scans and drawn masks → layout-agnostic nodes.
 
-Masks that kernels compute: a parameter that is the generator's state in place of a mask → a point-wise node.
-The mask of eager's fused dropouts follows from the generator's seed and offset (:mod:`bridge.compile.codegen.philox`).
-A kernel that reads it computes it, forward and backward; it lies in memory only where a kernel that is not generated
-reads it.
+Recomputed dropout masks: the generator's state, as a parameter in place of a mask → a point-wise node. The mask of
+eager's fused dropouts follows from the generator's seed and offset (:mod:`bridge.compile.codegen.philox`). Each
+generated kernel that reads the mask recomputes it, forward and backward; the mask is in memory only for other kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from bridge.compile.translate.libcalls import emit, tensor
 __all__ = ["DrawnMask", "drawn_mask", "state_parameter"]
 
 _END = 2**62
-"""From here on the end of a slice means that of the tensor, whatever its size."""
+"""A slice that ends here or beyond ends at the tensor's end, whatever the tensor's size."""
 
 
 @register("relax.reshape", "relax.flatten", "relax.squeeze", "relax.expand_dims", "relax.nn.batch_flatten")
@@ -102,7 +101,7 @@ def _marker(builder: Builder, call: Call) -> Operand | Scalar:
 
 @register("library.with_derivative")
 def _with_derivative(builder: Builder, call: Call) -> Operand | Scalar:
-    """What is not differentiated has the value alone."""
+    """Only the value: the given derivative matters to differentiation alone."""
     return builder.get(call.args[1])
 
 
@@ -119,7 +118,7 @@ def _concat(builder: Builder, call: Call) -> Operand:
 
 @register("relax.nn.pad")
 def _pad(builder: Builder, call: Call) -> Operand:
-    """By a kernel that concatenates; where it had better not, and of several axes, one of torch's copies."""
+    """By concatenation in a generated kernel; for several axes, or where that does not pay, by torch's copy."""
     x = builder.get(call.args[0])
     widths = [int(width) for width in call.attrs.pad_width]
     axes = [axis for axis in range(len(x.shape)) if any(widths[2 * axis : 2 * axis + 2])]
@@ -144,7 +143,7 @@ def _pad(builder: Builder, call: Call) -> Operand:
 
 
 def _copied(builder: Builder, call: Call, widths: Sequence[int], number: float) -> Operand:
-    """Between numbers that are written around it."""
+    """Copies the operand into a tensor that is filled with ``number``."""
     out = builder.fresh(shape(call), dtype(call))
     return emit(builder, "pad", [tensor(builder, call.args[0])], [out], tuple(widths[::2]), number)[0]
 
@@ -157,7 +156,7 @@ def _join(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, ext
 
 @register("relax.matmul")
 def _matmul(builder: Builder, call: Call) -> Operand:
-    """``NotImplemented`` for types torch has no product of."""
+    """``NotImplemented`` for types without a torch product."""
     result = dtype(call)
     if result == "bool" or result.startswith("uint"):
         return NotImplemented
@@ -186,12 +185,12 @@ def _scan(builder: Builder, call: Call) -> list[Operand]:
 
 @dataclass(frozen=True)
 class DrawnMask:
-    """How eager draws a mask.
+    """The parameters of one dropout mask that eager draws.
 
     Attributes:
         rate: the probability of a zero.
-        width: how many elements a thread of its kernel loads at once, of :data:`philox.WIDTHS`.
-        threads: of its launch; attention's mask does not depend on them.
+        width: elements that one thread of eager's kernel loads at once, of :data:`philox.WIDTHS`.
+        threads: of eager's launch; attention's mask does not depend on it.
     """
 
     rate: float
@@ -200,12 +199,12 @@ class DrawnMask:
 
 
 def state_parameter(name: str) -> Value:
-    """The generator's state, as a parameter: a caller has it on the host, a kernel finds it on its device."""
+    """The generator's state as a parameter: on the host for the caller, on the device for a kernel."""
     return Value(name, *GENERATOR_STATE, "param")
 
 
 def drawn_mask(builder: Builder, mask: DrawnMask, state: Value, extents: Sequence[Dim]) -> Operand:
-    """The mask of a dense tensor of these extents, from the generator's state; made where it is first read."""
+    """The mask of a dense tensor of these extents, from the generator's state; made at its first use."""
     every = (0,) * len(extents)
     seed, offset = (Operand(state, View(tuple(extents), every, place)) for place in range(2))
     index = whole(Value(f"{state.name}_index", tuple(extents), "int64", "index"))
