@@ -7,8 +7,8 @@ of a replay must ensure that each address still holds the same tensor.
 Recordings of one program on one stream: a call's tensors → the recording for their addresses, made when they return.
 Memory of results is new at each call, from memory that nothing else takes from (:class:`Memory`). A replay therefore
 never overwrites a live tensor, and the allocator knows the streams that use a tensor. Live tensors (a gradient in
-``p.grad``, a kept output) change the addresses of the next call; each such pattern needs its own recording. An input
-or result whose address never returns is copied instead.
+``p.grad``, a kept output) change the addresses of the next call; each combination of addresses needs its own recording.
+An input or result whose address never returns is copied instead.
 
 Graph inputs of a program: addresses of inputs and results, call by call → which of them a recording contains. A graph
 input is *static* while its addresses keep coming back (parameters, saved tensors): they are part of the recording's
@@ -412,7 +412,7 @@ class StreamRecordings:
         inputs: Sequence[torch.Tensor],
         fresh: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Replays and returns the results; ``given``: the caller's inputs, ``inputs``: those of :meth:`find`."""
+        """Replays and returns the results; ``given``: the caller's inputs, ``inputs``: as given to :meth:`find`."""
         self._graph_inputs.replayed()
         first, buffers = self._inputs, self._buffers
         for place in self._graph_inputs.copied:

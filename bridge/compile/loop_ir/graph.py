@@ -215,8 +215,8 @@ class LibraryCall:
 class LoopCall(LibraryCall):
     """A scan (:mod:`autodiff.scan`): operands are dense tensors, ``outs`` its last carries and ys.
 
-    ``apart``: xs, by number, whose part for the last executed step is a separate tensor of one step. These tensors are the
-    last operands, in this order.
+    ``apart``: xs, by number, whose part for the last executed step is a separate tensor of extent 1 along the steps.
+    These tensors are the last operands, in this order.
     """
 
     scan: Scan | None = None
