@@ -1,6 +1,6 @@
-"""The table "what composes with what": ``composes`` markers on tests → ``docs/composes.md``.
+"""The composition table: ``composes`` markers on tests → ``docs/composes.md``.
 
-A test that backs a row of the table carries the row's name; one of them also carries what happens and the section:
+A test that backs a row of the table carries the row's name; one of them also carries the result and the section:
 
     @pytest.mark.composes("`pickle`, `torch.save`", "loads without this package", section="The module stays the user's")
     def test_pickle(): ...
@@ -9,7 +9,7 @@ A test that backs a row of the table carries the row's name; one of them also ca
     def test_torch_save_and_load(): ...
 
 ``pytestmark = pytest.mark.composes("…")`` stands for all tests of a file. Markers are read from source text, so nothing
-is imported; a row that nothing describes, or that two tests describe, is an error.
+is imported; a row that no test or more than one test describes is an error.
 
     python -m tests.composes    # writes docs/composes.md
 """
@@ -39,16 +39,16 @@ SECTIONS = (
 """In the order of the page; inside a section, rows stand in the order of files and lines."""
 
 HEAD = """\
-# What composes with what
+# Composition
 
-Written by `python -m tests.composes` from the `composes` markers on tests: each row is what the tests in its last
-column assert. Do not edit; mark a test instead ([how](contributing.md#a-row-of-what-composes-with-what)).
+Written by `python -m tests.composes` from the `composes` markers on tests: the tests in a row's last
+column assert it. Do not edit; mark a test instead ([how](contributing.md#a-row-of-the-composition-table)).
 """
 
 
 @dataclass
 class Row:
-    """One row: what is combined with a dispatched module, what happens then, and the tests (file, function) of it."""
+    """One row: a feature used with a dispatched module, the result, and the tests (file, function) of it."""
 
     name: str
     happens: str = ""
@@ -103,7 +103,7 @@ def page() -> str:
     parts = [HEAD]
     found = rows()
     for section in SECTIONS:
-        parts.append(f"\n## {section}\n\n| with | what happens | tests |\n|---|---|---|\n")
+        parts.append(f"\n## {section}\n\n| with | result | tests |\n|---|---|---|\n")
         parts += [f"| {row.name} | {row.happens} | {_links(row)} |\n" for row in found if row.section == section]
     return "".join(parts)
 

@@ -1,4 +1,4 @@
-"""What composes with what: the page is what the markers say, and markers that contradict each other are errors."""
+"""The composition table: the page equals the markers' rows, and markers that contradict each other are errors."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ CONDS = {
 
 @pytest.mark.composes(
     "`torch.cond`",
-    "as a Python `if`; gradients are eager's: zeros for what the other way uses",
+    "as a Python `if`; gradients are eager's: zeros for inputs of the other branch",
     section="Autograd, memory, threads",
 )
 @pytest.mark.parametrize("case", CONDS)

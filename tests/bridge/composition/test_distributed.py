@@ -136,7 +136,7 @@ def test_checkpoints_run_the_forward_again(reports):
 
 @pytest.mark.composes(
     "shards and wrappers (DDP, FSDP1, DataParallel) dispatched themselves",
-    "refused: dispatch what is inside",
+    "refused: dispatch the wrapped module",
     section="Distributed",
 )
 def test_shards_and_wrappers_are_refused_by_name(reports):
@@ -196,7 +196,7 @@ def test_a_whole_model_with_parameters_in_half_precision(reports):
 
 @pytest.mark.composes(
     "layers that are sharded (`fully_shard`) or parallelized (`parallelize_module`) inside a dispatched module",
-    "eager, with a reason: dispatch each such layer, or what is inside it",
+    "eager, with a reason: dispatch each of these layers, or the modules inside",
     section="Distributed",
 )
 @pytest.mark.parametrize("scenario", ["fsdp inside", "tensor parallel"])

@@ -64,7 +64,7 @@ def check(model, eager):
 
 @pytest.mark.composes(
     "HuggingFace `gradient_checkpointing_enable`",
-    "works, what is saved is the partition's choice; `use_reentrant=True`: refused with a hint",
+    "works, the partition chooses the saved tensors; `use_reentrant=True`: refused with a hint",
     section="HuggingFace",
 )
 @pytest.mark.parametrize("name", sampled(MODELS, ["BERT"]))

@@ -136,8 +136,8 @@ def trained(module, calls=4):
 
 
 @pytest.mark.composes(
-    "what forward does once, at its first call",
-    "the first call is eager's, later ones hit; with a sample, too",
+    "code that forward runs once, at its first call",
+    "the first call is eager's, later ones hit; also with a sample",
     section="Guards",
 )
 @pytest.mark.parametrize("kind", OTHERS)

@@ -127,7 +127,7 @@ CASES += [("random", Model, "no sample")]
 
 
 @pytest.mark.composes(
-    "forward decides by a draw what runs: layer drop, stochastic depth, by `torch.rand`, `random` or `numpy.random`",
+    "forward chooses a branch by a draw: layer drop, stochastic depth, by `torch.rand`, `random` or `numpy.random`",
     "draws and decisions stay eager's, the modules inside are dispatched by themselves, with one message",
     section="Guards",
 )

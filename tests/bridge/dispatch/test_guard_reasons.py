@@ -304,7 +304,7 @@ def test_state_is_named():
 
 @pytest.mark.composes(
     "`torch.func.functional_call`, transforms",
-    "parameters are dispatched, whoever owns them; plain tensors and transforms: eager, with a reason",
+    "parameters are dispatched, also another module's; plain tensors and transforms: eager, with a reason",
     section="The module stays the user's",
 )
 def test_functional_call_misses(pair):

@@ -129,7 +129,7 @@ def hooked(found, kind):
 
 @pytest.mark.composes(
     "hooks on modules inside",
-    "forward hooks are traced, and leave what they keep; others are refused, or eager with a reason",
+    "forward hooks are traced, and leave the values that they keep; others are refused, or eager with a reason",
     section="The module stays the user's",
 )
 @pytest.mark.parametrize("kind", ["features", "appended", "attribute", "nothing"])

@@ -126,7 +126,7 @@ def test_call_methods_that_users_call_directly(module):
 
 
 @pytest.mark.composes(
-    "`deepcopy`, of a trained module too",
+    "`deepcopy`, also of a trained module",
     "the copy computes with its own weights, eager until dispatched itself",
     section="The module stays the user's",
 )
@@ -149,7 +149,7 @@ def test_deepcopy_is_independent(module):
     torch.testing.assert_close(original, eager(rows()), **CLOSE)
 
 
-@pytest.mark.composes("`deepcopy`, of a trained module too")
+@pytest.mark.composes("`deepcopy`, also of a trained module")
 def test_deepcopy_can_be_dispatched_on_its_own(module):
     add_tvm_dispatch(module, rows())
     copied = copy.deepcopy(module)

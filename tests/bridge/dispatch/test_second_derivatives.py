@@ -54,7 +54,7 @@ def numbers(*shape):
 
 @pytest.mark.composes(
     "`create_graph=True`: gradient penalties, PINNs, MAML, Hessian-vector products",
-    "works: such a backward is computed by eager's operators from the call's own draws, and counted",
+    "works: the backward is computed by eager's operators from the call's own draws, and counted",
     section="Autograd, memory, threads",
 )
 def test_a_gradient_penalty_with_dropout_and_batch_statistics():

@@ -93,7 +93,7 @@ def _with_its_memory(tensor):
 
 @pytest.mark.composes(
     "tensors that are passed in and written in place (running statistics, a cache)",
-    "works where autograd does not follow what is written; refused by name where it does",
+    "works where autograd does not follow the written values; refused by name where it does",
     section="The module stays the user's",
 )
 @pytest.mark.parametrize("use", sampled(USES, lambda use: use != "statistics of images"))
