@@ -1,11 +1,11 @@
-"""Scaled dot-product attention as a formula: ``softmax(q @ k^T * scale + mask) @ v`` in Relax's own operators.
+"""Scaled dot-product attention, float32 or float64: a fused call -> ``softmax(q @ k^T * scale + mask) @ v`` in Relax.
 
-Attention of float32 -> its formula: products by the library, and one kernel for what lies between them.
+The two products are library calls; one generated kernel computes the operators between them.
 
-For float32 (without TF32) torch's fused kernel on a GPU multiplies without tensor cores, as the library of products
-does, and slower. The one for CPUs works on blocks that are small for the library, of operands that lie far apart where
-products of one input were merged, and returns memory in another order than later products read. Both are worth their
-while where the scores are too large for the caches. Half types have fused kernels that are quicker than any formula.
+For float32 (without TF32) torch's fused kernel on a GPU multiplies without tensor cores, as the product library does,
+and slower. The kernel for CPUs works on blocks that are small for the library, reads operands far apart in memory where
+products of one input were merged, and returns another memory order than later products read. Both kernels pay off
+where the scores are too large for the caches. Half types have fused kernels that are quicker than any formula.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["MOST_BYTES", "attended", "spell_attention"]
 
 
 def attended(q: Expr, k: Expr, v: Expr, mask: Expr | None, scope: Scope, *, scale: float, causal: bool = False) -> Expr:
-    """The formula as torch defines it (A. Vaswani et al., "Attention Is All You Need", 2017, 3.2.1).
+    """Attention by torch's definition (A. Vaswani et al., "Attention Is All You Need", 2017, 3.2.1): q, k, v -> result.
 
-    Half types are computed in float32. A query that may see no key at all gets zeros, as from torch's kernels.
+    Half types are computed in float32. A query that may see no key gets zeros, as from torch's kernels.
 
     Args:
         q: ``(batch, heads, queries, width)``; k, v: of as many heads, ``(batch, heads, keys, width)``.
@@ -57,7 +57,7 @@ def _never(element_type: str) -> Expr:
 
 
 def _seen(queries: int, keys: int, scope: Scope) -> Expr:
-    """Of a causal attention."""
+    """Causal mask: numbers of queries and keys -> bool ``(queries, keys)``, true where a query sees a key."""
     rows, columns = (
         scope.emit(op.reshape(scope.emit(op.arange(0, count, 1, "int64"), "places"), extents), "places")
         for count, extents in ((queries, [-1, 1]), (keys, [1, -1]))
@@ -66,7 +66,7 @@ def _seen(queries: int, keys: int, scope: Scope) -> Expr:
 
 
 def _weights(scores: Expr, element_type: str, scope: Scope) -> Expr:
-    """Softmax of rows, zeros for a row of ``-inf``: its sum is 0, which another row's, with a term of 1, never is."""
+    """Softmax of each row; a row of ``-inf`` gives zeros: its sum is 0, and any other row's sum has a term of 1."""
     zero, one = const(0.0, element_type), const(1.0, element_type)
     peak = scope.emit(op.max(scores, -1, keepdims=True), "peak")
     peak = scope.emit(op.where(scope.emit(op.equal(peak, _never(element_type)), "hidden"), zero, peak), "peak")
@@ -80,10 +80,10 @@ MOST_BYTES = {
     "library.attention": 256 * 2**20,  # the fused kernel keeps none, and a call should need about as much as before
     "library.scaled_dot_product_flash_attention": 12 * 2**20,  # measured on a Xeon: .92 of the time at 1 MiB, .98 at 12
 }
-"""Of the scores, by the fused kernel that the formula takes the place of: that of a GPU, that of a CPU."""
+"""Bytes of scores up to which the formula replaces a fused kernel: the GPU's kernel, the CPU's kernel."""
 
 _KERNELS = (None, "efficient")
-"""Of those that a call names, if it does."""
+"""The kernels replaced: ``None`` where the call names none."""
 
 _TYPES = ("float32", "float64")
 
@@ -93,9 +93,9 @@ class _Fused:
     """The arguments of a fused attention.
 
     Attributes:
-        kernel: of several, the one that computes it.
+        kernel: the kernel that the call names, ``None`` if the operator has one kernel only.
         dropout: probability of a zero.
-        rows_outside: whether the result lies as ``(batch, queries, heads, width)``, otherwise as ``q``.
+        rows_outside: whether the result's layout is ``(batch, queries, heads, width)``, otherwise that of ``q``.
     """
 
     q: Expr
@@ -110,7 +110,7 @@ class _Fused:
 
     @classmethod
     def of(cls, call: Call) -> _Fused:
-        """The conventions are those of :mod:`autodiff.library`."""
+        """Reads the arguments of a call by the conventions of :mod:`autodiff.library`."""
         kernel, arguments = None, list(call.args[1:])
         if library_name(call) == "library.attention":
             kernel = str(arguments.pop(0).value)
@@ -123,7 +123,7 @@ class _Fused:
 
 @on_functions
 def spell_attention(body: Body, frozen: int) -> None:
-    """A fused attention of float32 or float64 whose scores are of a known size and fit becomes its formula.
+    """Replaces a fused attention of float32 or float64 by its formula where the scores' size is known and fits.
 
     Safe: the same function of the same numbers; the kernel rescales sums while it goes along a row, the formula does
     not, so results differ at rounding level.
@@ -156,7 +156,7 @@ def _is_spelled(binding: Binding) -> bool:
 
 
 def _spelled(fused: _Fused, scope: BodyScope) -> Expr:
-    """As the library's result lies."""
+    """The formula in the layout of the library's result."""
     made = attended(fused.q, fused.k, fused.v, fused.mask, scope, scale=fused.scale, causal=fused.causal)
     if not fused.rows_outside:
         return made

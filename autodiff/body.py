@@ -1,7 +1,7 @@
 """Light body: a function in flat form -> its bindings with a def/use index, which passes edit in place.
 
-Simplification reads every binding many times; reading TVM's objects is what costs. A body reads each value once, knows
-who reads whom, and which bindings a pass has to look at again. A function is built from it at the end.
+Simplification reads every binding many times, and each read of a TVM object is slow. A body reads each value once. Its
+index gives the users of each binding and the bindings that a pass has to look at again. A function is built at the end.
 
 Rewriting: a body and rules per operator -> the body after one walk in which rules replace values.
 
@@ -41,13 +41,13 @@ from autodiff.typed import normalizer
 __all__ = ["Binding", "Body", "BodyScope", "NameSupply", "RewriteCounts", "Rule", "Scope", "const", "names"]
 __all__ += ["on_functions", "ratio", "rewrite", "size", "splat"]
 
-#: What :func:`autodiff.body.splat` looks through: a rule may depend on what these are applied to.
+#: Operators that :func:`autodiff.body.splat` looks through: a rule may depend on their operands.
 _LOOKED_THROUGH = having("view", "plain") | {"relax.full", "relax.full_like"}
 
 
 @dataclass
 class RewriteCounts:
-    """How often a body's bindings were looked at by rules, and how often one was changed."""
+    """How many bindings rules have visited and rewritten."""
 
     visits: int = 0
     rewrites: int = 0
@@ -59,7 +59,7 @@ class Binding:
     Attributes:
         name, op: the variable's name; the operator, ``None`` where the value is no call of one.
         reads: the bindings (and parameters) that the value reads, each once, in order.
-        users: those that read this one, in no order.
+        users: the bindings that read this one, in no order.
         changed: the body's clock when the value, or a value that it is read through, changed last.
         key: a number, equal for equal values; see :mod:`autodiff.redundancy`. ``None``: not known.
     """
@@ -136,7 +136,7 @@ class Body:
         return [self._index[param] for param in self.params]
 
     def rename(self, names: Mapping[Binding, str]) -> None:
-        """Gives parameters or bindings other names, which makes new variables of them wherever they are read."""
+        """Gives parameters or bindings other names: new variables replace the old ones wherever they are read."""
         new: dict[Var, Expr] = {}
         for binding, name in names.items():
             old, binding.var, binding.name = binding.var, type(binding.var)(name, binding.var.ty), name
@@ -162,7 +162,7 @@ class Body:
         return binding
 
     def undefine(self, binding: Binding) -> None:
-        """Takes a binding that nobody reads out of the index; the caller takes it from its place."""
+        """Removes an unread binding from the index; the caller removes it from ``bindings``."""
         del self._index[binding.var]
         for read in binding.reads:
             read.users.pop(binding, None)
@@ -177,7 +177,7 @@ class Body:
         self.touch(binding)
 
     def touch(self, binding: Binding) -> None:
-        """Marks a binding, and what may be rewritten because of it, as changed now."""
+        """Marks a binding as changed now, and its users, through operators that :func:`splat` looks through."""
         self.edits += 1
         binding.changed = self.clock
         stack = [binding]
@@ -189,13 +189,13 @@ class Body:
                         stack.append(user)
 
     def substitute(self, binding: Binding, replaced: Mapping[Binding, Expr]) -> None:
-        """Has a binding read what takes the place of replaced bindings."""
+        """Replaces the operands of a binding by the given values."""
         needed = {read.var: replaced[read] for read in binding.reads if read in replaced}
         if needed:
             self.assign(binding, substitute(binding.value, needed))
 
     def finish(self, remaining: list[Binding], replaced: Mapping[Binding, Expr]) -> None:
-        """Ends a walk: the bindings that remain; results that were replaced are what they were replaced by."""
+        """Ends a walk: sets the remaining bindings, and replaces results that were replaced."""
         self.bindings = remaining
         if replaced:
             self.outputs = [replaced.get(self.binding(output), output) for output in self.outputs]
@@ -247,10 +247,7 @@ def on_functions(apply: Callable[..., None]) -> Callable[..., Function]:
 
 
 class Scope:
-    """The bindings of the function under construction: what is defined so far, under names used once.
-
-    ``emit`` appends a binding and returns its variable; ``definition`` looks one up.
-    """
+    """Builder of bindings under unique names: ``emit`` appends a binding, ``definition`` looks a variable up."""
 
     def __init__(self, taken: Iterable[str] = ()):
         self.body: list[tuple[Var, Expr]] = []
@@ -271,7 +268,7 @@ class Scope:
         return var
 
     def definition(self, value: Expr) -> Expr:
-        """What a variable is bound to; anything else (a parameter, a constant) is its own definition."""
+        """The value of a variable; a parameter or constant is its own definition."""
         return self._definitions.get(value, value) if isinstance(value, Var) else value
 
 
@@ -298,11 +295,11 @@ disappears, its users read that instead. Any other expression (of the same type)
 
 
 def rewrite(body: Body, rules: Mapping[str | None, Iterable[Rule]], since: int = 0) -> None:
-    """Replace values by the rules of their operator, in one walk; what the rules leave unused is dropped.
+    """Replaces values by the rules of their operator in one walk, and drops the bindings that become unused.
 
     Args:
-        rules: by operator name, under ``None`` those for tuples and projections; the first that answers wins.
-        since: the clock of the last such walk: what has not changed since is not looked at.
+        rules: by operator name; rules for tuples and projections are under ``None``; the first answer wins.
+        since: the clock of the last walk with these rules: older bindings are skipped.
     """
     started = body.edits
     scope = BodyScope(body)
@@ -332,7 +329,7 @@ def rewrite(body: Body, rules: Mapping[str | None, Iterable[Rule]], since: int =
 
 
 class BodyScope(Scope):
-    """The bindings of a body as far as a walk has come: what rules see, and where they emit."""
+    """Scope of a walk over a body: rules look up definitions in it and emit bindings at the walk's position."""
 
     def __init__(self, body: Body, before: Iterable[Binding] = ()):
         self.bindings = list(before)
@@ -354,11 +351,11 @@ class BodyScope(Scope):
         return value if found is None or found.value is None else found.value
 
     def apply(self, rules: Iterable[Rule], value: Expr) -> Expr | None:
-        """What the first rule that answers says; its last binding takes the name of what it replaces."""
+        """The first rule's answer that is not ``None``; its last binding takes the name of the replaced binding."""
         emitted = len(self.bindings)
         new = next((new for rule in rules if (new := rule(value, self)) is not None), None)
         if new is None:
-            while len(self.bindings) > emitted:  # of a rule that thought better of it
+            while len(self.bindings) > emitted:  # emitted by rules that answered ``None``
                 self._body.undefine(self.bindings.pop())
         elif len(self.bindings) > emitted and isinstance(new, Var) and new.same_as(self.bindings[-1].var):
             last = self.bindings.pop()

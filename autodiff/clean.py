@@ -1,4 +1,4 @@
-"""Simplification: a function -> the same after small passes to a fixed point."""
+"""Simplification: a function -> the same function after small passes to a fixed point."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["PASSES", "clean", "clean_joint", "project_tuples", "until_settled"]
 
 @on_functions
 def project_tuples(body: Body, since: int = 0) -> None:
-    """Field ``i`` of a tuple that is spelled out becomes that field, and copies of variables disappear.
+    """Replaces field ``i`` of a known tuple by that field, and removes copies of variables.
 
     Safe: nothing is computed by either.
     """
@@ -44,12 +44,12 @@ PASSES: list[Callable[[Function], Function]] = [
 
 @on_functions
 def clean(body: Body, *, merge_casts: bool = True) -> None:
-    """Applies :data:`PASSES` until nothing changes; after the first round they look at what has changed only.
+    """Applies :data:`PASSES` to a fixed point; after the first round they visit changed bindings only.
 
-    ``merge_casts=False`` is for what is to be differentiated yet, see :func:`common_subexpression_elimination`.
+    ``merge_casts=False`` is for functions that will be differentiated, see :func:`common_subexpression_elimination`.
 
     Safe: each pass is. It ends: every pass removes bindings, or replaces one by a simpler operator or by one that reads
-    further up, and none adds any but ``zapp_like`` and ``join_pads`` (which remove for good what they replace). A
+    further up, and none adds any but ``zapp_like`` and ``join_pads`` (which remove the replaced bindings for good). A
     parameter or another result may itself become a result, and a result may occur twice.
     """
     cse = common_subexpression_elimination
@@ -57,9 +57,9 @@ def clean(body: Body, *, merge_casts: bool = True) -> None:
 
 
 def until_settled(body: Body, passes: Sequence[Callable[..., object]], first: int = 0) -> None:
-    """Applies passes in turn until none changes anything; each looks at what has changed since it was applied last.
+    """Applies passes in turn to a fixed point; each visits the bindings that changed since its last application.
 
-    ``first``: the clock since when bindings count as changed to begin with; 0: all do.
+    ``first``: the clock since when bindings count as changed at the start; 0: all do.
     """
     since = [first] * len(passes)
     while True:
@@ -73,8 +73,7 @@ def until_settled(body: Body, passes: Sequence[Callable[..., object]], first: in
 
 
 def clean_joint(joint: Function | Body) -> Function | Body:
-    """A joint function, simplified, with gradients of convolutions added in the order of memory that they have, and
-    sums for several gradients once.
+    """Simplifies a joint function, adds gradients of convolutions in their memory order, shares sums of gradients.
 
     Safe: all three passes are.
     """

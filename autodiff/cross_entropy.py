@@ -1,8 +1,8 @@
-"""Picked rows: a log-softmax of which one number of each row is read -> that number, without the others.
+"""Cross-entropy fusion: ``gather(log_softmax(x), i)`` of one element per row -> that element, without the other ones.
 
-It is a cross-entropy: its forward needs a maximum and a sum of each row, which the backward reads again, where the rows
-themselves (a number for each word of a vocabulary) would be written and read. And the sum over a row that is zero but
-for one number, in the log-softmax's gradient, is that number.
+The forward needs each row's maximum and sum, which the backward reads again; the log-softmax (a number for each word of
+a vocabulary) is neither written nor read. The row sum in the log-softmax's gradient has one non-zero term: it is that
+term.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["pick_rows"]
 
 @on_functions
 def pick_rows(body: Body) -> None:
-    """``gather_elements(log_softmax(x), i)`` of one index a row becomes ``(x[i] - max) - log(sum(exp(x - max)))``.
+    """Replaces ``gather_elements(log_softmax(x), i)``, one index per row, by ``(x[i] - max) - log(sum(exp(x - max)))``.
 
-    For what is differentiated already: the maximum has no gradient of its own. Safe: the same operations on the same
-    numbers, in the type that statistics are computed in; ``sum(where(i == arange, v, 0))`` is ``v`` bit for bit (only
-    ``-0.0`` now stays ``-0.0``).
+    The function must be differentiated already: the maximum gets no gradient. Safe: the same operations on the same
+    numbers, in the type of the statistics; ``sum(where(i == arange, v, 0))`` is ``v`` bit for bit (only ``-0.0`` now
+    stays ``-0.0``).
     """
     picks = dict(_picks(body))
     if not picks:
@@ -48,7 +48,7 @@ def pick_rows(body: Body) -> None:
 
 
 def _picks(body: Body) -> Iterator[tuple[Binding, Binding]]:
-    """Gathers of one number of each row of a log-softmax, or of its casts, and the log-softmax."""
+    """Yields (gather, log-softmax) where a gather reads one element per row of a log-softmax, or of its casts."""
     for binding in body.bindings:
         if binding.op != "relax.gather_elements":
             continue
@@ -63,7 +63,7 @@ def _picks(body: Body) -> Iterator[tuple[Binding, Binding]]:
 
 
 def _picked(gather: Binding, rows: _Spelled, scope: Scope) -> Expr:
-    """What a gather gives: the one element, in the types that the log-softmax was cast to."""
+    """A gather's element, cast through the types that the log-softmax was cast to."""
     x, indices = gather.value.args
     element = rows.picked(indices, scope)
     for wanted in _uncast(x, scope)[0]:
@@ -72,7 +72,7 @@ def _picked(gather: Binding, rows: _Spelled, scope: Scope) -> Expr:
 
 
 def _uncast(value: Expr, scope: Scope) -> tuple[list[str], Expr]:
-    """The types of a chain of casts, the first one's first, and what they cast."""
+    """The types of a chain of casts, in the order of the casts, and the chain's operand."""
     types: list[str] = []
     while op_name(made := scope.definition(value)) == "relax.astype":
         types.insert(0, dtype(value))
@@ -81,7 +81,7 @@ def _uncast(value: Expr, scope: Scope) -> tuple[list[str], Expr]:
 
 
 def _is_one_of(extents: Sequence[Dim], source: Binding, axis: int) -> bool:
-    """Whether the extents are those of one number of each row."""
+    """Whether ``extents`` are the source's shape with extent 1 along ``axis``."""
     rows = [1 if place == axis else extent for place, extent in enumerate(shape(source.var))]
     return same_shape(extents, rows)
 
@@ -112,13 +112,13 @@ class _Spelled(NamedTuple):
         return value if dtype(self.x) == dtype(wide) else op.astype(scope.emit(value), dtype(self.x))
 
     def picked(self, indices: Expr, scope: Scope) -> Expr:
-        """That of one element of each row; of rows that were widened, it is read as narrow as they are written."""
+        """The log-softmax of one element per row; of widened rows it reads the narrow element."""
         x = scope.emit(op.gather_elements(_narrow(self.x, scope), indices, self.axis), "log_softmax_picked")
         return self.of_elements(cast(x, dtype(self.wide), scope, "log_softmax_picked_wide"), scope)
 
 
 def _narrow(x: Expr, scope: Scope) -> Expr:
-    """What was widened to ``x``, reshaped as that was; ``x`` itself if nothing was."""
+    """The narrow operand of the cast that made ``x``, reshaped like ``x``; ``x`` itself if no cast widened it."""
     made = scope.definition(x)
     if op_name(made) == "relax.reshape":
         wide = made.args[0]
@@ -160,7 +160,7 @@ def _sum_of_one(call: Call, scope: Scope) -> Expr | None:
 
 
 def _counts(places: Expr, axis: int, rank: int, scope: Scope) -> bool:
-    """Whether an operand counts ``0, 1, …`` along an axis, and has one element along the others."""
+    """Whether a value is ``0, 1, …`` along an axis and has extent 1 along the other axes."""
     extents = shape(places)
     others = [extent for place, extent in enumerate(extents, rank - len(extents)) if place != axis]
     if not all(same(extent, 1) for extent in others):

@@ -1,15 +1,15 @@
-"""The joint function: a function -> the same with its vector-Jacobian product.
+"""Reverse-mode differentiation: a function -> its joint function (the primal results and the vector-Jacobian product).
 
-Absent grad_outs: a backward -> the backward of calls in which some outputs got no gradient.
-Autograd leaves an output's gradient undefined where nothing was computed from the output, as from the logits where the
-model returns a loss as well. Then nothing is computed from that gradient either: what is linear in it is absent, a sum
-has a term less. It is not a gradient of zeros, which would meet infinities and NaN on its way.
+Undefined grad_outs: a backward -> the backward for calls in which some outputs got no gradient.
+Autograd leaves an output's gradient undefined where nothing was computed from the output, as for the logits of a model
+that also returns a loss. Values that are linear in this gradient are absent, a sum loses a term. Zeros in its place
+would be inexact: they meet infinities and NaN.
 
-Own gradients: a joint body with tangents -> the same with the gradients that they stand for.
-A function with a gradient of the user's own is ``library.custom_gradient(count, inputs.., gradients.., tangents..)``,
-beside what computes the gradients from ``library.tangent`` values. Its rule says ``library.given(gradient_i,
-tangents.., grads..)``: gradient i, where the tangents are these gradients. Each tangent is of one function and each
-function is differentiated once, so that what depends on a tangent moves behind the gradient that takes its place.
+Custom gradients: a joint body with tangents -> the same body with the gradients that the tangents stand for.
+A function with a user-defined gradient is ``library.custom_gradient(count, inputs.., gradients.., tangents..)``, beside
+the bindings that compute the gradients from ``library.tangent`` values. Its rule returns ``library.given(gradient_i,
+tangents.., grads..)``: gradient i with the tangents replaced by grads. Each tangent belongs to one function and each
+function is differentiated once, so bindings that depend on a tangent move behind the gradient that replaces it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _add(left: Var, right: Var, scope: Scope) -> Var:
 
 
 def without_grad_outs(backward: Function, absent: Collection[int], results: Sequence[int]) -> Function | None:
-    """The function of the other parameters and of these results, in which nothing is computed from those parameters.
+    """The backward without some grad_outs: removes these parameters and all bindings linear in them.
 
     Args:
         backward: linear in the parameters ``absent``, as a vector-Jacobian product is in its grad_outs.
@@ -141,7 +141,7 @@ def without_grad_outs(backward: Function, absent: Collection[int], results: Sequ
 
 
 def _left(binding: Binding, gone: Collection[Binding], body: Body, scope: Scope) -> Expr | object | None:
-    """What a call computes of operands some of which are gone; ``None``: there is no rule, or it has another type."""
+    """A call's value when some operands are absent; ``None``: there is no rule, or the value has another type."""
     rule = _RULES.get(binding.op)
     if rule is None:
         return None
@@ -154,11 +154,10 @@ def _left(binding: Binding, gone: Collection[Binding], body: Body, scope: Scope)
 
 
 _ABSENT = object()
-"""In the place of an operand, or of a result."""
+"""Marks an absent operand or result."""
 
 _Rule = Callable[..., Expr | object | None]
-"""Operands of a call, some of them absent -> what it computes: another of its operands, or nothing.
-Takes the scope of their definitions first."""
+"""Scope of the definitions, operands of a call, some absent -> the call's value: one of its operands, or absent."""
 
 
 def _linear(scope: Scope, x: object, *rest: object) -> object | None:
@@ -178,7 +177,7 @@ def _difference(scope: Scope, x: object, y: object) -> object | None:
 
 
 def _choice(scope: Scope, condition: object, x: object, y: object) -> object | None:
-    """The gradient of one arm of a choice: what the other one chose is zeros."""
+    """Gradient of one arm of ``where``: absent where the other arm is zeros."""
     nothing = [each is _ABSENT or splat(each, scope) == 0 for each in (x, y)]
     return _ABSENT if condition is not _ABSENT and all(nothing) else None
 
@@ -199,7 +198,7 @@ _CUSTOM, _GIVEN, _WITH = "library.custom_gradient", "library.given", "library.wi
 
 
 def put_gradients(body: Body) -> None:
-    """Every tangent becomes the gradient that was found for it; bindings are in an order in which that is defined."""
+    """Replaces every tangent by its gradient, and sorts the bindings so that each definition precedes its uses."""
     found = [binding for binding in body.bindings if library_name(binding.value) == _GIVEN]
     if not found:
         return
@@ -223,7 +222,7 @@ def put_gradients(body: Body) -> None:
 
 @on_functions
 def drop_gradients(body: Body) -> None:
-    """Of a function that is not differentiated: without the gradients of the user's own, and what computes them.
+    """Drops custom gradients, and the bindings that compute them, from a function that is not differentiated.
 
     Safe: ``with_derivative(x, ..)`` is ``x``.
     """
@@ -242,14 +241,14 @@ def drop_gradients(body: Body) -> None:
 
 
 def _resolved(body: Body, value: Expr, replaced: dict[Binding, Expr]) -> Expr:
-    """What a value is replaced by in the end: the gradient of a function may be that of another's tangent."""
+    """The final replacement of a value: one function's gradient may be another function's tangent."""
     while (binding := body.binding(value)) in replaced:
         value = replaced[binding]
     return value
 
 
 def _in_order(bindings: list[Binding]) -> list[Binding]:
-    """The bindings, each behind those that it reads, otherwise as they were."""
+    """The bindings in topological order, otherwise in the given order."""
     waiting = {binding: None for binding in bindings}
     ordered: list[Binding] = []
     for first in bindings:
@@ -282,21 +281,20 @@ def differentiate(
     again: Mapping[int, bool] = MappingProxyType({}),
     statistics: Collection[str] = (),
 ) -> None:
-    """``func`` with a parameter ``grad_out_<i>`` per listed output, and a gradient result per required parameter.
+    """Reverse mode: adds a parameter ``grad_out_<i>`` per listed output and a gradient per required parameter.
 
     The results are all results of ``func``, then for each index in ``require_grads`` the vector-Jacobian product of the
     listed ``outputs`` with respect to that parameter: of its type, exactly zero if no output depends on it, bound to a
     variable ``grad_<parameter>`` where a variable of its own computes it. ``relax.grad.no_grad(x)`` in ``func`` stops
     gradients and becomes ``x``; ``library.with_derivative(x, linear)`` becomes ``x`` and sends them to ``linear``.
 
-    What a gradient reads of a parameter's memory, the parameter itself or ``library.overwritten`` or what shows a part
-    of them, it reads of what ``func`` leaves there: of the result that is the last of these. So it does the inner
-    values of an operation on them (``owners``: by variable name, the operation that a value is a part of) but the
-    ``statistics``. ``again``: further parameters of which the gradient reads what is there when it is computed, and
-    whether it does through what shows a part of them, too.
+    Where a gradient reads a parameter, ``library.overwritten`` or a view of either, it reads the memory as ``func``
+    leaves it: the last ``library.overwritten`` result. Inner values of an operation on this memory are recomputed from
+    it (``owners``: variable name -> the operation that computes the value), except the ``statistics``. ``again``:
+    further parameters whose memory the gradient reads when the backward runs -> whether views of them do so as well.
 
     Bindings of ``func`` keep their order and their variables' names (see :func:`unique_names`), whatever is required;
-    those that no result needs are dropped.
+    bindings that no result needs are dropped.
 
     Raises ``ValueError`` for indices out of range, repeated, or of tensors that are not floating point, and
     :class:`UndifferentiableOp` for an operator without a gradient on the way from a required parameter to an output.
@@ -343,9 +341,9 @@ def _check_required(body: Body, require_grads: Sequence[int]) -> None:
 
 
 def _live_and_active(body: Body, scalar: Var, required: Sequence[Var]) -> Pairs:
-    """The bindings on a way from a required parameter to the seeded scalar: what there is to differentiate.
+    """The bindings on a path from a required parameter to the seeded scalar; only these are differentiated.
 
-    Nothing else is differentiated, so that an operator without a gradient matters only where one is needed.
+    An operator without a gradient rule elsewhere does no harm. Raises :class:`UndifferentiableOp` for one on a path.
     """
     active = {body.binding(param) for param in required}
     found: list[Binding] = []
@@ -366,7 +364,7 @@ def _live_and_active(body: Body, scalar: Var, required: Sequence[Var]) -> Pairs:
 
 
 def _behind(result: Var, bindings: Sequence[Binding], body: Body) -> list[Binding]:
-    """Those bindings that a result needs, in order."""
+    """The given bindings that a result needs, in order."""
     needed = {body.binding(result)}
     for binding in reversed(bindings):
         if binding in needed:
@@ -406,7 +404,7 @@ def backward_bindings(body: Pairs, scalar: Var) -> tuple[Pairs, dict[Var, Expr]]
 
 
 def _remove(body: Body, is_done: Callable[[Binding], bool]) -> None:
-    """Marks whose work is done become what they mark."""
+    """Replaces finished marker calls by their operands."""
     remaining: list[Binding] = []
     replaced: dict[Binding, Expr] = {}
     for binding in body.bindings:
@@ -424,7 +422,7 @@ def _is_stop(binding: Binding) -> bool:
 
 
 def _is_before_last(binding: Binding) -> bool:
-    """Whether it is what was in overwritten memory before the end."""
+    """Whether a binding is ``library.overwritten`` other than a parameter's last."""
     return library_name(binding.value) == OVERWRITTEN and not int(binding.value.args[3].value)
 
 

@@ -1,4 +1,4 @@
-"""Dropout masks as parameters: a function -> the same, multiplying by masks that the caller draws."""
+"""Dropout masks as parameters: a function -> the same function, multiplying by masks that the caller draws."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def keep_scale(rate: float, element_type: str) -> float:
 
 
 def project(value: Expr, scope: Scope) -> Expr | None:
-    """Field ``i`` of a tuple that is spelled out is that field."""
+    """Replaces field ``i`` of a tuple expression by that field."""
     if isinstance(value, relax.TupleGetItem):
         fields = scope.definition(value.tuple_value)
         if isinstance(fields, Tuple):

@@ -10,10 +10,10 @@ class NoGradient(Exception):
 
 
 class UndifferentiableOp(NoGradient):
-    """An operator on the way from a wanted parameter to a differentiated output has no (such) gradient rule.
+    """An operator on the path from a required parameter to a differentiated output has no gradient rule for this call.
 
     ``op`` is the operator's name (``"relax.erf"``, ``"library.embedding"``), ``binding`` the variable it defines,
-    ``why`` the reason; ``others`` are the further ones of the same function.
+    ``why`` the reason; ``others`` are the function's other errors of this kind.
     """
 
     def __init__(self, op: str, binding: str, why: str):
@@ -27,7 +27,7 @@ class UndifferentiableOp(NoGradient):
 class UnknownShape(Exception):
     """The shape of an operator's result is not known for operands with symbolic extents.
 
-    ``op`` is the operator's name, ``why`` says what is known.
+    ``op`` is the operator's name, ``why`` the known facts.
     """
 
     def __init__(self, op: str, why: str):

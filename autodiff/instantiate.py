@@ -1,6 +1,6 @@
 """Instantiation: a function with symbolic extents and their sizes -> the static function of those sizes.
 
-What a lowering makes of symbolic extents is compared with what it makes of numbers by this.
+Tests compare the lowering with symbolic extents to the lowering with numbers by means of this function.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["instantiate"]
 
 
 def instantiate(func: Function, sizes: Mapping[str, int]) -> Function:
-    """``func`` in flat form with a number for each extent; the same object if it has none. Names stay.
+    """``func`` in flat form with a number for each extent; the same object if it has none. Variables keep their names.
 
     ``library.extent`` becomes a constant where it is read, and its binding disappears.
 
     Args:
-        sizes: of the symbols, by name.
+        sizes: by the symbols' names.
 
     Raises:
         ValueError: a size is missing, or the function was not made for these sizes (a guard of the scope is broken).
@@ -61,7 +61,7 @@ def instantiate(func: Function, sizes: Mapping[str, int]) -> Function:
 
 
 class _Instance:
-    """The parts of the static function: ``values`` by the variables they take the place of."""
+    """Translates types, variables and expressions; ``values``: old variable -> its static replacement."""
 
     def __init__(self, sizes: Mapping[str, int]):
         self.values: dict[Var, Expr] = {}
@@ -70,7 +70,7 @@ class _Instance:
         self._known: dict[Terms, int] = {}
 
     def size(self, expr: Expr) -> int:
-        """The number that an integer expression is."""
+        """The value of an integer expression."""
         value = from_tir(expr)
         if isinstance(value, int):
             return value
@@ -90,7 +90,7 @@ class _Instance:
             raise ValueError(f"the function is made for sizes with {broken}, got {self._sizes}")
 
     def typed(self, ty: relax.Type) -> relax.Type:
-        """The static type."""
+        """A type with numbers for its extents."""
         if isinstance(ty, TupleType):
             return TupleType([self.typed(field) for field in ty.fields])
         if isinstance(ty, TensorType) and isinstance(ty.shape, ShapeExpr):
@@ -98,12 +98,12 @@ class _Instance:
         return ty
 
     def variable(self, var: Var) -> Var:
-        """A new variable in the place of one."""
+        """A new variable of the static type that replaces the given one."""
         new = self.values[var] = type(var)(var.name, self.typed(var.ty))
         return new
 
     def expr(self, value: Expr) -> Expr:
-        """The static expression."""
+        """An expression with static types."""
         if isinstance(value, Var) and value in self.values:
             return self.values[value]
         if library_name(value) == "library.extent":

@@ -64,7 +64,7 @@ _LEAVES = frozenset({Constant, ExternFunc, StringImm, FloatImm, ShapeExpr, *_INT
 def shape(value: Expr) -> tuple[Dim, ...]:
     """The shape of a tensor expression, symbolic extents as :class:`autodiff.extents.Extent`.
 
-    ``ValueError`` if it is no tensor, or one of unknown shape.
+    Raises ``ValueError`` if the value is no tensor, or has no known shape.
     """
     ty = value.ty
     extents = ty.shape if isinstance(ty, TensorType) else None
@@ -74,7 +74,7 @@ def shape(value: Expr) -> tuple[Dim, ...]:
 
 
 def extents_of(ty: TensorType) -> tuple[Dim, ...]:
-    """The shape in a type of known shape, as :func:`shape` gives that of a value."""
+    """The shape in a type of known shape, with extents as in :func:`shape`."""
     return tuple([extent.value if type(extent) is IntImm else from_tir(extent) for extent in ty.shape.values[:]])
 
 
@@ -191,7 +191,7 @@ def operands(value: Expr) -> Iterator[Expr]:
 
 
 def with_operands(value: Expr, given: Iterator[Expr]) -> Expr:
-    """The value with these in the place of the variables that it reads, in order."""
+    """The value with its variables replaced, one by one in order; ``given`` has as many."""
     again = partial(with_operands, given=given)
     kind = type(value)
     if kind in VARS:
@@ -213,7 +213,7 @@ def build_function(
 ) -> Function:
     """A function in flat form from ANF bindings whose values already carry their types.
 
-    Variables keep their names; those that are results become dataflow outputs.
+    Variables keep their names; variables that are results become dataflow outputs.
     """
     body = list(body)
     normalize = relax.BlockBuilder().normalize
@@ -264,6 +264,6 @@ def substitute(value: Expr, mapping: Mapping[Var, Expr]) -> Expr:
 
 
 def _substituted(values: list[Expr], mapping: Mapping[Var, Expr]) -> list[Expr]:
-    """The same list if nothing changes."""
+    """Substitutes in a list; returns the same list if nothing changes."""
     new = [value if type(value) in _LEAVES else substitute(value, mapping) for value in values]
     return values if all(one is other for one, other in zip(new, values, strict=True)) else new

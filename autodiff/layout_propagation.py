@@ -1,18 +1,18 @@
-"""Layout propagation: transposes of channels and of attention heads -> the same computed in the layout of its reader.
+"""Layout propagation: sinks transposes of channels and attention heads below the operators that read them.
 
-Channels behind: what follows a convolution in channels_last -> the same on tensors whose channels are the last axis.
-A convolution (a pool, an interpolation) gives its result in the order of memory that eager's has, and shows it with
-channels in the second place (a ``permute_dims``). This pass moves that behind point-wise operators, reductions, slices,
-pads, concatenations and groups of channels, which then walk memory as it lies; between two convolutions nothing is left
-of it. So it does with a permutation of any other tensor whose last axis a batch normalization, or another sum over all
-other axes, has for its channels, or that only turns back the permutation before it, as the import says of a tensor that
-it lies so; and, once there is a backward, with the gradients that convolutions and pools give: two branches of a
-network have theirs added where they meet.
+Channels last: operators on permuted convolution results -> the same operators on channels_last tensors, then a permute.
+A convolution (a pool, an interpolation) returns eager's memory order with channels as the second axis, by a
+``permute_dims``. This pass sinks the permute below point-wise operators, reductions, slices, pads, concatenations and
+reshapes to channel groups, which then walk memory in order; between two convolutions nothing of it is left. The pass
+also sinks a permutation of any other tensor if its last axis is the channels of a batch normalization (or of another
+sum over all other axes), or if it inverts the permutation before it, by which the importer marks a tensor's memory
+order. In a backward it sinks the permutations of the gradients of convolutions and pools, which are added where two
+branches meet.
 
-Heads behind rows: what is computed from an attention's heads -> the same where rows lie outside of heads.
-The fused kernels of attention read and write queries, keys and values as (batch, row, head, column), which is how a
-projection makes them; forward shows them with heads outside (a ``permute_dims``) and may compute there, a rotary
-embedding for instance. This pass moves the permutation behind that, to the call, which then reads memory as it lies.
+Rows before heads: operators on an attention's permuted operands -> the same operators on (batch, row, head, column).
+The fused attention kernels read and write (batch, row, head, column), the layout that a projection makes. Forward
+permutes heads to the front, and may compute in that order, a rotary embedding for instance. This pass sinks the
+permutation to the attention call, which then reads memory in order.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ Axes = list[int]
 
 @on_functions
 def sink_channel_permutes(body: Body) -> None:
-    """``f(permute_dims(x))`` becomes ``permute_dims(f(x))`` for point-wise operators, reductions, slices,
-    concatenations and reshapes of neighbours in memory, where ``x`` comes from a library function that gives
-    channels_last, has its last axis kept by a sum over all others, or was permuted the other way before.
+    """Sinks ``permute_dims`` to channels_first: ``f(permute_dims(x))`` becomes ``permute_dims(f(x))``.
 
-    Safe: the same operator is applied to the same elements; a reduction adds them in another order.
+    ``f`` is a point-wise operator, a reduction, slice, pad, concatenation or a reshape of axes adjacent in memory.
+    ``x`` is a channels_last result of a library function, a tensor whose last axis a sum over all other axes keeps, or
+    a tensor permuted the other way before. Safe: the same operator is applied to the same elements; a reduction adds
+    them in another order.
     """
     sources = _sources(body)
     if not sources:
@@ -85,9 +86,9 @@ def sink_channel_permutes(body: Body) -> None:
 
 
 def _sources(body: Body) -> set[Binding]:
-    """The permutations that are moved."""
+    """The permutations that are sunk."""
     found: set[Binding] = set()
-    made_of: dict[Var, dict[Binding, Axes]] = {}  # by point-wise operators, of permutations of the same shape
+    made_of: dict[Var, dict[Binding, Axes]] = {}  # values made point-wise of permutations of the same shape
     for binding in body.bindings:
         if binding.op == "relax.permute_dims":
             axes = permutation(binding.value)
@@ -112,7 +113,7 @@ def _sources(body: Body) -> set[Binding]:
 
 
 def _is_given(body: Body, value: Expr) -> bool:
-    """Whether a library function gives a tensor with its channels behind."""
+    """Whether a tensor is the result of a library function whose channels are its last axis."""
     found = body.binding(value)
     if found is not None and isinstance(found.value, TupleGetItem):
         found = body.binding(found.value.tuple_value)
@@ -120,7 +121,7 @@ def _is_given(body: Body, value: Expr) -> bool:
 
 
 def _is_turned_back(read: Binding | None, axes: Axes) -> bool:
-    """Whether a permutation is that of the permutation before it, turned back: what it shows lies as that one shows."""
+    """Whether a permutation inverts the permutation before it, which moved the last axis."""
     if read is None or read.op != "relax.permute_dims":
         return False
     before = permutation(read.value)
@@ -128,13 +129,13 @@ def _is_turned_back(read: Binding | None, axes: Axes) -> bool:
 
 
 def _is_pointwise(binding: Binding) -> bool:
-    """Whether an operator computes each element of its result from those in the same place."""
+    """Whether an operator computes each element of its result from the elements at the same position."""
     return binding.op in _POINTWISE or (binding.value is not None and library_name(binding.value) in _POINTWISE)
 
 
 def _regrouped(before: Sequence[Dim], after: Sequence[Dim]) -> list[tuple[list[int], list[int]]] | None:
-    """Axes of one shape with those of another that have the same elements, as few together as can be; ``None`` where an
-    axis of extent 1 comes or goes at an end, or extents that vary are not the same."""
+    """Smallest groups of axes of two shapes that hold the same elements; ``None`` where an axis of extent 1 comes or
+    goes at an end, or symbolic extents differ."""
     groups: list[tuple[list[int], list[int]]] = []
     a = b = 0
     while a < len(before) and b < len(after):
@@ -156,15 +157,16 @@ def _regrouped(before: Sequence[Dim], after: Sequence[Dim]) -> list[tuple[list[i
 
 
 def _turned(axes: Axes) -> Axes:
-    """The permutation that turns another one back."""
+    """The inverse permutation."""
     return [axes.index(axis) for axis in range(len(axes))]
 
 
 class _Pass:
-    """
+    """One walk over a body that sinks permutations.
+
     Attributes:
-        moved: of a variable: what it is a permutation of, and the axes of that.
-        behind: of a variable that is a permutation of such a one, and none of what that is of: the latter.
+        moved: variable -> the tensor that it permutes, and the axes.
+        behind: variable that is an identity permutation of a tensor in memory order -> that tensor.
     """
 
     def __init__(self, body: Body, sources: set[Binding]) -> None:
@@ -174,7 +176,7 @@ class _Pass:
         self.behind: dict[Var, Expr] = {}
 
     def add(self, binding: Binding) -> None:
-        """The binding, on operands in the order of memory if one of them has another."""
+        """Appends a binding, rewritten to read operands in memory order where one of them is permuted."""
         value = binding.value
         if binding.op == "relax.permute_dims" and value.args[0] in self.behind:
             self._replace(binding, self.behind[value.args[0]], permutation(binding.value))
@@ -198,7 +200,7 @@ class _Pass:
         self.scope.bindings.append(binding)
 
     def _permutation(self, binding: Binding, x: Expr, axes: Axes) -> None:
-        """One permutation for two."""
+        """Composes two permutations."""
         both = [axes[axis] for axis in permutation(binding.value)]
         if both == sorted(both):
             self.body.assign(binding, op.permute_dims(x, both))
@@ -222,7 +224,7 @@ class _Pass:
         return isinstance(arg, Var) and arg in self.moved and same_shape(shape(arg), extents)
 
     def _behind(self, arg: Expr, axes: Axes) -> Expr:
-        """An operand with its axes in the order of memory: as it lies, or as a view of it."""
+        """An operand in memory order: the unpermuted tensor, or a permuted view of the operand."""
         if isinstance(arg, Var) and arg in self.moved and self.moved[arg][1] == axes:
             return self.moved[arg][0]
         if not isinstance(arg, Var | Constant) or not isinstance(arg.ty, TensorType) or not shape(arg):
@@ -237,7 +239,7 @@ class _Pass:
         return self.scope.emit(op.permute_dims(arg, order))
 
     def _concat(self, binding: Binding, call: Call) -> None:
-        """Of several tensors; what is not permuted among them is read so."""
+        """A concatenation in memory order; fields in another order are permuted."""
         fields = call.args[0].fields if isinstance(call.args[0], Tuple) else ()
         axes = next((self.moved[field][1] for field in fields if isinstance(field, Var) and field in self.moved), None)
         if axes is None or call.attrs.axis is None:
@@ -259,7 +261,7 @@ class _Pass:
         self._replace(binding, self.scope.emit(made, f"{binding.name}_last"), axes)
 
     def _reshape(self, binding: Binding, x: Expr, axes: Axes) -> None:
-        """One that cuts axes, or joins those that are neighbours in memory as well: channels in groups, and back."""
+        """A reshape that splits axes, or joins axes adjacent in memory: channels into groups, and back."""
         before, after = shape(binding.value.args[0]), shape(binding.var)
         groups = _regrouped(before, after)
         if groups is None or any(axes[a] + 1 != axes[b] for old, _ in groups for a, b in itertools.pairwise(old)):
@@ -290,21 +292,20 @@ class _Pass:
 
 _ATTENTION = ("library.attention", "library.dropping_attention")
 _OPERANDS = slice(2, 5)
-"""Queries, keys and values among the arguments of the call, behind the function and the kernel's name."""
+"""Queries, keys and values among the arguments of the call, after the function's and the kernel's names."""
 
 _ROWS_BEFORE_HEADS = [0, 2, 1, 3]
-"""Its own inverse."""
+"""Axis order: rows before heads; its own inverse."""
 
 _COLUMNS = 3
 
 
 @on_functions
 def sink_head_permutes(body: Body) -> None:
-    """``f(permute_dims(x, [0, 2, 1, 3]))`` becomes ``permute_dims(f(x), [0, 2, 1, 3])`` for point-wise operators,
-    slices and concatenations of columns, where attention reads the result and all that it is computed from is
-    permuted so, or the same for all heads.
+    """Sinks ``permute_dims(x, [0, 2, 1, 3])`` below point-wise operators, slices and concatenations of columns.
 
-    Safe: the same operators are applied to the same elements.
+    Attention must read the result; every operand must be permuted so, or be the same for all heads. Safe: the same
+    operators are applied to the same elements.
     """
     moves = _moves(body)
     if not moves:
@@ -325,7 +326,7 @@ def sink_head_permutes(body: Body) -> None:
 
 
 def _moves(body: Body) -> set[Binding]:
-    """The bindings between permutations and attention that can be computed with rows outside."""
+    """The bindings between permutations and attention that can be computed in the order rows before heads."""
     made_of: dict[Binding, list[Binding]] = {}
     wanted: list[Binding] = []
     for binding in body.bindings:
@@ -350,7 +351,7 @@ def _is_permuted(binding: Binding | None) -> bool:
 
 
 def _keeps_columns(binding: Binding) -> bool:
-    """Whether a value has an operator that does the same where two of the first three axes are exchanged."""
+    """Whether a value's operator commutes with an exchange of the second and third axis."""
     call, last = binding.value, (_COLUMNS, -1)
     if not isinstance(binding.var.ty, TensorType) or len(shape(binding.var)) != len(_ROWS_BEFORE_HEADS):
         return False
@@ -379,13 +380,13 @@ def _is_of_tensors(arg: Expr) -> bool:
 
 
 def _is_of_all_heads(value: Expr) -> bool:
-    """Whether an operand of a point-wise operator is broadcast along the heads, or along the rows and all before."""
+    """Whether an operand of a point-wise operator is broadcast along the heads."""
     extents = shape(value)
     return len(extents) < 3 or same(extents[-3], 1)
 
 
 def _moved(call: Call, rows: dict[Var, Var], scope: BodyScope) -> Call:
-    """The call on operands with rows outside of heads."""
+    """The call on operands in the order rows before heads."""
     args = []
     for arg in call.args:
         if _is_of_tensors(arg):

@@ -1,7 +1,7 @@
-"""Cached property: an attribute that is computed when it is read first, without a lock.
+"""Cached property without a lock: a method -> an attribute that is computed at its first read.
 
-Until Python 3.11, the one of ``functools`` holds a lock while it computes, one for all objects of a class. A child that
-is forked meanwhile waits for it for ever: it has no thread that would let go of it.
+Up to Python 3.11, ``functools.cached_property`` holds one lock per class while it computes. A child process that is
+forked meanwhile waits for the lock for ever: no thread of the child releases it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 class cached_property(functools.cached_property[Value]):  # noqa: TID251
-    """As that of Python 3.12 and later: two threads that read it first at once compute it twice."""
+    """``functools.cached_property`` of Python 3.12 and later: two threads may both compute the value."""
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:

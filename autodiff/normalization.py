@@ -1,10 +1,8 @@
 """Decomposition of normalizations: Layer-, Batch-, Group-, Instance- and RMSNorm -> statistics, multiply and add.
 
-Folding of normalizations before differentiation: bindings -> bindings with one call per normalization.
-
-Spelled out, ``y = (x - mean) * rstd`` has a chain-rule gradient that reads the centred values *and* ``y``. Seen as one
-function of ``x`` it has a gradient that reads ``y`` and ``rstd`` alone (see
-:mod:`autodiff.gradients.linalg`): one wide tensor less for the backward, and fewer operations.
+Folding before differentiation: bindings -> bindings with one call per normalization. The chain-rule gradient of
+``y = (x - mean) * rstd`` reads the centred values *and* ``y``. As one function of ``x``, its gradient reads ``y`` and
+``rstd`` alone (see :mod:`autodiff.gradients.linalg`): one wide tensor less for the backward, and fewer operations.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ def statistics_dtype(element_type: str) -> str:
 
 
 def cast(value: Expr, element_type: str, scope: Scope, name: str) -> Expr:
-    """``value`` as ``element_type``; no binding if it has that type already."""
+    """``value`` cast to ``element_type``; unchanged if it has that type already."""
     return value if dtype(value) == element_type else scope.emit(op.astype(value, element_type), name)
 
 
 def reciprocal_root(moment: Expr, epsilon: float, scope: Scope, name: str) -> Var:
-    """``rstd = 1 / sqrt(moment + epsilon)``: one variable, whose gradient needs nothing but itself."""
+    """``rstd = 1 / sqrt(moment + epsilon)``: one variable, whose gradient reads only the variable itself."""
     shifted = scope.emit(op.add(moment, const(epsilon, moment)), f"{name}_shifted")
     return scope.emit(op.rsqrt(shifted), f"{name}_rstd")
 
@@ -109,7 +107,7 @@ def layer_norm(
 
 
 def _spread(value: Expr | None, along: list[Dim], scope: Scope, name: str) -> Expr | None:
-    """``value`` with size-1 dims where its axes are not adjacent to the end, so that it broadcasts."""
+    """``value`` with axes of size 1 inserted, so that it broadcasts where its axes are not the last ones."""
     if value is None or same_shape(shape(value), along):
         return value
     return scope.emit(op.reshape(value, along), f"{name}_spread")
@@ -118,7 +116,7 @@ def _spread(value: Expr | None, along: list[Dim], scope: Scope, name: str) -> Ex
 def spell_group_norm(call: Call, scope: Scope) -> Expr:
     """``relax.nn.group_norm`` becomes reshape to groups, mean, centred variance, rstd, reshape, multiply and add.
 
-    Statistics are over the channels of a group and over the operator's axes (others than the channel's).
+    Statistics are over the channels of a group and the operator's axes, which exclude the channel axis.
     Safe: it is the definition (Wu and He, 2018), with float32 statistics for half types.
     """
     extents, groups = list(shape(call.args[0])), int(call.attrs.num_groups)
@@ -140,8 +138,7 @@ def spell_instance_norm(call: Call, scope: Scope) -> Expr:
 
 
 def _channel_norm(call: Call, axes: Sequence[int], grouped: list[Dim] | None, scope: Scope, name: str) -> Expr:
-    """Normalization of ``x`` over ``axes`` (of its shape ``grouped``, if given), then a scale and an offset per
-    channel."""
+    """Normalization of ``x`` (reshaped to ``grouped``, if given) over ``axes``, then a scale and offset per channel."""
     x, gamma, beta = call.args
     extents, attrs = list(shape(x)), call.attrs
     y = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
@@ -274,7 +271,7 @@ SPELLINGS = {
 
 @on_functions
 def spell_out(body: Body) -> None:
-    """Normalizations become mean, centred variance, rstd, multiply and add.
+    """Replaces normalizations by mean, centred variance, rstd, multiply and add.
 
     Safe: each is replaced by its definition. Why: TVM has no gradients for them, and a partitioner can then save the
     row statistics (mean, rstd) instead of wide tensors.
@@ -289,17 +286,17 @@ Bindings = list[tuple[Var, Expr]]
 
 
 def fold_normalizations(body: Bindings, result: Expr) -> Bindings:
-    """``y = c * rstd`` with ``rstd = rsqrt(mean(c * c) + epsilon)`` becomes one call on what is normalized.
+    """Replaces ``y = c * rstd``, ``rstd = rsqrt(mean(c * c) + epsilon)``, by one call on the tensor it normalizes.
 
-    That is ``x`` where ``c = x - mean(x)`` over the same axes (LayerNorm, GroupNorm, BatchNorm), else ``c`` itself
-    (RMSNorm). Statistics that something else reads stay, and keep the gradient they have through that.
+    That tensor is ``x`` where ``c = x - mean(x)`` over the same axes (LayerNorm, GroupNorm, BatchNorm), else ``c``
+    (RMSNorm). Statistics that other bindings read stay, and keep the gradient through those bindings. Bindings that
+    only ``y`` read are dropped.
 
-    Safe: variables hold the same values; the call has the derivative of what it stands for. What only ``y`` read is
-    dropped.
+    Safe: variables hold the same values; the call has the derivative of the expression that it replaces.
 
     Args:
         body: bindings in flat form.
-        result: what they are for.
+        result: the variable that they compute.
     """
     definitions = dict(body)
     calls = {var: call for var, value in body if (call := _fold(var, value, definitions)) is not None}
@@ -320,7 +317,7 @@ def _fold(var: Var, value: Expr, definitions: dict[Var, Expr]) -> Call | None:
 
 
 def _root_of_squares(scaled: Expr, rstd: Expr, definitions: dict[Var, Expr]) -> list[int] | None:
-    """The axes, if ``rstd`` is ``rsqrt(mean(scaled * scaled, axes, keepdims=True) + a number)``."""
+    """The axes, if ``rstd`` is ``rsqrt(mean(scaled * scaled, axes, keepdims=True) + a number)``, else ``None``."""
     root = _call("relax.rsqrt", rstd, definitions)
     if root is None or not isinstance(scaled, Var):
         return None
@@ -348,7 +345,7 @@ def _is_square_of(base: Var, value: Expr, definitions: dict[Var, Expr]) -> bool:
 
 
 def _centred_from(value: Var, axes: Sequence[int], definitions: dict[Var, Expr]) -> Expr | None:
-    """``x``, if ``value`` is ``x - mean(x, axes, keepdims=True)``."""
+    """``x``, if ``value`` is ``x - mean(x, axes, keepdims=True)``, else ``None``."""
     difference = _call("relax.subtract", value, definitions)
     if difference is None:
         return None
@@ -360,7 +357,7 @@ def _centred_from(value: Var, axes: Sequence[int], definitions: dict[Var, Expr])
 
 
 def _call(name: str, value: Expr, definitions: dict[Var, Expr]) -> Call | None:
-    """What a variable is bound to, if it is a call of that operator."""
+    """A variable's definition if it is a call of the named operator, else ``None``."""
     found = definitions.get(value) if isinstance(value, Var) else None
     return found if found is not None and op_name(found) == name else None
 

@@ -1,16 +1,16 @@
-"""Operator traits: an operator's name -> a set of words about it, in one table that every package reads.
+"""Operator traits: an operator's name -> a set of words, in one table that every package reads.
 
 Each operator has exactly one cost class::
 
     random          a second draw would be another number, so it must never run twice
-    view            another look at the same elements; nothing to save beyond the base
+    view            the same elements seen differently; nothing to save beyond the base
     slice           a part of the same elements: a view, unless copying the part is cheaper than holding the whole
     creation        made from nothing, or from scalars
-    cheap           an instruction or two per element; fuses into whatever reads it
+    cheap           an instruction or two per element; fuses into the consumer
     transcendental  as cheap, but for a transcendental function per element
     row             one kernel over rows: a reduction and point-wise work, with a result as large as its input
-    reduction       a few numbers out of many, or a running total: small to save, a pass over the operand to recompute
-    product         a matrix product, a convolution, or their like
+    reduction       many numbers to a few, or a running total: small to save, a pass over the operand to recompute
+    product         a matrix product, a convolution, or the like
 
 Further traits::
 
@@ -20,9 +20,9 @@ Further traits::
     plain           a view of one operand as one result
     slow            many cycles per element in a kernel: its result is cached there and not computed twice
 
-``hoisted`` and ``slow`` say what is done today, not what would be allowed: adding an operator changes compiled code.
-An operator that is not in the table has no traits. Whoever reads the table takes that for the expensive case, and never
-guesses: the partition saves the results of such operators.
+``hoisted`` and ``slow`` describe current decisions, not permissions: adding an operator changes compiled code. An
+operator that is not in the table has no traits. Readers of the table must treat it as the expensive case: the partition
+saves its results.
 
 >>> sorted(traits("relax.add"))
 ['broadcasting', 'cheap', 'elementwise', 'hoisted']
@@ -87,7 +87,7 @@ _TRAITS = _read(_TABLE)
 
 
 def traits(name: str) -> frozenset[str]:
-    """What is known of an operator, as in ``"relax.add"`` or ``"library.log1p"``; nothing of one not in the table."""
+    """The traits of an operator, as in ``"relax.add"`` or ``"library.log1p"``; empty if it is not in the table."""
     return _TRAITS.get(name, frozenset())
 
 

@@ -1,8 +1,8 @@
 """Joining of pads: a sum of zero-padded tensors that do not overlap -> one concatenation.
 
-It is the gradient of a tensor of which slices were read. The rule of a slice is a padding, and the chain rule adds the
-paddings up: ``n`` slices that partition a tensor (the gates of an LSTM, its time steps, query, key and value) cost
-``n`` full tensors of mostly zeros and ``n - 1`` sums of them, where one concatenation has the same elements.
+The sum is the gradient of a tensor of which slices were read. A slice's gradient is a padding, and the chain rule adds
+the paddings: ``n`` slices that partition a tensor (the gates of an LSTM, its time steps, query, key and value) cost
+``n`` full tensors of mostly zeros and ``n - 1`` sums; one concatenation has the same elements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Part = tuple[Dim, Dim, Expr]
 class _Pieces:
     """A tensor that is zero along ``axis`` but for ``parts``: ``(begin, end, value)``, disjoint and in order.
 
-    ``symbolic``: whether a bound of a part is an extent.
+    ``symbolic``: whether a bound of a part is a symbolic extent.
     """
 
     axis: int
@@ -34,9 +34,9 @@ class _Pieces:
     symbolic: bool
 
     def joined(self, other: _Pieces, own: bool, others_own: bool) -> _Pieces | None:
-        """The sum, or ``None`` where it is not a plain concatenation.
+        """The sum, or ``None`` where parts overlap or the axes differ.
 
-        ``own``, ``others_own``: whether nobody else reads these pieces, so that the larger of them may be extended.
+        ``own``, ``others_own``: whether the sum is the only reader of these parts, so that it may extend their list.
         """
         if self.axis != other.axis:
             return None
@@ -56,7 +56,7 @@ class _Pieces:
 
 
 def _place(parts: list[_Part], part: _Part, symbolic: bool, behind_equals: bool) -> int:
-    """Where a part would stand among those in order; equal (empty) ones stay in the order of the sum."""
+    """The index at which to insert a part; equal (empty) parts stay in the order of the sum."""
     begin, end, _ = part
     if symbolic:
         return next((place for place, held in enumerate(parts) if not at_most(held[1], begin)), len(parts))
@@ -69,7 +69,7 @@ def join_pads(body: Body, since: int = 0) -> None:
     """``pad(a) + pad(b) + …`` along one axis becomes ``concat(a, b, …)`` where the paddings leave disjoint ranges.
 
     Safe: every element is the sum of at most one number and zeros, which is that number (only ``-0.0`` now stays
-    ``-0.0``); ranges that nobody fills are zeros. A sum that is read on the way is joined for itself.
+    ``-0.0``); the other ranges are zeros. A partial sum that has other readers is joined separately.
     """
     pieces: dict[Binding, _Pieces] = {}
     joined: dict[Binding, None] = {}
@@ -107,12 +107,12 @@ def join_pads(body: Body, since: int = 0) -> None:
 
 
 def _alike(a: Var, b: Var) -> bool:
-    """Whether neither is broadcast where the two are added."""
+    """Whether the sum of two tensors broadcasts neither."""
     return len(shape(a)) == len(shape(b)) and all(map(same, shape(a), shape(b)))
 
 
 def _padding(call: Call) -> _Pieces | None:
-    """The piece of a zero padding of one axis."""
+    """The part of a zero padding along one axis; ``None`` for another padding."""
     if len(call.args) != 1 or str(call.attrs.pad_mode) != "constant" or float(call.attrs.pad_value) != 0:
         return None
     (x,) = call.args
@@ -127,7 +127,7 @@ def _padding(call: Call) -> _Pieces | None:
 
 
 def _between_zeros(call: Call, body: Body) -> _Pieces | None:
-    """The piece of a concatenation of one tensor with zeros, of which one has an extent that no pad can have."""
+    """The part of a concatenation of one tensor with zeros, as made for symbolic widths, which ``pad`` cannot take."""
     axis = int(call.attrs.axis or 0) % len(shape(call))
     if not isinstance(call.args[0], Tuple) or not isinstance(shape(call)[axis], Extent):
         return None
@@ -142,7 +142,7 @@ def _between_zeros(call: Call, body: Body) -> _Pieces | None:
 
 
 def _concatenation(pieces: _Pieces, like: Var, scope: Scope) -> Call:
-    """The pieces one after another, with zeros where there is none."""
+    """The concatenation of the parts, with zeros between them."""
     extents = list(shape(like))
     fields: list[Expr] = []
     position: Dim = 0

@@ -1,23 +1,21 @@
 """Matrix products: sums of products -> one product; bias epilogues; shared sums of rows; fewer transposes.
 
-Joining of matrix products: a sum of products -> one product along a longer inner axis.
-The sum is the gradient of a weight that is used several times, in every step of a recurrence.
-``A_1 @ B_1 + … + A_n @ B_n`` writes and adds up ``n`` matrices as large as the weight. One product along a longer inner
-axis, ``[A_1 … A_n] @ [B_1; …; B_n]``, copies the activations and their gradients instead, which are small wherever a
-batch is smaller than the weight.
+Joining: a sum of products -> one product along a longer inner axis.
+The sum is the gradient of a weight that is used several times, for instance in every step of a recurrence.
+``A_1 @ B_1 + … + A_n @ B_n`` writes and adds ``n`` matrices as large as the weight. ``[A_1 … A_n] @ [B_1; …; B_n]``
+copies the activations and their gradients instead, which are small wherever a batch is smaller than the weight.
 
-Biased products: a product of matrices with one vector added to all rows -> one library call.
-The library's kernels of products add a bias before they round, as eager's linear layers do: no kernel of its own reads
-and writes the result once more, and of half types it is rounded once instead of twice.
+Bias epilogue: a product of matrices plus one vector for all rows -> one library call.
+The library's product kernels add a bias before they round, as eager's linear layers do: no separate kernel reads and
+writes the result, and half types are rounded once instead of twice.
 
-Shared sums: a sum of products with a factor that it does not sum over -> a sum that is there already, times that.
-The gradient of a batch normalization adds up ``dy`` and ``dy * xhat`` for its bias and weight, and both times the
-weight, which is one number for each channel, for its input: four sums over a large tensor, of which two are enough.
+Shared sums: a sum of products with a factor constant along the summed axes -> an existing sum times that factor.
+The gradient of a batch normalization sums ``dy`` and ``dy * xhat`` for its bias and weight, and both times the weight,
+one number per channel, for its input: four sums over a large tensor, of which two are enough.
 
 Transposed products: the bindings of a forward and its backward -> the backward with fewer transposes.
-The rule of a product transposes its operands, ``dB = transpose(A) @ g``; where an operand is a transpose itself (the
-weight of a linear layer), the gradient of what it transposes is ``transpose(transpose(A) @ g)``, which is
-``transpose(g) @ A``.
+A product's gradient transposes the operands, ``dB = transpose(A) @ g``. Where ``B = transpose(W)`` (the weight of a
+linear layer), ``dW = transpose(transpose(A) @ g)``, which is ``transpose(g) @ A``.
 """
 
 from __future__ import annotations
@@ -55,9 +53,9 @@ __all__ = ["fuse_bias_epilogues", "join_products", "share_sums", "simplify_trans
 def join_products(body: Body) -> None:
     """``sum of a[t] @ b[t]`` becomes ``concat(a) @ concat(b)`` where that moves less memory.
 
-    Products of matrices alone (two axes each), of which nothing else is read. Safe: the same numbers are multiplied and
-    added; the order of the additions is that of a longer inner axis, so results differ at rounding level. It is meant
-    for a backward: a forward's results should not depend on what else is asked for.
+    Only products of matrices (two axes each) that have no other reader. Safe: the same numbers are multiplied and
+    added in the order of a longer inner axis, so results differ at rounding level. The pass is meant for a backward: a
+    forward's results must not depend on which gradients are computed.
     """
     returned = body.returned()
     once = {binding for binding in body.bindings if len(binding.users) == 1 and binding not in returned}
@@ -84,7 +82,7 @@ def join_products(body: Body) -> None:
 
 
 def _terms(total: Call, inner: set[Binding], body: Body) -> list[Expr]:
-    """What a tree of sums adds up, from left to right."""
+    """The terms of a tree of sums, from left to right."""
     terms: list[Expr] = []
     stack: list[Expr] = list(total.args[::-1])
     while stack:
@@ -98,7 +96,7 @@ def _terms(total: Call, inner: set[Binding], body: Body) -> list[Expr]:
 
 
 def _joined(terms: Sequence[Expr], once: set[Binding], body: Body, scope: Scope) -> Expr | None:
-    """The sum with its products joined, or ``None`` if there are no two of one shape that are worth it."""
+    """The sum with its products joined; ``None`` if no two products of one shape are profitable to join."""
     products: defaultdict[tuple, list[Binding]] = defaultdict(list)
     found = [(term, body.binding(term)) for term in terms]
     for term, binding in found:
@@ -120,7 +118,7 @@ def _joined(terms: Sequence[Expr], once: set[Binding], body: Body, scope: Scope)
 
 
 def _is_profitable_to_join(call: Call) -> bool:
-    """Whether both matrices together are smaller than their product; for extents, those of the sample."""
+    """Whether both matrices together are smaller than their product; symbolic extents count as the sample's."""
     a, b = call.args
     if len(shape(a)) != 2 or len(shape(b)) != 2:
         return False
@@ -135,7 +133,7 @@ def _product(calls: Sequence[Call], element_type: str, scope: Scope) -> Call:
 
 
 def _concatenated(matrices: Sequence[Expr], axis: int, scope: Scope) -> Var:
-    """Matrices one after another; where all are transposed, what they transpose, one after another, transposed."""
+    """The matrices concatenated; transposes of matrices become one transpose of a concatenation."""
     sources = [scope.definition(matrix) for matrix in matrices]
     if all(op_name(source) == "relax.permute_dims" and permutation(source) == [1, 0] for source in sources):
         joined = scope.emit(op.concat(Tuple([source.args[0] for source in sources]), axis=1 - axis), "joined")
@@ -144,25 +142,25 @@ def _concatenated(matrices: Sequence[Expr], axis: int, scope: Scope) -> Var:
 
 
 _ROWS = 256
-"""Fewer are a step of a loop, or what a kernel that computes more reads again from a cache."""
+"""Least rows: fewer are a time step of a loop, or rows that a kernel recomputes from a cache."""
 
 _ROWS_OF_FLOAT32 = 4096
-"""Of float32 the kernels that add a bias are slow for fewer: 256 rows by 768 x 768 and 3072 x 768 take 1.35 and 2.2
-times as long, a step of BertLayer of 1,024 rows 1.03 times (H200); of 10,496 rows as long."""
+"""Least rows of float32, whose kernels with a bias are slow for fewer: 256 rows by 768 x 768 and 3072 x 768 take 1.35
+and 2.2 times as long, a step of BertLayer of 1,024 rows 1.03 times (H200); 10,496 rows take as long as without."""
 
 _UNIT = 8
-"""Rows of a multiple of so many numbers begin where the library's quick kernels want them, of every type. Of the result
-they may begin anywhere: a large product is padded then (:mod:`bridge.compile.passes.product_variants`), others take as
-long with a bias as without (2048 x 1001 x 2048 in half types, 4096 x 50257 x 768 in float32; H200)."""
+"""The inner extent must be a multiple of this: only then the library has quick kernels, for every type. The result's
+rows need no alignment: a large product is padded then (:mod:`bridge.compile.passes.product_variants`), other ones take
+as long with a bias as without (2048 x 1001 x 2048 in half types, 4096 x 50257 x 768 in float32; H200)."""
 
 _TYPES = ("float16", "bfloat16", "float32")
 
 
 @on_functions
 def fuse_bias_epilogues(body: Body) -> None:
-    """``add(reshape(matmul(x, w), extents), b)`` becomes ``library.biased_product(x, w, b, extents)``, of many rows.
+    """Replaces ``add(reshape(matmul(x, w), extents), b)`` of many rows by ``library.biased_product(x, w, b, extents)``.
 
-    Safe: nothing else reads the product. A result may be rounded otherwise, and is so wherever the call is computed.
+    Safe: nothing else reads the product. Results may be rounded differently, in the same way wherever the call runs.
     """
     returned = body.returned()
     for binding in body.bindings:
@@ -174,7 +172,7 @@ def fuse_bias_epilogues(body: Body) -> None:
 
 
 def _operands(binding: Binding, body: Body, returned: set[Binding]) -> tuple[Expr, Expr, Expr] | None:
-    """Rows, matrix and bias of what a binding adds up."""
+    """The rows, the matrix and the bias of a sum ``rows @ matrix + bias``; ``None`` for another value."""
     if binding.op != "relax.add":
         return None
     for product, bias in (binding.value.args, list(binding.value.args)[::-1]):
@@ -209,15 +207,15 @@ _SUMS = ("relax.sum", "relax.mean")
 _MOST_FACTORS = 8
 
 Factors = Counter[Binding | str]
-"""Of a product: bindings that are no products, and numbers as they are written."""
+"""A product's factors: bindings that are no products, and literals as text."""
 
 
 @on_functions
 def share_sums(body: Body) -> None:
-    """``sum(a * v)`` becomes ``sum(a) * v``, where that sum stands before it and ``v`` has no extent along its axes; a
-    mean likewise. Of gradients only: who scales a sum in forward may do so because without it it would overflow.
+    """Replaces ``sum(a * v)`` by ``sum(a) * v`` where that sum exists and ``v`` is constant along its axes; or means.
 
-    Safe: the same number but for rounding, which is that of one product, not of one for each element.
+    Only in gradients: a forward may scale the terms because their sum would overflow otherwise. Safe: equal but for
+    rounding, which happens in one product instead of one per element.
     """
     known: dict[tuple, list[tuple[Factors, Binding]]] = defaultdict(list)
     scope = BodyScope(body)
@@ -246,7 +244,7 @@ def share_sums(body: Body) -> None:
 
 
 def _summed(binding: Binding, body: Body) -> Factors | None:
-    """The factors of what a sum or a mean of float32 or float64 adds up; ``None`` for others."""
+    """The factors of the terms of a sum or mean of float32 or float64; ``None`` for other bindings."""
     call = binding.value
     if call.attrs.axis is None or not call.attrs.keepdims or dtype(binding.var) not in ("float32", "float64"):
         return None
@@ -269,7 +267,7 @@ def _factors(value: Expr, body: Body) -> Factors:
 
 
 def _is_less(factors: Factors, fewer: Factors) -> bool:
-    """Whether a sum lacks factors; of two with the same ones but for those that are the same for all that is added."""
+    """Whether ``fewer`` is a proper subset of the factors."""
     return bool(factors - fewer) and not fewer - factors
 
 
@@ -287,7 +285,7 @@ def _axes(binding: Binding) -> list[int]:
 
 
 def _scaled_sum(binding: Binding, total: Binding, more: Factors, axes: list[int], body: Body, scope: BodyScope) -> Expr:
-    """What a sum is, of one of fewer factors."""
+    """A sum or mean, computed from one with fewer factors."""
     value: Var = total.var
     extents = shape(binding.value.args[0])
     if binding.op != total.op:
@@ -304,13 +302,13 @@ Bindings = list[tuple[Var, Expr]]
 
 
 def simplify_transposes(forward: Bindings, backward: Bindings) -> tuple[Bindings, dict[Var, Var]]:
-    """The backward after both rules, and what its variables that disappear are equal to.
+    """The rewritten backward, and the variables that replace its dropped variables.
 
-    A transpose of a transpose is the variable under both, a copy what it copies. A transpose of a product is the
-    product of the transposes in reverse order, each without a transpose if it can be.
+    A transpose of a transpose becomes the innermost variable, a copy its source. A transpose of a product becomes the
+    product of the transposes in reverse order, with as few transposes as possible.
 
-    Safe: positions only; the terms of each sum of a product are the same, in the same order. The forward is looked at
-    as if it were rewritten too, and stays as it is.
+    Safe: only positions change; each sum of a product has the same terms in the same order. The walk rewrites the
+    forward as well, to look through it, but the forward's bindings stay as they are.
     """
     rewriter = _Rewriter()
     for var, value in forward:
@@ -329,7 +327,7 @@ class _Rewriter:
         self._normalize = normalizer()
 
     def rewrite(self, var: Var, value: Expr) -> None:
-        """Appends the bindings that take the place of ``var = value``."""
+        """Appends the rewritten binding."""
         value = substitute(value, self.equal)
         if isinstance(value, Var):  # a copy, as of a scan's gradients
             self.equal[var] = value
@@ -350,7 +348,7 @@ class _Rewriter:
         return var
 
     def _transposed(self, value: Expr) -> Expr:
-        """What a transpose is a transpose of; of anything else its transpose."""
+        """The transpose of a value: the operand of a transpose, else a new ``permute_dims``."""
         source = self._definitions.get(value) if isinstance(value, Var) else None
         if _is_transpose(source):
             return source.args[0]

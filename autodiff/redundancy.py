@@ -1,4 +1,4 @@
-"""Redundancy elimination: a function -> the same without equal values, dead bindings and names that stand twice."""
+"""Redundancy elimination: a function -> the same without equal values, dead bindings and repeated names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["common_subexpression_elimination", "dead_code_elimination", "live_bi
 def unique_names(body: Body) -> None:
     """Renames variables whose name an earlier variable has: ``x``, ``x`` becomes ``x``, ``x_1``.
 
-    Safe: names carry no meaning in Relax. Parameters come first, so that a binding gives way to a parameter;
-    two parameters of one name are renamed too. Why: gradients, plans and captures refer to variables by name.
+    Safe: names carry no meaning in Relax. Parameters come first, so a binding gives way to a parameter; a second
+    parameter of one name is renamed as well. Why: gradients, plans and saved tensors refer to variables by name.
     """
     supply = NameSupply(body.names())
     used: set[str] = set()
@@ -39,7 +39,7 @@ def dead_code_elimination(body: Body, since: int = 0) -> None:
 
 
 def live_bindings(body: list[tuple[Var, Expr]], outputs: list[Expr]) -> list[tuple[Var, Expr]]:
-    """Those bindings that the outputs need, in order."""
+    """The bindings that the outputs need, in order."""
     needed = {output for output in outputs if isinstance(output, Var)}
     live = []
     for var, value in reversed(body):
@@ -53,9 +53,9 @@ def live_bindings(body: list[tuple[Var, Expr]], outputs: list[Expr]) -> list[tup
 def common_subexpression_elimination(body: Body, since: int = 0, *, merge_casts: bool = True) -> None:
     """Computes equal values once; the name of the first occurrence survives.
 
-    Safe: in flat form every binding is pure, random draws are parameters. But what is to be differentiated yet wants
-    ``merge_casts=False``, which leaves casts to a lower precision alone: the gradients of two casts are added up in the
-    wide type, those of one cast's two uses in the narrow one.
+    Safe: in flat form every binding is pure, random draws are parameters. A function that will be differentiated needs
+    ``merge_casts=False``, which keeps casts to a lower precision apart: the gradients of two casts are added in the
+    wide type, the gradients of two uses of one cast in the narrow type.
     """
     first: dict[Hashable, Binding] = {}
     replaced: dict[Binding, Expr] = {}
@@ -87,14 +87,14 @@ def _loses_bits(value: Expr) -> bool:
 
 
 def _key(value: Expr, body: Body) -> Hashable:
-    """Equal for values that compute the same: variables by identity, everything else by structure."""
+    """A hash key, equal for values that compute the same: variables by identity, everything else by structure."""
     kind = type(value)
     if kind is Call:
         attrs = None if value.attrs is None else StructuralKey(value.attrs)
         op = op_name(value) or StructuralKey(value.op)
         return (op, attrs, StructuralKey(value.ty), *[_key(arg, body) for arg in value.args[:]])
     if kind in VARS:
-        return body.binding(value) or StructuralKey(value)  # an extent is no binding
+        return body.binding(value) or StructuralKey(value)  # an extent has no binding
     if kind is Tuple:
         return ("tuple", *[_key(field, body) for field in value.fields[:]])
     if kind is TupleGetItem:

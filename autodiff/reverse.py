@@ -1,14 +1,12 @@
 """Reverse accumulation: bindings and a scalar -> the bindings of its backward, and the gradient of each variable.
 
 The chain rule over the bindings, last to first: the gradient of a variable is complete when its own binding is reached,
-and the operator's rule then says what it adds to the gradients of its operands. It is the walk of TVM's ``Gradient``
-pass, with the same rules and the same order of sums, in time proportional to the bindings.
+and the operator's rule then adds to the gradients of the operands. The walk has the rules and the order of sums of
+TVM's ``Gradient`` pass, in time proportional to the bindings.
 
-Undefined gradients: a library operator's derivative with gradients of zeros -> the same without them.
-
-Autograd leaves the gradient of a result that nothing uses undefined, and the operator's formula then leaves its terms
-out. It is more than a saving: of a singular value decomposition whose vectors are not used, the terms for these are
-``0 / 0`` where values repeat.
+Undefined gradients: a library operator's derivative with gradients of zeros -> the same call without these gradients.
+Autograd leaves the gradient of an unused result undefined, and the operator's formula omits its terms. That is more
+than a saving: for a singular value decomposition with unused vectors, these terms are ``0 / 0`` where values repeat.
 """
 
 from __future__ import annotations
@@ -43,14 +41,14 @@ _NO_GRADIENT = "relax.grad.no_grad"
 
 
 def accumulate(body: Bindings, scalar: Var) -> tuple[Bindings, dict[Var, Var]]:
-    """The bindings of the backward, and by variable the one of them that holds its gradient.
+    """The bindings of the backward, and the variable of each gradient by the variable it belongs to.
 
     Args:
         body: bindings in flat form; each call has a rule.
-        scalar: what is differentiated, a floating point tensor of no axes.
+        scalar: the variable to differentiate, a floating point tensor without axes.
     """
     builder = relax.BlockBuilder()
-    builder._begin_dataflow_block()  # collects what the rules emit
+    builder._begin_dataflow_block()  # collects the bindings that the rules emit
     gradients = _Gradients(builder, (part for pair in body for part in pair))
     try:
         gradients.add(scalar, op.ones(shape(scalar), dtype(scalar)))
@@ -63,14 +61,14 @@ def accumulate(body: Bindings, scalar: Var) -> tuple[Bindings, dict[Var, Var]]:
 
 
 class _Gradients:
-    """The gradients so far, as variables of the backward: ``of`` holds the sum of what was added for each variable."""
+    """The gradients so far, as variables of the backward; ``of``: variable -> the sum of its partial gradients."""
 
     def __init__(self, builder: relax.BlockBuilder, values: Iterable[Expr]):
         self.of: dict[Var, Var] = {}
         self._builder, self._typed = builder, TypedBuilder(builder, values)
 
     def propagate(self, var: Var, value: Expr) -> None:
-        """Adds to the gradients of what ``value`` reads, now that the gradient of ``var`` is complete."""
+        """Adds to the gradients of the operands of ``value``, once the gradient of ``var`` is complete."""
         gradient = self.of[var]
         if isinstance(value, Call):
             rule = Op.get(op_name(value)).get_attr("FPrimalGradient")
@@ -84,7 +82,7 @@ class _Gradients:
             self.add(value, gradient)
 
     def add(self, expr: Expr, partial: Expr) -> None:
-        """``partial`` more for an operand: a variable, a constant (which has no gradient), or a tuple of those."""
+        """Adds ``partial`` to an operand's gradient: a variable, a constant (ignored), or a tuple of both."""
         self._add(expr, _fields(self._typed.normalize(partial)))
 
     def _add(self, expr: Expr, partial: Expr | list) -> None:
@@ -110,7 +108,7 @@ class _Gradients:
 
 
 def _fields(value: Expr) -> Expr | list:
-    """A tensor itself; the fields of a tuple (and of the tuples in it) as a list."""
+    """A tensor unchanged; a tuple's fields as a list, nested like the tuple."""
     if not isinstance(value.ty, TupleType):
         return value
     if isinstance(value, Tuple):
@@ -119,7 +117,7 @@ def _fields(value: Expr) -> Expr | list:
 
 
 def _joined(value: Expr | list) -> Expr:
-    """A list of fields as a tuple: the variable they are the fields of, if they are all of one in order."""
+    """A list of fields as a tuple; the variable itself if the fields are all of its fields in order."""
     if not isinstance(value, list):
         return value
     fields = [_joined(field) for field in value]
@@ -152,9 +150,9 @@ _ZEROS = ("relax.zeros", "relax.zeros_like")
 
 @on_functions
 def undefined_gradients(body: Body, since: int = 0) -> None:
-    """``library.operator_vjp`` takes no gradient that is made as zeros; without any, it is zeros itself.
+    """Drops the gradients of zeros from calls of ``library.operator_vjp``; a call without gradients becomes zeros.
 
-    Safe: it is what autograd computes, and the same number wherever the terms left out are finite.
+    Safe: autograd computes the same, and the number is the same wherever the omitted terms are finite.
     """
     rewrite(body, _RULES, since)
 

@@ -4,10 +4,10 @@ The loss of a language model is ``loss(x @ w)``, with as many columns as there a
 in float32 and its gradient are the largest tensors of a step. Here a scan takes some rows of ``x`` at a time,
 multiplies them, reduces them, and differentiates that at once: no more than one block of the product is held.
 
-What may stand between the product and the number is no list of losses: any operators that keep rows apart, and what is
-linear in sums over all rows. So the number ``t`` is a sum over blocks, ``t = sum_b f(x_b, w)``, and its gradient is a
-factor ``g``, one number for all rows, times what the blocks give for ``g = 1``: ``dx = g * df/dx``, ``dw = g * sum_b
-df/dw``. The loop computes these sums, in float32 at least; the backward multiplies.
+Between the product and the number there may be any operators that keep rows apart, then operators that are linear in
+sums over all rows; there is no list of losses. So the number ``t`` is a sum over blocks, ``t = sum_b f(x_b, w)``, and
+its gradient is a factor ``g``, one number for all rows, times the blocks' gradients for ``g = 1``: ``dx = g * df/dx``,
+``dw = g * sum_b df/dw``. The loop computes these sums, in float32 at least; the backward multiplies.
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ from autodiff.scan.operator import Scan, body_text, scan_call
 __all__ = ["LEAST_ROWS", "LEAST_SAVED", "reduce_in_blocks"]
 
 LEAST_ROWS = 1024
-"""Rows of a block, at least. A block reads and writes the sum of the weight's gradients, some 12 bytes for each element
-for 6 operations of each row: from 1,024 rows on that is 500 operations a byte, below a tenth of the time on any device.
-"""
+"""Least rows of a block. A block reads and writes the sum of the weight's gradients, some 12 bytes per element, and
+does 6 operations per element and row: 500 operations a byte from 1,024 rows on, below a tenth of the time."""
 
 LEAST_SAVED = 64 << 20
-"""Bytes that must be saved for a loop to be worth its launches; a step of which so little is held is quick anyway."""
+"""Least bytes saved for a loop to pay for its launches; steps with smaller products are quick anyway."""
 
 _HELD = 4
-"""Tensors like a weight that the loop holds for the sum of its gradients: zeros, a step's, and two sums by turns."""
+"""Tensors of the weight's size that the loop holds to sum its gradients: zeros, one step's, two alternating sums."""
 
 _STOP = "relax.grad.no_grad"
 
@@ -63,14 +62,14 @@ _STOP = "relax.grad.no_grad"
 def reduce_in_blocks(
     body: Body, outputs: Sequence[int], required: Sequence[int], told: list[str] | None = None
 ) -> None:
-    """Products whose rows are reduced to a number that is read in their place are computed in blocks of rows.
+    """Computes products whose rows are reduced to one number, and read by nothing else, in blocks of rows.
 
     Safe: the same operators on the same rows; sums over rows are added up block by block. Not for float16, whose
     gradients are scaled so that they do not underflow.
 
     Args:
-        outputs, required: results that are differentiated, and parameters whose gradients are wanted, by number.
-        told: takes a sentence about each such product.
+        outputs, required: indices of differentiated results, and of parameters whose gradients are wanted.
+        told: receives a sentence about each replaced product.
     """
     for product in [each for each in body.bindings if each.op == "relax.matmul"]:
         region = RowRegion.of(body, product)
@@ -85,7 +84,7 @@ def reduce_in_blocks(
 
 
 def _active(body: Body, required: Sequence[int]) -> set[Binding]:
-    """What depends on the required parameters by way of operators that pass gradients on."""
+    """The bindings that depend on the required parameters through operators that pass gradients on."""
     parameters = body.parameters()
     active = {parameters[index] for index in required}
     for binding in body.bindings:
@@ -95,7 +94,7 @@ def _active(body: Body, required: Sequence[int]) -> set[Binding]:
 
 
 def _behind(body: Body, outputs: Sequence[int]) -> set[Binding]:
-    """What the outputs depend on by way of operators that pass gradients on."""
+    """The bindings on which the outputs depend through operators that pass gradients on."""
     needed = {body.binding(body.outputs[index]) for index in outputs}
     for binding in reversed(body.bindings):
         if binding in needed and binding.op != _STOP:
@@ -104,7 +103,7 @@ def _behind(body: Body, outputs: Sequence[int]) -> set[Binding]:
 
 
 class _Blocks(NamedTuple):
-    """How many rows a block has, of a product of this name and of these extents, and what that saves."""
+    """The rows of a block of a product with the given name and extents, and the bytes saved."""
 
     name: str
     whole: tuple[int, int]
@@ -122,9 +121,9 @@ class _Blocks(NamedTuple):
 def _blocks_of(region: RowRegion, wanted: Sequence[Var]) -> _Blocks | None:
     """The blocks of a product; ``None`` if a loop would not save enough.
 
-    Whole, the product is held, and its gradient or a copy where one is wider; in the loop those of a block, and the
-    sums of gradients. There are as many blocks as have the least number of rows, or up to twice as many if they can
-    have equally many.
+    The whole product is held together with its gradient, or with a wider copy; the loop holds one block of both and the
+    sums of gradients. The number of blocks is the least that :data:`LEAST_ROWS` allows, or up to twice as many if the
+    blocks have equally many rows then.
     """
     if any(region.read[each] == (None, region.columns) for each in wanted if not each.same_as(region.x)):
         return None
@@ -142,8 +141,9 @@ def _blocks_of(region: RowRegion, wanted: Sequence[Var]) -> _Blocks | None:
 
 
 def _replace(body: Body, region: RowRegion, rows: int, wanted: Sequence[Var]) -> bool:
-    """Puts the loops in the place of the number, with its gradient; the rest of the region is read no more. ``False``
-    if a body cannot be written down."""
+    """Replaces the region's number by loops over blocks that also compute its gradient; the region becomes dead.
+
+    ``False``, without a change, if TVM's JSON cannot hold a step's function."""
     spans = [(0, region.rows // rows * rows, rows), (region.rows // rows * rows, region.rows, region.rows % rows)]
     spans = [span for span in spans if span[2]]
     steps = [_Step.of(region, count, wanted) for *_, count in spans]
@@ -180,7 +180,7 @@ def _replace(body: Body, region: RowRegion, rows: int, wanted: Sequence[Var]) ->
 
 
 class _NamedScope(BodyScope):
-    """Bindings that are all named after one node of the traced graph."""
+    """A scope that names all bindings after one node of the traced graph."""
 
     def __init__(self, body: Body, before: Sequence[Binding], node: str):
         super().__init__(body, before)
@@ -191,7 +191,7 @@ class _NamedScope(BodyScope):
 
 
 def _given(region: RowRegion, scope: Scope) -> dict[Var, Var]:
-    """What the region reads, as the loop takes it."""
+    """The tensors that the region reads, reshaped for the loop: by variable."""
     given = {}
     for value, extents in region.read.items():
         rows = value
@@ -205,14 +205,14 @@ def _given(region: RowRegion, scope: Scope) -> dict[Var, Var]:
 
 
 def _blocks(scope: Scope, value: Var, begin: int, end: int, rows: int) -> Var:
-    """Rows of a tensor, the blocks in front."""
+    """Rows ``begin`` to ``end`` of a matrix as ``(blocks, rows, columns)``."""
     if (begin, end) != (0, shape(value)[0]):
         value = scope.emit(op.strided_slice(value, [0], [begin], [end], [1]), "rows")
     return scope.emit(op.reshape(value, ((end - begin) // rows, rows, shape(value)[1])), "rows")
 
 
 def _linear(scope: Scope, value: Var, gradient: Var, result: str) -> Var:
-    """What has this gradient with respect to a tensor: the sum of their products."""
+    """A number whose gradient with respect to ``value`` is ``gradient``: the sum of their products."""
     wide = statistics_dtype(dtype(value))
     factors = [_cast(scope, each, wide) for each in (value, scope.emit(op.grad.no_grad(gradient), "gradient"))]
     return _cast(scope, scope.emit(op.sum(scope.emit(op.multiply(*factors), "linear")), "linear"), result)
@@ -224,13 +224,13 @@ def _cast(scope: Scope, value: Var, wanted: str) -> Var:
 
 @dataclass(frozen=True)
 class _Step:
-    """What the loop does with a block.
+    """The loop's body: a block -> the updated sums and the block's gradients.
 
     Attributes:
-        text: the body: ``(sums.., parts.., constants..) -> (sums.., gradients of the block's parts..)``.
-        sums: their types: the number, then gradients of constants.
-        scanned: how many of what is given are parts.
-        order: the tensors whose gradients come, those of parts first.
+        text: the function: ``(sums.., parts.., constants..) -> (sums.., gradients of the block's parts..)``.
+        sums: types of the sums: the number, then gradients of constants.
+        scanned: number of inputs that are parts of a block.
+        order: the tensors whose gradients are computed, parts first.
     """
 
     text: str
@@ -240,7 +240,7 @@ class _Step:
 
     @classmethod
     def of(cls, region: RowRegion, rows: int, wanted: Sequence[Var]) -> _Step | None:
-        """The step of blocks of so many rows; ``None`` if TVM's JSON cannot hold a literal in it."""
+        """The step for blocks of ``rows`` rows; ``None`` if TVM's JSON cannot hold one of its literals."""
         params = {}
         for place, (value, extents) in enumerate(region.read.items()):
             own = tuple(rows if extent is None else extent for extent in extents)
@@ -267,7 +267,7 @@ class _Step:
 
 
 def _with_gradients(function: Function, wanted: Sequence[int]) -> Function:
-    """The number and its gradients, simplified."""
+    """The function's number and its gradients, simplified."""
     if not wanted:
         return unique_names(clean(function))
     joint = differentiate(function, [0], wanted)

@@ -1,9 +1,9 @@
-"""Row regions: what is computed of a product's rows, up to one number -> that, for any number of the rows.
+"""Row regions: a product whose rows are reduced to one number -> the same computation for any subset of the rows.
 
-A region begins at a product and ends at a number. Between them stands what keeps rows apart, in three kinds of values:
-with the product's columns in each row, with a number for each row, and numbers, which are sums over rows or linear in
-such sums. Nothing but its end is read from anywhere else, so it may be computed for some rows at a time: the end is the
-sum of what those give.
+A region begins at a product and ends at a number. Its operators keep rows apart. Its values are of three kinds: with
+the product's columns in each row, with one number per row, and numbers, which are sums over rows or linear in sums.
+Nothing outside reads the region except its end, so the region may be computed for some rows at a time: the end is the
+sum of the partial ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ROWWISE = {"relax.nn.log_softmax": op.nn.log_softmax, "relax.nn.softmax": op.nn
 class Outside(NamedTuple):
     """A tensor that the region reads, and its extents in a block, ``None`` for the block's rows.
 
-    What has no rows is the same for all of them: ``[1, columns]``, or ``[]``.
+    A tensor without rows is the same for all of them: ``[1, columns]``, or ``[]``.
     """
 
     value: Var
@@ -49,7 +49,7 @@ class Outside(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """Whether each block has rows of its own of it."""
+        """Whether each block reads its own rows of the tensor."""
         return bool(self.extents) and self.extents[0] is None
 
 
@@ -58,10 +58,9 @@ _FULL, _ROW, _NUMBER = "full", "row", "number"
 
 @dataclass
 class RowRegion:
-    """What is computed of a product up to the number, each value with what it has: columns in each row, a number for
-    each row, or one number.
+    """The bindings from a product to the number, with their kinds: columns in each row, a number per row, one number.
 
-    In a block these are ``[rows, columns]``, ``[rows, 1]`` and ``[]``.
+    In a block the kinds have the shapes ``[rows, columns]``, ``[rows, 1]`` and ``[]``.
     """
 
     body: Body
@@ -76,7 +75,7 @@ class RowRegion:
 
     @classmethod
     def of(cls, body: Body, product: Binding) -> RowRegion | None:
-        """The region of a product; ``None`` if its rows are not reduced to one number, or are read otherwise."""
+        """The region of a product; ``None`` if its rows are not reduced to one number, or have other readers."""
         x, weight = product.value.args
         extents = shape(product.var)
         is_known = all(isinstance(extent, int) for extent in (*extents, *shape(x)))
@@ -96,17 +95,17 @@ class RowRegion:
 
     @property
     def x(self) -> Var:
-        """The product's operand with the rows."""
+        """The product's first operand, which has the rows."""
         return self.product.value.args[0]
 
     @property
     def parts(self) -> list[Outside]:
-        """What is read from outside of which each row has its own."""
+        """The tensors from outside that have rows."""
         return [each for each in self.outside.values() if each.is_part]
 
     @property
     def read(self) -> dict[Var, tuple[int | None, ...]]:
-        """All that is read, with its extents in a block: what has rows first, the weight last."""
+        """All tensors that the region reads, with their extents in a block: tensors of rows first, the weight last."""
         found = {self.x: (None, shape(self.x)[-1])}
         found |= {each.value: each.extents for each in sorted(self.outside.values(), key=lambda each: not each.is_part)}
         return {**found, self.weight: shape(self.weight)}
@@ -119,11 +118,11 @@ class RowRegion:
 
     @property
     def number(self) -> Binding:
-        """What the rows are reduced to."""
+        """The number that the rows are reduced to."""
         return next(reversed(self.kinds))
 
     def _grow(self) -> bool:
-        """Adds what reads the region, until one number is all that is read of it; whether that is reached."""
+        """Adds the readers of the region until it ends in one number, and returns whether it does."""
         returned = self.body.returned()
         open_users = dict.fromkeys(self.product.users)
         if self.product in returned:
@@ -144,7 +143,7 @@ class RowRegion:
         return False
 
     def _kind(self, binding: Binding) -> str | None:
-        """What a binding has that reads the region; ``None`` if it does not keep rows apart."""
+        """The kind of a binding that reads the region; ``None`` if it does not keep rows apart."""
         if not isinstance(binding.var.ty, TensorType) or not isinstance(binding.value, Call):
             return None
         args = [arg for arg in operands(binding.value)]
@@ -173,7 +172,7 @@ class RowRegion:
         return kind if kind == _ROW or extents[-1:] == (self.columns,) else None
 
     def _sliced(self, binding: Binding) -> str | None:
-        """Some rows of what has been a chain so far: they are taken of the product's operand."""
+        """A slice of rows after a chain of full values; the slice is applied to the product's operand instead."""
         (before,) = binding.reads if len(binding.reads) == 1 else (None,)
         is_chain = all(len(each.users) == 1 for each in self.kinds) and set(self.kinds.values()) == {_FULL}
         axes = [int(axis) % len(shape(binding.var)) for axis in binding.value.args[1].fields]
@@ -186,7 +185,7 @@ class RowRegion:
         return _FULL if self.rows > 1 else None
 
     def _is_linear(self, binding: Binding, args: list[Expr], given: list[str | None]) -> bool:
-        """Whether a number of the region's numbers is linear in these, without a constant."""
+        """Whether a number is linear in the region's numbers, without a constant term."""
         value = binding.value
         if shape(binding.var) != () or any(shape(arg) != () for arg in value.args[:]):
             return False
@@ -212,7 +211,7 @@ class RowRegion:
         return _NUMBER if is_added and len(axes) == rank else None
 
     def _pointwise(self, binding: Binding, args: list[Expr], given: list[str | None]) -> str | None:
-        """Every operand has the result's rows, in their order, or is the same for all rows."""
+        """The kind; every operand has the result's rows, in their order, or is the same for all rows, else ``None``."""
         extents = shape(binding.var)
         kind = _FULL if _FULL in given else _ROW
         if math.prod(extents) != self.rows * (self.columns if kind == _FULL else 1):
@@ -230,7 +229,7 @@ class RowRegion:
     def _extents_in_block(
         self, extents: tuple[int, ...], whole: tuple[int, ...], kind: str
     ) -> tuple[int | None, ...] | None:
-        """Of a tensor from outside that a point-wise operator with a result of extents ``whole`` reads."""
+        """The extents of an outside tensor in a block; a point-wise operator with a result of ``whole`` reads it."""
         if math.prod(extents) == 1:
             return ()
         if kind == _ROW:
@@ -242,7 +241,7 @@ class RowRegion:
         return (None, 1) if _has_rows(extents, whole) and math.prod(extents) == self.rows else None
 
     def _adds(self, value: Var, extents: tuple[int | None, ...] | None) -> bool:
-        """Notes what is read from outside; whether it can be, always in one way."""
+        """Records an outside tensor, and returns whether it can be read, always with the same extents."""
         if extents is None or not all(isinstance(each, int) for each in shape(value)):
             return False
         if any(value.same_as(factor) for factor in (self.x, self.weight)):
@@ -250,7 +249,7 @@ class RowRegion:
         return self.outside.setdefault(value, Outside(value, extents)).extents == extents
 
     def replay(self, known: dict[Var, Var], scope: Scope) -> Var:
-        """The region on the rows of a block: ``known`` has the block's part of ``x`` and what it reads from outside."""
+        """The region on one block; ``known`` maps ``x``, the weight and the outside tensors to the block's values."""
         weight = known[self.weight]
         if self.has_weight_turned:
             weight = scope.emit(op.permute_dims(weight, [1, 0]), "turned")
@@ -283,6 +282,6 @@ def _is_last(axis: object, value: Expr) -> bool:
 
 
 def _has_rows(extents: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a tensor has one element for each row of one with columns, which it is broadcast to."""
+    """Whether a tensor broadcasts to ``whole`` with one element per row."""
     rows = (1,) * (len(whole) - len(extents)) + extents
     return rows == (*whole[:-1], 1)

@@ -1,13 +1,12 @@
-"""Type inference: expressions whose types are not known yet -> the same with types, symbolic extents spelled one way.
+"""Type inference: expressions without types -> the same with types, symbolic extents in normal form.
 
-TVM infers types; where operands have symbolic extents, our own rules (:mod:`autodiff.typed`) give the shapes
-of the operators that combine extents, and every extent is written in its normal form: equal ones are equal expressions.
+TVM infers types; where operands have symbolic extents, the rules of this module give the shapes of operators that
+combine extents, and every extent is written in its normal form: equal extents are equal expressions.
 
 Shape rules: a call of operands with symbolic extents -> the shape of its result.
-
-For the operators that combine extents. TVM gives no shape where it cannot prove two extents equal, writes slices as
-conditions on signs, and takes extents for equal that nothing says are; here they are compared, and what is not the same
-for all sizes is a guard of the scope. Operators without a rule here have the shape that TVM infers.
+TVM gives no shape where it cannot prove two extents equal, writes slices as conditions on signs, and takes extents for
+equal without a proof. The rules compare extents, and a comparison that differs between sizes adds a guard to the scope.
+Operators without a rule have the shape that TVM infers.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = ["SHAPES", "TypedBuilder", "normalizer", "reads_extents", "slices"]
 Shape = tuple[Dim, ...]
 
 SHAPES: dict[str, Callable[[Call], Sequence]] = {}
-"""By operator: the shape of a call's result, or those of its results, from the shapes of its operands."""
+"""Operator name -> rule: a call -> the shape of its result, or the shapes of its results."""
 
 
 def _shape_of(*names: str) -> Callable:
@@ -128,7 +127,7 @@ def _strided_slice(call: Call) -> Shape:
 
 
 def slices(call: Call) -> list[tuple[int, Slice]]:
-    """Each axis that a ``relax.strided_slice`` cuts, and what it reads of it."""
+    """The axes that a ``relax.strided_slice`` cuts, and the slice of each."""
     x, axes, begins, ends, *strides = call.args
     steps = [int(stride) for stride in strides[0].fields] if strides else [1] * len(axes.fields)
     found = []
@@ -142,7 +141,7 @@ def slices(call: Call) -> list[tuple[int, Slice]]:
 
 @_shape_of("relax.gather_elements", "relax.scatter_elements")
 def _along_an_axis(call: Call) -> Shape:
-    """Indices are as wide as the data at most, but along the axis."""
+    """TVM's shape, after the check that indices are at most as wide as the data, except along the axis."""
     x, indices = shape(call.args[0]), shape(call.args[1])
     for axis, (extent, wanted) in enumerate(zip(x, indices, strict=True)):
         if axis != int(call.attrs.axis) % len(x) and wanted > extent:
@@ -179,7 +178,7 @@ _NUMBERS = (IntImm, FloatImm)
 
 
 def normalizer() -> Callable[[Expr], Expr]:
-    """A function that gives an expression on variables and constants its type, if it has none yet."""
+    """A function that infers the type of an expression on variables and constants, if it has none yet."""
     normalize = relax.BlockBuilder().normalize
 
     def typed(value: Expr) -> Expr:
@@ -191,10 +190,10 @@ def normalizer() -> Callable[[Expr], Expr]:
 
 
 class TypedBuilder:
-    """A block builder whose bindings have such types; expressions may be nested, their parts are bound.
+    """A block builder that gives bindings types with normal-form extents, and binds the parts of nested expressions.
 
     Args:
-        values: what the expressions are made of; if none of them reads an extent, everything goes TVM's way.
+        values: the operands of the expressions; if none has symbolic extents, TVM infers all types.
     """
 
     def __init__(self, builder: relax.BlockBuilder, values: Iterable[Expr]):
@@ -203,11 +202,11 @@ class TypedBuilder:
         self._bound: dict[Expr, Var] = {}
 
     def emit(self, value: Expr) -> Var:
-        """A variable that is bound to ``value``."""
+        """A new variable bound to ``value``."""
         return self._builder.emit(self.normalize(value))
 
     def normalize(self, value: Expr) -> Expr:
-        """``value`` on variables, with its type."""
+        """``value`` with its nested operands bound to variables, and with its type."""
         if not self._symbolic:
             return self._builder.normalize(value)
         value = self._on_variables(value)
@@ -216,7 +215,7 @@ class TypedBuilder:
         return _inferred(value) if missing else value
 
     def _on_variables(self, value: Expr) -> Expr:
-        """The operands of a call, tuple or item are bound, in the order in which TVM would."""
+        """Binds the operands of a call, tuple or item, in TVM's order."""
         if isinstance(value, Call):
             args = list(value.args)
             new = [self._leaf(arg) for arg in args]
@@ -241,7 +240,7 @@ class TypedBuilder:
 
 
 def reads_extents(value: Expr) -> bool:
-    """Whether an expression, or a part of it that is not bound yet, has symbolic extents."""
+    """Whether an expression, or an unbound part of it, has symbolic extents."""
     if isinstance(value, Call):
         return any(reads_extents(arg) for arg in value.args) or not _is_static(value.ty)
     if isinstance(value, Tuple):
@@ -254,7 +253,7 @@ def reads_extents(value: Expr) -> bool:
 
 
 def _inferred(value: Expr) -> Expr:
-    """A call with the type that extents give it; anything else has the type of its parts."""
+    """A call with the type by the shape rules; anything else unchanged."""
     if not isinstance(value, Call) or not reads_extents(value):
         return value
     return Call(value.op, value.args, value.attrs, value.ty_args, ret_ty=_type(value))
@@ -264,7 +263,7 @@ def _is_static(ty: relax.Type) -> bool:
     if isinstance(ty, TupleType):
         return all(_is_static(field) for field in ty.fields)
     if not isinstance(ty, TensorType):
-        return True  # of no type yet, or of one without extents
+        return True  # no type yet, or a type without extents
     return isinstance(ty.shape, ShapeExpr) and all(type(extent) is IntImm for extent in ty.shape.values)
 
 

@@ -1,6 +1,6 @@
-"""Zapping (algebraic simplification): a function -> the same without what reverse mode leaves behind.
+"""Zapping (algebraic simplification): a function -> the same without the redundant operations of reverse mode.
 
-The names are those of the literature: ZappLike replaces ``..._like`` operations of known shape, ZeroZapp removes
+The rules' names are the literature's: ZappLike replaces ``..._like`` operations of known shape, ZeroZapp removes
 additions of zero, OneZapp removes multiplications by one, the seed of the chain rule. There is no rule that makes
 ``x * 0`` zero: it is not, for infinities and NaN.
 
@@ -25,7 +25,7 @@ __all__ = ["LIKE", "deduplicate_views", "one_zapp", "reshaped", "zapp_like", "ze
 
 @on_functions
 def zapp_like(body: Body, since: int = 0) -> None:
-    """``zeros_like``, ``ones_like``, ``full_like``, ``collapse_sum_like/to``, ``broadcast_to`` become plain operations.
+    """Replaces ``zeros_like``, ``ones_like``, ``full_like``, ``collapse_sum_like/to``, ``broadcast_to`` by plain calls.
 
     Safe: the shape of the pattern operand is known, and the operand itself is not needed.
     """
@@ -34,7 +34,7 @@ def zapp_like(body: Body, since: int = 0) -> None:
 
 @on_functions
 def zero_zapp(body: Body, since: int = 0) -> None:
-    """``x + 0``, ``0 + x`` and ``x - 0`` become ``x``, or ``broadcast_to(x)`` where the zeros gave the shape.
+    """Replaces ``x + 0``, ``0 + x``, ``x - 0`` by ``x``, or by ``broadcast_to(x)`` where the zeros gave the shape.
 
     Safe: the sum equals ``x`` for every ``x``; infinities and NaN pass (only ``-0.0`` now stays ``-0.0``).
     """
@@ -43,7 +43,7 @@ def zero_zapp(body: Body, since: int = 0) -> None:
 
 @on_functions
 def one_zapp(body: Body, since: int = 0) -> None:
-    """``x * 1``, ``1 * x`` and ``x / 1`` become ``x``, or ``broadcast_to(x)`` where the ones gave the shape.
+    """Replaces ``x * 1``, ``1 * x``, ``x / 1`` by ``x``, or by ``broadcast_to(x)`` where the ones gave the shape.
 
     Safe: the product is ``x``, bit for bit.
     """
@@ -115,11 +115,11 @@ _ONE_ZAPP = {"relax.multiply": [_drop_either(1)], "relax.divide": [_drop_second(
 
 @on_functions
 def deduplicate_views(body: Body, since: int = 0) -> None:
-    """Views of views become one view, views that change nothing disappear, and broadcasts move into their users.
+    """Merges views of views, drops views that change nothing, and sinks broadcasts into their readers.
 
-    Safe: only positions of elements are concerned. ``expand_dims``, ``squeeze`` and ``flatten``
-    become ``reshape``, so that there is one spelling to compare; so does a transpose that moves only size-1 dims.
-    A cast disappears if it undoes a widening cast; the other order rounds and stays.
+    Safe: only positions of elements change. ``expand_dims``, ``squeeze``, ``flatten`` and transposes that move only
+    size-1 dims become ``reshape``, so that comparisons see one operator. A cast that undoes a widening cast disappears;
+    the other order rounds and stays.
     """
     rewrite(body, _VIEWS, since)
 
@@ -137,8 +137,8 @@ def _reshape(call: Call, scope: Scope) -> Expr | None:
 
 
 def reshaped(value: Expr, extents: Sequence[Dim]) -> Expr:
-    """A ``reshape``; without elements the result is made anew: Relax takes an extent of 0 in a new shape for "as
-    before"."""
+    """A ``reshape``, or zeros for a result without elements: Relax's reshape reads an extent of 0 as "copy the
+    extent"."""
     return op.zeros(list(extents), dtype(value)) if 0 in extents else op.reshape(value, list(extents))
 
 
@@ -188,13 +188,13 @@ _EXACT_CASTS = {
 
 
 def _fill(call: Call, scope: Scope) -> Expr | None:
-    """A shape operation on a tensor of one repeated number becomes that number in the new shape."""
+    """A shape operation on a fill: a fill in the new shape."""
     value = splat(call.args[0], scope)
     return None if value is None else _filled(value, call)
 
 
 def _filled(value: float | int | bool, like: Expr) -> Expr:
-    """A tensor of one repeated number, of the shape and element type of ``like``."""
+    """A fill with one number, in the shape and element type of ``like``."""
     if value == 0 and math.copysign(1, value) > 0:
         return op.zeros(shape(like), dtype(like))
     if value == 1:
@@ -203,9 +203,9 @@ def _filled(value: float | int | bool, like: Expr) -> Expr:
 
 
 def _unbroadcast(call: Call, scope: Scope) -> Expr | None:
-    """An operand that an element-wise operator would broadcast anyway is read before it was broadcast.
+    """An elementwise operator reads an operand from before its broadcast, where it broadcasts the operand anyway.
 
-    Whoever else needs it broadcast still finds it, so what a forward becomes does not depend on its other users.
+    The broadcast value stays for other readers, so a forward's code does not depend on them.
     """
     args = list(call.args)
     for index, arg in enumerate(args):
@@ -218,7 +218,7 @@ def _unbroadcast(call: Call, scope: Scope) -> Expr | None:
 
 
 def _hoist(call: Call, scope: Scope) -> Expr | None:
-    """An element-wise operator whose operands are all broadcast is computed before they are, on fewer elements."""
+    """An elementwise operator of broadcast operands only: computed on fewer elements, then broadcast."""
     operands = [_narrow(arg, scope) if shape(arg) else arg for arg in call.args]
     if any(operand is None for operand in operands):
         return None

@@ -1,9 +1,8 @@
-"""Symbolic extents: integers of a lowering that are known when its program is bound, which Python code may handle as
-numbers.
+"""Symbolic extents: integers that are known when a program is bound, and that Python code handles as numbers.
 
-An :class:`Extent` computes like an integer. What code asks of it (is it equal, larger, divisible?) is answered for all
-sizes in its range if that can be proven; otherwise it is answered for the sample and becomes a *guard*: what was made
-on the way is right for those sizes for which every guard of the scope holds. ``int(extent)`` fixes it to the sample's.
+An :class:`Extent` computes like an integer. A question about it (equal, larger, divisible?) is answered for all sizes
+in its range if the answer can be proven. Otherwise it is answered for the sample and becomes a *guard*: the code made
+on the way is right for the sizes that satisfy every guard of the scope. ``int(extent)`` guards the sample's value.
 A decision that only concerns speed takes :func:`sample_of` instead, which guards nothing.
 
 Scopes as data: a scope ↔ its symbols and guards as frozen values, for a file or another process.
@@ -40,13 +39,13 @@ __all__ += ["scope_of_state", "state_of_scope", "symbols_alive"]
 
 
 class ExtentScope:
-    """The symbols of one lowering, and what was concluded about them.
+    """The symbols of one lowering, and the guards on them.
 
     Attributes:
-        samples: of each symbol the extent that is lowered with.
-        ranges: of each symbol.
-        guards: what was answered for the sample alone, in order.
-        assumed: another object for each :meth:`assuming`, to tell apart what is made in it; ``None`` outside.
+        samples: symbol -> the extent in the lowered call.
+        ranges: symbol -> its range.
+        guards: conditions that were answered for the sample alone, in order.
+        assumed: a new object for each :meth:`assuming`, to mark the code made within; ``None`` outside.
     """
 
     def __init__(self) -> None:
@@ -72,7 +71,7 @@ class ExtentScope:
         return extent
 
     def narrow(self, symbol: Symbol, low: int, high: int | None) -> None:
-        """A smaller range for a symbol: both bounds hold, those that were known and these."""
+        """Intersects a symbol's range with ``low`` to ``high``."""
         known = self.ranges[symbol]
         highs = [bound for bound in (high, known.high) if bound is not None]
         self.ranges[symbol] = Range(low if known.low is None else max(low, known.low), min(highs, default=None))
@@ -87,27 +86,27 @@ class ExtentScope:
         return self._vars[symbol]
 
     def make(self, terms: Terms) -> Dim:
-        """The extent of terms, a number if they are one."""
+        """The extent of terms; an ``int`` if they are constant."""
         number = constant(terms)
         return Extent(self, terms) if number is None else number
 
     def range_of(self, value: Dim) -> Range:
-        """Bounds of a value, whatever the symbols are."""
+        """Bounds of a value for all values of the symbols."""
         return self.bounds(value.terms) if isinstance(value, Extent) else Range(value, value)
 
     def bounds(self, terms: Terms) -> Range:
-        """Bounds of terms, found once."""
+        """Bounds of terms, cached."""
         found = self._bounds.get(terms)
         if found is None:
             found = self._bounds[terms] = range_of(terms, self.ranges)
         return found
 
     def value(self, value: Dim, sizes: Mapping[str, int]) -> int:
-        """A value for sizes by the symbols' names."""
+        """A value for the given sizes, by the symbols' names."""
         return self.compiled([value])(sizes)[0]
 
     def compiled(self, values: Sequence[Dim]) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
-        """A function of sizes by name that gives all values."""
+        """A compiled function: sizes by the symbols' names -> all values."""
         names = {symbol: f"d{index}" for index, symbol in enumerate(self.samples)}
         written = [text(v.terms, names.__getitem__) if isinstance(v, Extent) else str(int(v)) for v in values]
         code = f"lambda {', '.join(names.values())}: ({''.join(f'{each}, ' for each in written)})"
@@ -117,9 +116,9 @@ class ExtentScope:
 
     @contextmanager
     def assuming(self, sizes: Mapping[str, int]) -> Iterator[Mapping[SizeGuard, None]]:
-        """Answers for these sizes instead of the sample's, for what is made later than the rest, in a call of theirs.
+        """Answers for these sizes instead of the sample's, for code made later in a call of these sizes.
 
-        What is answered for them alone becomes a guard in the mapping that is given, and none of the scope's.
+        Answers that hold for these sizes alone become guards in the yielded mapping, not guards of the scope.
         """
         before = self.samples, self._guards, self.assumed
         self.samples, self._guards = {symbol: sizes[symbol.name] for symbol in self.samples}, {}
@@ -132,7 +131,7 @@ class ExtentScope:
     def broken(self, guards: Iterable[SizeGuard] | None = None) -> Callable[[Mapping[str, int]], SizeGuard | None]:
         """A function of sizes by name: the first guard, the scope's or others, that does not hold, or ``None``.
 
-        The ranges come first, and a guard that excludes a divisor of 0 before those that divide by it.
+        Checks the ranges first, and a guard that excludes a divisor of 0 before guards that divide by it.
         """
         ranges: list[SizeGuard] = []
         for symbol, bounds in self.ranges.items():
@@ -152,7 +151,7 @@ class ExtentScope:
         return first_broken
 
     def is_zero(self, terms: Terms) -> bool:
-        """Whether terms are 0; a guard if that is not the same in the whole range."""
+        """Whether terms are 0; adds a guard if the answer is not the same in the whole range."""
         bounds = self.bounds(terms)
         if bounds.low == bounds.high == 0 or not terms:
             return True
@@ -163,7 +162,7 @@ class ExtentScope:
         return found
 
     def is_negative(self, terms: Terms) -> bool:
-        """Whether terms are below 0; likewise."""
+        """Whether terms are below 0; adds a guard if the answer is not the same in the whole range."""
         bounds = self.bounds(terms)
         if bounds.low is not None and bounds.low >= 0:
             return False
@@ -195,7 +194,7 @@ _PLAIN: dict[str, Callable[[int, int], int]] = {
 
 
 class Extent:
-    """An integer that depends on a scope's symbols; never one that is the same for all sizes. Immutable."""
+    """An integer that depends on a scope's symbols; never one with the same value for all sizes. Immutable."""
 
     __slots__ = ("_hash", "scope", "terms")
 
@@ -205,7 +204,7 @@ class Extent:
 
     @property
     def sample(self) -> int:
-        """What it is in the call that is lowered; guards nothing."""
+        """The value in the lowered call; guards nothing."""
         return self.scope._sample(self.terms)
 
     @property
@@ -262,7 +261,7 @@ class Extent:
         return other // self, other % self
 
     def _divided(self, a: Terms | None, divisor: Dim, part: int) -> Dim:
-        """The quotient rounded down, or what is left of it."""
+        """The quotient rounded down (``part`` 0) or the remainder (``part`` 1)."""
         b = _terms(divisor)
         if a is None or b is None:
             return NotImplemented
@@ -311,7 +310,7 @@ class Extent:
         return not self.scope.is_zero(self.terms)
 
     def __index__(self) -> int:
-        """Fixes it to the sample's number: a guard."""
+        """The sample's value, and a guard that fixes the extent to it."""
         number = self.sample
         self.scope.is_zero(add(self.terms, _number(number), -1))
         return number
@@ -335,12 +334,12 @@ _SYMBOL_OF: dict[int, tuple[weakref.ref[ExtentScope], Symbol]] = {}
 
 
 def sample_of(value: Dim) -> int:
-    """What a value is in the call that is lowered: for decisions that concern speed and nothing else."""
+    """A value in the lowered call: for decisions that concern speed and nothing else."""
     return value.sample if isinstance(value, Extent) else value
 
 
 def maximum(a: Dim, b: Dim) -> Dim:
-    """The larger one, for all sizes; Python's ``max`` decides for the sample and guards that."""
+    """The larger one, for all sizes; Python's ``max`` would decide for the sample and add a guard."""
     return _either("max", a, b)
 
 
@@ -362,17 +361,17 @@ def _either(kind: str, a: Dim, b: Dim) -> Dim:
 
 
 def symbols_alive() -> bool:
-    """Whether there is a scope with symbols at all; where there is none, no shape has to be looked at."""
+    """Whether any scope has symbols; if none has, no shape needs a search for symbols."""
     return bool(_SYMBOL_OF)
 
 
 def is_symbol(var: tirx.Var) -> bool:
-    """Whether a variable of TVM's IR is a symbol of a living scope: an integer, and no value of a function."""
+    """Whether a variable of TVM's IR is a symbol of a living scope: an integer, not a value of a function."""
     return bool(_SYMBOL_OF) and var.__chandle__() in _SYMBOL_OF
 
 
 def from_tir(expr: tirx.Expr) -> Dim:
-    """The extent that an integer expression of TVM's stands for.
+    """The extent that TVM's integer expression stands for.
 
     ``ValueError`` for a variable of no living scope, and for operators that extents do not have.
     """
@@ -417,14 +416,14 @@ def _number(number: int | None) -> Terms:
 
 @dataclass(frozen=True)
 class ScopeState:
-    """A scope as it is now: of each symbol ``(name, sample, low, high)``, and the guards."""
+    """A snapshot of a scope: ``(name, sample, low, high)`` of each symbol, and the guards."""
 
     symbols: tuple[tuple[str, int, int | None, int | None], ...]
     guards: tuple[SizeGuard, ...]
 
 
 def state_of_scope(scope: ExtentScope) -> ScopeState:
-    """What a scope holds."""
+    """A scope -> its snapshot."""
     symbols = ((symbol, scope.ranges[symbol], sample) for symbol, sample in scope.samples.items())
     return ScopeState(
         tuple((symbol.name, sample, bounds.low, bounds.high) for symbol, bounds, sample in symbols), scope.guards
@@ -432,7 +431,7 @@ def state_of_scope(scope: ExtentScope) -> ScopeState:
 
 
 def scope_of_state(state: ScopeState) -> ExtentScope:
-    """A new scope that holds the same."""
+    """A snapshot -> a new scope with the same symbols and guards."""
     scope = ExtentScope()
     for name, sample, low, high in state.symbols:
         scope.symbol(name, sample, low, high)

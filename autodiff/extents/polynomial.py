@@ -2,11 +2,11 @@
 
 Equal terms are equal polynomials; the reverse holds for polynomials of symbols alone.
 
-Guard: what was concluded about sizes from the sample, as a condition on them that prints.
+Guard: a condition on sizes under which a decision made for the sample holds; it prints.
 
 Ranges: terms and the ranges of their symbols → an interval that holds the terms' value.
 
-Terms as integer expressions of TVM's IR, spelled in one way: equal terms are equal expressions.
+Terms -> integer expressions of TVM's IR; equal terms give equal expressions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Symbol:
 
     @property
     def order(self) -> str:
-        """By which atoms are sorted."""
+        """The sort key of atoms."""
         return self.name
 
     def __hash__(self) -> int:
@@ -80,7 +80,7 @@ def _order(monomial: Monomial) -> tuple[int, list[str]]:
 
 
 def constant(terms: Terms) -> int | None:
-    """The number that the terms are, ``None`` if they are not one."""
+    """The value of constant terms, otherwise ``None``."""
     if not terms:
         return 0
     return terms[0][1] if len(terms) == 1 and not terms[0][0] else None
@@ -137,7 +137,7 @@ def _without(monomial: Monomial, divisor: Monomial) -> Monomial | None:
 
 
 def symbols_of(terms: Terms) -> frozenset[Symbol]:
-    """All symbols that the value of terms depends on."""
+    """All symbols in the terms, nested ones included."""
     found: set[Symbol] = set()
     for monomial, _ in terms:
         for atom in monomial:
@@ -178,12 +178,12 @@ class SizeGuard:
         return f"{text(tuple(positive))} {self.relation} {text(tuple(negative))}"
 
     def holds(self, value: int) -> bool:
-        """Whether it holds where its terms have this value."""
+        """Whether the relation holds for this value of the terms."""
         return value >= 0 if self.relation == ">=" else (value == 0) == (self.relation == "==")
 
     @property
     def symbols(self) -> frozenset[Symbol]:
-        """The symbols that it speaks of."""
+        """The symbols in the terms."""
         return symbols_of(self.terms)
 
 
@@ -209,7 +209,7 @@ def _largest(*bounds: int | None) -> int | None:
 
 
 def _shifted_low(terms: Terms, atoms: Mapping[Atom, Range]) -> int | None:
-    """With every atom written as its lower bound plus something not negative, factors that are all positive."""
+    """Lower bound: each atom as its lower bound plus a non-negative rest; ``None`` if a rest has a negative factor."""
     if any(each.low is None for each in atoms.values()):
         return None
     total: Terms = ()

@@ -1,10 +1,10 @@
-"""Shapes of dims: comparison without a guard, broadcasting, and which elements a slice reads.
+"""Shapes of dims: comparison without a guard, broadcasting, and the elements that a slice reads.
 
 Proofs: facts about dims that hold for all sizes in their scope's ranges; ``False`` where there is no proof.
 
-Asking guards nothing. For the compiler's choices among ways that are all right: an order of loops, a merge of two, a
-smaller index type. Where code is right only if the answer is, it asks the extent itself, which makes a guard of what is
-not proven.
+A proof adds no guard. Proofs serve choices among correct ways: an order of loops, a merge of two loops, a smaller index
+type. Code that is right only if the answer is true must ask the extent itself, which adds a guard where there is no
+proof.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def divides(divisor: Dim, value: Dim) -> bool:
 
 
 def content(value: Dim) -> int:
-    """The largest number that divides a value, which is not 0, for all sizes, as far as its terms tell."""
+    """The largest number that provably divides a value (not 0) for all sizes."""
     return math.gcd(*(factor for _, factor in value.terms)) if isinstance(value, Extent) else abs(value)
 
 
@@ -67,12 +67,12 @@ _ENDLESS = 2**62
 
 
 def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
-    """Whether two shapes are equal for all sizes; asking guards nothing."""
+    """Whether two shapes are equal for all sizes; adds no guard."""
     return len(a) == len(b) and all(one is other or same(one, other) for one, other in zip(a, b, strict=True))
 
 
 def broadcast(shapes: Iterable[Sequence[Dim]]) -> tuple[Dim, ...]:
-    """The shape of what an operator gives for operands that broadcast against each other.
+    """The shape of an operator's result for operands that broadcast against each other.
 
     Extents that are not the same for all sizes are compared, which may guard. ``ValueError`` if they do not fit.
     """
@@ -116,15 +116,15 @@ class Slice:
         return self.begin + (self.length - 1) * self.step
 
     def is_all_of(self, extent: Dim) -> bool:
-        """Whether these are all elements of an axis in order, for all sizes."""
+        """Whether the slice is all elements of an axis in order, for all sizes."""
         in_order = self.step == 1 or same(self.length, 1)
         return in_order and same(self.begin, 0) and same(self.length, extent)
 
 
 def slice_of(begin: Dim, end: Dim, step: int, extent: Dim) -> Slice:
-    """What ``begin:end:step`` reads of an axis, as Python does: counted from the end if negative, ends cut off.
+    """The elements that ``begin:end:step`` reads of an axis, by Python's rules for negative and too large bounds.
 
-    Bounds are compared with the axis; what is not the same for all sizes is a guard.
+    Compares the bounds with the axis; a comparison that differs between sizes adds a guard.
     """
     if not any(isinstance(each, Extent) for each in (begin, end, extent)):
         positions = range(*slice(begin, end, step).indices(extent))
@@ -138,7 +138,7 @@ def slice_of(begin: Dim, end: Dim, step: int, extent: Dim) -> Slice:
 
 
 def _within(bound: Dim, low: Dim, high: Dim, extent: Dim) -> Dim:
-    """A bound counted from the start, cut off at both ends."""
+    """A bound counted from the start, clamped to ``low`` and ``high``."""
     if not isinstance(bound, Extent) and abs(bound) >= _ENDLESS:
         return high if bound > 0 else low
     if bound < 0:

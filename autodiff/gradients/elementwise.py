@@ -1,10 +1,7 @@
-"""Gradients of elementwise functions of one tensor, and of several that broadcast against each other.
+"""Gradients of elementwise functions of one tensor, and of two or three tensors that broadcast against each other.
 
-Gradients of functions of one tensor, element by element.
-``g`` is the gradient of ``y = f(x)``. Where a function is not smooth the rule follows PyTorch's choice.
-
-Gradients of functions of two or three tensors that broadcast against each other.
-``g`` is the gradient of the result; :func:`fit` sums it over the dimensions along which an operand was broadcast.
+``g`` is the gradient of the result ``y``. Where a function is not smooth the rule follows PyTorch's choice.
+:func:`fit` sums ``g`` over the dimensions along which an operand was broadcast.
 """
 
 from __future__ import annotations
@@ -214,7 +211,7 @@ def minimum(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 
 
 def _winner_takes(a: Expr, b: Expr, a_loses: Expr, b_loses: Expr, g: Var, emit: Emit) -> list[Expr]:
-    """NaN neither loses nor ties, so that both operands get g, as in PyTorch."""
+    """g to the larger (smaller) operand; NaN neither loses nor ties, so both operands get g, as in PyTorch."""
     shared = emit(op.where(op.equal(a, b), g * const(0.5, g), g))
     zeros = emit(zeros_like(g))
     return [
@@ -238,7 +235,7 @@ def power(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 
 
 def _power_of_constant(a: Expr, b: float, g: Var) -> Expr:
-    """The slope, without the power where it is 0, 1 or the base itself."""
+    """The derivative with respect to a, without ``power`` where the exponent is 0, 1 or 2."""
     if b == 0:
         return zeros_like(g)
     if b == 1:

@@ -25,7 +25,7 @@ def take(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 
 
 def _add_at(extents: Sequence[Dim], axis: int, indices: Expr, updates: Expr, emit: Emit) -> Expr:
-    """Zeros of shape ``extents`` with ``updates`` added at ``indices`` along ``axis``; their rank takes its place."""
+    """Zeros of shape ``extents`` with ``updates`` added at ``indices``, whose axes replace ``axis``."""
     count = math.prod(shape(indices))
     rows = [*extents[:axis], count, *extents[axis + 1 :]]
     column = [1] * axis + [count] + [1] * (len(extents) - axis - 1)
@@ -34,7 +34,7 @@ def _add_at(extents: Sequence[Dim], axis: int, indices: Expr, updates: Expr, emi
 
 
 def _in_range(indices: Expr, extent: Dim, mode: str, emit: Emit) -> Expr:
-    """The indices that ``take`` reads for indices out of range."""
+    """Indices out of range -> the indices that ``take`` reads instead (``mode``: wrap or clip)."""
     if mode == "wrap":
         return emit(op.floor_mod(indices, size(extent, indices)))
     if mode == "clip":
@@ -52,7 +52,7 @@ def gather_elements(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]
     if not (same(wanted[axis], 1) and all(others)):
         return [op.scatter_elements(zeros_like(x), indices, g, axis, "add"), None]
     along = [extents[axis], *[1] * (len(extents) - axis - 1)]
-    # narrow where the extent is: the forward has refused what is no index
+    # int32 where the extent fits: the forward has refused every index out of range
     type_of_index = "int32" if isinstance(extents[axis], int) and extents[axis] < 2**31 else "int64"
     places = emit(op.reshape(op.arange(0, extents[axis], 1, type_of_index), along))
     if dtype(indices) != type_of_index:

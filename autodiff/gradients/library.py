@@ -32,7 +32,7 @@ from autodiff.library import LEARNED
 from autodiff.library import call as library_call
 
 _TO_FRONT, _TO_BACK = (0, 3, 1, 2), (0, 2, 3, 1)
-"""Channels from behind to the second place, and back."""
+"""Axis orders: channels from the last to the second place, and back."""
 
 
 @library_gradient("library.embedding")
@@ -60,18 +60,18 @@ def scaled_dot_product_flash_attention(call: Call, y: Var, g: Var, emit: Emit) -
 
 @library_gradient("library.attention")
 def attention(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """The same of a kernel that is named; ``out`` and all gradients are [batch, row, head, column]."""
+    """dq, dk, dv for a kernel chosen by name; ``out`` and all gradients are [batch, row, head, column]."""
     return _attention("attention_backward", call, y, g, emit)
 
 
 @library_gradient("library.dropping_attention")
 def dropping_attention(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """The same; the backward kernel drops what the forward did, from the same state of the generator"""
+    """dq, dk, dv as for ``attention``; the backward kernel repeats the forward's dropout from the generator's state"""
     return _attention("dropping_attention_backward", call, y, g, emit)
 
 
 _ROWS_BEFORE_HEADS = [0, 2, 1, 3]
-"""Its own inverse."""
+"""Axis order: rows before heads; its own inverse."""
 
 
 def _attention(backward: str, call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
@@ -89,13 +89,13 @@ def _attention(backward: str, call: Call, y: Var, g: Var, emit: Emit) -> list[Ex
 
 
 def _has_learned_mask(rest: Sequence[Expr]) -> bool:
-    """Of the arguments behind queries, keys and values."""
+    """Whether the mask has a gradient; ``rest``: the arguments after queries, keys and values."""
     return int(rest[0].value) == LEARNED
 
 
 @checks("library.scaled_dot_product_flash_attention", "library.attention", "library.dropping_attention")
 def check_attention_mask(call: Call, active: Collection[Var]) -> str | None:
-    """The fused kernels compute no gradient for an additive mask, but for one that computes a learned one's."""
+    """Only one fused kernel computes the gradient of an additive mask."""
     given = [arg for arg in call.args if not isinstance(arg, StringImm)]
     if any(arg in active for arg in given[4:] if isinstance(arg, Var)) and not _has_learned_mask(given[4:]):
         return "the fused kernel has no gradient with respect to attn_mask"
@@ -113,7 +113,7 @@ def convolution(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 
 @library_gradient("library.convolution_last")
 def convolution_last(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """those of a convolution, each with its channels behind and seen in their place"""
+    """dx and dweight of a convolution with channels last, permuted so that channels are the second axis"""
     x, weight, *geometry = call.args
     g = emit(op.permute_dims(g, list(_TO_FRONT)))
     grads: list[Expr] = []
@@ -138,7 +138,7 @@ def biased_product(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 
 @library_gradient("library.max_pool_last")
 def max_pool_last(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = zeros with g added at the positions of the maxima, all with channels behind and seen in their place"""
+    """dx = zeros with g added at the positions of the maxima, channels last, seen with channels as the second axis"""
     x, *geometry = call.args
     grad, positions = (emit(op.permute_dims(emit(TupleGetItem(*each)), list(_TO_FRONT))) for each in ((g, 0), (y, 1)))
     behind = TensorType([shape(x)[axis] for axis in _TO_BACK], dtype(x))
@@ -168,7 +168,7 @@ def _weighted(name: str) -> None:
 def _weighted_last(name: str) -> None:
     @library_gradient(f"library.{name}_last")
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-        """that of planes, with channels behind and seen in their place"""
+        """dx as with channels first, computed with channels last and permuted back"""
         x, *options = call.args
         g = emit(op.permute_dims(g, list(_TO_FRONT)))
         behind = TensorType([shape(x)[axis] for axis in _TO_BACK], dtype(x))
@@ -201,15 +201,15 @@ def index_select(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 
 
 _MOST_ROOM = 4
-"""How many times as many slices may be read, those that stand for nothing included, as there are."""
+"""The largest ratio of slices read, padding included, to slices of the gradient."""
 
 
 def _slices_of(extent: Dim, index: Expr) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For one position after the other: the first slice that was taken of it, then the second, and so on.
+    """The slices of a gather's gradient grouped by repetition: each position's first slice, then its second, and so on.
 
     Returns:
-        places of slices, and whether there is one; nothing where the indices are unknown, or some repeat far more than
-        others.
+        per repetition, the slices' indices and a mask of the positions that have one; empty where the gather's indices
+        are unknown, or a few of them repeat far more than the other ones.
     """
     if not isinstance(index, Constant) or isinstance(extent, Extent):
         return []
@@ -268,18 +268,18 @@ _recurrent("recurrent_layers")
 
 @library_gradient("library.draw")
 def draw(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """No gradient, but through a standard gamma (implicit reparameterization: Figurnov et al., 2018)"""
+    """No gradient, except for a standard gamma (implicit reparameterization: Figurnov et al., 2018)"""
     return _gamma(call, emit(TupleGetItem(y, 0)), emit(TupleGetItem(g, 0)), 3, emit)
 
 
 @library_gradient("library.draw_at_offset")
 def draw_at_offset(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """The same of a draw that has no next state"""
+    """The gradient of :func:`draw`, for a draw that returns no next state"""
     return _gamma(call, y, g, 4, emit)
 
 
 def _gamma(call: Call, value: Expr, grad: Expr, first: int, emit: Emit) -> list[Expr | None]:
-    """``first``: the place of the draw's first parameter."""
+    """The gradient of a standard gamma's parameter; ``first``: the place of the draw's first parameter."""
     found: list[Expr | None] = [None] * len(call.args)
     if str(call.args[0].value) == "aten._standard_gamma.default":
         concentration = call.args[first]
@@ -378,9 +378,9 @@ def binary_cross_entropy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 
 @library_gradient("library.operator")
 def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx_i = the library's vector-Jacobian product, a call for each tensor: one can be had without the others
+    """dx_i = the library's vector-Jacobian product, one call per tensor, so that unused ones can be dropped
 
-    It reads results where the library's own formula does: ``arguments`` lists them.
+    The calls read the results that the library's own formula reads, as listed in ``arguments``.
     """
     name, arguments, *tensors = call.args
     kept = json.loads(arguments.value)[2]

@@ -1,4 +1,4 @@
-"""Gradients of reductions, scans and what normalizes along an axis."""
+"""Gradients of reductions, cumulative sums and products, softmax and top-k."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def std(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 
 @gradient("relax.max", "relax.min")
 def extremum(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g / count where x = y, count the number of such x (ties share evenly); nan where y is nan"""
+    """dx = g / count where x = y, with count the number of equal extrema (ties share evenly); nan where y is nan"""
     (x,) = call.args
     if not shape(x):
         return [g]

@@ -1,10 +1,9 @@
 """The registry of gradient rules: an operator's name -> its rule, handed to TVM on import; helpers of rules.
 
-The registry of gradient rules: an operator's name -> its rule, handed to TVM on import.
 A rule is a function ``rule(call, y, grad, emit) -> partials``: the forward call (``call.args``, ``call.attrs``), the
 variable it defines, the gradient of that variable, and ``emit(expr) -> Var`` to share a subexpression. It returns one
 expression per argument of the call, of the argument's type, or ``None`` where no gradient flows (integer and shape
-arguments). An operand that broadcasts gets its gradient summed (:func:`autodiff.gradients.registry.fit`).
+arguments). :func:`fit` sums the gradient of an operand that broadcasts.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def differentiable(value: Expr) -> bool:
 
 
 def unsupported(value: Call, active: Collection[Var]) -> str | None:
-    """Why a gradient that is needed cannot be had from this operator's rule; ``None`` if it can.
+    """Why the operator's rule cannot give a required gradient; ``None`` if it can.
 
     ``active`` are the variables through which gradients flow.
     """
@@ -95,7 +94,7 @@ def unsupported(value: Call, active: Collection[Var]) -> str | None:
 
 
 def checks(*names: str) -> Callable[[Check], Check]:
-    """Registers, for operators or library functions, the check that :func:`unsupported` asks."""
+    """Registers the check that :func:`unsupported` runs for operators or library functions."""
 
     def add(check: Check) -> Check:
         CHECKS.update(dict.fromkeys(names, check))
@@ -105,7 +104,7 @@ def checks(*names: str) -> Callable[[Check], Check]:
 
 
 def _adapt(rule: GradientRule) -> Callable:
-    """A rule in the form that TVM calls."""
+    """A rule -> a function with TVM's signature ``FPrimalGradient``."""
 
     def fgradient(orig_var: Var, orig_call: Call, output_grad: Var, ctx: relax.BlockBuilder) -> list[Expr]:
         tensors = [arg for arg in orig_call.args if isinstance(arg.ty, TensorType)]
@@ -119,12 +118,12 @@ def _adapt(rule: GradientRule) -> Callable:
 
 
 def _is_empty(value: Expr) -> bool:
-    """Whether a value is a tensor without elements: rules reshape, and Relax takes an extent of 0 for another thing."""
+    """Whether a tensor has no elements: Relax's reshape, which rules use, reads an extent of 0 as "copy the extent"."""
     return isinstance(value.ty, TensorType) and 0 in shape(value)
 
 
 def _nothing(arg: Expr) -> Expr | None:
-    """The gradient of an argument to whose result nothing flows."""
+    """The gradient of an argument of an empty result: zeros for a float tensor, otherwise ``None``."""
     if isinstance(arg.ty, TensorType) and "float" in dtype(arg):
         return op.zeros(shape(arg), dtype(arg))
     return None
@@ -191,7 +190,7 @@ def sum_over(value: Expr, axes: Sequence[int], emit: Emit, keepdims: bool = Fals
 
 
 def axes_of(call: Call) -> list[int]:
-    """The axes that a reduction reduces, non-negative and sorted; all of them if it names none."""
+    """The axes that a reduction reduces, non-negative and sorted; all axes if the call lists none."""
     rank = len(shape(call.args[0]))
     axes = call.attrs.axis
     return list(range(rank)) if axes is None else sorted(int(axis) % rank for axis in axes)
@@ -204,8 +203,7 @@ def keep_axes(value: Expr, call: Call, emit: Emit) -> Expr:
 
 
 def padded(value: Expr, axis: int, before: Dim, after: Dim, emit: Emit) -> Expr:
-    """``value`` between zeros along an axis: ``relax.nn.pad``, or where a width is an extent, which that cannot take, a
-    concatenation with zeros."""
+    """``value`` between zeros along an axis: ``relax.nn.pad``, or a concatenation with zeros for symbolic widths."""
     if not isinstance(before, Extent) and not isinstance(after, Extent):
         widths = [0] * (2 * len(shape(value)))
         widths[2 * axis : 2 * axis + 2] = before, after

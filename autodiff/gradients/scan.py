@@ -21,7 +21,7 @@ def scan(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 
 @checks(NAME)
 def check_gradient(call: Call, active: Collection[Var]) -> str | None:
-    """A scan is given its gradient when it is made one for training."""
+    """A scan's gradient is attached when the scan is built for training; it must cover every active float tensor."""
     scan, tensors = scan_of(call)
     if scan.gradient is None:
         return "the scan has no gradient"

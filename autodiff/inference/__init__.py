@@ -1,15 +1,15 @@
-"""Inference: a forward function whose first parameters stay as they are -> a function of those and one of the rest.
+"""Inference: a forward function whose first parameters are frozen -> a function of the rest and of constants.
 
-Partial evaluation by binding times (N. D. Jones, C. K. Gomard, P. Sestoft, 1993): what depends on the frozen parameters
-alone is *static* and computed once; the *dynamic* rest is what a call computes.
+Partial evaluation by binding times (N. D. Jones, C. K. Gomard, P. Sestoft, 1993): values that depend on the frozen
+parameters alone are *static* and computed once; a call computes the *dynamic* rest.
 
-    fold_scales      affine maps of channels (BatchNorm) go into the weights of the convolution before them
-    spell_attention  attention of float32 becomes products and a softmax
-    merge_products   products of one input with several weights become one
+    fold_scales      folds affine maps of channels (BatchNorm) into the weights of the convolution before them
+    spell_attention  replaces attention of float32 or float64 by products and a softmax
+    merge_products   merges products of one input with several weights
     split_static     one function -> constants(frozen) and call(rest, constants)
 
-Relax -> Relax, as all of :mod:`autodiff`; functions are in its flat form, simplified before. Nothing of them is to be
-differentiated.
+Relax -> Relax, as all of :mod:`autodiff`. Functions are in flat form and simplified; they must not be differentiated
+afterwards.
 """
 
 from autodiff.attention import spell_attention
@@ -19,4 +19,4 @@ from autodiff.inference.split_static import Frozen, split_static
 __all__ = ["PASSES", "Frozen", "fold_scales", "merge_products", "spell_attention", "split_static"]
 
 PASSES = (fold_scales, merge_products)
-"""On every device. Body and number of frozen parameters; each edits the body. ``split_static`` comes last."""
+"""Passes for every device: (body, number of frozen parameters), edits the body. ``split_static`` comes last."""

@@ -1,6 +1,6 @@
 """Scale folding: a convolution or product with a frozen weight, then an affine map of channels -> other weights.
 
-Evaluation-mode BatchNorm is such a map (B. Jacob et al., "Quantization and Training of Neural Networks", 2018, 3.2):
+Evaluation-mode BatchNorm is an affine map (B. Jacob et al., "Quantization and Training of Neural Networks", 2018, 3.2):
 ``(conv(x, W) + b - mean) * rstd * gamma + beta`` is ``conv(x, W * s) + t`` with ``s = rstd * gamma`` for each channel.
 
 Merging of parallel products: several products of one input with frozen weights -> one product and its slices.
@@ -33,13 +33,11 @@ _SHIFTS = ("relax.add", "relax.subtract")
 def fold_scales(body: Body, frozen: int) -> None:
     """``(x @ W) * s + t`` becomes ``x @ (W * s) + t`` for ``W``, ``s``, ``t`` of the first ``frozen`` parameters.
 
-    ``s`` and ``t`` have one number, or one for each output channel. A map that only shifts, or scales by a literal,
-    stays as it is.
+    ``s`` and ``t`` have one element, or one per output channel. A map that only shifts, or scales by a literal, stays.
 
     Safe: real arithmetic's distributive law, term by term; in floating point the weights are rounded once more, so
-    results differ at rounding level. float32 and float64 only: what is rounded to a half type between product and map
-    has other numbers. Where ``s`` is not finite the law does not hold: the weights are not finite then, for the caller
-    to look at.
+    results differ at rounding level. float32 and float64 only: half types round the value between product and map.
+    Where ``s`` is not finite the law does not hold; the new weights are not finite then, and the caller must check.
     """
     static = hoist_static(body, frozen)
     returned = body.returned()
@@ -59,13 +57,13 @@ def fold_scales(body: Body, frozen: int) -> None:
 
 @dataclass(frozen=True)
 class _Chain:
-    """A product, and the maps that follow.
+    """A product and the affine maps that follow it.
 
     Attributes:
         weight: place of the weight among the call's arguments; ``axis``: its axis of output channels.
-        axis_from_end: that of the result, negative.
+        axis_from_end: the result's axis of channels, negative.
         maps: operator and operand, in order.
-        end: the last binding of them.
+        end: the last map's binding.
     """
 
     product: Binding
@@ -97,7 +95,7 @@ def _chain(product: Binding, static: set[Binding], returned: set[Binding], body:
 
 
 def _weight(product: Binding, static: set[Binding], body: Body) -> tuple[int, int, int] | None:
-    """Place of the frozen weight, its axis of output channels, and that of the result, from the end."""
+    """Index of the frozen weight among the arguments, its axis of output channels, the result's axis from the end."""
     value = product.value
     if product.op is None or not isinstance(value, Call) or not _is_tensor_of(product.var, _TYPES):
         return None
@@ -121,7 +119,7 @@ def _is_tensor_of(value: Expr, types: Sequence[str]) -> bool:
 
 
 def _keeps_channels(user: Binding, current: Binding, channel: int) -> bool:
-    """Whether it is a reshape that leaves channels, in the last axis, as they are."""
+    """Whether a binding is a reshape that keeps the channels as the last axis."""
     if user.op != "relax.reshape" or channel != -1:
         return False
     before, after = shape(current.var), shape(user.var)
@@ -129,7 +127,7 @@ def _keeps_channels(user: Binding, current: Binding, channel: int) -> bool:
 
 
 def _operand(user: Binding, current: Binding, static: set[Binding], body: Body, channel: int) -> Expr | None:
-    """The static operand of a map of channels that reads ``current`` in the other place."""
+    """The static operand of an affine map of channels whose other operand is ``current``."""
     if user.op not in _MAPS or not same_shape(shape(user.var), shape(current.var)):
         return None
     left, right = user.value.args
@@ -146,7 +144,7 @@ def _operand(user: Binding, current: Binding, static: set[Binding], body: Body, 
 
 
 def _folded(chain: _Chain, scope: BodyScope) -> Expr:
-    """The last map's value: the product with other weights, and one shift."""
+    """The last map's value: the product with scaled weights, plus one shift."""
     product, end, name = chain.product, chain.end, chain.product.name
     scale: Expr = const(1, product.var)
     shift: Expr | None = None
@@ -183,14 +181,14 @@ def _scaled(weight: Expr, scale: Expr, axis: int, scope: BodyScope, name: str) -
 
 
 def _flat(operand: Expr, scope: BodyScope, name: str) -> Expr:
-    """The numbers of channels as a vector, one number as a 0-d tensor."""
+    """An operand of a map: one number per channel as a vector, a single number as a 0-d tensor."""
     extents = shape(operand)
     wanted = [] if all(same(extent, 1) for extent in extents) else [numel(operand)]
     return operand if same_shape(extents, wanted) else scope.emit(op.reshape(operand, wanted), f"{name}_channels")
 
 
 def _along(vector: Expr, axis: int, scope: BodyScope, name: str) -> Expr:
-    """A vector as a tensor that broadcasts along the other axes; ``axis`` counts from the end."""
+    """A vector reshaped so that it broadcasts along ``axis``, which counts from the end."""
     if axis == -1 or not shape(vector):
         return vector
     return scope.emit(op.reshape(vector, [*shape(vector), *[1] * (-axis - 1)]), f"{name}_channels")
@@ -200,9 +198,9 @@ def _along(vector: Expr, axis: int, scope: BodyScope, name: str) -> Expr:
 def merge_products(body: Body, frozen: int) -> None:
     """``x @ A``, ``x @ B`` become slices of ``x @ [A B]`` for matrices of the first ``frozen`` parameters.
 
-    Where each of the products has a frozen vector added, with the same reshape in between, so do the vectors.
+    Frozen vectors that are added to each of the products, through equal reshapes, are merged in the same way.
 
-    Safe: every element is the same sum of the same products; a library may add them up in another order where a matrix
+    Safe: every element is the same sum of the same products; a library may add them in another order where a matrix
     is wider, so results differ at rounding level.
     """
     static = hoist_static(body, frozen)
@@ -225,7 +223,7 @@ def merge_products(body: Body, frozen: int) -> None:
 
 
 def _key(product: Binding, static: set[Binding], body: Body) -> tuple | None:
-    """What products that can be merged have in common; ``None`` where the second factor is no frozen matrix."""
+    """The merge key of a product: its input and the types; ``None`` where the second factor is no frozen matrix."""
     x, weight = product.value.args
     if len(shape(weight)) != 2 or len(shape(x)) < 2 or body.binding(weight) not in static:
         return None
@@ -235,7 +233,7 @@ def _key(product: Binding, static: set[Binding], body: Body) -> tuple | None:
 def _merge(
     group: Sequence[Binding], static: set[Binding], returned: set[Binding], body: Body, scope: BodyScope
 ) -> None:
-    """Emits the one product and makes slices of the others, in place."""
+    """Emits the merged product and makes the products slices of it, in place."""
     x = group[0].value.args[0]
     weight = _side_by_side([each.value.args[1] for each in group], scope)
     width = shape(weight)[1]
@@ -256,7 +254,7 @@ def _merge(
 
 
 def _shifted(product: Binding, static: set[Binding], returned: set[Binding], body: Body) -> tuple[Binding, Expr] | None:
-    """The binding that adds a frozen vector to the product, perhaps reshaped before, and the vector."""
+    """The binding that adds a frozen vector to the product, perhaps after a reshape, and the vector."""
     current = product
     while len(current.users) == 1 and current not in returned:
         (user,) = current.users
@@ -274,7 +272,7 @@ def _shifted(product: Binding, static: set[Binding], returned: set[Binding], bod
 
 
 def _side_by_side(weights: Sequence[Expr], scope: BodyScope) -> Expr:
-    """Matrices one beside the other; where all are transposed, what they transpose one below the other, transposed."""
+    """The matrices concatenated along the columns; transposes of matrices become one transpose of a concatenation."""
     sources = [scope.definition(weight) for weight in weights]
     if all(op_name(source) == "relax.permute_dims" for source in sources):
         below = scope.emit(op.concat(Tuple([source.args[0] for source in sources]), axis=0), "merged_weight")

@@ -1,4 +1,4 @@
-"""Splitting by binding times: a function with frozen parameters -> what is computed once, and what by each call."""
+"""Splitting by binding times: a function with frozen parameters -> a function that runs once, and one for each call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Frozen", "hoist_static", "split_static", "static_bindings"]
 def static_bindings(body: Body, frozen: int) -> set[Binding]:
     """The first ``frozen`` parameters, and the bindings that read nothing but static ones (or nothing at all).
 
-    Not static is what has a symbolic extent, which a call decides, and what draws.
+    Values with a symbolic extent, which a call decides, and random draws are not static.
     """
     found = set(body.parameters()[:frozen])
     for binding in body.bindings:
@@ -40,7 +40,7 @@ def static_bindings(body: Body, frozen: int) -> set[Binding]:
 def hoist_static(body: Body, frozen: int) -> set[Binding]:
     """Moves the static bindings to the front, each group in its order; returns them with the frozen parameters.
 
-    Safe: static bindings read none of the others.
+    Safe: static bindings read static bindings only.
     """
     found = static_bindings(body, frozen)
     ordered = sorted(body.bindings, key=lambda binding: binding not in found)
@@ -63,10 +63,9 @@ class Frozen:
     """A function split by binding times: ``function(*frozen, *rest)`` is ``call(*rest, *constants(*frozen))``.
 
     Attributes:
-        constants: frozen parameters -> what calls read of them; a parameter that is read as it is stands among the
-            results itself.
+        constants: frozen parameters -> the static values that calls read, frozen parameters included.
         call: the other parameters, then the results of ``constants`` -> the function's results.
-        weights: places, among the results of ``constants``, of computed factors of products and convolutions.
+        weights: indices of the results of ``constants`` that are computed factors of products and convolutions.
     """
 
     constants: Function
@@ -75,10 +74,10 @@ class Frozen:
 
 
 def split_static(func: Function, frozen: int) -> Frozen:
-    """Splits a function at the values that the rest reads of what depends on its first ``frozen`` parameters alone.
+    """Splits a function into static and dynamic bindings; the first ``frozen`` parameters are static.
 
-    Views and fills of static values are made by the call, where they cost nothing. Safe: bindings are pure, so it does
-    not matter when and how often they are computed.
+    The call makes views and fills of static values itself, at no cost. Safe: bindings are pure, so it does not matter
+    when and how often they are computed.
     """
     body = Body.of(func)
     static = static_bindings(body, frozen)
@@ -106,11 +105,11 @@ def split_static(func: Function, frozen: int) -> Frozen:
 
 
 class _Needed:
-    """What the dynamic part reads of the static one.
+    """The static values that the dynamic bindings read.
 
     Attributes:
-        given: values that are computed once, in the order in which they are asked for.
-        again: static bindings that the call makes itself, in order.
+        given: values that are computed once, in the order of the requests.
+        again: static bindings that the call computes itself, in order.
     """
 
     def __init__(self, body: Body, static: set[Binding]):
@@ -119,7 +118,7 @@ class _Needed:
         self._again: set[Binding] = set()
 
     def ask(self, binding: Binding) -> None:
-        """The call reads this one, static or not."""
+        """Requests a value that the call reads; ignores dynamic ones."""
         if binding not in self._static or binding in self._given or binding in self._again:
             return
         if binding.value is None or not _is_free(binding):
@@ -139,14 +138,14 @@ class _Needed:
 
 
 def _is_free(binding: Binding) -> bool:
-    """Whether a value costs a call nothing: a view, one number everywhere, no tensor."""
+    """Whether a value costs a call nothing: a view, a fill with one number, no tensor."""
     if not isinstance(binding.var.ty, TensorType) or isinstance(binding.value, Constant | Tuple):
         return True
     return binding.op in _VIEWS or (binding.op in _FILLS and not binding.reads)
 
 
 def _weights(pairs: list[tuple[Var, Expr]], definitions: dict[Var, Expr], place: dict[Var, int]) -> set[int]:
-    """Places of the given values that products and convolutions read, through views."""
+    """Indices of the given values that products and convolutions read, directly or through views."""
     found = set()
     for _, value in pairs:
         is_product = "product" in traits(op_name(value) or "") or library_name(value) == "library.convolution"
