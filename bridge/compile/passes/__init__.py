@@ -1,1 +1,1 @@
-"""Passes over the loop IR, each a function from graph to graph in a file of its own."""
+"""Passes over the loop IR: functions graph → graph, grouped by topic."""

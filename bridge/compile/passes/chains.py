@@ -1,8 +1,7 @@
-"""Chains: which batched products, with the rows between them, one kernel may compute; each as a graph of its own.
+"""Chains: two batched products with row operations between them, as attention's → one kernel; each as its own graph.
 
-Found before layouts are chosen, because both products have to be generated code
-(:mod:`bridge.compile.schedule.chain_plan`). Whether a chain is quicker than its three steps, a trial of the graph
-decides.
+Chains are found before layouts are chosen, because both products must be generated code
+(:mod:`bridge.compile.schedule.chain_plan`). An A/B timing decides whether a chain beats its three steps.
 """
 
 from __future__ import annotations
@@ -30,26 +29,25 @@ from bridge.compile.loop_ir.graph import (
 __all__ = ["Chain", "chains_in"]
 
 _SMALLEST = 2**17
-"""Scores from which on a chain is tried: fewer stay in a core's cache between one kernel and the next."""
+"""The least number of scores: fewer stay in a core's cache between one kernel and the next."""
 
 _DEEPEST = 256
-"""Terms of the first product at most, which are one chunk of its sums."""
+"""The maximum inner extent of the first product: one chunk of its sums."""
 
 _STACK = 3 * 2**19
-"""Bytes at most of what a task keeps: both operands packed, and some rows of the scores. They lie on the stack."""
+"""Maximum bytes of a task's stack memory: both packed operands, and some rows of the scores."""
 
 _ROWS, _COLUMNS = 32, 64
-"""What a register tile's rows, in both forms, and its columns are fewer than."""
+"""Upper bounds of the sums of both register tiles' rows, and of a tile's columns."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Two products of a neutral graph, the first one's result read by the nodes between them and those by the second
-    one alone.
+    """Two products of a layout-agnostic graph: the nodes between them and the second product are the only consumers.
 
     Attributes:
-        nodes: of the graph, in order: the views that the products read, both, what is between them, and the views
-            through which others read the result.
+        nodes: of the graph, in order: the views that the products read, both products, the nodes between them, and the
+            views through which others read the result.
     """
 
     first: MatMul
@@ -58,7 +56,7 @@ class Chain:
 
     @property
     def text(self) -> str:
-        """What decides how long it takes, as text."""
+        """The chain's shapes, types and operators as text: the key of its timing."""
         names: dict[Value, str] = {}
 
         def told(operand: Operand | Scalar) -> str:
@@ -76,7 +74,7 @@ class Chain:
         return "; ".join(lines)
 
     def graph(self, constants: dict[Value, object]) -> tuple[Graph, frozenset[MatMul]]:
-        """The chain alone, a function of what it reads, and its products there."""
+        """The chain as a graph of its own, with its inputs as parameters; and its products there."""
         moved: dict[Value, Value] = {}
         params, used = [], {}
 
@@ -111,7 +109,7 @@ class Chain:
 
 
 def chains_in(graph: Graph) -> Iterator[Chain]:
-    """The chains of a neutral graph whose sizes are numbers, where keeping the scores in a cache may be worth it."""
+    """The chains of a layout-agnostic graph, of static sizes, for which keeping the scores in a cache may pay."""
     makers = {out: node for node in graph.nodes for out in node.outs}
     for place, node in enumerate(graph.nodes):
         if isinstance(node, MatMul) and _may_begin(node):
@@ -121,7 +119,7 @@ def chains_in(graph: Graph) -> Iterator[Chain]:
 
 
 def _may_begin(node: MatMul) -> bool:
-    """Whether a product's sizes are those of a chain's first one."""
+    """Whether a product's sizes and types fit a chain's first product."""
     shapes = node.a.shape, node.b.shape, node.out.shape
     if node.bias is not None or len(node.out.shape) < 3 or node.out.dtype not in ("float32", "float64"):
         return False
@@ -133,7 +131,7 @@ def _may_begin(node: MatMul) -> bool:
 
 
 def _may_end(first: MatMul, node: MatMul) -> bool:
-    """Whether a product that reads what becomes of the first one's result is a chain's second one."""
+    """Whether a product of a chain's scores fits as its second product."""
     k, n, columns = first.a.shape[-1], first.out.shape[-1], node.out.shape[-1]
     batch = node.out.shape[:-2]
     if node.bias is not None or node.b.shape != (*batch, n, columns) or node.a.shape[:-2] != batch or columns == 0:
@@ -147,8 +145,9 @@ def _whole(columns: int) -> int:
 
 
 def _behind(graph: Graph, place: int) -> tuple[list[Node | LayoutAgnostic], MatMul] | None:
-    """What is between the product at a place and the only one that reads what becomes of it; ``None``: none, or
-    something else reads that too."""
+    """The nodes between the product at ``place`` and the only product that consumes its result, and that product.
+
+    ``None``: there is none, or another consumer."""
     first, second = graph.nodes[place], None
     inside, between = {first.out}, []
     for node in graph.nodes[place + 1 :]:
@@ -183,7 +182,7 @@ def _with_views(
     second: MatMul,
     makers: dict[Value, Node | LayoutAgnostic],
 ) -> Chain:
-    """The chain with the views in front of it and behind it."""
+    """The chain with the views before and after it."""
     wanted = {first, second, *between}
     todo = [operand for node in (first, second, *between) for operand in node.operands]
     while todo:

@@ -1,27 +1,22 @@
-"""Recomputation at readers: a value that costs little -> computed again in each kernel that reads it.
+"""Rematerialization at consumers: a cheap value → computed again in each kernel that reads it, with the same bits.
 
-Recomputation of cheap arithmetic where it is read: a view of its result → the same arithmetic on views of operands.
-The rest of the result is then perhaps never computed, or never stored. The values are the same, bit for bit: the same
-operator is applied to the same elements.
+Cheap arithmetic: a view of its result → the same operator on views of its operands. The rest of the result is then
+perhaps never computed, or never stored. *Cheap* means one operator, not a transcendental one, with at most one operand
+as large as the result: the kernel reads no more than the result itself.
 
-*Cheap* means one operator, not a transcendental one, with at most one operand as large as the result: no more is read
-than the result itself.
+Casts: a cast of a small tensor that a larger computation reads → the cast in that computation. Autocast casts each
+bias: on a GPU that is a kernel whose launch takes longer than its work.
 
-Casts: a cast of a small tensor that a larger one is computed with → the cast where that is read.
-Autocast casts each bias: on a GPU a kernel of its own, which takes longer than what it does. The values are the same,
-bit for bit.
+Positions: a constant ``0, 1, 2, …`` that a larger computation reads → each element's index, without a load. For
+example, a GPU would read four bytes of a constant for each element that a row index is compared with.
 
-Positions: a constant ``0, 1, 2, …`` that a larger tensor is computed with → each element's place, where it is read.
-A comparison with a row's index, say: on a GPU it would read four bytes of a constant for each element of the row.
+Row values: a few values per row that kernels with rows of several lengths read → computed in each of these kernels.
+The reciprocal root of a variance is one number per row. Gates of a recurrent cell read it in slices of rows, a
+normalization in whole rows; a kernel that stores it would have to run before both, and costs more than one operator.
 
-Row values: arithmetic on a few values for each row that kernels with rows of several lengths read → once for each.
-The reciprocal root of a variance is one number for each row. Where the gates of a recurrent cell read it in slices of
-their rows, and a normalization in whole ones, a kernel that stores it would have to run before both; computed in each,
-it costs an operator for each row. The values are the same, bit for bit.
-
-Few rows: a sum of few long rows → additions, which are fused with what makes the rows and with what reads the sum.
-The gradient of a key that four heads share, of a table of positions that a batch of eight reads: each result is a sum
-of as many elements, which one thread adds in order in any case.
+Few rows: a sum of few long rows → additions, fused with the producers of the rows and the consumers of the sum. For
+example, the gradient of a key that four heads share, or of a table of positions for a batch of eight: each result is a
+sum of as many elements, which one thread adds in order in any case.
 """
 
 from __future__ import annotations
@@ -59,16 +54,16 @@ __all__ += ["permuted_arithmetic", "recompute_row_values"]
 
 
 class Producers:
-    """Of each value seen so far, the point-wise node that computes it; of a concatenation, or padding, none."""
+    """Maps each value seen so far to the point-wise node that computes it; leaves out concatenation and padding."""
 
     def __init__(self, limits: Limits) -> None:
         self._free_reads = limits.recompute.free_reads
         self._nodes: dict[Value, Pointwise] = {}
-        self._amounts: dict[Value, int] = {}  # of elements that casts of broadcast tensors cast
+        self._amounts: dict[Value, int] = {}  # elements in memory that a cast of a broadcast tensor reads
         self._of_kernels: set[Value] = set()
 
     def add(self, node: Node) -> None:
-        """A node that later ones may read."""
+        """Notes a node for later ones."""
         if isinstance(node, Pointwise) and not isinstance(node, Concat | Pad):
             self._nodes[node.out] = node
             if node.op == "astype" and isinstance(node.operands[0], Operand):
@@ -77,7 +72,7 @@ class Producers:
             self._of_kernels.update(node.outs)
 
     def is_of_a_kernel(self, value: Value) -> bool:
-        """Whether a generated kernel, of which no product is one, computes a value."""
+        """Whether a generated kernel, other than a product, computes a value."""
         return value in self._of_kernels
 
     def cheap(self, value: Value) -> Pointwise | None:
@@ -86,7 +81,7 @@ class Producers:
         return node if node is not None and self._is_cheap(node) else None
 
     def arithmetic(self, value: Value, draws: bool = False) -> Pointwise | None:
-        """The arithmetic that computes a value, whatever it costs, or ``None``; ``draws``: also of drawn masks."""
+        """The point-wise node that computes a value, at any cost, or ``None``; ``draws``: also dropout masks."""
         node = self._nodes.get(value)
         reads = () if node is None or draws else (read for read in node.operands if isinstance(read, Operand))
         return None if any(read.value.source == "index" for read in reads) else node
@@ -98,12 +93,12 @@ class Producers:
         return node.op not in EXPENSIVE and len(large) <= 1
 
     def _amount(self, value: Value) -> int:
-        """How many elements of memory a value is read from."""
+        """The number of elements in memory that a value is computed from."""
         return min(sample_of(value.numel), self._amounts.get(value, sample_of(value.numel)))
 
 
 def box_of_arithmetic(node: Pointwise, read: Operand) -> list[Operand | Scalar] | None:
-    """The operands from which ``node``'s operator computes a box of its result; ``None`` if the view cuts out no box.
+    """The operands from which ``node``'s operator computes a box of its result; ``None``: the view is no box.
 
     Example: ``(x + b)[:, 2:4]`` → ``x[:, 2:4]`` and ``b[2:4]``.
     """
@@ -119,8 +114,7 @@ def box_of_arithmetic(node: Pointwise, read: Operand) -> list[Operand | Scalar] 
 
 
 def permuted_arithmetic(node: Pointwise, read: Operand) -> list[Operand | Scalar] | None:
-    """The operands from which ``node``'s operator computes a permutation of its result; ``None`` where no views
-    express them.
+    """The operands from which ``node``'s operator computes a permutation of its result; ``None``: no views express it.
 
     Example: the transpose of ``x + b`` → ``x`` transposed, ``b`` along the other dimension.
     """
@@ -137,7 +131,7 @@ def permuted_arithmetic(node: Pointwise, read: Operand) -> list[Operand | Scalar
 
 
 def cast_where_read(graph: Graph, rules: Rules) -> Graph:
-    """The graph in which point-wise nodes cast what they read of tensors that are smaller by the backend's limit."""
+    """Moves casts into point-wise nodes that are larger, by the backend's factor, than the cast tensor."""
     casts: dict[Value, Operand] = {}
 
     def note(node: Pointwise) -> None:
@@ -148,7 +142,7 @@ def cast_where_read(graph: Graph, rules: Rules) -> Graph:
 
 
 def count_where_read(graph: Graph, rules: Rules) -> Graph:
-    """The graph in which point-wise nodes count what they would read of constants that are smaller by the limit."""
+    """Counts in point-wise nodes instead of reading a constant range that is smaller by the backend's factor."""
     counts = {
         value for value, constant in graph.constants.items() if rules.limits.recompute.small_casts and _counts(constant)
     }
@@ -171,11 +165,11 @@ def _cast_at_readers(
     source_of: Callable[[Value], Operand | None],
     note: Callable[[Pointwise], None] = lambda node: None,
 ) -> Graph:
-    """The graph in which each larger point-wise reader of a value casts that value's source itself.
+    """Lets each larger point-wise consumer of a value cast that value's source itself.
 
     Args:
-        source_of: a value → the dense operand that a cast makes it from, ``None`` for any other value.
-        note: is told each point-wise node, in order.
+        source_of: a value → the dense operand that it is cast from; ``None`` if it is no cast.
+        note: called with each point-wise node, in order.
     """
     factor = rules.limits.recompute.small_casts
     if not factor:
@@ -201,7 +195,7 @@ def _cast_at_readers(
 
 
 def recompute_row_values(graph: Graph, rules: Rules) -> Graph:
-    """The graph in which kernels of several sizes that read small values each compute them from what is in memory."""
+    """Recomputes small values from values in memory in each kernel that reads them, if these differ in size."""
     if not rules.limits.concats.section_elements:
         return graph
     copies = _Copies(graph, rules)
@@ -223,7 +217,7 @@ class _Copies:
                     self._sizes[operand.value].add(sample_of(node.out.numel))
 
     def _is_small(self, operand: Operand, node: Node) -> bool:
-        """Whether a point-wise node reads a value that is small beside what it makes."""
+        """Whether a point-wise node reads a value that is small compared with its result."""
         if type(node) is not Pointwise or operand.value.source != "node":
             return False
         return self._free_reads * sample_of(operand.value.numel) <= sample_of(node.out.numel)
@@ -242,7 +236,7 @@ class _Copies:
         return operand if value is None else Operand(value, operand.view)
 
     def _copy(self, value: Value, size: int) -> Value | None:
-        """The value, computed once more for readers of a size; ``None`` if it is not made of values in memory."""
+        """Another computation of the value, for consumers of a size; ``None`` if it is not made of values in memory."""
         if (value, size) not in self._made:
             producer = self._producers.arithmetic(value)
             if producer is None or producer.out.dtype == "bool":
@@ -264,7 +258,7 @@ class _Copies:
 
 
 def add_few_rows(graph: Graph, rules: Rules) -> Graph:
-    """The graph with additions in the place of such sums; each begins with zero, as the reduction's."""
+    """Replaces sums over few rows by additions; each begins with zero, as the reduction does."""
     nodes: list[Node] = []
     for node in graph.nodes:
         rows = _rows(node) if isinstance(node, Reduction) and _is_of_few(node, rules) else None
@@ -273,7 +267,7 @@ def add_few_rows(graph: Graph, rules: Rules) -> Graph:
 
 
 def _is_of_few(node: Reduction, rules: Rules) -> bool:
-    """Whether it is worth it: where less is added up, a launch has few threads, and a row is theirs together."""
+    """Whether it pays: a smaller sum is left to a launch of few threads, which share a row."""
     if node.op != "sum" or same(node.inner, 1) or isinstance(node.reduced, Extent):
         return False
     if (
@@ -285,7 +279,7 @@ def _is_of_few(node: Reduction, rules: Rules) -> bool:
 
 
 def _rows(node: Reduction) -> list[Operand] | None:
-    """What is added, one after another, the axes that are reduced with an extent of 1; ``None`` if those are cut."""
+    """The summands in order, reduced axes with extent 1; ``None`` if no whole axes are reduced."""
     axes, view = _axes(node), node.operand.view
     if axes is None:
         return None
@@ -299,7 +293,7 @@ def _rows(node: Reduction) -> list[Operand] | None:
 
 
 def _axes(node: Reduction) -> range | None:
-    """The axes of the operand's view that are reduced; ``None`` where one is in part."""
+    """The reduced axes of the operand's view; ``None`` if an axis is reduced in part."""
     extents = node.operand.view.shape
     for begin, end in itertools.combinations(range(len(extents) + 1), 2):
         parts = extents[:begin], extents[begin:end], extents[end:]
@@ -309,7 +303,7 @@ def _axes(node: Reduction) -> range | None:
 
 
 def _added(rows: Sequence[Operand], out: Value) -> list[Node]:
-    """The sum in order, in the type in which sums are computed, rounded once."""
+    """The sum in order, in the compute type, rounded once."""
     dtype, extents = compute_type(out.dtype), rows[0].shape
     nodes: list[Node] = []
 

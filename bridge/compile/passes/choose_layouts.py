@@ -1,26 +1,23 @@
-"""Choice of layouts: a neutral graph -> joins, forms of calls and orders of memory that a backend takes.
+"""Layout choice: a layout-agnostic graph → joins, algorithm variants and memory layouts that a backend supports.
 
-Concatenations: a neutral node → a node of a kernel whose sections read their own operands, or torch's ``cat``.
-A concatenation along an axis walks ``(rows, sections, inner)``: the loop over the sections is unrolled, and each reads
-its own operand. So the gradient of a chunked tensor (the gates of an LSTM, query, key and value) is put together where
-it is summed up and normalized, and a rotary embedding is one kernel. What the operands are made of by cheap arithmetic
-is computed again in its section: :mod:`bridge.compile.passes.sections`.
+Concatenations: a layout-agnostic node → a kernel's node whose sections read their own operands, or torch's ``cat``. A
+concatenation along an axis iterates over ``(rows, sections, inner)`` with an unrolled loop over the sections. So the
+kernel that sums up and normalizes the gradient of a chunked tensor (an LSTM's gates; query, key and value) also
+concatenates it, and a rotary embedding is one kernel. Each section recomputes cheap arithmetic of its operands:
+:mod:`bridge.compile.passes.sections`. Where there is little to gain (few rows, short or many sections) torch
+concatenates. Both move the same elements.
 
-Where there is little to gain (few rows, short or many sections) torch concatenates. Both move the same elements.
+Layout choice: a layout-agnostic graph → operands are views of stored values, and products have an algorithm. One walk
+in execution order, because a product's operands depend on the stored layout of earlier ones. Shape operations become
+views; a copy is made if no view expresses one, or if a kernel or caller needs contiguous elements.
+:mod:`bridge.compile.passes.choose_products` places matrix products.
 
-Layout choice: a neutral graph → one whose operands are views of what is stored, and whose products have a way.
-One walk in order of execution, for what a product is given depends on how earlier ones are stored. Shape operations
-become views; where none expresses one, and where a kernel or a caller wants elements in order, there is a copy. Matrix
-products are :mod:`bridge.compile.passes.choose_products`'s.
+Permutations: a permuted copy of cheap arithmetic → the arithmetic in that order from the start. A bias is added while
+the heads are transposed; without other consumers, the first order is never stored.
 
-Permutations: a permuted operand -> read in place, or permuted once.
-
-Permutations: a copy of cheap arithmetic in another order → the arithmetic in that order from the start.
-A bias is added while the heads are transposed, and where nothing else reads the first order it is never stored.
-
-Legalization of views: operands that no one loop nest can read together → copies of them, which it can.
-Shape operations are views, and a kernel needs no division inside its rows only where the views of its operands cut the
-iteration space at extents that divide one another (:mod:`bridge.compile.schedule.access`).
+Legalization of views: operands that no single loop nest can read → copies. A kernel needs no division inside its rows
+only if its operands' views cut the iteration space at extents that divide one another
+(:mod:`bridge.compile.schedule.access`).
 """
 
 from __future__ import annotations
@@ -67,15 +64,15 @@ __all__ += ["make_walkable", "recompute_permutations"]
 
 
 def calls_in(graph: Graph) -> list[CallShape]:
-    """The classes of a graph's calls that have several forms, each once, in their order."""
+    """The classes of a graph's library calls that have several variants, each once, in order."""
     found = map(CallShape.of, graph.nodes)
     return list(dict.fromkeys(shape for shape in found if shape is not None))
 
 
 def choose_variants(graph: Graph, chosen: Sequence[tuple[CallShape, str]]) -> Graph:
-    """The graph with calls in the forms that are chosen for their classes; the others stay.
+    """Replaces library calls by the variants chosen for their classes.
 
-    Safe: a form has the arguments and the results of the function itself, to rounding.
+    Safe: a variant has the same arguments, and the same results up to rounding.
     """
     forms = dict(chosen)
     nodes = [
@@ -85,7 +82,7 @@ def choose_variants(graph: Graph, chosen: Sequence[tuple[CallShape, str]]) -> Gr
 
 
 def join(placed: Placed, node: Join, rules: Rules) -> Concat | LibraryCall:
-    """The node that concatenates; its operands are placed."""
+    """The concatenating node, for placed operands."""
     joined = _in_a_kernel(node, rules) if is_profitable_to_join(node.operands, node.axis, rules) else None
     if joined is not None:
         return joined
@@ -94,7 +91,7 @@ def join(placed: Placed, node: Join, rules: Rules) -> Concat | LibraryCall:
 
 
 def is_profitable_to_join(operands: Sequence[Operand | Scalar], axis: int, rules: Rules) -> bool:
-    """Whether a kernel had better concatenate, if the views of the operands let it."""
+    """Whether a kernel should concatenate, if the views of the operands allow it."""
     extents = operands[0].shape
     if all(isinstance(operand, Scalar) for operand in operands):
         return False
@@ -111,7 +108,7 @@ def is_profitable_to_join(operands: Sequence[Operand | Scalar], axis: int, rules
 
 
 def _in_a_kernel(node: Join, rules: Rules) -> Concat | None:
-    """``None`` where no loops walk all operands."""
+    """A kernel's concatenation; ``None`` if no loop nest covers all operands."""
     extents, axis = node.out.shape, node.axis
     step = math.gcd(*(operand.shape[axis] for operand in node.operands))
     inner = step * math.prod(extents[axis + 1 :])
@@ -126,7 +123,7 @@ def _in_a_kernel(node: Join, rules: Rules) -> Concat | None:
 
 
 def _in_sections(operand: Operand | Scalar, axis: int, begin: int, spread: tuple[Dim, ...]) -> Operand | Scalar:
-    """``spread[axis + 1]`` elements from ``begin`` on along the axis, the same in each of ``spread[axis]`` sections."""
+    """A part of ``spread[axis + 1]`` elements from ``begin`` on along the axis, repeated for all sections."""
     if isinstance(operand, Scalar):
         return Scalar(operand.number, operand.dtype, spread)
     view = operand.view
@@ -144,12 +141,11 @@ def choose_layouts(
     chained: Collection[MatMul] = (),
     orders: Mapping[int, Sequence[int]] | None = None,
 ) -> Graph:
-    """The graph without neutral nodes, by a backend's rules and its choices for matrix products.
+    """Chooses layouts and product algorithms: the graph without layout-agnostic nodes.
 
-    Results are values of their own, or parameters themselves. ``grad_outs``, ``constants``, ``orders``: see
-    :class:`~bridge.compile.options.CompileOptions`; ``lasting``: parameters, the last ones, that are the same in every
-    step of the loop whose body the graph is; ``chained``: products that are computed in chains
-    (:mod:`bridge.compile.passes.chains`).
+    Results are node values or parameters themselves. ``grad_outs``, ``constants``, ``orders``: see
+    :class:`~bridge.compile.options.CompileOptions`; ``lasting``: the number of trailing parameters that are the same in
+    every step, for a loop's body; ``chained``: products of chains (:mod:`bridge.compile.passes.chains`).
     """
     same, steady = (frozenset(graph.params[len(graph.params) - count :]) for count in (constants, lasting))
     walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes), same, steady, chained), orders or {})
@@ -160,8 +156,8 @@ def choose_layouts(
 
 
 def _soon(nodes: Sequence[Node], copies: Collection[Node]) -> list[Node]:
-    """The nodes, each of these copies right behind the library call or product whose result it reads: at the end, who
-    waits for one result would wait for all. A kernel stores a copy of what it computes as it computes it."""
+    """Moves each of the copies right after the library call or product whose result it reads: a consumer of one copied
+    result then need not wait for all. A kernel stores a copy of its own result at once."""
     makers = {out for node in nodes if isinstance(node, LibraryCall | Fallback | Product) for out in node.outs}
     behind: dict[Value, list[Node]] = defaultdict(list)
     for copy in copies:
@@ -186,10 +182,11 @@ def _readers(nodes: Iterable[Node | LayoutAgnostic]) -> dict[Value, list[Node | 
 
 
 class _Walk:
-    """
+    """Places the nodes of a graph in execution order.
+
     Attributes:
         gradients: all values that depend on the gradient of an output.
-        copied_results: copies that were made for a result alone.
+        copied_results: copies that serve only as a result.
     """
 
     def __init__(self, rules: Rules, products: ProductChoice, orders: Mapping[int, Sequence[int]]) -> None:
@@ -200,8 +197,8 @@ class _Walk:
         self._rules = rules
         self._products = products
         self._orders = orders
-        self._where: dict[Value, Operand] = {}  # results of neutral nodes, and copies that were there already
-        self._usual: dict[Value, View] = {}  # how those would be read if no product were stored for its readers
+        self._where: dict[Value, Operand] = {}  # results of layout-agnostic nodes and copies → their stored elements
+        self._usual: dict[Value, View] = {}  # their views if no product's layout were chosen for its consumers
 
     def add(self, node: Node | LayoutAgnostic) -> None:
         self.placed.name = node.outs[0].name
@@ -234,13 +231,13 @@ class _Walk:
                 self.placed.nodes.append(replace(node, operands=operands))
 
     def _read(self, operand: Operand | Scalar) -> Operand | Scalar:
-        """Where the elements are that a neutral operand reads."""
+        """The stored elements that a layout-agnostic operand reads."""
         if isinstance(operand, Scalar) or operand.value not in self._where:
             return operand
         return self.placed.expand(self._where[operand.value], operand.shape)
 
     def _usual_view(self, operand: Operand) -> View:
-        """The view of a neutral operand if every product were stored in its own order, whoever reads it."""
+        """An operand's view if every product were stored row-major, whatever its consumers."""
         if operand.value not in self._usual:
             return self._read(operand).view
         return expand(self._usual[operand.value], operand.shape)
@@ -283,21 +280,21 @@ class _Walk:
 
 
 def _is_made_of_parts(operand: Operand) -> bool:
-    """Whether the elements lie one after another, from as many on as some parts with one step each have."""
+    """Whether the operand is contiguous and its offset a multiple of one step's elements."""
     view = operand.view
     part = math.prod(view.shape[1:])
     return is_dense(view) and (same(view.offset, 0) or (isinstance(view.offset, int) and view.offset % part == 0))
 
 
 def _padded(node: Pad) -> Pad | LibraryCall:
-    """A node of a kernel, where rows lie as the operand has them; a library call where not."""
+    """A kernel's node if the operand's rows are dense; otherwise a library call."""
     (operand,), out = node.operands, node.out
     in_a_kernel = operand.is_whole and alike(operand.shape[:-1], out.shape[:-1])
     return node if in_a_kernel else LibraryCall("pad", (operand,), (out,))
 
 
 def recompute_permutations(graph: Graph, rules: Rules) -> Graph:
-    """The graph with copies of permuted cheap arithmetic computed from the operands of that arithmetic."""
+    """Computes copies of permuted cheap arithmetic from that arithmetic's operands."""
     producers, nodes = Producers(rules.limits), []
     for node in graph.nodes:
         nodes.append(arithmetic_of_copy(node, producers, rules) or node)
@@ -306,7 +303,7 @@ def recompute_permutations(graph: Graph, rules: Rules) -> Graph:
 
 
 def arithmetic_of_copy(node: Node, producers: Producers, rules: Rules) -> Pointwise | None:
-    """What computes a copy's result in one loop nest from the operands of what it copies; ``None``: it stays a copy."""
+    """The point-wise node (one loop nest) that computes a copy from its source's operands; ``None``: keep the copy."""
     if type(node) is not Pointwise or node.op != "copy" or not isinstance(node.operands[0], Operand):
         return None
     (read,) = node.operands
@@ -319,10 +316,9 @@ def arithmetic_of_copy(node: Node, producers: Producers, rules: Rules) -> Pointw
 
 
 def make_walkable(graph: Graph, rules: Rules) -> Graph:
-    """The graph with every point-wise node and reduction reading views that share loops.
+    """Makes every point-wise node and reduction read views that share loops.
 
-    Concatenations and paddings are made of such views in the first place. A view with more axes than loops is copied by
-    the library.
+    Concatenations and paddings already do. The library copies a view with more axes than loops.
     """
     copier = _Copier(rules)
     for node in graph.nodes:
@@ -359,7 +355,7 @@ class _Copier:
             self._known.setdefault(_key(node), whole(node.outs[0]))
 
     def _dense(self, operand: Operand | Scalar, name: str) -> Operand | Scalar:
-        """The operand's elements in order, in a value of their own."""
+        """A contiguous operand: itself, or a copy of its own."""
         if isinstance(operand, Scalar) or operand.is_whole:
             return operand
         copy: Node = Pointwise("copy", (operand,), Value(name, operand.shape, operand.dtype))
@@ -379,7 +375,7 @@ class _Copier:
 
 
 def _key(node: Pointwise | LibraryCall) -> tuple:
-    """Equal for nodes that compute the same; numbers by their text, for 0.0 equals -0.0."""
+    """Equal for equal computations; numbers by their text, because 0.0 equals -0.0."""
     op = node.op if isinstance(node, Pointwise) else ("library", node.name)
     return (
         op,

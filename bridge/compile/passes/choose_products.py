@@ -1,7 +1,7 @@
-"""Product choice: a neutral matrix product → the way that the policy chooses: generated code, a library call.
+"""Product choice: a layout-agnostic matrix product → the policy's algorithm: generated code or a library call.
 
-Generated code reads operands through any strides, so heads of an attention are never copied into place, and writes its
-result in the order in which all its readers permute it. The policy is a
+Generated code reads operands with any strides, so attention's heads are never copied, and writes its result in the
+order to which all its consumers permute it. The policy is a
 :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`.
 """
 
@@ -41,17 +41,17 @@ from bridge.compile.schedule.chain_plan import (
 __all__ = ["ProductChoice", "order_of_readers"]
 
 Given = tuple[Operand, View]
-"""An operand and its usual view: how it would be read if every product were stored in its own order."""
+"""An operand, and its view if every product were stored row-major (its usual view)."""
 
 
 class ProductChoice:
-    """Chooses one product after the other, in order of execution.
+    """Chooses algorithms of products one by one, in execution order.
 
     Attributes:
         policy: the backend's.
-        readers: of each value of the neutral graph, the nodes that read it.
+        readers: the consumers of each value of the layout-agnostic graph.
         constants: values that are the same at each call.
-        lasting: parameters that are the same in every step of the loop whose body the graph is.
+        lasting: parameters that are the same in every step, for a loop's body.
         chained: products that are computed in chains.
     """
 
@@ -79,10 +79,10 @@ class ProductChoice:
         *,
         is_gradient: bool = False,
     ) -> Operand:
-        """Adds what computes a product of placed operands; where its result lies.
+        """Adds the nodes that compute a product of placed operands; returns the result's place.
 
-        Each operand comes with its usual view: the way, which decides bits, depends on no stored order, for readers
-        decide those. Only a gradient's bits may depend on them: no other function computes it again.
+        Each operand comes with its usual view: the algorithm, which decides bits, must not depend on stored layouts,
+        which consumers decide. Only a gradient's bits may depend on layouts: no other function computes it again.
         """
         if bias is not None:
             return _with_bias(placed, a[0], b[0], placed.dense(bias))
@@ -114,7 +114,7 @@ class ProductChoice:
         order: Sequence[int] | None,
         dtype: str,
     ) -> Operand:
-        """``a @ b``; where that is as good, the product of the transposes where readers want rows as columns."""
+        """``a @ b``; transposed (``b.T @ a.T``) if the consumers want that layout and it costs nothing."""
         turn = self.policy.keeps_order and order is not None and order.index(len(order) - 1) < len(order) - 1
         if not turn or same(math.prod(b.shape[:-2]), 1):
             return _library(placed, way, a, b, batch, self.policy.keeps_order, dtype)
@@ -139,12 +139,12 @@ class ProductChoice:
     def _generated(
         self, placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[Dim], order: Sequence[int] | None
     ) -> Operand:
-        """``a @ b``, stored in ``order`` if the kernel can."""
+        """``a @ b``, stored in ``order`` if the kernel supports it."""
         geometry = _geometry(a.view, b.view, batch, order)
         row, column = (0, 1) if geometry is None else geometry.c[2:]
         if order is not None and (geometry is None or not (same(row, 1) or same(column, 1))):
             return self._generated(placed, way, a, b, batch, None)
-        if geometry is None:  # for the order in which an operand is stored, or no proof for all sizes
+        if geometry is None:  # because of an operand's stored layout, or without proof for all sizes
             dense = placed.dense(a), placed.dense(b)
             if dense == (a, b):
                 return _library(placed, "mm", a, b, batch)
@@ -154,7 +154,7 @@ class ProductChoice:
             a, b, geometry = b, a, geometry.transposed()
         is_constant = b.value in self.constants
         if is_in_panels(way) and not (is_constant or b.value in self.lasting):
-            way = GENERATED  # of the other operand, or of a copy
+            way = GENERATED  # b is the other operand or a copy, neither of them constant
         out = placed.fresh(stored.shape, a.dtype)
         placed.nodes.append(Product((a, b), out, self._plan(way, a.dtype, geometry, is_constant)))
         return Operand(out, result)
@@ -169,7 +169,7 @@ class ProductChoice:
 
 
 def _matrices(placed: Placed, given: Given, vector: tuple[int, int]) -> Given:
-    """The operand and its usual view, a vector as a matrix of one row or column."""
+    """The operand and its usual view; a vector becomes a matrix of one row or column."""
     operand, usual = given
     if len(operand.shape) > 1:
         return given
@@ -178,7 +178,7 @@ def _matrices(placed: Placed, given: Given, vector: tuple[int, int]) -> Given:
 
 
 def _stored(extents: Sequence[Dim], order: Sequence[int] | None) -> tuple[View, View]:
-    """What is stored of a result, and the view of it that has the result's own order."""
+    """The dense view of a stored result, and the view of it in the result's own axis order."""
     if order is None:
         return views.dense(extents), views.dense(extents)
     stored = views.dense([extents[axis] for axis in order])
@@ -186,16 +186,16 @@ def _stored(extents: Sequence[Dim], order: Sequence[int] | None) -> tuple[View, 
 
 
 def _geometry(a: View, b: View, batch: Sequence[Dim], order: Sequence[int] | None) -> Geometry | None:
-    """``None`` where the batch has more dimensions than the kernel."""
+    """The geometry of a generated product; ``None`` if the batch has more dimensions than the kernel."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     _, result = _stored((*batch, m, n), order)
     return Geometry.of(views.expand(a, (*batch, m, k)), views.expand(b, (*batch, k, n)), result)
 
 
 def order_of_readers(readers: Iterable[Node | LayoutAgnostic]) -> list[int] | None:
-    """The order of dimensions that all readers of a tensor permute it to; ``None``: its own.
+    """The axis order to which all consumers permute a tensor, or ``None`` for its own order.
 
-    Stored in that order, the tensor is read as it lies, and no reader copies it. Which order it is changes no value.
+    Consumers read a tensor stored in that order without a copy. The order changes no value.
     """
     orders = set()
     for reader in readers:
@@ -209,8 +209,7 @@ def order_of_readers(readers: Iterable[Node | LayoutAgnostic]) -> list[int] | No
 
 
 def product_shape(element_type: str, a: View, b: View, batch: Sequence[Dim]) -> ProductShape:
-    """What decides how a product is computed, for the sample; ``batch``: extents that both operands' batches broadcast
-    to."""
+    """The class of a product, at the sample's sizes; ``batch``: the broadcast batch extents of both operands."""
     m, k, n = (sample_of(extent) for extent in (a.shape[-2], a.shape[-1], b.shape[-1]))
     count = math.prod(batch)
     number = sample_of(count)
@@ -226,7 +225,7 @@ def product_shape(element_type: str, a: View, b: View, batch: Sequence[Dim]) -> 
 
 
 def _is_whole(operand: Operand) -> bool:
-    """Whether an operand is a dense matrix, or the transpose of one."""
+    """Whether an operand is a whole dense matrix, or its transpose."""
     shape = operand.shape
     if len(shape) != 2 or math.prod(shape) != math.prod(operand.value.shape):
         return False
@@ -234,13 +233,13 @@ def _is_whole(operand: Operand) -> bool:
 
 
 def _rows(a: View, b: View) -> View | None:
-    """All rows of ``a`` as one dimension, where every one meets the same ``b`` and that needs no copy."""
+    """All rows of ``a`` as one dimension if they share one ``b`` and no copy is needed; else ``None``."""
     rows = (math.prod(a.shape[:-1]), a.shape[-1])
     return views.reshape(a, rows) if same(math.prod(b.shape[:-2]), 1) else None
 
 
 def _layout(view: View, is_copied: bool) -> LayoutClass:
-    """The class of a matrix or a batch of them; a dimension of extent 1 has no stride to speak of."""
+    """The layout class of a matrix or a batch of matrices; the stride of an extent of 1 is arbitrary."""
     units = [
         same(extent, 1) or same(stride, 1) for extent, stride in zip(view.shape[-2:], view.strides[-2:], strict=True)
     ]
@@ -249,13 +248,13 @@ def _layout(view: View, is_copied: bool) -> LayoutClass:
 
 
 def _turned(operand: Operand) -> Operand:
-    """The transposes of an operand's matrices."""
+    """The operand with its matrices transposed."""
     axes = [*range(len(operand.shape) - 2), -1, -2]
     return Operand(operand.value, views.permute(operand.view, axes))
 
 
 def _batches(placed: Placed, operand: Operand, batch: Sequence[Dim], keeps_order: bool) -> Operand:
-    """One batch of matrices; where that takes a copy, in their own order or in that of memory."""
+    """The operand as one batch of matrices; a necessary copy keeps column-major memory if ``keeps_order``."""
     matrix = operand.shape[-2:]
     expanded = placed.expand(operand, (*batch, *matrix))
     shape = (math.prod(batch), *matrix)
@@ -275,8 +274,8 @@ def _library(
 ) -> Operand:
     """2-D products by the kernel that ``way`` names; batches by ``torch.bmm``.
 
-    ``keeps_order``: see :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`; ``dtype``: of the result, the
-    operands' or a wider one (:mod:`bridge.compile.passes.product_variants`).
+    ``keeps_order``: see :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`; ``dtype``: of the result, by
+    default the operands', or a wider one (:mod:`bridge.compile.passes.product_variants`).
     """
     dtype = a.dtype if dtype is None else dtype
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -292,7 +291,7 @@ def _library(
 
 
 def _with_bias(placed: Placed, a: Operand, b: Operand, bias: Operand) -> Operand:
-    """A product of matrices with a bias, by the library: a compiler that generates products is given none."""
+    """A product with a bias, by the library; a backend that generates products never gets one."""
     out = placed.fresh((a.shape[0], b.shape[1]), a.dtype)
     placed.nodes.append(LibraryCall("mm_biased", (bias, a, b), (out,)))
     return whole(out)

@@ -1,14 +1,13 @@
-"""Joined products: gradients of several projections of one input → products of the projections' gradients side by side.
+"""Joined products: gradients of several projections of one input → products of the concatenated gradients.
 
-The query, key and value of an attention read one input ``x``. With the gradient ``g`` of each, their weights' gradients
-are ``gᵀ @ x``, and the input's is the sum of ``g @ w``. All ``g`` are permuted copies (of heads), so they are copied
-side by side: one product makes all weights' gradients, one the input's gradient, one sum over the rows those of the
-biases. Small products leave most of a GPU idle; the sum of products is one with a longer inner axis. Where a fused
-kernel of attention makes the ``g``, in the order in which they are multiplied, the copies are further work, which the
-products save several times.
+Query, key and value of an attention read one input ``x``. With the gradient ``g`` of each, its weight's gradient is
+``gᵀ @ x``, and the input's gradient is the sum of ``g @ w``. All ``g`` are permuted copies (of heads), so they are
+copied side by side: one product makes all weight gradients, one the input's gradient, one row sum all bias gradients.
+Small products leave most of a GPU idle; the sum of products becomes one product with a longer inner axis. If a fused
+attention kernel already makes ``g`` in that order, the copies are extra work, and the products save several times it.
 
-The same numbers are multiplied and added; a sum's order is that of the longer axis, so results differ by rounding. So
-this is for gradients alone, which no other function computes.
+The same numbers are multiplied and added; the order of a sum follows the longer axis, so results differ by rounding.
+Therefore only gradients are joined: no other function computes them.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from bridge.compile.loop_ir.views import alike
 __all__ = ["join_products"]
 
 _SMALL = 2**21
-"""Elements of a weight of which a product fills a GPU by itself."""
+"""Elements of a weight from which on one product fills a GPU."""
 
 AnyNode = Node | LayoutAgnostic
 
 
 def join_products(graph: Graph, grad_outs: int) -> Graph:
-    """A neutral graph with such products joined; ``grad_outs``: see :class:`~bridge.compile.options.CompileOptions`."""
+    """Joins gradient products of projections; ``grad_outs``: see :class:`~bridge.compile.options.CompileOptions`."""
     for branches in _Reading(graph).groups(graph.params[len(graph.params) - grad_outs :]) if grad_outs else ():
         joined = _Joining(graph, branches).joined()
         graph = graph if joined is None else joined
@@ -55,7 +54,7 @@ def join_products(graph: Graph, grad_outs: int) -> Graph:
 
 @dataclass(frozen=True)
 class _Branch:
-    """One projection: its gradient as a matrix, ``rows``, and before it was one, ``heads``; the weight's gradient."""
+    """One projection: its gradient as a matrix (``rows``) and before the reshape (``heads``); its weight's gradient."""
 
     rows: Value
     heads: Value
@@ -64,12 +63,12 @@ class _Branch:
 
     @property
     def form(self) -> tuple:
-        """Shapes and element type, which those that are joined have in common."""
+        """Shapes and element type; equal for joined projections."""
         return _plain((self.heads.shape, self.rows.shape, self.rows.dtype))
 
 
 class _Reading:
-    """Who makes and who reads the values of a graph."""
+    """Producers and consumers of the values of a graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = graph.nodes
@@ -81,7 +80,7 @@ class _Reading:
                     self.readers[operand.value].append(node)
 
     def groups(self, gradients: Sequence[Value]) -> list[list[_Branch]]:
-        """Projections of one input, of equal shapes: two or more."""
+        """Groups of two or more projections with one input and equal shapes."""
         depending, found = set(gradients), defaultdict(list)
         for node in self.nodes:
             if any(isinstance(each, Operand) and each.value in depending for each in node.operands):
@@ -92,7 +91,7 @@ class _Reading:
         return [group for group in found.values() if len({each.heads for each in group}) == len(group) > 1]
 
     def _branch(self, node: MatMul) -> _Branch | None:
-        """``permuted copyᵀ @ x``, small enough."""
+        """The projection of a weight gradient ``permuted copyᵀ @ x``, if small enough."""
         turned = self._shaped(node.a, views.permute)
         if turned is None or turned.arguments != ((1, 0),) or not node.b.is_whole or not _small(node.out.shape):
             return None
@@ -106,11 +105,11 @@ class _Reading:
         return _Branch(rows, heads, node, turned)
 
     def _may_lie_elsewhere(self, heads: Operand) -> bool:
-        """Whether it is a permuted copy, or what a library returns: neither is made where a product reads it anyway."""
+        """Whether ``heads`` is a permuted copy or a library call's result: a product could read any other as it is."""
         return self._shaped(heads, views.permute) is not None or isinstance(self.makers.get(heads.value), LibraryCall)
 
     def _shaped(self, operand: Operand, function) -> Shaped | None:
-        """What makes all that an operand reads, if it is that shape operation of all of a value."""
+        """The node of shape operation ``function`` that makes the operand, if all elements of both values are read."""
         made = self.makers.get(operand.value)
         if not isinstance(made, Shaped) or made.function is not function:
             return None
@@ -122,20 +121,20 @@ def _small(extents: Sequence) -> bool:
 
 
 def _axis(rows: Value, heads: Value) -> int | None:
-    """The axis of ``heads`` at which a row's elements begin."""
+    """The axis of ``heads`` from which on the elements of a row are."""
     places = range(1, len(heads.shape))
     return next((at for at in places if same(math.prod(heads.shape[:at]), rows.shape[0])), None)
 
 
 def _plain(value: Any) -> Any:
-    """Sizes in tuples, to be compared as they are written: to ask extents would guard."""
+    """Sizes as nested tuples, for a structural comparison: comparing extents would add guards."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     return (Extent, value.terms) if isinstance(value, Extent) else value
 
 
 class _Joining(_Reading):
-    """One group's rewriting."""
+    """Rewrites one group."""
 
     def __init__(self, graph: Graph, branches: Sequence[_Branch]) -> None:
         super().__init__(graph)
@@ -144,7 +143,7 @@ class _Joining(_Reading):
         self.added: list[AnyNode] = []
 
     def joined(self) -> Graph | None:
-        """``None`` where the projections' gradients are read in other ways too."""
+        """The rewritten graph; ``None`` if the projections' gradients have other consumers."""
         inputs = self._inputs()
         if inputs is None:
             return None
@@ -162,7 +161,7 @@ class _Joining(_Reading):
         return self._ordered()
 
     def _inputs(self) -> tuple[list[MatMul], Pointwise, set[AnyNode]] | tuple[()] | None:
-        """The products with the weights, and the nodes that add them up; nothing if there are no such products."""
+        """The products with the weights, the last addition and all additions; ``()`` without products."""
         products: list[MatMul] = []
         for each in self.branches:
             others = [node for node in self.readers[each.rows] if node is not each.turned]
@@ -212,7 +211,7 @@ class _Joining(_Reading):
         self.added.append(MatMul(whole(matrix), whole(weights), last.out))
 
     def _biases(self, matrix: Value) -> None:
-        """Sums over the rows, if each projection has one of the same form."""
+        """Joins the row sums, if each projection has one of the same form."""
         rows, width = self.branches[0].rows.shape
         found = [self._sums(each) for each in self.branches]
         if any(len(each) != 1 for each in found):
@@ -231,7 +230,7 @@ class _Joining(_Reading):
         self._hand_out(out, [chain[-1].out for chain in chains], width)
 
     def _sums(self, branch: _Branch) -> list[list[AnyNode]]:
-        """Sums over the rows of a projection's gradient: what reads it as rows, perhaps casts it, and sums it."""
+        """Row sums of a projection's gradient, as chains of nodes: reshape, perhaps a cast, sum."""
         rows, width = branch.rows.shape
         found = []
         for read in self.readers[branch.heads]:
@@ -252,7 +251,7 @@ class _Joining(_Reading):
         return found
 
     def _hand_out(self, joined: Value, parts: list[Value], each: int) -> None:
-        """The parts of a joined value, ``each`` long, after what is done with all of them alike."""
+        """Slices the joined value into the parts, ``each`` long; common casts and reshapes apply to the whole value."""
         while all(len(self.readers[part]) == 1 for part in parts):
             nodes = [self.readers[part][0] for part in parts]
             if any(not node.operands[0].is_whole or _form(node) != _form(nodes[0]) for node in nodes):
@@ -284,7 +283,7 @@ class _Joining(_Reading):
         return out
 
     def _ordered(self) -> Graph | None:
-        """The graph in an order of execution; ``None`` if what is joined depends on itself."""
+        """The graph in execution order; ``None`` if a joined product depends on itself."""
         nodes = [node for node in self.nodes if node not in self.gone] + self.added
         makers = {out: node for node in nodes for out in node.outs}
         waits = {
@@ -309,7 +308,7 @@ class _Joining(_Reading):
 
 
 def _read(nodes: list[AnyNode]) -> list[AnyNode]:
-    """Nodes without copies and casts that nothing reads any more."""
+    """Drops shape operations and point-wise nodes without consumers."""
     wanted: set[Value] = set()
     kept: list[AnyNode] = []
     for node in reversed(nodes):
@@ -321,7 +320,7 @@ def _read(nodes: list[AnyNode]) -> list[AnyNode]:
 
 
 def _form(node: AnyNode) -> tuple:
-    """What a node of one operand does with it."""
+    """A comparable description of a node's operation on its one operand."""
     match node:
         case Shaped():
             return "shaped", node.function, _plain(node.arguments)

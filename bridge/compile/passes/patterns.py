@@ -1,24 +1,22 @@
-"""Patterns: moments, the normal distribution, lookups, gradients of pools -> one node each.
+"""Patterns: moments, the normal distribution, lookups, gradients of pools → one node each.
 
-Moments of columns: sums of squared differences from a mean → sums of values and of squares at once, in float64.
-A batch normalization adds up a tensor for its mean, and reads it again for its variance. The sum of squares less the
-square of the sum is the same number, but where the mean is large beside the differences both are, too, and what is left
-is rounding. Of half types that is nothing: their squares have 16 or 22 of float64's 53 digits, so sums of thousands of
-them are exact, and of a mean that hides their differences nothing of these is left in the numbers either. For
-processors whose sums in float64 wait for memory as others do.
+Moments and normal distribution are found in translation's output, before a decision depends on consumers: a backward
+that recomputes a value gets the forward's bits.
 
-Found in what translation makes, before anything depends on who reads a value.
+Moments of columns: sums of squared differences from a mean → sums of values and of squares in one pass, in float64. A
+batch normalization sums up a tensor for its mean, and reads it again for its variance. The sum of squares minus the
+squared sum over the count is the same number, but a mean much larger than the differences would leave only rounding
+errors. Not so for half types: their squares have 16 or 22 of float64's 53 digits, so sums of thousands of them are
+exact; a mean that still hides the differences has hidden them in the half type as well. For processors whose float64
+sums are limited by memory bandwidth.
 
-Normal distribution: GELU and its gradient of a half type → operators of the distribution, which have quick kernels.
-``0.5 * (1 + erf(x * sqrt(0.5)))`` is the probability of a number below ``x``, ``exp(-0.5 * (x * x))`` its density but
-for a factor. Of an ``x`` that is a half type's number, what is made of them is rounded to one as well, so the last bits
-of float32 make no difference: see :func:`~bridge.compile.codegen.fastmath.normal_cdf`.
+Normal distribution: GELU and its gradient for a half type → operators of the distribution, which have fast kernels.
+``0.5 * (1 + erf(x * sqrt(0.5)))`` is the probability of a number below ``x``, ``exp(-0.5 * (x * x))`` its density up to
+a factor. For an ``x`` of a half type the results are rounded to it as well, so the last bits of float32 make no
+difference: see :func:`~bridge.compile.codegen.fastmath.normal_cdf`.
 
-They are found in what translation makes, before anything depends on who reads a value: a backward that computes a
-value again has the forward's bits.
-
-Gradients of pools: the library's call → the backend's kernel, where it has one.
-Each element looks at the windows that it lies in, and adds up the gradients of those whose maximum it is.
+Gradients of pools: the library's call → the backend's kernel, if it has one. Each element adds up the gradients of the
+windows that contain it and have their maximum there.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ _WIDE = "float64"
 
 
 def add_moments_at_once(graph: Graph, rules: Rules) -> Graph:
-    """A neutral graph whose columns' means and variances of half types are made of sums that one kernel adds."""
+    """Makes means and variances of half-type columns from sums that one kernel adds, in a layout-agnostic graph."""
     if not rules.adds_float64:
         return graph
     makers = {out: node for node in graph.nodes for out in node.outs}
@@ -79,7 +77,7 @@ def add_moments_at_once(graph: Graph, rules: Rules) -> Graph:
 
 
 def _sum_of(node: Node | LayoutAgnostic, makers: dict[Value, Node | LayoutAgnostic]) -> Reduction | None:
-    """The sum of the same columns, of a node that adds up their squared differences from the mean that it makes."""
+    """The column sum whose mean is in ``node``'s sum of squared differences; ``None`` for other nodes."""
     square = _maker(node.operand, makers) if _is_column_sum(node) else None
     if type(square) is not Pointwise or square.op != "multiply" or square.operands[0] != square.operands[1]:
         return None
@@ -108,14 +106,14 @@ def _is_column_sum(node: Node | LayoutAgnostic | None) -> bool:
 
 
 def _is_half(node: Node | LayoutAgnostic | None) -> bool:
-    """Whether a node makes a half type's numbers, in float32."""
+    """Whether a node casts a half type to float32."""
     if type(node) is not Pointwise or node.op != "astype" or node.out.dtype != "float32":
         return False
     return node.operands[0].dtype in ("float16", "bfloat16")
 
 
 def _is_row(mean: Operand, node: Reduction) -> bool:
-    """Whether an operand is one number for each column."""
+    """Whether an operand is one number per column, broadcast over the rows."""
     wanted = (node.reduced, 0), (node.inner, 1)
     found = merged(mean.view)
     is_all = same(mean.value.numel, node.inner) and same(mean.view.offset, 0)
@@ -129,14 +127,14 @@ def _maker(operand: Operand | Scalar, makers: dict[Value, Node | LayoutAgnostic]
 def _behind_views(
     node: Node | LayoutAgnostic | None, makers: dict[Value, Node | LayoutAgnostic]
 ) -> Node | LayoutAgnostic | None:
-    """What makes the numbers of a tensor of another shape."""
+    """The node before reshapes."""
     while isinstance(node, Shaped) and node.function is reshape and node.operand.is_whole:
         node = makers.get(node.operand.value)
     return node
 
 
 def _both_sums(node: Reduction) -> list[Node]:
-    """The columns' sums and those of their squares, in float64, and the sums in float32."""
+    """The columns' sums and sums of squares, in float64, and the sums in float32."""
     x = node.operand
     wide = Pointwise("astype", (x,), Value(f"{x.value.name}_wide", x.shape, _WIDE))
     square = Pointwise("multiply", (whole(wide.out),) * 2, Value(f"{x.value.name}_squares", x.shape, _WIDE))
@@ -148,7 +146,7 @@ def _both_sums(node: Reduction) -> list[Node]:
 
 
 def _from_sums(node: Reduction, total: Value, squares: Value) -> list[Node]:
-    """``squares - total * total / count``, which rounding may make less than nothing."""
+    """``squares - total * total / count``, at least 0: rounding may make it negative."""
     count = Scalar(node.reduced, _WIDE, total.shape)
     nothing = Scalar(0.0, _WIDE, total.shape)
 
@@ -164,11 +162,11 @@ def _from_sums(node: Reduction, total: Value, squares: Value) -> list[Node]:
 
 
 _AS_FLOAT32 = 2.0**-24
-"""By so much of itself a number may be off, as float32."""
+"""Relative tolerance of a constant, as a float32."""
 
 
 def name_normal_functions(graph: Graph, rules: Rules) -> Graph:
-    """A neutral graph with ``normal_cdf`` and ``gaussian`` instead of the arithmetic that says them."""
+    """Replaces the arithmetic of the normal distribution by ``normal_cdf`` and ``gaussian``, before layouts."""
     makers: dict[Value, Pointwise] = {}
     nodes: list[Node | LayoutAgnostic] = []
     for node in graph.nodes:
@@ -200,13 +198,13 @@ def _gaussian(node: Pointwise, makers: dict[Value, Pointwise]) -> Pointwise | No
 
 
 def _other(node: Pointwise, op: str, number: float, makers: dict[Value, Pointwise]) -> Pointwise | None:
-    """What makes the operand beside a number of a commutative operator."""
+    """The producer of a commutative operator's other operand, next to a constant."""
     operand = _beside(node, op, number)
     return None if operand is None else makers.get(operand.value)
 
 
 def _beside(node: Pointwise, op: str, number: float) -> Operand | None:
-    """The operand beside a number, all of it."""
+    """The whole operand next to a constant of a commutative operator."""
     if node.op != op:
         return None
     for one, two in (node.operands, node.operands[::-1]):
@@ -226,9 +224,9 @@ _INDICES = ("int32", "int64")
 
 
 def generate_lookups(graph: Graph, rules: Rules) -> Graph:
-    """The graph with lookups and their gradients computed by kernels of the backend.
+    """Computes lookups and their gradients by kernels of the backend.
 
-    Of a length that varies, the sample's decides who sorts indices.
+    For a dynamic length, the sample's decides whether indices are sorted first.
 
     Safe: rows are copied; each element of a gradient is the sum of the same numbers, rounded once, in an order that is
     the same in every run.
@@ -241,7 +239,7 @@ def generate_lookups(graph: Graph, rules: Rules) -> Graph:
 
 
 def _generated_lookup(node: LibraryCall, placed: Placed, rules: Rules) -> Fallback | None:
-    """What takes a call's place, what it reads being placed; ``None``: the call stays."""
+    """The kernel call in place of a library call, operands placed; ``None``: keep the library call."""
     if (found := _lookup(node)) is not None:
         kernel = rules.lookup(found)
         return None if kernel is None else _call(node, node.operands, node.outs, kernel)
@@ -266,7 +264,7 @@ def _generated_lookup(node: LibraryCall, placed: Placed, rules: Rules) -> Fallba
 
 
 def _call(node: LibraryCall, operands: Sequence[Operand], outs: Sequence[Value], kernel: PrimFunc) -> Fallback:
-    """A kernel in the place of a call, which is told how many indices this has if that varies."""
+    """A kernel in place of a library call; a dynamic number of indices is a launch argument."""
     length = node.operands[1].view.numel
     scalars = (length,) if isinstance(length, Extent) else ()
     return Fallback(f"library.{node.name}", tuple(operands), tuple(outs), kernel, scalars)
@@ -277,7 +275,7 @@ def _number(length: Dim) -> int | Argument:
 
 
 def _lookup(node: LibraryCall) -> LookupPlan | None:
-    """Of a call that reads rows of a table that lies as it is, whose size is known, by indices that do."""
+    """The plan of a row lookup in a whole table of static size; ``None`` for other calls."""
     match node.name, node.operands:
         case "embedding", (table, indices):
             wraps = False
@@ -296,7 +294,7 @@ def _lookup(node: LibraryCall) -> LookupPlan | None:
 
 
 def _scatter(node: LibraryCall) -> ScatterPlan | None:
-    """Of a call that adds rows of floating point numbers to zeros, as many of them as one knows."""
+    """The plan of a sum of rows into a zero table of static size; ``None`` for other calls."""
     match node.name, node.operands:
         case "embedding_backward", (grad, indices):
             _, _, table, padding, by_frequency = node.attrs
@@ -321,13 +319,13 @@ def _scatter(node: LibraryCall) -> ScatterPlan | None:
 _NAME = "max_pool_last_backward"
 _TO_FRONT = (0, 3, 1, 2)
 _MOST_WINDOWS = 16
-"""Whose code a thread of a kernel has one after another."""
+"""The maximum number of windows per element, which a kernel's thread unrolls."""
 
 
 def generate_pool_gradients(graph: Graph, rules: Rules) -> Graph:
-    """The graph with the gradients of channels_last's maxima computed by kernels of the backend.
+    """Computes gradients of channels_last max pools by kernels of the backend.
 
-    Safe: the same gradients are added in the order in which eager adds them.
+    Safe: the kernel adds the same gradients in eager's order.
     """
     nodes = [_generated(node, rules) or node for node in graph.nodes]
     return graph if nodes == graph.nodes else replace(graph, nodes=nodes)
@@ -353,7 +351,7 @@ def _generated(node: Node, rules: Rules) -> Node | None:
 
 
 def _as_it_lies(operand: Operand) -> Value | None:
-    """The value of an operand that shows channels in their place where they lie behind."""
+    """The value of an NCHW operand that is stored as dense NHWC; ``None`` for other layouts."""
     shape = tuple(operand.shape[axis] for axis in (0, 2, 3, 1))
     seen, wanted = operand.view, permute(dense(shape), _TO_FRONT)
     is_all = math.prod(shape) == operand.value.numel and seen.offset == wanted.offset

@@ -1,30 +1,27 @@
-"""Forms of matrix products: a product -> one that is split, padded, widened or accumulated.
+"""Variants of matrix products: a product → split, padded, widened or accumulated.
 
-Accumulation: a sum of two products → the later product, added onto the earlier one in its memory.
-Where an input feeds several products (the query, key and value of an attention), its gradient is a sum of products. A
-product that starts from what is there saves writing its own result and reading both.
+Accumulation: a sum of two products → the later product, added onto the earlier one in place. If an input feeds several
+products (the query, key and value of an attention), its gradient is a sum of products. A product that accumulates
+saves writing its own result and reading both. The order of additions, hence rounding, differs from a sum of finished
+products, and depends on the terms' other consumers. So this is for functions that need not have the same bits whatever
+is saved: backwards (see :func:`bridge.compile.compile_function`).
 
-Rounding differs from that of a sum of finished products by the order of the additions, and whether a sum is made this
-way depends on who else reads its terms. So this is for functions whose results need not be the same bits whatever is
-captured: backwards (see :func:`bridge.compile.compile_function`).
+Split products: a product of few rows → a batch of products of parts of its inner axis, added up. The product is too
+small to fill a GPU, and later kernels wait for it. cuBLAS also splits the inner axis, but adds up the partials in a
+kernel of its own; here the consumers of the product add them. The sum's order, hence rounding, changes; partials of a
+half type are float32, and their sum is rounded once, as in one product.
 
-Split products: a product of few rows → a batch of products of parts of its inner axis, added up.
-Such a product is too small to fill a GPU, and what comes next waits for it. cuBLAS splits the inner axis itself, and
-adds the parts up in a kernel of its own; here who reads the product adds them up. A sum's order changes, by rounding;
-parts of a half type are float32, and their sum is rounded once, as in one product.
+Padded products: a large product of misaligned rows → a part of a product of matrices padded with zeros. A GPU's library
+has full-speed kernels for matrices whose extents along memory are multiples of 16 bytes, and slow ones for others: with
+a vocabulary of 30522 words a language model's head takes up to three times as long (an H200, bfloat16 and TF32). The
+zeros add zeros to a sum, and the extra rows and columns have no consumer. The producer of a matrix writes it padded
+where it can (:class:`~bridge.compile.loop_ir.graph.Pad`), once for all products; consumers of the result read a part
+of a wider one.
 
-Padded products: a large product whose rows begin anywhere → a part of one of matrices with zeros behind.
-A GPU's library has kernels of full speed for matrices whose extents along memory are multiples of 16 bytes, and slow
-ones for others: of a vocabulary of 30522 words the products of a language model's head take up to three times as long
-(an H200, bfloat16 and TF32). The zeros add zeros to a sum, and nobody reads the rows and columns that they make.
-
-The kernel that makes a matrix writes it in its padded form where it can (:class:`~bridge.compile.loop_ir.graph.Pad`),
-once for all products that read it. What reads the result reads a part of a wider one.
-
-Wide gradients: a gradient's product or sum in a half type that is cast to float32 → one with a float32 result.
-Both are summed in float32 in either case; what is left out is the rounding to the half type, the memory that it is
-stored in and the kernel that casts it. So the gradients of autocast's weights and biases come out more exact than
-eager's. This is for gradients alone: whatever a forward computes is rounded where eager rounds it.
+Wide gradients: a gradient's half-type product or sum that is cast to float32 → one with a float32 result. Both are
+summed in float32 in either case; this saves the rounding to the half type, its memory and the casting kernel. So the
+gradients of autocast's weights and biases are more exact than eager's. For gradients alone: the values of a forward are
+rounded where eager rounds them.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ __all__ = ["WIDE", "accumulate", "pad_products", "split_products", "widen_gradie
 
 
 def accumulate(graph: Graph) -> Graph:
-    """The graph with sums of two products that nothing else reads made by the later product."""
+    """Lets the later of two products add onto the earlier one, if their sum is the only consumer of both."""
     readers = Counter(
         operand.value for node in graph.nodes for operand in node.operands if isinstance(operand, Operand)
     )
@@ -87,7 +84,7 @@ def accumulate(graph: Graph) -> Graph:
 def _terms(
     node: Node, nodes: list[Node], position: dict[Value, int], readers: Counter[Value]
 ) -> tuple[Value, Value] | None:
-    """The products that an addition adds, the one that is made first before the other."""
+    """The products that an addition adds, the earlier one first; ``None`` for other nodes."""
     if type(node) is not Pointwise or node.op != "add":
         return None
     for operand in node.operands:
@@ -101,11 +98,11 @@ def _terms(
 
 
 def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: bool = False) -> Graph:
-    """A neutral graph with its products in so many parts as ``parts`` says; the same one if that is one.
+    """Splits each product of a layout-agnostic graph into ``parts(shape)`` partials; 1 leaves a product whole.
 
     Args:
-        is_step: of a loop, whose products are split where a kernel that reads one can make the sum. Elsewhere the shape
-            alone decides: a backward may compute a product again, and the numbers are to be the same.
+        is_step: the graph is a loop's body: split only if a consumer's kernel can make the sum. Elsewhere the shape
+            alone decides, so that a backward that recomputes a product gets the same numbers.
     """
     readers: defaultdict[Value, list[Node | LayoutAgnostic]] = defaultdict(list)
     for node in graph.nodes:
@@ -124,7 +121,7 @@ def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: 
 
 
 def _is_added_up_by_readers(readers: Sequence[Node | LayoutAgnostic]) -> bool:
-    """Whether a kernel that reads the product can make the sum; it stores that where it is a result, too."""
+    """Whether a consumer's kernel can make the sum, and store it for other uses."""
     return not (any(isinstance(each, MatMul) for each in readers) or all(isinstance(each, Result) for each in readers))
 
 
@@ -173,11 +170,11 @@ def _split(node: MatMul, count: int) -> list[Node | LayoutAgnostic]:
 
 
 def pad_products(graph: Graph, unit: Callable[[ProductShape], int]) -> Graph:
-    """A neutral graph with its products of matrices padded; the same one if there are none to be.
+    """Pads matrix products of a layout-agnostic graph; returns the same graph if none needs it.
 
     Args:
-        unit: of a product for the sample's sizes, numbers of which extents along memory had better be multiples; 1: any
-            will do.
+        unit: a product's class at the sample's sizes → the unit of which extents along memory should be multiples; 1:
+            no preference.
     """
     walk = _Walk(graph, unit)
     for node in graph.nodes:
@@ -213,7 +210,7 @@ class _Walk:
             made = whole(part)
 
     def _wide(self, node: MatMul) -> tuple[Dim, Dim, Dim] | None:
-        """The extents of a product that is to be padded: rows, inner ones, columns."""
+        """The padded extents ``(m, k, n)`` of a product; ``None``: not padded."""
         if len(node.a.shape) != 2 or len(node.b.shape) != 2 or not (node.a.is_whole and node.b.is_whole):
             return None
         (m, k), n = node.a.shape, node.b.shape[1]
@@ -228,7 +225,7 @@ class _Walk:
         return tuple(-(-each // unit) * unit if name in along_memory else each for name, each in extents.items())
 
     def _matrix(self, operand: Operand, extents: tuple[Dim, Dim]) -> Operand:
-        """The matrix, or the transpose of one that lies by rows, with zeros behind."""
+        """The padded matrix; for the transpose of a row-major matrix, the transpose of its padded source."""
         if operand.value not in self._turned:
             return self._with_zeros(operand, extents)
         source = self._with_zeros(self._turned[operand.value], extents[::-1])
@@ -239,7 +236,7 @@ class _Walk:
         return whole(out)
 
     def _row(self, bias: Operand, columns: Dim) -> Operand:
-        """A vector with zeros behind."""
+        """A vector with zeros appended."""
         (count,) = bias.shape
         if count == columns:
             return bias
@@ -266,7 +263,7 @@ _NAMES = {"mm": "mm_wide"}
 
 
 def widen_gradients(graph: Graph, rules: Rules, widened: Collection[str], grad_outs: int) -> Graph:
-    """The graph with products and sums that nothing reads but casts to ``widened`` types, then :data:`WIDE`, made wide.
+    """Gives products and sums a :data:`WIDE` result if their only consumer casts them to it, perhaps via ``widened``.
 
     ``grad_outs``: see :class:`~bridge.compile.options.CompileOptions`.
     """
@@ -290,7 +287,7 @@ def widen_gradients(graph: Graph, rules: Rules, widened: Collection[str], grad_o
         if place is not None and node.out.dtype == WIDE:
             wide = node.out if read.is_whole else Value(node.out.name, read.value.shape, WIDE)
             nodes[place] = _wide(nodes[place], wide)
-            if not read.is_whole:  # of a product with zeros behind its rows
+            if not read.is_whole:  # a product with padded rows
                 nodes.append(Pointwise("copy", (Operand(wide, read.view),), node.out))
             continue
         if place is not None and isinstance(nodes[place], Reduction) and node.out.dtype in widened:
@@ -304,7 +301,7 @@ def widen_gradients(graph: Graph, rules: Rules, widened: Collection[str], grad_o
 
 
 def _has_wide_form(node: LibraryCall) -> bool:
-    """Whether the library has this product with a float32 result; one of nothing is left as it is."""
+    """Whether the library has this product with a float32 result; leaves empty products alone."""
     return node.name in _NAMES and not any(same(operand.value.numel, 0) for operand in node.operands)
 
 
@@ -315,7 +312,7 @@ def _wide(node: LibraryCall | Reduction, out: Value) -> Node:
 
 
 def _cast(node: Node) -> Operand | None:
-    """What a node casts, element for element: a value as it lies, or its first rows."""
+    """The operand that a node casts element for element, a dense value or its first rows; ``None`` for other nodes."""
     if type(node) is not Pointwise or node.op != "astype":
         return None
     (operand,) = node.operands

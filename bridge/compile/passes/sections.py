@@ -1,24 +1,22 @@
-"""Sections: slices, concatenations and what is computed in parts -> reads and writes of a larger buffer in place.
+"""Sections: slices, concatenations and values that are made in parts → reads and writes of a larger buffer in place.
 
-Sections: operands of a concatenation that cheap arithmetic made → the arithmetic inside their section.
-The gates of an LSTM's gradient, the halves of a rotary embedding: each is computed where the concatenation puts it, and
-never stored by itself. A small concatenation, for which a launch takes longer than all its arithmetic, is computed from
-what other than point-wise nodes have made, whatever that takes.
+Sections: operands of a concatenation made by cheap arithmetic → the arithmetic inside their section. Each gate of an
+LSTM's gradient, or half of a rotary embedding, is computed where the concatenation puts it, and never stored by itself.
+A small concatenation, whose launch takes longer than its arithmetic, recomputes all point-wise producers.
 
-Sections in place: a concatenation of what kernels compute, for readers in memory → stored by who computes it.
-The gradients of an LSTM's gates, of query, key and value: a product reads them side by side. The kernel that computes
-them stores each in its section, and there is no pass over memory that puts them together. The same elements, as they
-are rounded in any case. Where a kernel reads the concatenation, its own sections stay: it needs no memory at all.
+Sections in place: a concatenation of kernels' results, for consumers in memory → stored by the producing kernel. A
+product reads the gradients of an LSTM's gates, or of query, key and value, side by side. The kernel that computes them
+stores each in its section, with the same rounding, and no further pass over memory joins them. A concatenation that a
+kernel reads stays: it needs no memory at all.
 
-Slices: a slice of the result of cheap arithmetic → the arithmetic on slices of its operands.
-Example: ``exp(y[:, :4])`` and ``z + y[:, 4:]`` are the readers of ``y = x * s``: two products of halves, and ``y`` is
-dead. Where slices are all that is read of a value, and no element twice, any arithmetic is computed on them: the gates
-of an LSTM are added up in the kernel that applies their activations.
+Slices: a slice of the result of cheap arithmetic → the arithmetic on slices of its operands. Example: ``exp(y[:, :4])``
+and ``z + y[:, 4:]`` read ``y = x * s``: two products of halves, and ``y`` is dead. If only slices of a value are read,
+and no element twice, any arithmetic is computed on them: the kernel that applies an LSTM's activations adds up its
+gates.
 
-Parts apart: loops that read parts of a concatenation → they read the tensors that it would be made of.
-The backward of a loop reads its states before the steps: the first one, and behind it those that the forward has
-stacked, but for the last. The step that is run last reads the first one. It reads that where it lies, and all other
-steps what the forward has stacked, so that nothing is put together. The same elements are read.
+Separate parts: loops that read a concatenation in parts → they read its operands. The backward of a loop reads the
+state before each step: the first state, then the forward's stacked states except the last. The last executed step reads
+the first state in its own memory, all other steps the forward's stack, and the concatenation is never made.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ __all__ = ["Placed", "place_sections", "read_parts_apart", "recompute_sections",
 
 
 def recompute_sections(graph: Graph, rules: Rules) -> Graph:
-    """The graph with concatenations of what they are made of by a few operators of cheap arithmetic each."""
+    """Recomputes cheap operands of concatenations, a few operators deep, inside their sections."""
     producers, nodes = Producers(rules.limits), []
     for node in graph.nodes:
         if isinstance(node, Concat):
@@ -73,7 +71,7 @@ def recompute_sections(graph: Graph, rules: Rules) -> Graph:
 
 
 class _Sections:
-    """The operands of one concatenation; they are constant along the axis of the sections."""
+    """Recomputes the operands of one concatenation; operands are constant along the sections' axis."""
 
     def __init__(self, concat: Concat, producers: Producers) -> None:
         self.nodes: list[Node] = []
@@ -87,7 +85,7 @@ class _Sections:
         )
 
     def computed(self, operand: Operand | Scalar, depth: int) -> Operand | Scalar:
-        """The operand, or the result of what made it, computed for all sections alike."""
+        """The operand, or its cheap producer recomputed up to ``depth`` operators deep, for all sections alike."""
         producer = self._producers.cheap(operand.value) if depth and isinstance(operand, Operand) else None
         reads = None if producer is None else box_of_arithmetic(producer, self._one(operand))
         if reads is None:
@@ -98,13 +96,13 @@ class _Sections:
         return whole(out)
 
     def _one(self, operand: Operand) -> Operand:
-        """The operand in one section."""
+        """The operand without the sections' axis."""
         view, axis = operand.view, self._axis
         shape, strides = ((*each[:axis], *each[axis + 1 :]) for each in (view.shape, view.strides))
         return Operand(operand.value, View(shape, strides, view.offset))
 
     def _in_all(self, read: Operand | Scalar) -> Operand | Scalar:
-        """The same elements in every section."""
+        """The operand with the sections' axis, constant along it."""
         if isinstance(read, Scalar):
             return Scalar(read.number, read.dtype, self._spread)
         strides = read.view.strides
@@ -113,7 +111,7 @@ class _Sections:
 
 
 class _Small(_Sections):
-    """A concatenation whose operands are computed by arithmetic alone; no value twice."""
+    """Recomputes all operands of a concatenation from arithmetic alone, each value once."""
 
     def __init__(self, concat: Concat, producers: Producers) -> None:
         super().__init__(concat, producers)
@@ -122,7 +120,7 @@ class _Small(_Sections):
         self._reads_kernels = False
 
     def all_computed(self, most: int) -> tuple[Operand | Scalar, ...] | None:
-        """The operands from at most so many operators; ``None`` if it takes more, or the results of a kernel."""
+        """The operands in at most ``most`` operators; ``None`` if more are needed, or a kernel's results are read."""
         computed = tuple(self.computed(operand, most) for operand in self._operands)
         return None if self._reads_kernels or not 0 < len(self.nodes) <= most else computed
 
@@ -146,7 +144,7 @@ class _Small(_Sections):
 
 
 def place_sections(graph: Graph, rules: Rules) -> Graph:
-    """The graph with such concatenations, of few sections, in the place of nodes that read their operands."""
+    """Stores concatenations of few sections directly from the kernels that compute their operands."""
     made = {node.out for node in graph.nodes if type(node) is Pointwise}
     by_kernels = {
         operand.value
@@ -163,7 +161,7 @@ def place_sections(graph: Graph, rules: Rules) -> Graph:
 
 
 def _placed(node: Concat, made: Collection[Value]) -> Sections | None:
-    """``None`` unless each section is all of a value that a kernel makes."""
+    """The in-place concatenation; ``None`` unless each section is a whole value that a kernel makes."""
     values = []
     for operand in node.operands:
         if isinstance(operand, Scalar) or operand.value not in made or not _is_all(operand, node):
@@ -173,7 +171,7 @@ def _placed(node: Concat, made: Collection[Value]) -> Sections | None:
 
 
 def _is_all(operand: Operand, node: Concat) -> bool:
-    """Whether a section reads all elements of a value in order."""
+    """Whether a section reads all elements of a value in memory order."""
     view, sections = operand.view, len(node.operands)
     if not same(operand.value.numel * sections, node.out.numel):
         return False
@@ -185,7 +183,7 @@ def _is_all(operand: Operand, node: Concat) -> bool:
 
 
 def recompute_slices(graph: Graph, rules: Rules) -> Graph:
-    """The graph with every slice of cheap arithmetic that point-wise nodes read computed by a node of its own, once."""
+    """Computes each slice of cheap arithmetic that point-wise nodes read by a node of its own, once."""
     slices = _Slices(rules, _sliced(graph))
     for node in graph.nodes:
         slices.add(node)
@@ -193,8 +191,8 @@ def recompute_slices(graph: Graph, rules: Rules) -> Graph:
 
 
 def _sliced(graph: Graph) -> set[Value]:
-    """Values of which point-wise nodes read slices, and nobody anything else, of no more elements than they have; and
-    what such values alone are made of."""
+    """Values of which only slices are read, by point-wise nodes and each element at most once on average; transitively
+    also values whose only consumers are sliced values."""
     readers: dict[Value, list[tuple[Node, Operand]]] = defaultdict(list)
     for node in graph.nodes:
         for operand in node.operands:
@@ -211,7 +209,7 @@ def _sliced(graph: Graph) -> set[Value]:
 
 
 def _count(readers: Sequence[tuple[Node, Operand]], counts: Mapping[Value, int]) -> int | None:
-    """How many elements of a value are read in slices, each slice once; ``None`` if one reads it in another way."""
+    """The number of elements read in slices, each slice once; ``None`` if there is another kind of consumer."""
     found: dict[Operand | Value, int] = {}
     for node, operand in readers:
         part = _part(operand)
@@ -225,7 +223,7 @@ def _count(readers: Sequence[tuple[Node, Operand]], counts: Mapping[Value, int])
 
 
 def _part(operand: Operand) -> Operand | None:
-    """What is read of a value, each element once; ``None`` if that is all of it, or no slice."""
+    """The elements of a value that an operand reads, each once; ``None`` if it reads all, or no slice."""
     view = views.without_broadcast(operand.view, len(operand.value.shape))
     # A few elements for each row or column would be a kernel of their own.
     if view is None or not same(operand.view.numel, view.numel):
@@ -248,7 +246,7 @@ class _Slices:
         self._producers.add(node)
 
     def _read(self, operand: Operand | Scalar, name: str) -> Operand | Scalar:
-        """The operand, or the same elements from a node that computes no others."""
+        """The operand, or its elements from a node that computes only them."""
         if isinstance(operand, Scalar):
             return operand
         part = _part(operand)
@@ -271,7 +269,7 @@ class _Slices:
 
 
 def read_parts_apart(graph: Graph, rules: Rules) -> Graph:
-    """A neutral graph with such loops, where nobody else reads the concatenation; the same one if there are none."""
+    """Lets loops read the parts of a concatenation without other consumers; the same graph if there are none."""
     most = rules.limits.concats.parts_apart
     if not most or not any(isinstance(node, LoopCall) for node in graph.nodes):
         return graph
@@ -286,7 +284,7 @@ def read_parts_apart(graph: Graph, rules: Rules) -> Graph:
 
 
 def _apart(call: LoopCall, made: dict[Value, Node | LayoutAgnostic], most: int) -> list[Node | LayoutAgnostic]:
-    """The nodes that take the place of a loop."""
+    """The nodes that replace a loop."""
     operands, before = list(call.operands), []
     apart, tensors = [], []
     for x in range(call.scan.xs):
@@ -305,7 +303,7 @@ def _apart(call: LoopCall, made: dict[Value, Node | LayoutAgnostic], most: int) 
 
 
 def _joined(operand: Operand, made: dict[Value, Node | LayoutAgnostic]) -> Join | None:
-    """The concatenation of two tensors, along the steps, that an operand is."""
+    """The concatenation of two tensors along the steps that makes an operand, or ``None``."""
     node = made.get(operand.value)
     while isinstance(node, Dense) and node.operand.is_whole:
         node = made.get(node.operand.value)
@@ -313,11 +311,11 @@ def _joined(operand: Operand, made: dict[Value, Node | LayoutAgnostic]) -> Join 
 
 
 class Placed:
-    """The nodes of a graph under construction, with the copies among them: equal ones are made once.
+    """The nodes of a graph under construction; makes equal copies once.
 
     Attributes:
         nodes: in order.
-        name: that of values made now.
+        name: the name of new values.
     """
 
     def __init__(self) -> None:
@@ -326,22 +324,22 @@ class Placed:
         self._copies: dict[Hashable, Operand] = {}
 
     def fresh(self, extents: Sequence[Dim], element_type: str) -> Value:
-        """A value to be a node's result."""
+        """A new value, for a node's result."""
         return Value(self.name, tuple(extents), element_type)
 
     def pointwise_copy(self, operand: Operand | Scalar) -> Operand:
-        """The operand's elements in order, in a value that nothing else shares."""
+        """A contiguous copy of the operand that nothing else shares."""
         return self._add_copy(operand, self.fresh(operand.shape, operand.dtype))
 
     def copy(self, operand: Operand | Scalar, out: Value | None = None) -> Operand:
-        """The operand's elements in order; ``out`` is the value that holds them if they are not there yet."""
+        """A contiguous copy of the operand, made once; ``out``: the value for a new copy."""
         key = (operand, str(operand.number)) if isinstance(operand, Scalar) else operand  # 0.0 equals -0.0
         if key not in self._copies:
             self._copies[key] = self._add_copy(operand, out or self.fresh(operand.shape, operand.dtype))
         return self._copies[key]
 
     def copied(self, operand: Operand | Scalar) -> Operand | None:
-        """The copy of an operand's elements in order, if one was made."""
+        """An existing contiguous copy of an operand, or ``None``."""
         return self._copies.get(operand) if isinstance(operand, Operand) else None
 
     def _add_copy(self, operand: Operand | Scalar, out: Value) -> Operand:
@@ -349,7 +347,7 @@ class Placed:
         return whole(out)
 
     def dense(self, operand: Operand | Scalar) -> Operand:
-        """A value of its own that holds the operand's elements in order, unless it already is one."""
+        """The operand if it is a whole value in memory order; otherwise a copy."""
         return operand if is_all_of_a_value(operand) else self.copy(operand)
 
     def expand(self, operand: Operand, extents: Sequence[Dim]) -> Operand:
@@ -363,5 +361,5 @@ class Placed:
 
 
 def is_all_of_a_value(operand: Operand | Scalar) -> bool:
-    """Whether the operand reads all elements of a value in the order in which they lie."""
+    """Whether the operand reads all elements of a value in memory order."""
     return isinstance(operand, Operand) and operand.is_whole
