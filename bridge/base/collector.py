@@ -3,7 +3,7 @@
 Python collects whenever enough objects have been made, and each full collection walks through all objects of the
 process: with torch, TVM and transformers imported that took a sixth of the time of adding a model, and found nothing.
 
-The C library's heap: free pages that it keeps → given back to the system.
+C library's heap: its free pages → returned to the system.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Any
 __all__ = ["are_frozen", "collection_paused", "give_back_pages", "only_new_objects_collected"]
 
 #: Python 3.12 counts its immortal objects (375 tuples of builtin types) as frozen after every full collection.
-#: Whoever freezes objects freezes the interpreter's thousands too.
+#: A user's ``gc.freeze`` freezes the interpreter's thousands of objects as well.
 _IMMORTAL = 1000 if sys.version_info[:2] == (3, 12) else 0
 
 _OURS: list[bool] = []
-"""One for each stretch of work whose objects are frozen by :func:`only_new_objects_collected`."""
+"""One for each active :func:`only_new_objects_collected`, which has frozen the older objects."""
 
 
 def _has_frozen() -> bool:
-    """Whether somebody has frozen objects himself; takes as long as counting them."""
+    """Whether the user has frozen objects; counts all frozen objects."""
     return gc.get_freeze_count() > _IMMORTAL
 
 
 def are_frozen() -> bool:
-    """Whether :func:`only_new_objects_collected` has frozen the objects that there were before it."""
+    """Whether :func:`only_new_objects_collected` has frozen the objects from before it."""
     return bool(_OURS)
 
 
 @contextmanager
 def only_new_objects_collected() -> Iterator[None]:
-    """While active, collections pass over the objects that there were before; garbage among them goes afterwards.
+    """While active, collections pass over older objects; garbage among them is collected afterwards.
 
-    Where somebody has frozen objects himself (before a fork, say), nothing changes: they could not be told apart.
+    Does nothing where the user has frozen objects (before a fork, say): unfreezing would release those as well.
     """
     if _has_frozen():
         yield
@@ -56,10 +56,10 @@ def only_new_objects_collected() -> Iterator[None]:
 
 @contextmanager
 def collection_paused(*, objects_stay: bool = False) -> Iterator[None]:
-    """While active, nothing is collected: around imports, whose objects stay.
+    """While active, nothing is collected: for imports, whose objects stay alive.
 
-    ``objects_stay``: inside of :func:`only_new_objects_collected` they are passed over, too; the next collection would
-    walk through all of them.
+    ``objects_stay``: inside of :func:`only_new_objects_collected`, freezes the new objects as well; otherwise the next
+    collection would walk through all of them.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -73,10 +73,10 @@ def collection_paused(*, objects_stay: bool = False) -> Iterator[None]:
 
 
 def give_back_pages() -> None:
-    """Gives back the whole pages that are free, where the C library can (glibc); they are in between others' memory.
+    """Returns the heap's free pages, also those between used ones, to the system, where the C library can (glibc).
 
-    A tensor that is freed leaves a hole. The small objects that live on, nodes of autograd's graph, take its beginning,
-    and the next tensor of the size does not fit: a loop without a single tensor that stays fills the memory with holes.
+    A freed tensor leaves a hole. Small objects that stay alive (nodes of autograd's graph) take its beginning, and the
+    next tensor of that size does not fit: a loop that keeps no tensor still fills the memory with holes.
     """
     if (trim := _trim()) is not None:
         trim(0)

@@ -1,12 +1,12 @@
-"""Devices: those of a call's tensors → the one that the call is captured, lowered and compiled for.
+"""Devices: the devices of a call's tensors → the device that the call is captured, lowered and compiled for.
 
 Constants are computed on the host. A thread that captures or lowers a call works for the device of the call's tensors
-(:func:`working_for`): its autocast is the one that counts.
+(:func:`working_for`), and uses that device's autocast.
 
-Default device (``torch.set_default_device``, ``with torch.device(...)``) → one value to compare; kept to forward.
+Default device (``torch.set_default_device``, ``with torch.device(...)``): one comparable value, limited to forward.
 
-torch has a function mode that gives a device to every factory that is called without one, whoever calls it. A capture
-runs forward with the mode, and its own work, constants of the host among it, without.
+torch's function mode gives this device to every factory called without one, from any code. A capture runs forward with
+the mode, and its own work (constants of the host, say) without it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ += ["function_modes", "function_modes_aside", "may_be_on_host", "name_of
 HOST = torch.device("cpu")
 
 TYPES = ("cpu", "cuda")
-"""Types of devices that there is a backend for."""
+"""Types of devices with a backend."""
 
 _CURRENT = ContextVar("bridge_device", default=HOST)
 
 
 def current_device() -> torch.device:
-    """The device of the call that this thread captures or lowers; the host where it does neither."""
+    """The device of the call that this thread captures or lowers; the host outside of a capture or lowering."""
     return _CURRENT.get()
 
 
 @contextmanager
 def working_for(device: torch.device) -> Iterator[None]:
-    """A context in which :func:`current_device` is the given one."""
+    """While active, :func:`current_device` is the given one."""
     token = _CURRENT.set(device)
     try:
         yield
@@ -55,7 +55,7 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
 
 
 def may_be_on_host(tensor: torch.Tensor) -> bool:
-    """Whether an argument beside a GPU's tensors may lie on the host: integers of one dimension or more."""
+    """Whether an argument may lie on the host beside a GPU's tensors: integers of one dimension or more."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return not is_number and tensor.dim() > 0
 
@@ -64,12 +64,12 @@ _WORKED_FOR = "current"
 
 
 def name_of(device: torch.device) -> str:
-    """A device's name in what is kept: the GPU that this thread works for has the same name on every rank."""
+    """A device's name on disk: the GPU that this thread works for has the same name on every rank."""
     return _WORKED_FOR if device == current_device() != HOST else str(device)
 
 
 def device_named(name: str) -> torch.device:
-    """The device that :func:`name_of` gave this name, for a thread that works for another one of the kind."""
+    """The device named by :func:`name_of`, for a thread that may work for another GPU."""
     return current_device() if name == _WORKED_FOR else torch.device(name)
 
 
@@ -81,9 +81,9 @@ _push: Callable[[Any], None] = find("torch._C._push_on_torch_function_stack")
 
 
 def function_modes() -> int | torch.device:
-    """0 if no torch function mode changes anything; the default device if nothing else does; else how many there are.
+    """0 for no effective torch function mode; the default device, if no other mode is active; else the number of modes.
 
-    The host as the default device is as none.
+    The host as the default device counts as none.
     """
     count = len_function_stack()
     if not count:
@@ -95,19 +95,19 @@ def function_modes() -> int | torch.device:
 
 
 def _default_device(count: int) -> torch.device | None:
-    """That of so many modes, if all of them give one: what the last says, the others find said already."""
+    """The innermost default device, if all ``count`` modes are default devices; it overrides the outer ones."""
     modes = [_stack_at(place) for place in range(count)]
     if not modes or not all(isinstance(mode, _DeviceContext) for mode in modes):
         return None
     device = modes[-1].device
-    if device.type == "cuda" and device.index is None:  # the current one, which fake tensors do not ask for
+    if device.type == "cuda" and device.index is None:  # the current one, which fake tensors do not look up
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 @contextmanager
 def default_device_of_forward() -> Iterator[None]:
-    """While active, the default device is that of the user's code alone: not of ours, nor of what traces it."""
+    """While active, the default device applies only to the user's code: not to this package or torch's tracers."""
     count = len_function_stack()
     device = _default_device(count)
     if device is None:
@@ -133,9 +133,9 @@ def function_modes_aside() -> Iterator[None]:
 
 
 class _OfForward(_DeviceContext):
-    """A default device that looks who calls.
+    """A default device that applies only to calls from forward.
 
-    It is torch's own kind, since ``with torch.device(...)`` inside forward takes the place of that.
+    A subclass of torch's own mode: ``with torch.device(...)`` inside forward replaces it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -146,18 +146,18 @@ class _OfForward(_DeviceContext):
 
 
 _PASSES_ON = frozenset({"_any", "_watched", "_called", "called", "_in_form", "call"})
-"""Functions of a capture's function mode that call a function of forward's."""
+"""Functions of a capture's function mode that call one of forward's functions."""
 
 
 def _is_of_forward(frame: FrameType | None) -> bool:
-    """Whether a function is the user's, or one of torch's that eager runs, too; other modes stand in between."""
+    """Whether a frame is the user's, or one of torch's that eager runs as well; looks past other modes' frames."""
     while frame is not None and _passes_on(frame.f_code):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(_NOT_OF_FORWARD)
 
 
 def _passes_on(code: CodeType) -> bool:
-    """Whether a function calls what another one has called, in the place of that."""
+    """Whether a function forwards an intercepted call."""
     if code.co_name == "__torch_function__":
         return True
     return code.co_name in _PASSES_ON and code.co_filename.startswith(_CAPTURE)
@@ -174,4 +174,4 @@ _NOT_OF_FORWARD = (
     *(os.path.join(_PACKAGES, package, "") for package in ("bridge", "autodiff", "partition")),
     *(os.path.join(_TORCH, part) for part in _TRACERS),
 )
-"""What works on forward and is none of it: this package, and what of torch only traces."""
+"""Folders of code that works on forward without being part of it: this package and torch's tracers."""

@@ -1,6 +1,6 @@
-"""Errors: what can go wrong, in the user's terms and with the user's line.
+"""Errors: refusals and failures in the user's terms, with the user's source line.
 
-Guard failure: which condition of an entry a call does not meet, in words for the user.
+Guard failure: the condition of an entry that a call does not meet, in words for the user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ += ["from_user_code", "is_out_of_memory", "is_pythons_file", "is_refused
 __all__ += ["TORCH_DIR", "refused_by_eager", "swallowed", "user_line"]
 
 TORCH_DIR = os.path.join(os.path.dirname(torch.__file__), "")
-"""With what ends a folder's name: ``torch_geometric`` lies beside it."""
+"""Ends with a separator: ``torch_geometric`` lies beside it."""
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = ("bridge", "autodiff", "partition")
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -31,13 +31,13 @@ _OWN = tuple(os.path.join(_ROOT, package, "") for package in _PACKAGES)
 
 @dataclass(frozen=True)
 class Unsupported:
-    """One thing in a module that cannot be dispatched exactly.
+    """A part of a module that cannot be dispatched exactly.
 
     Attributes:
         op: the operator or construct, as in ``"aten.linalg_eigh.default"``.
-        where: the user's source line (``file:line: code``), or the module path when no line is known.
-        reason: what is not handled.
-        hint: what the user can do about it.
+        where: the user's source line (``file:line: code``), or the module path if no line is known.
+        reason: the behaviour that is not handled.
+        hint: a remedy for the user.
     """
 
     op: str
@@ -50,15 +50,15 @@ class Unsupported:
 
 
 class UnsupportedModule(RuntimeError):
-    """A module that cannot be dispatched exactly; the module is as it was.
+    """A module that cannot be dispatched exactly; the module is left as it was.
 
     Attributes:
-        ops: each :class:`Unsupported` thing that stood in the way, in program order.
-        cause: what torch raised while the module was traced, with its own chain and traceback; ``None`` where this
-            package found what stood in the way. ``BRIDGE_LOGS=+dispatch`` shows it.
+        ops: each :class:`Unsupported` part, in program order.
+        cause: torch's error from tracing the module, with its chain and traceback; ``None`` where this package found
+            the unsupported part. ``BRIDGE_LOGS=+dispatch`` shows it.
 
     Args:
-        what: was to be done with it.
+        what: the attempted action, as a participle for the message.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class UnsupportedModule(RuntimeError):
 
     @property
     def is_of_draws(self) -> bool:
-        """Whether draws may decide what its code does: the modules inside can be dispatched all the same."""
+        """Whether a random draw may decide the control flow; its submodules can still be dispatched."""
         return any(each.reason.startswith(BY_DRAWS) for each in self.ops)
 
     @property
     def is_of_numbers(self) -> bool:
-        """Whether it is for numbers in tensors that decide, and may not be where counts are sizes that vary."""
+        """Whether numbers in tensors decide the control flow; with dynamic counts they may not."""
         return any(BY_NUMBERS in each.reason for each in self.ops)
 
 
@@ -90,11 +90,11 @@ BY_DRAWS = ("a random draw decides", "draws from a generator that is not torch's
 
 
 class CacheNotFilled(UnsupportedModule):
-    """A module whose forward makes tensors at its first call and keeps them; once eager has, it may be dispatched."""
+    """A module whose first forward makes tensors and keeps them; after one eager call it may be dispatched."""
 
 
 CALL_BEFORE = "call the module once before; add_tvm_dispatch without a sample compiles its second call"
-"""What helps then."""
+"""The remedy for :class:`CacheNotFilled`."""
 
 
 class CompilationError(RuntimeError):
@@ -116,7 +116,7 @@ class DispatchMiss(RuntimeError):
 
 
 def refused_by_eager(error: Exception) -> Exception:
-    """``error``, known from now on as what PyTorch itself raises for the call, with or without a dispatch."""
+    """Marks an error that PyTorch itself raises for the call, with or without a dispatch; returns it."""
     error._refused_by_eager = True
     return error
 
@@ -126,17 +126,16 @@ def is_refused_by_eager(error: Exception) -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out; torch raises a plain RuntimeError for the CPU's."""
+    """Whether memory ran out; torch raises a plain RuntimeError for the CPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def swallowed(error: Exception) -> None:
-    """Noted by a handler that goes on after any error: raises one that is a bug of this package's, in the test mode.
+    """Reports an error that its handler ignores; with ``BRIDGE_RAISE=1`` in the environment, raises it if it is a bug.
 
-    Such an error is none of this package's own classes, its code raised it, and no frame of a user's took part in it.
-    The test mode is ``BRIDGE_RAISE=1`` in the environment.
+    An error is a bug if its class is not this package's, this package's code raised it, and no user frame took part.
     """
     if os.environ.get("BRIDGE_RAISE") != "1" or type(error).__module__.partition(".")[0] in _PACKAGES:
         return
@@ -147,7 +146,7 @@ def swallowed(error: Exception) -> None:
 
 
 def from_user_code(error: Exception) -> Exception:
-    """``error`` with a traceback that begins at the first frame that is neither torch's nor ours, if there is one."""
+    """``error`` with a traceback that begins at the first user frame, if there is one."""
     frames = error.__traceback__
     while frames is not None and not is_user_file(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
@@ -156,7 +155,7 @@ def from_user_code(error: Exception) -> Exception:
 
 @cache
 def is_pythons_file(filename: str) -> bool:
-    """Whether a source file is of the standard library, in whose folder packages may lie that are none of it."""
+    """Whether a source file is of the standard library; packages installed inside its folder are not."""
     return filename.startswith(_STDLIB) and not any(each in filename for each in ("site-packages", "dist-packages"))
 
 
@@ -169,7 +168,7 @@ def is_user_file(filename: str) -> bool:
 
 
 def user_line(source: str | traceback.StackSummary | BaseException | None) -> str | None:
-    """``file:line: code`` of the innermost frame that is neither torch's nor ours, or ``None``.
+    """``file:line: code`` of the innermost user frame, or ``None``.
 
     Args:
         source: a formatted stack trace (``node.meta["stack_trace"]``), a stack, or an exception.
@@ -197,8 +196,8 @@ def _user_line_of_text(text: str) -> str | None:
     return next(told, None)
 
 
-#: The stages of a guard, in the order in which they are checked: the later one fails, the closer the call was.
-#: ``RUN``: the guard held, and the forward program found what differs.
+#: The stages of a guard, in the order of their checks: the later one fails, the closer the call was.
+#: ``RUN``: the guard held, and the forward program found the difference.
 INTERPRETER, STRUCTURE, ARGUMENTS, MODULE, RUN = range(5)
 
 
@@ -207,9 +206,9 @@ class GuardFailure(Exception):
 
     Attributes:
         stage: ``INTERPRETER``, ``STRUCTURE``, ``ARGUMENTS``, ``MODULE`` or ``RUN``.
-        field: what differs, without the values, as in ``"shape of args[0]"``.
+        field: the differing property, without the values, as in ``"shape of args[0]"``.
         reason: with the values, as in ``"shape of args[0]: compiled for (5, 6), called with (3, 6)"``.
-        tried: entries whose forward program found it in this call, one after the other.
+        tried: entries whose forward program found the difference in this call, in order.
     """
 
     def __init__(self, stage: int, field: str, detail: str = ""):

@@ -1,6 +1,6 @@
-"""torch's default generators: a device → the generator that its draws take numbers from.
+"""torch's default generators: a device → the generator of its draws.
 
-A CUDA generator is a seed and an offset, kept on the host: to read or to set them waits for no kernel.
+A CUDA generator is a seed and an offset, kept on the host: reading or setting them waits for no kernel.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["MOVING", "at_state", "default_generator", "generator_device", "gpus_
 __all__ += ["on_side_states", "own_at", "states_put_back"]
 
 MOVING = free_in_children(threading.RLock())
-"""Held while a GPU's generator is read and moved, or is elsewhere for a moment: of two threads here, one is first."""
+"""Held while a GPU's generator is read and moved, or temporarily set elsewhere."""
 
 
 def generator_device(device: torch.device) -> torch.device:
-    """The device whose default generator a draw on ``device`` takes numbers from, with its index."""
+    """The device whose default generator serves draws on ``device``, with its index."""
     if device.type != "cuda":
         return HOST
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
@@ -35,12 +35,12 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def offset_of(generator: torch.Generator) -> int | None:
-    """A GPU's generator → how far it has moved since it was seeded; the host's → ``None``, it has no such number."""
+    """A GPU generator's offset since its seeding; ``None`` for the host's generator, which has no offset."""
     return None if generator.device == HOST else generator.get_offset()
 
 
 def of_gpus() -> list[torch.Generator]:
-    """The default generators of all GPUs; none before CUDA is initialized, which this does not do."""
+    """The default generators of all GPUs; none before CUDA is initialized (this does not initialize it)."""
     return list(torch.cuda.default_generators) if torch.cuda.is_initialized() else []
 
 
@@ -51,7 +51,7 @@ def gpus_in_use() -> list[int]:
 
 @contextmanager
 def states_put_back(generators: Iterable[torch.Generator]) -> Iterator[None]:
-    """Generators are where they were behind what runs inside; what another thread draws meanwhile comes again."""
+    """Restores generator states at the end; draws of other threads meanwhile are drawn again."""
     states = [(generator, generator.get_state()) for generator in generators]
     try:
         yield
@@ -62,9 +62,9 @@ def states_put_back(generators: Iterable[torch.Generator]) -> Iterator[None]:
 
 @contextmanager
 def on_side_states(generator: torch.Generator, side: torch.Generator) -> Iterator[None]:
-    """While active, a default generator is where another one is; then that goes on from there, and it is put back.
+    """While active, a default generator has the state of ``side``; then ``side`` takes its state, and it is restored.
 
-    For operators that take no generator. What another thread draws from it meanwhile would come again.
+    For operators that take no generator. Draws of other threads meanwhile may be drawn again.
     """
     with MOVING:
         before = generator.get_state()
@@ -78,10 +78,9 @@ def on_side_states(generator: torch.Generator, side: torch.Generator) -> Iterato
 
 @contextmanager
 def at_state(generator: torch.Generator, seed: int, offset: int) -> Iterator[None]:
-    """While active, a GPU's generator is at this seed and offset; then it is put back.
+    """While active, a GPU's generator is at this seed and offset; restores it at the end.
 
-    For operators that take no generator. What another thread draws from it meanwhile is of this state, and does not
-    move it on.
+    For operators that take no generator. Draws of other threads meanwhile use this state, and do not advance it.
     """
     with MOVING:
         before = generator.initial_seed(), generator.get_offset()
@@ -93,7 +92,7 @@ def at_state(generator: torch.Generator, seed: int, offset: int) -> Iterator[Non
 
 
 def own_at(device: torch.device, state: torch.Tensor) -> torch.Generator:
-    """A generator of its own at a seed and an offset; on the host, where there are no offsets, seeded with both."""
+    """A new generator at a seed and an offset; on the host, which has no offsets, seeded with their sum."""
     seed, offset = state.tolist()
     if device.type == HOST.type:
         return torch.Generator().manual_seed((seed + offset) % 2**63)

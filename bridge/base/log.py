@@ -1,4 +1,4 @@
-"""Logs: what the compiler did and why, by channel.
+"""Logs: the compiler's actions and their reasons, by channel.
 
 Every message goes to a logger of the standard library, ``bridge.<channel>``, so an application's own configuration
 applies. The environment variable ``BRIDGE_LOGS`` switches channels on from outside, as ``TORCH_LOGS`` does:
@@ -8,7 +8,7 @@ applies. The environment variable ``BRIDGE_LOGS`` switches channels on from outs
 A channel by itself shows its one-line messages (INFO), ``+`` shows everything (DEBUG), ``-`` nothing below ERROR;
 ``all`` stands for every channel. :func:`set_logs` does the same from inside.
 
-Stopwatch: the seconds that logs and reports tell. What is chosen by seconds is chosen in :mod:`bridge.trials`.
+Stopwatch: the seconds in logs and reports. Choices by measured time are made in :mod:`bridge.trials`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CHANNELS", "Stopwatch", "channel", "set_logs"]
 
 VARIABLE = "BRIDGE_LOGS"
 
-#: What can be switched on, and what it tells (after ``;``: what ``+`` adds).
+#: The channels and their messages (after ``;``: the additional ones of ``+``).
 CHANNELS: Mapping[str, str] = {
     "passes": "a line for each pass: name, milliseconds, nodes before -> after; the IR after it",
     "partition": "what is saved for the backward and what is computed again; a reason for every tensor",
@@ -45,14 +45,14 @@ _FORMAT = "[%(name)s] %(message)s"
 
 
 class Stopwatch:
-    """Seconds since it was made."""
+    """Seconds since its creation."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        """So far."""
+        """The seconds so far."""
         return time.perf_counter() - self._begun
 
 
@@ -64,14 +64,14 @@ def channel(name: str) -> logging.Logger:
 
 
 def set_logs(text: str) -> None:
-    """Switches channels on and off; an empty text puts everything back to what the application configured.
+    """Switches channels on and off; an empty text restores the application's configuration.
 
     Args:
         text: comma-separated channels, each by itself (INFO), with ``+`` (DEBUG) or with ``-`` (ERROR). Capitals and
             a leading ``bridge.`` make no difference.
 
-    Messages go where the application sends its own, in its format; if it has configured no logging, to the standard
-    error stream. Channels that are not named stay as they are.
+    Messages go to the application's handlers, in its format; if it has configured no logging, to the standard error
+    stream. Channels that are not named stay as they are.
 
     Raises:
         ValueError: a channel that does not exist.
@@ -98,11 +98,11 @@ def _levels(text: str) -> dict[str, int]:
     return levels
 
 
-_HANDLER = "BRIDGE_LOGS"  # a name, since a module that is loaded again has another class
+_HANDLER = "BRIDGE_LOGS"  # a name, since a reloaded module has another class
 
 
 class _Handler(logging.StreamHandler):
-    """To the standard error stream of the moment, unless a handler of the application's takes the message."""
+    """Writes to the current standard error stream, unless a handler of the application takes the message."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -1,4 +1,4 @@
-"""Least recently used: a mapping of bounded number and cost; what was not asked for the longest leaves first."""
+"""LRU cache: a mapping with a bounded size and cost, which evicts the least recently used entries first."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 _LOCK = free_in_children(threading.Lock())
-"""Held while something is put in or left out, by whichever mapping: microseconds."""
+"""Held while any mapping inserts or evicts: microseconds."""
 
 
 class LeastRecentlyUsed(Generic[Key, Value]):
-    """Values by key. Threads may share it, and processes may fork: looking up takes no lock.
+    """Values by key. Threads may share it, and processes may fork: lookups take no lock.
 
     Args:
-        most: how many values are kept, at most.
-        budget: what they may cost together; the one that was put in last stays, whatever it costs.
+        most: the largest number of values.
+        budget: the largest total cost; the last inserted value stays at any cost.
 
     Example:
         >>> squares = LeastRecentlyUsed(2)
@@ -47,7 +47,7 @@ class LeastRecentlyUsed(Generic[Key, Value]):
         return held.value
 
     def put(self, key: Key, value: Value, cost: int = 0) -> Value:
-        """Keeps a value, and returns it; the one that there is already, if another thread was quicker."""
+        """Inserts a value and returns it; returns the existing value if another thread was faster."""
         with _LOCK:
             found = self._held.get(key)
             if found is not None:
@@ -60,13 +60,13 @@ class LeastRecentlyUsed(Generic[Key, Value]):
         return value
 
     def clear(self) -> None:
-        """Forgets all values; who uses one keeps it."""
+        """Forgets all values; values in use stay alive."""
         with _LOCK:
             self._held.clear()
             self.cost = 0
 
     def items(self) -> list[tuple[Key, Value]]:
-        """Keys and values, the latest used last."""
+        """Keys and values, the most recently used last."""
         with _LOCK:
             return [(key, self._held[key].value) for key in sorted(self._held, key=self._used)]
 

@@ -1,6 +1,6 @@
-"""MKL's packed products: a weight is laid out once for the processor's kernels, each product then reads it as it lies.
+"""MKL's packed matrix products: a weight is packed once for the processor's kernels, and each product reads it packed.
 
-By ctypes from the MKL that torch's library has inside. Where it has none, or hides it, there is nothing.
+Through ctypes, from the MKL inside torch's library; unavailable where that has no MKL or hides its symbols.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 __all__ = ["can_pack", "multiply_packed", "packed"]
 
 _ROW_MAJOR, _PLAIN, _TRANSPOSED, _PACKED, _SECOND = 101, 111, 112, 151, 162
-"""Of CBLAS: layout, operands as they lie, transposed, packed; which operand is packed."""
+"""CBLAS constants: row-major; operand as it is, transposed, packed; the second operand is packed."""
 
 _ALIGNED = 64
 """Bytes."""
@@ -22,7 +22,7 @@ _ALIGNED = 64
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The functions with their arguments; ``None`` where one of them is missing."""
+    """The functions with their signatures; ``None`` where one of them is missing."""
     try:
         found = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))))
         size, pack, compute = found.cblas_sgemm_pack_get_size, found.cblas_sgemm_pack, found.cblas_sgemm_compute
@@ -37,12 +37,12 @@ def _library() -> ctypes.CDLL | None:
 
 
 def can_pack() -> bool:
-    """Whether there are packed products here."""
+    """Whether packed products are available."""
     return torch.backends.mkl.is_available() and _library() is not None
 
 
 def packed(b: torch.Tensor, rows: int) -> torch.Tensor:
-    """``b`` (k × n, float32, dense or the transpose of a dense matrix) for products of so many rows: a vector."""
+    """``b`` (k × n, float32, dense or a dense matrix's transpose) packed for products of ``rows`` rows: a vector."""
     library, (k, n) = _library(), b.shape
     is_turned = b.stride(0) == 1
     size = library.cblas_sgemm_pack_get_size(_SECOND, rows, n, k)
@@ -56,8 +56,7 @@ def packed(b: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def multiply_packed(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """``out = a @ b`` for ``a`` (m × k, of dense rows) and ``out`` (m × n, dense); ``b`` is from :func:`packed`, for m
-    rows."""
+    """``out = a @ b``: ``a`` (m × k, dense rows), ``b`` from :func:`packed` for m rows, ``out`` (m × n, dense)."""
     (m, k), n = a.shape, out.shape[1]
     step = a.stride(0) if m > 1 else k
     _library().cblas_sgemm_compute(

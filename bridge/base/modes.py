@@ -1,8 +1,8 @@
-"""Modes of the interpreter: autocast's setting as one value; modes that a run leaves changed are put back.
+"""Modes of the interpreter: autocast's setting as one value; modes that a run leaves changed are restored.
 
-All modes that a guard compares are listed in :mod:`bridge.dispatch.guards.interpreter`.
+:mod:`bridge.dispatch.guards.interpreter` lists all modes that a guard compares.
 
-Replaced attributes: an owner and values by name → set while active, put back afterwards.
+Replaced attributes: (an owner, values by name) → set while active, restored afterwards.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _HOST, _CUDA = HOST.type, "cuda"
 
 
 def ambient_autocast() -> torch.dtype | None:
-    """The element type that autocast casts to where this is called; ``None`` if it is off.
+    """The dtype that autocast casts to here; ``None`` if it is off.
 
-    Autocast is that of :func:`bridge.base.devices.current_device`, here and below.
+    Here and below, autocast is that of :func:`bridge.base.devices.current_device`.
     """
     kind = current_device().type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def autocast_to(dtype: torch.dtype | None, *, cache_enabled: bool | None = None) -> torch.autocast:
-    """A context in which autocast casts to this type; ``None``: in which it is off."""
+    """A context in which autocast casts to this dtype; ``None``: in which it is off."""
     kind = current_device().type
     return torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=cache_enabled)
 
 
 def autocast_setting(kind: str = _HOST) -> torch.dtype | str | bool:
-    """All that matters of the autocast of a type of devices: ``False`` or what it casts to; in words if it caches none.
+    """A device type's autocast setting: ``False``, or the dtype that it casts to; a string if its cache is off.
 
-    Of the host's unless told otherwise.
+    By default the host's.
     """
     if not torch.is_autocast_enabled(kind):
         return False
@@ -51,11 +51,11 @@ def autocast_setting(kind: str = _HOST) -> torch.dtype | str | bool:
 
 
 cuda_autocast_setting = partial(autocast_setting, _CUDA)
-"""That of CUDA's."""
+"""CUDA's autocast setting."""
 
 
 def autocast_settings(kind: str) -> tuple[torch.dtype | str | bool, ...]:
-    """What the setting of a type of devices may be; any other that there is is one that is asked for by name."""
+    """The possible values of a device type's autocast setting, its present value first."""
     now = autocast_setting(kind)
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     return tuple(dict.fromkeys((now, False, *dtypes, *(_uncached(dtype) for dtype in dtypes))))
@@ -66,12 +66,12 @@ def _uncached(dtype: torch.dtype) -> str:
 
 
 distributions_validate: Callable[[], bool | None] = partial(getattr, Distribution, "_validate_args", None)
-"""Whether ``torch.distributions`` check their arguments unless told otherwise; Dynamo switches that off."""
+"""The default argument validation of ``torch.distributions``; Dynamo switches it off."""
 
 
 @contextmanager
 def modes_put_back() -> Iterator[list[str]]:
-    """Undoes what runs inside do to torch's modes and leave so, and collects the names of those modes."""
+    """Restores torch's modes that the code inside leaves changed, and yields the list of their names."""
     before = {mode: get() for mode, (get, _) in _SETTABLE.items()}
     changed: list[str] = []
     try:
@@ -93,7 +93,7 @@ _SETTABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """While active, the attributes of ``owner`` that ``values`` names have those values; a class inherits again."""
+    """While active, these attributes of ``owner`` have these values; afterwards, a class inherits again."""
     inherited = {name for name in values if isinstance(owner, type) and name not in vars(owner)}
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():

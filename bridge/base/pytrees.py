@@ -1,15 +1,15 @@
-"""Pytrees in words: the structure of a call's arguments → a name for each leaf, and how two structures differ.
+"""Pytrees in words: the structure of a call's arguments → a name for each leaf, and a description of differences.
 
-Picks: places → a function in C that takes the elements at these places of a sequence.
+Picks: positions → a function in C that takes the elements at these positions of a sequence.
 
 Python objects in arguments and results as pytree nodes: a dataclass, a cache → its attributes, and back.
 
-torch.export knows tuples, lists, dicts and what somebody registered. Objects of other classes that forward makes and
-returns are put into :class:`ObjectNode`, the one node type that is registered here: no class of the user's is. A
-rebuilt object has its class and its attributes, in their order; no ``__init__`` runs. That is what eager returns if
-the object was made by the call, and if its attributes hold nothing but tensors, plain values and objects like it;
-anything else is left as it is, and refused as a result. Whether the call made it, two runs tell: it is another object
-in each. An argument's plain attributes are leaves, as plain arguments are: an entry compares them one by one.
+torch.export knows tuples, lists, dicts and registered classes. Objects of other classes that forward makes and returns
+are put into :class:`ObjectNode`, the only node type registered here: no user class is. A rebuilt object has its class
+and its attributes, in their order; no ``__init__`` runs. It equals eager's result if the call made the object and its
+attributes hold only tensors, plain values and objects like it; any other object is left as it is, and refused as a
+result. Two runs tell whether the call made it: then they return different objects. An argument's plain attributes are
+leaves, as plain arguments are: an entry compares them one by one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _names(spec: pytree.TreeSpec, path: str) -> list[str]:
 
 
 def _keys(spec: pytree.TreeSpec) -> list[str]:
-    """How each child is taken from a node: ``"[0]"``, ``"['x']"`` or ``".x"``."""
+    """The path from a node to each child: ``"[0]"``, ``"['x']"`` or ``".x"``."""
     if spec.type is ObjectNode:
         _, attributes, layout, _ = spec.context
         names = [f".{name}" for name, _ in layout[:attributes]] + [f"[{name!r}]" for name, _ in layout[attributes:]]
@@ -70,7 +70,7 @@ def _dict_keys(spec: pytree.TreeSpec) -> list[Any] | None:
 
 
 def structure_difference(then: pytree.TreeSpec, now: pytree.TreeSpec) -> tuple[str, str]:
-    """What differs between two unequal structures of ``(args, kwargs)``, and how: both in words."""
+    """The differing place of two unequal structures of ``(args, kwargs)``, and the difference: both in words."""
     counts = then.child(0).num_children, now.child(0).num_children
     if counts[0] != counts[1]:
         return "number of positional arguments", f"compiled for {counts[0]}, called with {counts[1]}"
@@ -100,13 +100,13 @@ def _described(spec: pytree.TreeSpec) -> str:
 
 
 def picker(places: Sequence[int]) -> Callable[[Any], Sequence[Any]]:
-    """What takes the elements at these places of a list or tuple, as a sequence."""
+    """A function that takes the elements at these positions of a list or tuple, as a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
-#: Attributes of these types do not change: one value may be handed out at every call.
+#: Immutable attribute types: one value may be returned at every call.
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -114,12 +114,12 @@ _PLAIN = (
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value cannot change, and holds nothing else."""
+    """Whether a value is immutable and holds no other object."""
     return isinstance(value, _PLAIN)
 
 
 class WithWholes(NamedTuple):
-    """A result, and whole tensors that it has only parts of, which overlap: the caller gets views of these."""
+    """A result with overlapping parts of whole tensors, and these tensors: the caller receives views of them."""
 
     result: Any
     wholes: list[Any]
@@ -127,14 +127,14 @@ class WithWholes(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class ObjectNode:
-    """Stands for an object of a class that pytree does not know.
+    """Stands for an object of a class unknown to pytree.
 
     Attributes:
         kind: the object's class.
-        attributes: names and values of its attributes, packed.
+        attributes: its attributes by name, packed.
         items: its items, packed, if it is a dict.
-        value: the object itself; ``None`` once the node was flattened and put together again.
-        is_argument: whether plain values among its attributes and items are leaves, too.
+        value: the object itself; ``None`` after flattening and unflattening.
+        is_argument: whether plain attributes and items are leaves as well.
     """
 
     kind: type
@@ -144,7 +144,7 @@ class ObjectNode:
     is_argument: bool = False
 
     def make(self) -> Any:
-        """A new object like it."""
+        """A new object of the same class, attributes and items."""
         if self.kind is torch.Size:
             return torch.Size(self.attributes.values())
         builtin = next(base for base in self.kind.__mro__ if type(vars(base).get("__new__")) is BuiltinFunctionType)
@@ -152,7 +152,7 @@ class ObjectNode:
         own = getattr(made, "__dict__", {})
         for name, value in self.attributes.items():
             if inspect.ismemberdescriptor(getattr(self.kind, name, None)):  # a slot
-                object.__setattr__(made, name, unpacked(value))  # past what a frozen dataclass says
+                object.__setattr__(made, name, unpacked(value))  # bypasses a frozen dataclass
             else:
                 own[name] = unpacked(value)
         if isinstance(made, dict):
@@ -161,7 +161,7 @@ class ObjectNode:
 
 
 def _flatten(node: ObjectNode) -> tuple[list[Any], tuple]:
-    """All of an argument is a child, and so is an extent, which may vary; plain values of others are structure."""
+    """Children: all values of an argument; for a result, all but the plain values, which are part of the structure."""
     values = [*node.attributes.items(), *node.items.items()]
     plain = () if node.kind is torch.Size or node.is_argument else _PLAIN
     children = [value for _, value in values if not isinstance(value, plain)]
@@ -180,9 +180,9 @@ pytree.register_pytree_node(ObjectNode, _flatten, _unflatten, serialized_type_na
 
 
 def packed(value: Any, is_argument: bool = False) -> Any:
-    """A value with an :class:`ObjectNode` for each object that can be made anew; unchanged if there is none.
+    """A value with an :class:`ObjectNode` for each object that can be rebuilt; the value itself if there is none.
 
-    ``is_argument``: it is what a module is given: a ``torch.Size`` stays one, and is refused.
+    ``is_argument``: the value is an argument of a module; a ``torch.Size`` in it stays one, and is refused.
     """
     leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
     made_anew = [_is_object(leaf) or (_is_size(leaf) and not is_argument) for leaf in leaves]
@@ -197,7 +197,7 @@ packed_arguments: Callable[[Any], Any] = partial(packed, is_argument=True)
 
 
 def unpacked(result: Any) -> Any:
-    """The inverse of :func:`packed`, with new objects; the very result if it has no nodes."""
+    """The inverse of :func:`packed`, with new objects; the result itself if it has no nodes."""
     leaves, spec = pytree.tree_flatten(result, is_leaf=lambda value: isinstance(value, (ObjectNode, torch.Size)))
     if not any(isinstance(leaf, ObjectNode) for leaf in leaves):
         return result
@@ -205,13 +205,13 @@ def unpacked(result: Any) -> Any:
 
 
 def has_objects(spec: pytree.TreeSpec) -> bool:
-    """Whether a packed result's structure has nodes for objects."""
+    """Whether a packed result's structure has object nodes."""
     return spec.type is ObjectNode or any(has_objects(child) for child in spec.children())
 
 
 def _packed(leaf: Any, seen: set[int], is_argument: bool = False) -> Any:
-    """An object's node, whose attributes are packed; one that is there twice, or odd inside, stays what it is."""
-    if _is_size(leaf):  # pytree takes it for a tuple, and gives a tuple back
+    """An object's node with packed attributes; an object that occurs twice or holds unsupported values stays itself."""
+    if _is_size(leaf):  # pytree treats it as a tuple, and returns a tuple
         return ObjectNode(torch.Size, {str(axis): extent for axis, extent in enumerate(leaf)}, {})
     if not _is_object(leaf) or id(leaf) in seen:
         return leaf
@@ -220,7 +220,7 @@ def _packed(leaf: Any, seen: set[int], is_argument: bool = False) -> Any:
     node = ObjectNode(type(leaf), dict(_attributes(leaf)), items, leaf, is_argument)
     for values in (node.attributes, node.items):
         for name, value in values.items():
-            if is_argument and isinstance(value, type):  # no constant of a call
+            if is_argument and isinstance(value, type):  # not a constant of the call
                 return leaf
             if isinstance(value, _PLAIN):
                 continue
@@ -233,7 +233,7 @@ def _packed(leaf: Any, seen: set[int], is_argument: bool = False) -> Any:
 
 
 def objects_of(packed_result: Any) -> list[Any]:
-    """The objects that a packed result has nodes for."""
+    """The objects behind a packed result's nodes."""
     nodes = pytree.tree_leaves(packed_result, is_leaf=lambda value: isinstance(value, ObjectNode))
     found = [node for node in nodes if isinstance(node, ObjectNode)]
     own = [node.value for node in found if node.kind is not torch.Size]
@@ -245,7 +245,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether all that makes up a value is its class, its attributes and, of a dict, its items."""
+    """Whether class, attributes and, for a dict, items make up the whole value."""
     kind = type(value)
     if isinstance(value, (torch.Tensor, nn.Module, BaseException, ObjectNode, *_PLAIN)) or callable(value):
         return False
@@ -258,13 +258,13 @@ def _is_object(value: Any) -> bool:
 
 
 def _memory(kind: type) -> int:
-    """Bytes of an instance but for pointers to its attributes and to weak references, where they lie in it."""
+    """Bytes of an instance without its pointers to ``__dict__`` and to weak references."""
     pointers = (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ - pointers * struct.calcsize("P")
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of an object's attributes: in ``__dict__``, and the fields of a dataclass that has slots."""
+    """Names and values of an object's attributes: ``__dict__`` and a dataclass's slots."""
     yield from getattr(value, "__dict__", {}).items()
     if dataclasses.is_dataclass(value):
         own = getattr(value, "__dict__", {})

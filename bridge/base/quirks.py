@@ -1,7 +1,7 @@
-"""Quirks: what one operator or one version of torch, or one library, does that no rule covers → a table
+"""Quirks: exceptions of one operator, torch version or library that no rule covers → a table
 (``python -m bridge.quirks``).
 
-A quirk is declared where it is handled. When a new torch comes, this table says where to look.
+A quirk is declared at its handler. For a new torch, this table lists the places to check.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ __all__ = ["QUIRKS", "Quirk", "applies", "quirk", "table"]
 T = TypeVar("T")
 
 QUIRKS: list[Quirk] = []
-"""In the order in which their files were imported."""
+"""In the order of their files' imports."""
 
 
 @dataclass(frozen=True)
 class Quirk:
-    """One of them.
+    """An exception that a handler covers.
 
     Attributes:
-        operators: the functions or operators that it is about, as in ``"torch.istft"``.
-        reason: what torch does there, in a sentence.
+        operators: its functions or operators, as in ``"torch.istft"``.
+        reason: torch's behaviour, in a sentence.
         test: the test that fails without the handler: a file, or ``file::test``.
-        handler: dotted name of what handles it.
-        since, until: versions of torch for which it is needed: from ``since`` on, before ``until``; empty: no bound.
-        library: whose it is, if it is not torch's.
+        handler: dotted name of the handler.
+        since, until: versions of torch that need it: from ``since`` on, before ``until``; empty: no bound.
+        library: the library with this behaviour, if it is not torch.
     """
 
     operators: tuple[str, ...]
@@ -44,18 +44,18 @@ class Quirk:
 
     @property
     def versions(self) -> str:
-        """In words."""
+        """The versions, in words."""
         bounds = [f"from {self.since}"] * bool(self.since) + [f"before {self.until}"] * bool(self.until)
         return self.library or " ".join(bounds) or "all"
 
     @property
     def applies(self) -> bool:
-        """Whether it is needed with this version of torch."""
+        """Whether the present version of torch needs it."""
         return applies(self.since, self.until)
 
 
 def applies(since: str = "", until: str = "") -> bool:
-    """Whether this version of torch lies in a range."""
+    """Whether the present version of torch lies in a range."""
     now = TorchVersion(torch.__version__)
     return (not since or now >= TorchVersion(since)) and (not until or now < TorchVersion(until))
 
@@ -63,7 +63,7 @@ def applies(since: str = "", until: str = "") -> bool:
 def quirk(
     *operators: str, reason: str, test: str, since: str = "", until: str = "", library: str = ""
 ) -> Callable[[T], T]:
-    """A decorator of a handler, or of a function of another form: declares the quirk that it handles.
+    """A decorator of a handler: declares the quirk that it handles.
 
     Example:
         >>> @quirk("torch.istft", reason="asks for numbers on its way", test="tests/bridge/aten/test_any_operator.py")

@@ -1,4 +1,4 @@
-"""Session: what this process remembers of its work, by kind, in one object that can forget it."""
+"""Session: all in-memory caches of this process, by kind, in one object that can empty them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Cache = TypeVar("Cache", bound=_Clearable)
 
 
 class Session:
-    """The caches of a process. What only describes the machine, torch's version or a table of rules is none of them.
+    """The caches of a process, except constant facts: the machine's, torch's version's, tables of rules.
 
     Example:
         >>> session = Session()
@@ -27,22 +27,21 @@ class Session:
     """
 
     def __init__(self, *kinds: str) -> None:
-        self._caches: dict[str, list[_Clearable]] = {kind: [] for kind in kinds}  # whose rooms may be imported later
+        self._caches: dict[str, list[_Clearable]] = {kind: [] for kind in kinds}  # importers may come later
 
     def cache(self, kind: str, made: Cache) -> Cache:
-        """A cache that is one of the session's from now on."""
+        """Adds a cache to the session; returns it."""
         self._caches.setdefault(kind, []).append(made)
         return made
 
     def reset(self, *kinds: str) -> None:
-        """Empties the caches of these kinds, all of them if none is named; what is in use stays alive with its users.
+        """Empties the caches of these kinds, or all caches; entries in use stay alive.
 
-        ``"programs"`` have their kernels and the memory that no run is using with them; ``"choices"`` are what was
-        measured; ``"lowerings"`` calls that were lowered; ``"complaints"`` warnings that are said once; ``"stores"``
-        the disk cache by its settings.
+        ``"programs"``: programs, kernels and idle memory; ``"choices"``: results of measurements; ``"lowerings"``:
+        lowered calls; ``"complaints"``: warnings that are given once; ``"stores"``: the disk cache by its settings.
 
         Raises:
-            KeyError: there is no such kind.
+            KeyError: an unknown kind.
         """
         for kind in kinds or tuple(self._caches):
             for each in self._caches[kind]:
@@ -50,4 +49,4 @@ class Session:
 
 
 SESSION = Session("programs", "choices", "lowerings", "complaints", "stores")
-"""Of this process."""
+"""The session of this process."""

@@ -1,10 +1,10 @@
-"""Tensor properties: all that compiled code relies on in a tensor, and a quick test of a list of tensors for them.
+"""Tensor properties: all properties that compiled code relies on, and a quick test of a list of tensors for them.
 
-The quick test is Dynamo's own guard, which compares a list of tensors in one call, 60 ns a tensor where property by
-property takes 400. It is not a public interface, so it is put to the test once per process, on tensors that differ in
-each of the properties; should it not be there, or not see one of them, the properties are compared one by one.
+The quick test is Dynamo's own guard, which compares a list of tensors in one call: 60 ns a tensor instead of 400 ns
+property by property. It is not a public interface, so it is tested once per process, on tensors that differ in each of
+the properties; if it is missing or overlooks one of them, the properties are compared one by one.
 
-Views of complex tensors: compiled code takes and returns the two parts of each number in a last dimension.
+Views of complex tensors: compiled code takes and returns real and imaginary parts in a last dimension.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from bridge.base.torch_internals import neg_view, tensor_guards
 __all__ = ["PROPERTIES", "Property", "TensorChecks", "as_complex", "as_parts", "is_nested", "is_parts_view"]
 __all__ += ["offset_in", "properties_of", "same_strides", "span_of", "tensor_checks", "view_in"]
 
-#: To be asked before Dynamo's guard, which ends the process over a nested tensor: that has no strides.
+#: Checked before Dynamo's guard, which ends the process over a nested tensor, since that has no strides.
 is_nested = attrgetter("is_nested")
 
 
 @dataclass(frozen=True)
 class Property:
-    """What a tensor must have in common with the one that was compiled for.
+    """A property that a call's tensor must share with the compiled sample's.
 
     Attributes:
-        name: tells it from the others.
+        name: its key.
         read: its value, comparable with ``==``.
-        differing: tensors that differ from ``torch.zeros(2, 3)`` in it, to test a quick comparison with.
-        field: how a failure calls it.
-        show: the value as it is told.
-        words: what a failure says instead of the values.
-        same: present and expected value, shape → whether different values mean the same, where they can.
+        differing: tensors that differ from ``torch.zeros(2, 3)`` in it, to test a quick comparison.
+        field: its name in a failure message.
+        show: its value in a failure message.
+        words: a text that replaces the values in a failure message.
+        same: (present value, expected value, shape) → whether different values mean the same, where they can.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Property:
 
 
 def same_strides(now: tuple[int, ...], then: tuple[int, ...], shape: torch.Size) -> bool:
-    """Whether strides are equal where an extent is not 0 or 1: draws and results follow those."""
+    """Whether strides are equal where an extent is not 0 or 1: draws and results follow them."""
     return all(a == b for a, b, extent in zip(now, then, shape, strict=True) if extent > 1)
 
 
 def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor, those in between that are not its own included."""
+    """Elements from the first to the last of a tensor, including gaps."""
     if 0 in shape:
         return 0
     return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
@@ -81,7 +81,7 @@ class _Subclass(torch.Tensor):
     pass
 
 
-#: In the order of the reasons. Only strided tensors have strides, and nested ones not even a shape.
+#: In the order of the reasons. Only strided tensors have strides; nested ones do not even have a shape.
 PROPERTIES = (
     # Dynamo's guard is never handed a nested tensor.
     Property("nested", is_nested, lambda: [], "layout", words="a nested tensor"),
@@ -107,24 +107,24 @@ PROPERTIES = (
 
 
 def properties_of(tensor: torch.Tensor) -> list[Any]:
-    """All of them, comparable with ``==``; of a nested or sparse one, which has no strides, what it has."""
+    """All properties, comparable with ``==``; for a nested or sparse tensor, those without strides."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         sizes = [] if tensor.is_nested else tensor.shape
         return [tensor.is_nested, tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad, *sizes]
     return [each.read(tensor) for each in PROPERTIES]
 
 
-#: Of a quick comparison, besides ``PROPERTIES``.
+#: Additional properties of a quick comparison.
 _OTHERS = (type, torch.Tensor.is_inference)
 
 
 class TensorChecks(NamedTuple):
-    """A test that as many tensors look exactly like the sample's. It may say no where only torch's modes differ.
+    """A test of a call's tensors for equal properties. It may say no where only torch's modes differ.
 
     Attributes:
-        exact: tensors, as positional arguments → whether they do; a function in C where Dynamo's guard is there, which
-            knows no tensor that is given twice (words that are the labels, too).
-        again: the same question of a list in which one is given twice; false of others.
+        exact: tensors, as positional arguments → whether they match; Dynamo's guard in C, where it is used, refuses a
+            list that holds a tensor twice.
+        again: a list that holds a tensor twice → whether it matches; false for other lists.
     """
 
     exact: Callable[..., bool]
@@ -135,10 +135,10 @@ class TensorChecks(NamedTuple):
 
 
 def tensor_checks(tensors: Sequence[torch.Tensor], given_twice: bool = True) -> TensorChecks:
-    """The test for tensors that look like these, which are not kept alive.
+    """The test for tensors with the properties of a sample, which it does not keep alive.
 
     Args:
-        given_twice: whether it knows tensors that are given twice where these are not; made sooner if not.
+        given_twice: whether it accepts a tensor given twice where the sample's are different; faster to make without.
     """
     if tensors and _dynamo_is_exact():
         if not given_twice and len(set(map(id, tensors))) == len(tensors):
@@ -173,7 +173,7 @@ def _by_property(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Te
 
 @functools.cache
 def _dynamo_is_exact() -> bool:
-    """Whether Dynamo's guard is there, knows a tensor again, and sees every difference that matters."""
+    """Whether Dynamo's guard exists, accepts an equal tensor, and sees every difference that matters."""
     sample = torch.zeros(2, 3)
     try:
         check = _by_dynamo([sample])
@@ -186,26 +186,26 @@ def _dynamo_is_exact() -> bool:
 
 
 def as_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as the real one of its parts, which shares its memory and its gradients; a real one as it is.
+    """A complex tensor as a real view of its parts, which shares memory and gradients; a real tensor itself.
 
-    One whose conjugation is pending is computed first.
+    A pending conjugation is computed first.
     """
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 as_complex: Callable[[torch.Tensor], torch.Tensor] = torch.view_as_complex
-"""The complex tensor of parts in a last dimension, in the same memory."""
+"""The complex view of a real tensor with parts in its last dimension."""
 
 
 def is_parts_view(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether one of two tensors in one memory is complex and the other shows parts of its numbers as they are."""
+    """Whether one of two tensors in one memory is complex and the other shows its parts unchanged (not conjugated)."""
     if view.is_complex() == base.is_complex() or view.is_conj() or base.is_conj():
         return False
     return view.dtype.to_real() == base.dtype.to_real()
 
 
 def offset_in(view: torch.Tensor, base: torch.Tensor) -> int:
-    """Where a view of ``base`` begins, from its first element on; real elements if one of the two is complex."""
+    """The offset of a view from the first element of ``base``; in real elements if one of the two is complex."""
     if view.is_complex() == base.is_complex():
         return view.storage_offset() - base.storage_offset()
     return view.storage_offset() * (1 + view.is_complex()) - base.storage_offset() * (1 + base.is_complex())
@@ -214,7 +214,7 @@ def offset_in(view: torch.Tensor, base: torch.Tensor) -> int:
 def view_in(
     base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """The view of this type and layout at an offset, as :func:`offset_in` has it."""
+    """The view of this dtype, shape and strides at an offset of :func:`offset_in`."""
     if dtype.is_complex == base.is_complex():
         return base.as_strided(shape, stride, base.storage_offset() + offset)
     parts = as_parts(base)

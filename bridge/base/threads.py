@@ -1,17 +1,16 @@
-"""Other threads: whether there are any that could draw, so that what the process shares may be put back; whose code
-it is that one of autograd's runs.
+"""Other threads: whether a thread exists that could draw random numbers; the user's stack of an autograd thread.
 
-Locks that a fork leaves free: a child has none of its parent's other threads, to let go of what they held.
+Fork-safe locks: a forked child finds them free, although the threads that held them do not exist there.
 
-Deferred interrupts: a SIGINT (Ctrl-C, a notebook's stop button) while something is compiled → raised at a boundary.
+Deferred interrupts: a SIGINT (Ctrl-C, a notebook's stop button) during a compilation → raised at a stage boundary.
 
-Python runs a signal's handler between any two instructions of the main thread, in callbacks from C++ too.
+Python runs a signal's handler between any two instructions of the main thread, in callbacks from C++ as well.
 ``KeyboardInterrupt`` raised there is swallowed or renamed inside TVM, leaves a mode of torch's active, or ends the
-process (where torch's C++ lets no exception pass). So while compiling, the handler only takes note, and the user's
-handler is called where an exception is like any other: :func:`raise_deferred`, between two stages.
+process (where torch's C++ lets no exception pass). So during a compilation the handler only notes the signal, and
+:func:`raise_deferred`, between two stages, calls the user's handler.
 
-Left alone are handlers that are no Python functions (``SIG_IGN``, ``SIG_DFL``, those of C code), and other threads than
-the main one, which never run handlers. A wake-up descriptor (``signal.set_wakeup_fd``) is written to at once, as ever.
+Handlers that are no Python functions (``SIG_IGN``, ``SIG_DFL``, C code's) stay, and so do threads other than the main
+one, which never run handlers. A wake-up descriptor (``signal.set_wakeup_fd``) is written to at once.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ __all__ = ["free_in_children", "held", "interrupts_deferred", "is_alone", "raise
 __all__ += ["serves", "stack_of"]
 
 _SERVANTS = frozenset(["bridge", "execnet", "ipykernel", "torch", "tornado", "tqdm", "zmq"])
-"""Packages whose own threads pass messages, compile or watch a progress bar, and never draw; this one's build."""
+"""Packages (this one included) whose threads pass messages, compile or watch a progress bar, and never draw."""
 
 _SERVING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""Threads of this package's pools: what started them, and where they wait, is another package's."""
+"""Threads of this package's pools; their stacks show only another package's functions."""
 
 
 def serves() -> None:
-    """Says that this thread, one of a pool, never draws: the pool's ``initializer``."""
+    """Marks this thread of a pool as one that never draws: the pool's ``initializer``."""
     _SERVING.add(threading.current_thread())
 
 
 def is_alone() -> bool:
-    """Whether there is no other thread that could draw, now or later."""
+    """Whether no other thread could draw, now or later."""
     known = {threading.get_ident(), *(thread.ident for thread in list(_SERVING) if thread.is_alive())}
     return all(_is_servant(frame) for ident, frame in sys._current_frames().items() if ident not in known)
 
 
 def stack_of(thread: int) -> traceback.StackSummary:
-    """The stack at hand; in another thread than that one, the latter's.
+    """This thread's stack; inside another thread, the stack of ``thread``.
 
-    Autograd runs the backward of tensors on a GPU in threads of its own, on whose stacks there is none of the user's
-    frames, while the one that called it waits.
+    Autograd runs the backward of a GPU's tensors in its own threads, whose stacks have no user frames; the calling
+    thread waits meanwhile.
 
     Args:
         thread: as of ``threading.get_ident``.
@@ -62,7 +61,7 @@ def stack_of(thread: int) -> traceback.StackSummary:
 
 
 def _is_servant(frame: FrameType | None) -> bool:
-    """Whether a thread, of which this is the innermost frame, was started to run a function of one of the packages."""
+    """Whether the thread with this innermost frame was started by one of the servant packages."""
     started = ""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -75,11 +74,11 @@ Lock = TypeVar("Lock", bound="threading.Lock | threading.RLock")
 
 _LOCKS: list[threading.Lock | threading.RLock] = []
 _held: list[threading.Lock | threading.RLock] = []
-"""By the thread that forks, while it does."""
+"""The locks held by a forking thread."""
 
 
 def free_in_children(lock: Lock) -> Lock:
-    """A lock that a forked child finds free: whoever forks waits for it. For locks that live as long as the process."""
+    """Makes a forked child find a lock free: a fork waits for it. For locks that live as long as the process."""
     _LOCKS.append(lock)
     return lock
 
@@ -88,7 +87,7 @@ _RENEWED: weakref.WeakSet[threading.Lock | threading.RLock] = weakref.WeakSet()
 
 
 def renewed_in_children(lock: Lock) -> Lock:
-    """A lock that is new in a forked child: nobody waits. For locks held for long, whose data change in one step."""
+    """Makes a lock new in a forked child: a fork does not wait. For locks held for long, with atomic data changes."""
     _RENEWED.add(lock)
     return lock
 
@@ -99,7 +98,7 @@ def _renew() -> None:
 
 
 def _acquire_all() -> None:
-    """Holds all locks. It waits for one while it holds no other, so that threads may nest them in any order."""
+    """Holds all locks. Waits for a lock only while it holds no other, so that threads may nest them in any order."""
     global _held
     awaited = None
     while True:
@@ -119,7 +118,7 @@ def _acquire_all() -> None:
 
 
 def _acquire_others(held: list[threading.Lock | threading.RLock]) -> threading.Lock | threading.RLock | None:
-    """Adds to the locks that are held those that are free → the first that is not, or ``None``."""
+    """Acquires all free locks → the first lock that is not free, or ``None``."""
     for lock in list(_LOCKS):
         if lock not in held:
             if not lock.acquire(blocking=False):
@@ -145,7 +144,7 @@ if hasattr(os, "register_at_fork"):
 
 
 _POLL = 0.1
-"""Seconds between two looks for an interrupt while waiting for a lock."""
+"""Seconds between two checks for an interrupt while waiting for a lock."""
 
 
 class _Deferral:
@@ -163,24 +162,24 @@ class _Deferral:
         self.handler(number, frame)
 
     def deliver(self) -> None:
-        """Calls the user's handler for a SIGINT that was noted, if one was."""
+        """Calls the user's handler if a SIGINT was noted."""
         if self.is_pending:
             self.is_pending = False
             self.handler(signal.SIGINT, sys._getframe(1))
 
 
 _DEFERRED: list[_Deferral] = []
-"""The handler that is set, while one is; to ask for it is cheaper than to ask for the handler of a signal."""
+"""The active handler, if any; a list is cheaper to read than a signal's handler."""
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """While active in the main thread, a SIGINT waits for :func:`raise_deferred` or the end; a second one does not.
 
-    The handler that was set before is set again in any case. Inside another such context, nothing is done.
+    Always restores the previous handler. Nested contexts do nothing.
 
     Raises:
-        KeyboardInterrupt: or whatever the user's handler raises, at the end, if a SIGINT still waits.
+        KeyboardInterrupt: or another error of the user's handler, at the end, if a SIGINT still waits.
     """
     before = signal.getsignal(signal.SIGINT)
     if not _is_main_thread() or isinstance(before, _Deferral) or not callable(before):
@@ -198,7 +197,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 def raise_deferred() -> None:
-    """A boundary: where a SIGINT was deferred, the user's handler runs now (Python's raises ``KeyboardInterrupt``)."""
+    """Runs the user's handler of a deferred SIGINT, at a stage boundary (Python's raises ``KeyboardInterrupt``)."""
     for deferral in _DEFERRED[-1:]:
         if deferral.is_pending and _is_main_thread():
             deferral.deliver()
@@ -210,7 +209,7 @@ def _is_main_thread() -> bool:
 
 @contextmanager
 def held(lock: Any) -> Iterator[None]:
-    """``with lock``, which lets go of the wait for it when a SIGINT was deferred."""
+    """``with lock``; a deferred SIGINT interrupts the wait for it."""
     while not lock.acquire(timeout=_POLL):
         raise_deferred()
     try:

@@ -1,6 +1,6 @@
-"""Torch's private names about ``autograd.Function``, its nodes, and the backward that is on its way in this thread.
+"""Torch's private names of ``autograd.Function``, its nodes, and the backward that runs in this thread.
 
-Checkpoints that are not reentrant: what ``torch.utils.checkpoint`` keeps of the one that this thread runs.
+Non-reentrant checkpoints: the state that ``torch.utils.checkpoint`` keeps of this thread's innermost one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ += ["is_computed_again", "keeps_graph", "no_torch_dispatch", "node_class
 
 _IN_PYTHON = isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
 FUNCTION_BASE: type = find("torch.autograd.function._SingleLevelFunction") if _IN_PYTHON else torch.autograd.Function
-"""The class whose ``apply`` every application passes: what ``Function.apply`` goes on to, where it is Python."""
+"""The class whose ``apply`` every application passes: ``Function.apply`` calls it, where it is Python."""
 
 FunctionNode: type = torch.autograd.function.BackwardCFunction
 """The class of a Function's node in autograd's graph, which is the ``ctx`` of its forward and backward."""
 
 GENERATED = "GeneratedBackwardFor_"
-"""How the names of Functions begin that torch makes for operators with derivatives in Python."""
+"""Prefix of the Functions that torch makes for operators with derivatives in Python."""
 
 keeps_graph: Callable[[], bool] = find("torch._C._autograd._get_current_graph_task_keep_graph")
 """Whether the graph is retained; true outside of a backward."""
@@ -60,7 +60,7 @@ def applications_through(apply: Callable[..., Any]) -> Iterator[None]:
 
 
 def apply_function(kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What ``kind.apply(*args, **kwargs)`` does, past :data:`FUNCTION_BASE`."""
+    """Calls ``kind.apply(*args, **kwargs)``, past :data:`FUNCTION_BASE`."""
     return super(FUNCTION_BASE, kind).apply(*args, **kwargs)
 
 
@@ -68,7 +68,7 @@ _HOOKS = find("torch.utils.checkpoint._checkpoint_hook")
 
 
 def checkpoint_frame() -> Any:
-    """What the innermost checkpoint in this thread keeps for its second run; ``None`` outside of one."""
+    """The state that the innermost checkpoint in this thread keeps for its second run; ``None`` outside of one."""
     hooks = saved_tensors_hooks()
     if hooks is None or not getattr(hooks[0], "__qualname__", "").startswith(f"{_HOOKS.__name__}."):
         return None
@@ -76,22 +76,21 @@ def checkpoint_frame() -> Any:
 
 
 def is_computed_again(frame: Any) -> bool:
-    """Whether the backward runs the function again: something of it was saved."""
+    """Whether the backward runs the function again: one of its tensors was saved."""
     return bool(frame.weak_holders)
 
 
 def puts_generators_back(frame: Any) -> bool:
-    """Whether the second run draws what the first one drew (``preserve_rng_state``)."""
+    """Whether the second run repeats the random draws of the first one (``preserve_rng_state``)."""
     return _captured(frame.recompute_fn, "preserve_rng_state") is True
 
 
 def _captured(function: Any, name: str) -> Any:
-    """The value of a variable of an enclosing scope that a function reads; ``None`` if it reads no such one."""
+    """The value of a function's closure variable; ``None`` if it has none of that name."""
     names = function.__code__.co_freevars
     return function.__closure__[names.index(name)].cell_contents if name in names else None
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` without its look for functorch's wrappers, argument by argument: the guard has seen that there
-    are none."""
+    """``function.apply`` without its search for functorch's wrappers in each argument: the guard has excluded them."""
     return super(torch.autograd.Function, function).apply

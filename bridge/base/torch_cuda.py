@@ -1,8 +1,8 @@
-"""Torch internals of CUDA: what ``torch.cuda`` and ``torch.backends`` look up in a microsecond, in a tenth of one.
+"""Torch internals of CUDA: the state of ``torch.cuda`` and ``torch.backends``, read in a tenth of a microsecond.
 
-Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other file names what is private here.
+As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names.
 
-cuDNN's recurrent layers: a kind of cell, sizes and directions → what its operators are told.
+cuDNN's recurrent layers: a kind of cell, sizes and directions → its operators' settings.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ current_device: Callable[[], int] = find("torch._C._cuda_getDevice", torch.cuda.
 current_stream: Callable[[int], int] = find(
     "torch._C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
-"""A device's index → a number that tells this thread's current stream on it from the others."""
+"""A device's index → an identifier of this thread's current stream on it."""
 
 empty_strided: Callable[..., torch.Tensor] = find(
     "torch._C._dynamo.guards._empty_strided_cuda",
     lambda *form: torch.empty_strided(*form[:2], dtype=form[2], device=torch.device("cuda", current_device())),
 )
-"""Shape, strides, element type → a tensor on the current device."""
+"""(shape, strides, dtype) → an uninitialized tensor on the current device."""
 
 reinterpreted: Callable[..., torch.Tensor] = find(
     "torch._C._dynamo.guards._reinterpret_tensor",
     lambda base, shape, strides, offset: base.as_strided(shape, strides, base.storage_offset() + offset),
 )
-"""A tensor, shape, strides, elements → a tensor of this form in its memory, so many elements behind its beginning."""
+"""(tensor, shape, strides, offset in elements) → a view of the tensor's memory, from its first element on."""
 
 _begin = find("torch._C._cuda_beginAllocateCurrentThreadToPool", None)
 _end = find("torch._C._cuda_endAllocateToPool", None)
@@ -47,7 +47,7 @@ _release = find("torch._C._cuda_releasePool", None)
 
 
 class memory_of_pool:
-    """What this thread allocates on a device comes from a pool, as under ``torch.cuda.use_mem_pool``.
+    """While active, this thread allocates on a device from a pool, as under ``torch.cuda.use_mem_pool``.
 
     Args:
         index: of the device.
@@ -86,7 +86,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "reduced precision of attention by formula": find("torch._C._get_math_sdp_allow_fp16_bf16_reduction"),
     "order of attention kernels": find("torch._C._get_sdp_priority_order"),
 }
-"""What torch's kernels for CUDA, and the choice among them, depend on: names in words → values now."""
+"""Settings that torch's CUDA kernels and their choice depend on: name in words → a function that reads it."""
 
 _reads = list(SETTINGS.values())
 
@@ -107,7 +107,7 @@ attention_may_be_formula: Callable[[], bool] = SETTINGS["attention by formula"]
 
 @functools.cache
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of a CUDA device; ``None`` where it is not there: what is compiled for one is looked at on a host."""
+    """Bytes of a CUDA device; ``None`` where it is missing: a host can inspect programs compiled for one."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(device).total_memory
@@ -118,13 +118,15 @@ _by_cudnn: Any = find("torch._C._ConvBackend.Cudnn", object())
 
 
 def convolves_by_cudnn(x: torch.Tensor, weight: torch.Tensor, *geometry: Any) -> bool:
-    """Whether torch's convolution without a bias (stride, padding, dilation, transposed, output padding, groups) would
-    ask cuDNN."""
+    """Whether torch would use cuDNN for a convolution without a bias.
+
+    ``geometry``: stride, padding, dilation, transposed, output padding, groups.
+    """
     return _conv_backend(x, weight, None, *geometry) == _by_cudnn
 
 
 def cudnn_flags() -> tuple[bool, bool, bool]:
-    """What torch's convolutions ask cuDNN for now: to measure algorithms, to take deterministic ones, to allow TF32."""
+    """cuDNN's present flags for convolutions: (measure algorithms, only deterministic ones, allow TF32)."""
     deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     return torch.backends.cudnn.benchmark, deterministic, str(_precision("cuda", "conv")) == "tf32"
 
@@ -135,7 +137,7 @@ def recurrent_layers_are_tf32() -> bool:
 
 
 def gpu_features(device: torch.device) -> tuple[Any, ...]:
-    """What of a GPU and its libraries torch's kernels, and the numbers that they draw, may depend on: plain data."""
+    """Properties of a GPU and its libraries that torch's kernels and their draws may depend on: plain data."""
     found = torch.cuda.get_device_properties(device)
     sizes = found.multi_processor_count, found.max_threads_per_multi_processor, found.warp_size
     return found.name, found.major, found.minor, *sizes, torch.version.cuda, torch.backends.cudnn.version()
@@ -145,7 +147,7 @@ _fused_choice = find("torch._fused_sdp_choice")
 
 
 def settle_attention_order(device: torch.device) -> None:
-    """Has torch choose an attention kernel on a GPU once: it decides then in which order it asks them from then on."""
+    """Makes torch choose an attention kernel on a GPU once, which fixes its order of kernels from then on."""
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return
     with torch.no_grad():
@@ -154,21 +156,21 @@ def settle_attention_order(device: torch.device) -> None:
 
 
 _SAME: tuple[tuple[Any, ...], ...] = (("none", "ieee"),)
-"""Values of a setting that mean the same."""
+"""Equivalent values of a setting."""
 
 
 def meaning_the_same(value: Any) -> tuple[Any, ...]:
-    """A setting's value, then the others that mean the same."""
+    """A setting's value, then its equivalents."""
     others = [other for same in _SAME if value in same for other in same if other != value]
     return value, *others
 
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-"""cuDNN's numbers of the kinds of cells, by the names of torch's operators."""
+"""cuDNN's numbers of the cell kinds, by the names of torch's operators."""
 
 
 def settings_of_layers(cell: str, size: int, layers: int, both_ways: bool) -> list[object]:
-    """What both of cuDNN's operators are told, from the kind of cell on: training, without dropout and projections.
+    """The settings of cuDNN's forward and backward operators, from the cell kind on; no dropout, no projections.
 
     Args:
         size: elements of a state.

@@ -1,12 +1,11 @@
-"""Modes of fake tensors: made, and made to forget.
+"""Modes of fake tensors: creation, and release of the real tensors.
 
-Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other file names what is private here.
+As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names.
 
-The type of fake tensors as code outside of torch asks for it → a class without instances, where that is wanted.
+Hidden fake type: outside of torch, the name of the class leads to a class without instances.
 
-``isinstance(x, torch._subclasses.FakeTensor)`` is one of the ways to ask whether a forward is traced. Where it is to be
-traced as eager runs it, the answer is eager's. torch's own code has the class itself, under the same name, except for
-``nn.Module.to``.
+Code may test ``isinstance(x, torch._subclasses.FakeTensor)`` to learn whether forward is traced. Where forward is to be
+traced as eager runs it, the answer is eager's. torch's own code sees the class itself, except for ``nn.Module.to``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ find("torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access")
 
 
 class _FakeMode(FakeTensorMode):
-    """A mode under which Dynamo compiles nothing, as under one that runs on numbers: what is compiled runs eager."""
+    """A fake mode under which Dynamo compiles nothing: compiled functions run eager, as under other modes."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -38,10 +37,10 @@ class _FakeMode(FakeTensorMode):
 
 
 def fake_mode(**options: Any) -> Any:
-    """A mode whose tensors raise where they are asked for an address, as those of torch.export do.
+    """A fake mode whose tensors raise when their address is read, as torch.export's do.
 
-    By torch's default they say 0, or an offset from there, and a kernel that torch does not know of (TorchScript's
-    fused ones, Triton's) would work on that: on a GPU the process loses its context.
+    By default they return 0, or an offset from it, and a kernel unknown to torch (TorchScript's fused ones, Triton's)
+    would use it: on a GPU the process loses its context.
     """
     mode = _FakeMode(**options)
     mode._allow_unsafe_data_ptr_access = False
@@ -49,13 +48,13 @@ def fake_mode(**options: Any) -> Any:
 
 
 def stand_in(value: torch.Tensor, mode: Any) -> torch.Tensor:
-    """A fake tensor of this layout in memory of its own."""
+    """A fake tensor with the shape, strides, dtype and device of ``value``, in memory of its own."""
     with mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def clear_fake_memo(mode: Any) -> None:
-    """Lets a fake mode forget the real tensors that its fake ones were made for (weak references to them)."""
+    """Makes a fake mode forget the real tensors behind its fake ones (weak references to them)."""
     converter = mode.fake_tensor_converter.meta_converter
     describer = converter.describer
     for memo in (converter.tensor_memo, converter.storage_memo, describer.lookup_tensor, describer.lookup_storage):
@@ -66,7 +65,7 @@ _META = torch.device("meta")
 
 
 def new_fake(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A fake tensor of memory of its own, made past the mode."""
+    """A fake tensor in memory of its own, made past the mode."""
     with no_torch_dispatch():
         return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device=_META), device)
 
@@ -75,12 +74,12 @@ _subclassed, _no_address = find("torch.Tensor._make_subclass"), find("torch._C._
 
 
 def fake_state(mode: Any, device: torch.device) -> dict[str, Any]:
-    """What the constructor sets of a fake tensor of this device."""
+    """The attributes that the constructor of a fake tensor sets for a device."""
     return dict(vars(new_fake(mode, (), (), torch.float32, device)))
 
 
 def fake_of(plain: torch.Tensor, device: torch.device, state: dict[str, Any]) -> Any:
-    """A fake tensor that a tensor without numbers is the layout of, made past its constructor, which sets ``state``."""
+    """A fake tensor around a meta tensor, made past its constructor, with the attributes of :func:`fake_state`."""
     with no_torch_dispatch():
         made = _subclassed(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
     _no_address(made)
@@ -89,7 +88,7 @@ def fake_of(plain: torch.Tensor, device: torch.device, state: dict[str, Any]) ->
 
 
 def meta_tensor(form: Any, base: Any = None) -> torch.Tensor:
-    """A tensor without numbers, in the memory of another one or its own; ``form``: its layout and element type."""
+    """A meta tensor in the memory of another one or its own; ``form``: its layout and dtype."""
     shape, stride, offset, dtype, _, _, is_conj, is_neg = form
     with no_torch_dispatch(), torch.no_grad():
         if base is None and not offset:
@@ -102,23 +101,23 @@ def meta_tensor(form: Any, base: Any = None) -> torch.Tensor:
 
 
 def outside_graph(fake: Any) -> Any:
-    """The same fake tensor in no autograd graph, made past the mode."""
+    """A detached fake tensor, made past the mode."""
     with no_torch_dispatch(), torch.no_grad():
         return FakeTensor(fake.fake_mode, fake.detach(), fake.fake_device)
 
 
 _MODULES: tuple[ModuleType, ...] = find("torch._subclasses"), find("torch._subclasses.fake_tensor")
 _CONVERTING = find("torch.nn.modules.module").__file__
-"""Where ``module.to()`` goes another way for modules of fake tensors."""
+"""The file where ``module.to()`` treats modules of fake tensors differently."""
 
 
 class _NoTensor:
-    """What fake tensors are to code that must not know them."""
+    """Stands for the class of fake tensors."""
 
 
 @contextmanager
 def fake_type_hidden(here: Callable[[], bool]) -> Iterator[None]:
-    """While active, code outside of torch that runs where ``here()`` holds finds another class under the name."""
+    """While active, code outside of torch finds another class under the name, where ``here()`` holds."""
 
     class Answering(ModuleType):
         def __getattribute__(self, name: str) -> Any:

@@ -1,6 +1,6 @@
-"""torch's private names of higher-order operators, and Dynamo's trace of one, by which eager runs it.
+"""Torch's private names of higher-order operators, and Dynamo's trace of one, through which eager runs it.
 
-Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other file names what is private here.
+As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _environment: Callable[[], AbstractContextManager] = find("torch._higher_order_o
 
 
 class _TracedError(Exception):
-    """Dynamo has traced a call, which does not run."""
+    """Ends a call after Dynamo's trace, before it runs."""
 
 
 def lifted_operands(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """A call of a higher-order operator → the tensors that eager's ``autograd.Function`` for it takes.
+    """A call of a higher-order operator → the tensor arguments of eager's ``autograd.Function`` for it.
 
-    Those are the operands that its functions use, and what else these read: Dynamo, which eager calls there, makes them
-    inputs. Nothing runs but its trace, on fake tensors. Raises what it raises of functions that it does not take.
+    These are the operands that its functions use, and other tensors that the functions read: eager calls Dynamo there,
+    which makes them inputs. Runs only Dynamo's trace, on fake tensors; raises its errors.
     """
     found: list[torch.Tensor] = []
 
@@ -64,7 +64,7 @@ def lifted_operands(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.
 
 @contextmanager
 def nested_operands() -> Iterator[None]:
-    """While active, ``torch.cond`` takes operands in dictionaries and lists in this thread, as it does under Dynamo."""
+    """While active, ``torch.cond`` takes operands in dictionaries and lists in this thread, as under Dynamo."""
     original, thread = _cond.validate_subgraph_args_types, threading.get_ident()
 
     def validate(operands: Any) -> None:

@@ -1,11 +1,11 @@
 """Torch internals: every private name of torch that this package uses → the object behind it, or a named error.
 
-No other file of ``bridge`` names anything of torch that begins with an underscore (a lint test holds that). A name is
-looked up when this module is imported; where a version lacks one there is a fallback beside it, or the import fails and
-says which name is missing. What takes long to import (Dynamo, Inductor, AOTAutograd) is looked up at first use.
+No other file of ``bridge`` uses a name of torch that begins with an underscore (a lint test checks that). The import of
+this module looks the names up; for a name that a version lacks there is a fallback, or the import fails and names it.
+Slow imports (Dynamo, Inductor, AOTAutograd) happen at first use.
 
-:data:`PROBES` says what was found, so that a new version of torch can be held against this file in one look. What has
-no leading underscore here is for the other rooms.
+:data:`PROBES` lists the lookups, to compare a new version of torch with this file. Names without a leading underscore
+here are for other packages.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ import torch
 from bridge.base.quirks import quirk
 
 RUN_WITH = "2.11 to 2.15"
-"""Versions of torch whose internals this file was held against."""
+"""Versions of torch that this file was tested with."""
 
 PROBES: dict[str, bool] = {}
-"""Dotted name of each internal that was looked up → whether this torch has it."""
+"""Dotted name of each internal → whether this torch has it."""
 
 _REQUIRED = object()
 
 
 class MissingInternalError(ImportError):
-    """This version of torch lacks an internal name for which nothing stands in."""
+    """This version of torch lacks an internal name that has no fallback."""
 
     def __init__(self, path: str):
         super().__init__(f"torch {torch.__version__} has no {path}; tvm-dispatch was run with torch {RUN_WITH}")
 
 
 def find(path: str, fallback: Any = _REQUIRED) -> Any:
-    """The object at a dotted path below ``torch``, or the fallback; for the files of this room.
+    """The object at a dotted path below ``torch``, or the fallback; for the files of this package.
 
     Raises:
         MissingInternalError: there is neither.
@@ -64,7 +64,7 @@ def find(path: str, fallback: Any = _REQUIRED) -> Any:
 
 pytree: ModuleType = find("torch.utils._pytree")
 pytree_node_type: Callable[[Any], Any] = find("torch.utils._pytree._get_node_type")
-"""A container → what its kind is registered under in ``pytree.SUPPORTED_NODES``."""
+"""A container → its key in ``pytree.SUPPORTED_NODES``."""
 TorchDispatchMode: type = find("torch.utils._python_dispatch.TorchDispatchMode")
 
 
@@ -73,7 +73,7 @@ TorchDispatchMode: type = find("torch.utils._python_dispatch.TorchDispatchMode")
 OpOverload: type = find("torch._ops.OpOverload")
 HigherOrderOperator: type = find("torch._ops.HigherOrderOperator")
 has_kernel: Callable[[str, str], bool] = find("torch._C._dispatch_has_kernel_for_dispatch_key")
-"""An operator's name and a dispatch key's → whether it has a kernel of its own there."""
+"""(an operator's name, a dispatch key's name) → whether it has its own kernel there."""
 _COMPOSITE = "CompositeImplicitAutograd"
 
 schema: Callable[[Any], Any] = attrgetter("_schema")
@@ -107,12 +107,12 @@ class _Aten:
 
     def __getattr__(self, name: str) -> Any:
         operator = getattr(torch.ops.aten, name, None)
-        if operator is None and name.startswith("__"):  # Python asks for these, as inspect does for __wrapped__
+        if operator is None and name.startswith("__"):  # Python's own lookups, as of __wrapped__ by inspect
             raise AttributeError(name)
         PROBES[f"torch.ops.aten.{name}"] = operator is not None
         if operator is None:
             operator = AbsentOperator(f"torch.ops.aten.{name}")
-        setattr(self, name, operator)  # the next look finds it without coming here
+        setattr(self, name, operator)  # later lookups bypass this method
         return operator
 
 
@@ -129,7 +129,7 @@ def implements_composite(op: Any) -> bool:
 
 
 def has_own_kernel(op: Any, device: torch.device) -> bool:
-    """Whether a device has a kernel of an overload's own, which goes before what it is composed of."""
+    """Whether a device has its own kernel for an overload, which takes precedence over its decomposition."""
     return isinstance(op, OpOverload) and has_kernel(op.name(), device.type.upper())
 
 
@@ -144,19 +144,19 @@ pack_padded, pad_packed = find("torch._pack_padded_sequence"), find("torch._pad_
 empty_strided: Callable[..., torch.Tensor] = find(
     "torch._C._dynamo.guards._empty_strided_cpu", lambda *form: torch.empty_strided(*form[:2], dtype=form[2])
 )
-"""Shape, strides, element type → a CPU tensor; Inductor's, half a microsecond quicker than ``torch.empty_strided``."""
+"""(shape, strides, dtype) → a CPU tensor; Inductor's, half a microsecond faster than ``torch.empty_strided``."""
 is_dense: Callable[[torch.Tensor], bool] = find("torch._prims_common.is_non_overlapping_and_dense_or_false")
 elementwise_dtypes = find("torch._prims_common.elementwise_dtypes")
 ELEMENTWISE_TYPE_PROMOTION_KIND = find("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND")
 get_data_attribute = find("torch._C._autograd._get_data_attr", None)
-"""What Dynamo writes for ``tensor.data``; ``None`` where it writes something else."""
+"""The function in Dynamo's graphs for ``tensor.data``; ``None`` in versions with another one."""
 
 STORAGE_NUMBER: Callable[[Any], int] = attrgetter("_cdata")
-"""A storage → a number of its own."""
+"""A storage → its unique number."""
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number that two tensors have in common if, and only if, they share their storage, fake ones included."""
+    """A number that two tensors share if, and only if, they share their storage; fake tensors included."""
     return STORAGE_NUMBER(tensor.untyped_storage())
 
 
@@ -180,9 +180,10 @@ len_function_stack: Callable[[], int] = find("torch._C._len_torch_function_stack
 len_dispatch_stack: Callable[[], int] = find("torch._C._len_torch_dispatch_stack")
 deterministic_algorithms: Callable[[], bool] = find("torch._C._get_deterministic_algorithms")
 current_graph_task_id: Callable[[], int] = find("torch._C._current_graph_task_id")
+"""The identifier of the backward that this thread runs, -1 outside of one."""
 engine_run_backward: Callable[..., Any] = find("torch.autograd.graph._engine_run_backward")
 will_engine_execute_node: Callable[[Any], bool] = find("torch._C._will_engine_execute_node")
-"""Number of the backward that the calling thread is in, -1 outside of one."""
+"""A node → whether the present backward runs it."""
 enter_autocast = find("torch.amp.autocast_mode._enter_autocast")
 exit_autocast = find("torch.amp.autocast_mode._exit_autocast")
 innermost_transform: Callable[[], Any] = find("torch._C._functorch.peek_interpreter_stack")
@@ -190,7 +191,7 @@ _forward_ad = find("torch.autograd.forward_ad")
 find("torch._C._get_mkldnn_enabled")
 
 forward_ad_level: Callable[[], int] = functools.partial(getattr, _forward_ad, "_current_level")
-"""How deep in forward-mode differentiation this thread is, -1 outside of it."""
+"""This thread's level of forward-mode differentiation, -1 outside of it."""
 
 _saved_tensors_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks")
 saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(_saved_tensors_hooks, True)
@@ -204,7 +205,7 @@ def has_saved_tensors_hooks() -> bool:
 
 jit_is_tracing: Callable[[], bool] = find("torch._C._is_tracing")
 compiling_flag: Callable[[], Any] = functools.partial(getattr, torch.compiler, "_is_compiling_flag", False)
-"""What ``torch.compiler.is_compiling`` returns where Dynamo does not answer it."""
+"""The result of ``torch.compiler.is_compiling`` where Dynamo does not answer it."""
 
 
 @quirk(
@@ -221,13 +222,13 @@ def is_exporting() -> bool:
 # Modules and their hooks
 
 BatchNormBase: type[torch.nn.Module] = find("torch.nn.modules.batchnorm._BatchNorm")
-"""What all batch normalizations are subclasses of."""
+"""The base class of all batch normalizations."""
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module that hold its hooks."""
 COMPILED_CALL = "_compiled_call_impl"
-"""Attribute of a module that is called in its place, where ``nn.Module.compile`` and the dispatcher put theirs."""
+"""A module's attribute that replaces its call; ``nn.Module.compile`` and the dispatcher set it."""
 MODULE_CALL: CodeType = find("torch.nn.Module._wrapped_call_impl").__code__
-"""Code of the method that asks for it."""
+"""Code of the method that reads it."""
 _GLOBAL_HOOKS = [
     find(f"torch.nn.modules.module._global_{kind}")
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
@@ -239,18 +240,18 @@ has_global_hooks: Callable[[], bool] = functools.partial(any, _GLOBAL_HOOKS)
 _PARAMETRIZE = find("torch.nn.utils.parametrize")
 find("torch.nn.utils.parametrize._cache_enabled")
 parametrization_caches: Callable[[], int] = functools.partial(getattr, _PARAMETRIZE, "_cache_enabled")
-"""In how many ``parametrize.cached()`` contexts this process is: parametrizations run once there, whoever asks."""
+"""The number of active ``parametrize.cached()`` contexts in this process; in them, each parametrization runs once."""
 
 
 # torch.export and torch.fx
 
 core_decompositions: Callable[[], dict] = find("torch._decomp._core_aten_decompositions_post_autograd")
-"""() → the decompositions to core ATen: overload → formula."""
+"""() → the decompositions to core ATen: overload → function."""
 decomposition_of: Callable[[Any], Callable[..., Any]] = find("torch._export.utils._get_decomp_for_cia")
-"""A composite overload → its formula."""
+"""A composite overload → its decomposition."""
 _is_preservable = find("torch._export.utils._is_preservable_cia_op")
 preserve_composite = find("torch._export.utils._special_op_to_preserve_cia")
-"""Stands in a table of decompositions for "leave this one whole"."""
+"""Marks an overload in a table of decompositions as not to be decomposed."""
 
 
 def is_preservable(op: Any) -> bool:
@@ -267,10 +268,10 @@ _TRACERS = "_decomp _export _functorch _higher_order_ops _ops _prims _refs _subc
 
 @functools.cache
 def torch_partitioner() -> SimpleNamespace:
-    """What AOTAutograd's and Inductor's partition of a joint graph is made of; importing it takes a second.
+    """The parts of AOTAutograd's and Inductor's partition of a joint graph; their import takes a second.
 
-    ``aot_module`` differentiates a module ahead of time, ``min_cut`` splits a joint graph, ``inductor_passes`` clean it
-    in place before; decompositions are tables, made when called.
+    ``aot_module`` differentiates a module ahead of time, ``min_cut`` splits a joint graph, ``inductor_passes`` first
+    clean it up in place; decompositions are tables, made when called.
     """
     return SimpleNamespace(
         aot_module=find("torch._functorch.aot_autograd.aot_module"),
@@ -285,11 +286,11 @@ def torch_partitioner() -> SimpleNamespace:
 # Dynamo: imported at first use
 
 tensor_guards: Any = find("torch._C._dynamo.guards.TensorGuards", None)
-"""Dynamo's class of checks of a list of tensors, or ``None``."""
+"""Dynamo's class for checks of a list of tensors, or ``None``."""
 dict_version: Callable[[dict[str, Any]], int] | None = find("torch._C._dynamo.guards.dict_version", None)
-"""Dynamo's function for a number that changes with each write to a dictionary, or ``None``."""
+"""Dynamo's function for a dictionary's version, a number that changes with each write; or ``None``."""
 TRANSFORM_MODULES = ("torch._C._functorch", "torch._functorch", "torch.autograd.forward_ad")
-"""Where the functions of ``torch.func`` transforms and of forward-mode differentiation are from."""
+"""Modules of ``torch.func`` transforms and of forward-mode differentiation."""
 
 
 def compile_lock() -> Any:
@@ -299,13 +300,13 @@ def compile_lock() -> Any:
 
 @contextmanager
 def no_frames_compiled() -> Iterator[None]:
-    """While active, Dynamo compiles nothing in this thread, and runs nothing of what it compiled.
+    """While active, Dynamo neither compiles nor runs compiled code in this thread.
 
-    A frame that it meets under a dispatch mode it would leave to the interpreter for good, in any later call.
+    Otherwise Dynamo would skip a frame that it meets under a dispatch mode in all later calls.
     """
     eval_frame, here = importlib.import_module("torch._dynamo.eval_frame"), threading.get_ident()
     original = eval_frame._callback_from_stance
-    compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)  # none below 0: it then must be some
+    compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)  # no count below 0 requires a frame
     callback, count = eval_frame.set_eval_frame(None), compiled and compiled(0)
     eval_frame._callback_from_stance = lambda each: (
         None if threading.get_ident() == here and not getattr(_frames, "compiled", False) else original(each)
@@ -324,7 +325,7 @@ _frames = threading.local()
 
 @contextmanager
 def frames_compiled() -> Iterator[None]:
-    """While active inside of :func:`no_frames_compiled`, Dynamo compiles what ``torch.compile`` was told to."""
+    """While active inside of :func:`no_frames_compiled`, Dynamo compiles the functions of ``torch.compile``."""
     _frames.compiled = True
     try:
         yield
@@ -333,7 +334,7 @@ def frames_compiled() -> Iterator[None]:
 
 
 def leave_frames_alone(code: CodeType) -> bool:
-    """Makes Dynamo leave frames of ``code``, and all that they call, alone; whether it could: ``disable`` wraps."""
+    """Makes Dynamo skip frames of ``code`` and all their calls; returns whether it could (``disable`` would wrap)."""
     eval_frame = find("torch._C._dynamo.eval_frame", None)
     if eval_frame is None or not hasattr(eval_frame, "set_code_exec_strategy"):
         return False

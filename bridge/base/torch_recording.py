@@ -1,6 +1,6 @@
 """Torch's private names for modes above autograd and autocast (the pre-dispatch key).
 
-Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other file names what is private here.
+As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _PRE_DISPATCH = find("torch._C.DispatchKey.PreDispatch")
 _PROXY = find("torch._C._TorchDispatchModeKey.PROXY")
 
 no_python_kernels: Callable[[], AbstractContextManager] = find("torch._dispatch.python.no_python_dispatcher")
-"""While active, this thread's operators take no Python kernels."""
+"""While active, this thread's operators use no Python kernels."""
 has_wrapper: Callable[[Any], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor")
-"""Whether a tensor is one of a ``torch.func`` transform's."""
+"""Whether a tensor belongs to a ``torch.func`` transform."""
 
 _without_keys = find("torch._C._ExcludeDispatchKeyGuard")
 _RECORDED = find("torch._C.DispatchKeySet")(_PRE_DISPATCH)
 
 
 def unrecorded(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A call that neither modes at the pre-dispatch key nor torch-function modes of this thread see."""
+    """Calls a function hidden from this thread's pre-dispatch modes and torch-function modes."""
     with no_torch_function(), _without_keys(_RECORDED):
         return call(*args, **kwargs)
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that torch does not wrap for Dynamo."""
+    """A dispatch mode without torch's wrapper for Dynamo."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: it is active where nothing is compiled, and torch's wrapper takes as long for each call as a row."""
+        """False: nothing is compiled under this mode, and torch's wrapper takes as long as the mode itself."""
         return False
 
 
 class _ProxyMode(DispatchMode, _Proxy):
-    """A dispatch mode at a key of torch's tracer, where torch takes subclasses of that alone."""
+    """A dispatch mode at the proxy key, where torch accepts only subclasses of its own mode."""
 
     def __init__(self, key: Any = None) -> None:
         TorchDispatchMode.__init__(self, key)
@@ -62,7 +62,7 @@ class _ProxyMode(DispatchMode, _Proxy):
 class PreDispatchMode(_ProxyMode):
     """A dispatch mode that sees operators as they are called: composite ones whole, before autocast and autograd.
 
-    The Python dispatcher has to be on around it (:data:`bridge.base.torch_internals.python_kernels`).
+    Requires an active Python dispatcher (:data:`bridge.base.torch_internals.python_kernels`).
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class PreDispatchMode(_ProxyMode):
 
 
 class BelowFunctionalMode(_ProxyMode):
-    """A dispatch mode that sees functional operators, on fake tensors: what functionalization makes of others."""
+    """A dispatch mode that sees the functional operators that functionalization emits, on fake tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,15 +80,15 @@ class BelowFunctionalMode(_ProxyMode):
 
 FunctionalTensorMode: type = find("torch._subclasses.functional_tensor.FunctionalTensorMode")
 below_autograd: Callable[[], AbstractContextManager] = find("torch._C._AutoDispatchBelowAutograd")
-"""While active, this thread's operators are not followed by autograd, and composite ones reach modes whole."""
+"""While active, autograd ignores this thread's operators, and composite ones reach modes whole."""
 _sync, _inside = find("torch._sync"), find("torch._from_functional_tensor")
 _is_written = find("torch._functionalize_has_data_mutation")
 composite_kernel: Callable[..., Any] = find("torch._ops.OpOverload.decompose")
-"""A composite overload, arguments → what it calls, called; ``NotImplemented`` for an operator that is none."""
+"""(a composite overload, arguments) → runs its decomposition; ``NotImplemented`` for any other operator."""
 
 
 def in_functional(tensor: Any) -> Any:
-    """What a functional tensor stands for now."""
+    """The tensor behind a functional tensor, up to date."""
     _sync(tensor)
     return _inside(tensor.elem)
 
@@ -97,7 +97,7 @@ _to_functional = find("torch._to_functional_tensor")
 
 
 def functional_of(tensor: Any, mode: Any) -> Any:
-    """A functional tensor of a mode that stands for a tensor."""
+    """A functional tensor of a mode around a tensor."""
     return FunctionalTensor(_to_functional(tensor), mode)
 
 
@@ -111,7 +111,7 @@ _VMAP = find("torch._C._functorch.TransformType.Vmap")
 
 
 def is_only_mapped() -> bool:
-    """Whether all transforms of ``torch.func`` that are at work are ``vmap``."""
+    """Whether all active transforms of ``torch.func`` are ``vmap``."""
     return all(each.key() == _VMAP for each in _transforms() or ())
 
 
@@ -120,12 +120,12 @@ _is_excluded = find("torch._C._dispatch_tls_is_dispatch_key_excluded")
 
 
 def is_below_autocast() -> bool:
-    """Whether an operator is called by autocast, which has cast what it is given."""
+    """Whether autocast calls an operator, after it has cast the operands."""
     return _is_excluded(_AUTOCAST[current_device().type])
 
 
 def has_casts(op: Any) -> bool:
-    """Whether autocast has a kernel for an operator, which casts its operands or asks it for another type."""
+    """Whether autocast has a kernel for an operator: it casts its operands or sets its output dtype."""
     return has_kernel(op.name(), _AUTOCAST[current_device().type].name)
 
 
@@ -143,7 +143,7 @@ def _kinds(op: Any) -> list[str]:
 
 
 def _as_operand(dtype: torch.dtype, value: Any, kind: str) -> Any:
-    """A number in the place of a tensor, as modes are shown it, is one again, of its type beside ``dtype``."""
+    """A number passed to a mode in the place of a tensor → a 0-d tensor, of its promoted type beside ``dtype``."""
     if kind != "Tensor" or type(value) not in (bool, int, float, complex):
         return value
     if type(value) in (float, complex) and not (dtype.is_floating_point or dtype.is_complex):
@@ -156,9 +156,9 @@ def _as_operand(dtype: torch.dtype, value: Any, kind: str) -> Any:
 
 
 def called_below(op: Any, tensors: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An operator called on tensors of ``vmap``, past the modes of pre-dispatch; what it calls on plain ones is not.
+    """Calls an operator on ``vmap`` tensors, past the pre-dispatch modes, which still see its calls on plain tensors.
 
-    torch's dispatcher knows which keys an operator passes on at; where it is told at which to begin, it does not look.
+    torch's dispatcher skips an operator's fall-through keys, but a redispatch from a given key set does not.
     """
     args = [*map(partial(_as_operand, tensors[0].dtype), args, _kinds(op))]
     keys = _included()
@@ -169,7 +169,7 @@ def called_below(op: Any, tensors: Sequence[Any], args: tuple, kwargs: dict[str,
     while (key := left.highestPriorityTypeId()).name != "Undefined":
         if has_kernel(op.name(), key.name):
             passes = _passes_on(op.name(), key)
-        else:  # the kernel for all operators, which passes on
+        else:  # the fallback kernel for all operators, a fall-through
             passes = key.name == "FuncTorchVmapMode" or key.name.startswith("Autocast")
         keys, left = keys.remove(key) if passes else keys, left.remove(key)
     return op.redispatch(keys, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""TorchScript functions: called operator by operator, whatever was fused in earlier calls.
+"""TorchScript functions: run operator by operator, without the fusions of earlier calls.
 
-Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other file names what is private here.
+As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _function_of_graph = find("torch._C._create_function_from_graph")
 
 
 def run_unfused(function: Any, *args: Any, fakes: bool, **kwargs: Any) -> Any:
-    """A TorchScript function's results, from its operators one by one, whatever has been optimized in its calls so far.
+    """A TorchScript function's results, computed operator by operator, whatever its earlier calls have optimized.
 
-    A function's first call is made like that: it is a new one of the same graph. Not so on real tensors, if the graph
-    holds tensors itself, as a traced one does: in a first call under a mode torch does not read those.
+    A first call runs unfused: this calls a new function with the same graph. Not on real tensors if the graph holds
+    tensors, as a traced one does: torch does not read them in a first call under a mode.
 
     Args:
         fakes: whether it is called with fake tensors.
@@ -31,7 +31,7 @@ def run_unfused(function: Any, *args: Any, fakes: bool, **kwargs: Any) -> Any:
     if any(node.hasAttribute("value") and node.kindOf("value") == "t" for node in constants):
         return _call_script(function, *args, **kwargs)
     fresh = _function_of_graph(function.name, function.graph)
-    left = function.schema.arguments[len(args) :]  # a graph knows neither their names nor defaults
+    left = function.schema.arguments[len(args) :]  # a graph has neither their names nor their defaults
     given = {argument.name: argument.default_value for argument in left if argument.has_default_value()} | kwargs
     if given.keys() != {argument.name for argument in left}:
         return _call_script(fresh, *args, **kwargs)  # raises

@@ -1,7 +1,7 @@
-"""Symbolic sizes of torch: ``SymInt``, its expression, and the environment with the conclusions about sizes.
+"""Symbolic sizes of torch: ``SymInt``, its expression, and the environment with the guards on sizes.
 
-Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other file names what is private here. The
-expressions are sympy's, of torch's own classes among others; who reads them goes by the classes' names.
+As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names. The expressions
+are sympy's, some of torch's own classes; consumers dispatch on the class names.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _USED = ("guards", "var_to_range", "replace", "backed_var_to_val")
 Conclusion = tuple[Any, FrameSummary | None]
 
 upsampled_sizes = find("torch._decomp.decompositions.upsample_compute_output_size")
-"""Sizes of what is interpolated, those that are asked for or ``None``, factors → those of the result."""
+"""(sizes of an interpolation's input, requested sizes or ``None``, factors) → sizes of the result."""
 
 
 def expression(value: Any, *, original: bool = False) -> Any:
-    """The sympy expression of a symbolic number, with what is known to be equal replaced; or as it was made."""
+    """The sympy expression of a symbolic number, simplified by known equalities; ``original``: as it was made."""
     return value.node._expr if original else value.node.expr
 
 
 def hint(value: Any) -> Any:
-    """A number for the sample's sizes: of a symbolic one, without a guard; ``None`` if sizes do not decide it."""
+    """A symbolic number's value for the sample's sizes, without a guard; ``None`` if sizes do not decide it."""
     return value.node.hint if isinstance(value, SYMBOLIC) else value
 
 
 def fixed(value: Any) -> Any:
-    """A number as it is; of a symbolic one the expression, which hashes and compares without a guard."""
+    """A symbolic number's expression, which hashes and compares without a guard; a number as it is."""
     return value.node.expr if isinstance(value, SYMBOLIC) else value
 
 
 def size_environment() -> ShapeEnv:
-    """A new environment, in which each size that varies has a symbol of its own."""
+    """A new environment, in which each dynamic size has a symbol of its own."""
     return ShapeEnv(duck_shape=False)
 
 
 def symbolic_fake(mode: Any, tensor: torch.Tensor, dynamic: Collection[int], name: str) -> torch.Tensor:
-    """A fake tensor like this one with a symbol for the size of each given dimension, in a mode with an environment."""
+    """A fake tensor like ``tensor`` with a symbol for each ``dynamic`` dimension's size; ``mode`` has an environment."""
     kinds = [DimDynamic.DYNAMIC if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.dim())]
     context = StatelessSymbolicContext(dynamic_sizes=kinds)
     return mode.from_tensor(tensor, static_shapes=False, symbolic_context=context, source=_source(name))
@@ -63,10 +63,11 @@ def symbolic_fake(mode: Any, tensor: torch.Tensor, dynamic: Collection[int], nam
 
 @contextmanager
 def fake_results_not_kept() -> Iterator[None]:
-    """While active, fake modes that are made run an operator anew each time instead of keeping its result by its form.
+    """While active, new fake modes do not cache operator results by tensor metadata.
 
-    Of forms that have symbols, keeping and looking up takes longer than running: capturing an attention for all sizes
-    takes six tenths of the time without.
+    With symbolic sizes, the cache takes longer than the operators: without it, capturing an attention for all sizes
+    takes
+    six tenths of the time.
     """
     config = importlib.import_module("torch._dynamo.config")
     with config.patch(fake_tensor_cache_enabled=False):
@@ -81,7 +82,7 @@ def fake_results_not_kept() -> Iterator[None]:
 )
 @contextmanager
 def pooled_by_division() -> Iterator[None]:
-    """While active, the size of what a pooling makes is a quotient that is rounded down: the same number, unasked."""
+    """While active, a pooling's output size is a floor division: the same number, without a guard on the remainder."""
     if not applies(until="2.13"):
         yield
         return
@@ -90,7 +91,7 @@ def pooled_by_division() -> Iterator[None]:
 
 
 def environment(value: Any) -> Any:
-    """The ``ShapeEnv`` that a symbolic number belongs to."""
+    """The ``ShapeEnv`` of a symbolic number."""
     found = value.node.shape_env
     for name in _USED:
         PROBES[f"ShapeEnv.{name}"] = hasattr(found, name)
@@ -100,7 +101,7 @@ def environment(value: Any) -> Any:
 
 
 def is_decided(env: Any, expr: Any) -> bool:
-    """Whether the sizes of the arguments decide an expression: no number of it is one that a tensor gives."""
+    """Whether the arguments' sizes decide an expression: it has no symbol for a number in a tensor."""
     return expr.free_symbols <= env.backed_var_to_val.keys()
 
 
@@ -112,17 +113,16 @@ def range_of(env: Any, symbol: Any) -> tuple[int | None, int | None]:
 
 
 def conclusions(env: Any) -> Iterator[Conclusion]:
-    """What was answered for the sample's sizes: the condition that held, and the frame that asked, if known.
+    """The guards of the sample's sizes: the condition that held, and the frame that asked, if known.
 
-    What could be proven for the range is none of them. Conditions on numbers that tensors give are assertions in the
-    graph.
+    Omits conditions that the range proves. Conditions on numbers in tensors are assertions in the graph.
     """
     for guard in env.guards:
         yield guard.expr, guard.sloc.maybe_user_loc or guard.sloc.framework_loc
 
 
 def check_places(x: torch.Tensor, size: Any, stride: Any, offset: Any = None) -> None:
-    """Asks, as eager's kernels do and those on fake tensors do not, whether strided places lie in ``x``'s memory."""
+    """Raises if strided places exceed ``x``'s memory, as eager's kernels do but fake ones do not."""
     end = x.storage_offset() if offset is None else offset
     for count, step in zip(size, stride, strict=True):
         if count == 0:
@@ -133,5 +133,5 @@ def check_places(x: torch.Tensor, size: Any, stride: Any, offset: Any = None) ->
 
 
 def _source(name: str) -> Any:
-    """Where a symbol is from, in Dynamo's form; Dynamo is imported at first use."""
+    """A symbol's source in Dynamo's form; imports Dynamo at first use."""
     return find("torch._dynamo.source.ConstantSource")(name)
