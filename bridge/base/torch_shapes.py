@@ -55,7 +55,7 @@ def size_environment() -> ShapeEnv:
 
 
 def symbolic_fake(mode: Any, tensor: torch.Tensor, dynamic: Collection[int], name: str) -> torch.Tensor:
-    """A fake tensor like ``tensor`` with a symbol for the size of each ``dynamic`` dimension, in a mode with a ShapeEnv."""
+    """A fake tensor like ``tensor``, with a symbol for the size of each ``dynamic`` dimension."""
     kinds = [DimDynamic.DYNAMIC if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.dim())]
     context = StatelessSymbolicContext(dynamic_sizes=kinds)
     return mode.from_tensor(tensor, static_shapes=False, symbolic_context=context, source=_source(name))
