@@ -1,16 +1,15 @@
-"""Iteration spaces and accesses: extents and operands of a group -> axes merged, strides and offsets by axis.
+"""Iteration spaces and accesses: extents and operands of a group → merged axes, strides and offsets by axis.
 
-Iteration spaces: views → the loop extents at which every operand of a kernel is a plain strided access.
-The elements of the space are numbered row-major. A view cuts that numbering at the suffix products of its merged
-extents; if the cuts of all views divide one another, the quotients are loop extents on which each view has one stride
-per loop, and a kernel needs no division anywhere inside its rows.
+Iteration spaces: views → the loop extents at which every operand of a kernel is a plain strided access. The elements of
+the space are numbered row-major. A view cuts that numbering at the suffix products of its merged extents; if the cuts
+of all views divide one another, the quotients are loop extents on which each view has one stride per loop, and a
+kernel needs no division inside its rows. Cuts may be symbolic: their divisibility is proven for all sizes. The sample's
+sizes choose the cut that begins a row.
 
-Cuts may be symbolic: that they divide one another is proven for all sizes. Which of them begins a row is chosen for the
-sample.
-
-Accesses: a view in an iteration space → index arithmetic as data, its numbers collected as launch arguments.
-What may differ between launches of one kernel is an :class:`Argument`: offsets of windows, strides between rows,
-extents of rows. What vector code is made for stays a number: the step from element to element, loops inside a row.
+Accesses: a view in an iteration space → index arithmetic as data, its numbers collected as launch arguments. A number
+that may differ between launches of one kernel is an :class:`Argument`: offsets of windows, strides between rows,
+extents of rows. A number that vector code is specialized for stays a constant: the step from element to element, loops
+inside a row.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ += ["window"]
 class Space:
     """Loops of a kernel: ``rows`` extents outside (parallel), ``columns`` extents inside, vectors along the last.
 
-    ``flat``: nothing divides the elements into rows; ``remainder`` of them are behind ``rows * columns``.
+    ``flat``: the space has no rows of its own; ``remainder`` elements follow the ``rows * columns``.
     """
 
     rows: tuple[Dim, ...]
@@ -58,7 +57,7 @@ class Space:
             step = dims[0][1] if dims else 0
             return (step * self.columns[0],), (step,)
         loops = self.rows + self.columns
-        place: dict[Dim, int] = {}  # of each cut, the loop that it begins, counted from the last
+        place: dict[Dim, int] = {}  # cut → the loop that it begins, counted from the last
         position: Dim = 1
         for index, extent in enumerate(reversed(loops)):
             if not same(extent, 1):
@@ -82,8 +81,8 @@ def make_space(
     """The space of ``elements`` with rows of ``columns`` (chosen here if ``None``) on which all ``accesses``
     ``(view, scale)`` are strided; ``None`` if there is none.
 
-    ``reduces``: rows are reduced, so the vectors of a row must be walked in the order of
-    :mod:`bridge.compile.schedule.order` whatever the column loops are.
+    ``reduces``: rows are reduced, so a row's vectors must be visited in the order of
+    :mod:`bridge.compile.schedule.order`, whatever the column loops.
     """
     limits, order = rules.limits, rules.order
     cuts: set[Dim] = {1, elements}
@@ -117,9 +116,9 @@ def make_space(
 
 
 def _order(cut: Dim) -> tuple[bool, int, str]:
-    """From the finest cut to the coarsest; those of one amount in an order that is the same every time.
+    """Sort key of cuts, from fine to coarse; deterministic for cuts of equal size.
 
-    1 divides every other, also an extent that is 0 in the sample.
+    1 divides every cut, also one that is 0 in the sample.
     """
     return not same(cut, 1), sample_of(cut), str(cut) if isinstance(cut, Extent) else ""
 
@@ -134,43 +133,43 @@ def share_loops(views: Sequence[View], elements: Dim, rules: Rules, inside: tupl
     if inside:
         reduced, inner = inside
         columns = reduced if same(inner, 1) else inner
-        # A broadcast view that forces a cut between the remaining and the reduced rows.
+        # A broadcast view forces a cut between the remaining and the reduced rows.
         accesses.append((View((elements // (reduced * inner), reduced, inner), (0, 1, 0)), 1))
     reduces = inside is not None and same(inside[1], 1)
     return make_space(elements, columns, accesses, rules, reduces=reduces) is not None
 
 
 class Arguments:
-    """The integers of one launch, collected; ``add`` with an equal key gives the same argument."""
+    """Collects the integers of one launch; ``add`` with an equal key gives the same argument."""
 
     def __init__(self) -> None:
         self.numbers: list[Dim] = []
         self._known: dict[Hashable, Argument] = {}
 
     def add(self, number: Dim, key: Hashable) -> Argument:
-        """``key`` says what the number is; it must determine it, and not by its amount."""
+        """``key`` must identify the number by its meaning, not by its value."""
         if key not in self._known:
             self._known[key] = Argument(len(self.numbers))
             self.numbers.append(number)
         return self._known[key]
 
     def known(self, number: Dim, key: Hashable) -> Number:
-        """A number of the plan, or the argument for an extent."""
+        """A constant of the plan, or, for an extent, an argument."""
         return number if isinstance(number, int) else self.add(number, key)
 
     def reaches(self, number: Dim, least: int, key: Hashable) -> bool | Argument:
-        """Whether a number is so large; where that is decided at the launch, an argument that is 0 if not."""
+        """Whether a number is at least ``least``; if only the launch knows, an argument that is 0 if not."""
         if not isinstance(number, Extent) or below(number, least):
             return not isinstance(number, Extent) and number >= least
         return self.add(minimum(1, number // least), key)
 
 
 def access(space: Space, operand: Operand, scale: Dim, arguments: Arguments, *, fixed: bool = True) -> Access:
-    """How the loops of a space reach an operand.
+    """The access of a space's loops to an operand.
 
     Args:
         scale: see :meth:`Space.strides`.
-        fixed: whether all loops inside a row stay numbers, not only the last.
+        fixed: whether all loops inside a row stay constants, not only the last.
     """
     rows, columns = space.strides(operand.view, scale)
     key = window(operand, rows, columns)
@@ -182,7 +181,7 @@ def access(space: Space, operand: Operand, scale: Dim, arguments: Arguments, *, 
 
 
 def window(operand: Operand, rows: Sequence[Dim], columns: Sequence[Dim]) -> Hashable:
-    """What tells an access from others. Windows on one tensor are told apart by what they are windows on: two tensors'
+    """Identifies an access. A window on part of a tensor is identified by its tensor as well: windows on two tensors
     may differ in another launch."""
     view = operand.view
     touched = math.prod(extent for extent, stride in zip(view.shape, view.strides, strict=True) if not same(stride, 0))
@@ -191,7 +190,7 @@ def window(operand: Operand, rows: Sequence[Dim], columns: Sequence[Dim]) -> Has
 
 
 def offset_of(operand: Operand, key: Hashable, arguments: Arguments) -> Number:
-    """An argument for windows; what reads the whole tensor begins with it."""
+    """A window's offset is an argument; a read of the whole tensor begins at a constant."""
     offset = operand.view.offset
     return offset if key[-1] is None and isinstance(offset, int) else arguments.add(offset, ("offset", key))
 
@@ -199,7 +198,7 @@ def offset_of(operand: Operand, key: Hashable, arguments: Arguments) -> Number:
 def column_strides(
     space: Space, strides: Sequence[Dim], key: Hashable, arguments: Arguments, fixed: bool = True
 ) -> tuple[Number, ...]:
-    """Per column loop; the last one's stays a number if it is one, as do those of a dense row."""
+    """Strides per column loop; the last loop's stays a constant if it is one, as do a dense row's."""
     inside: list[Number] = []
     for axis, stride in enumerate(strides[:-1]):
         known = fixed or axis + 2 == len(strides)
@@ -213,7 +212,7 @@ def column_strides(
 def terms_of(
     extents: Sequence[Dim], strides: Sequence[Dim], dense: Collection[Dim], key: Hashable, arguments: Arguments
 ) -> tuple[Term, ...]:
-    """The coordinates in nested loops, numbered as one, times their strides, of which the ``dense`` stay numbers."""
+    """The terms (coordinate times stride) of nested loops numbered as one; ``dense`` strides stay constants."""
     loops = key[0]
     fixed = [stride for stride in dense if isinstance(stride, int)]
     return tuple(
@@ -227,7 +226,7 @@ def terms_of(
 
 
 def _runs(extents: Sequence[Dim], strides: Sequence[Dim]) -> list[tuple[int, int, Dim]]:
-    """``(first, last, stride)`` of loops that run through as one, innermost first, but not of those standing still."""
+    """``(first, last, stride)`` of merged loops, innermost first; leaves out loops of stride 0."""
     runs: list[tuple[int, int, Dim, Dim]] = []  # and the extent
     for axis in reversed(range(len(extents))):
         if runs and same(strides[axis], runs[-1][2] * runs[-1][3]):

@@ -1,18 +1,18 @@
-"""Plans as data: a chain of two products, a reduction over columns, a call that has several forms.
+"""Plans as data: a chain of two products, a reduction over columns, a library call with variants.
 
-Calls of library functions that have several forms: what their time depends on, as plain data.
-A form is another function of :mod:`bridge.library`, of the same arguments, that gives the same results to rounding.
+Library calls with variants: the properties that their time depends on, as plain data. A variant is another function of
+:mod:`bridge.library` with the same arguments, and the same results up to rounding.
 
 Chain plan: a product, the row group that alone reads it and the product that alone reads that → one kernel, as data.
-An attention's scores are written and read three times where each step is a kernel, and are too large for the caches
-near a core. A chain's kernel makes some rows of them at a time, which no other kernel sees.
+With one kernel per step, an attention's scores are written and read three times, and are too large for a core's caches.
+A chain's kernel makes some rows of scores at a time, which no other kernel sees.
 
-Column plan: a reduction over few rows, alone in its kernel → how its columns are walked, as plain data.
-The order of the additions is that of :mod:`bridge.compile.schedule.order` with one chunk: row after row. A plan
-holds the columns and the steps along them; the number of rows and the strides between them are launch arguments, as in
+Column plan: a reduction over few rows, alone in its kernel → the loops over its columns, as plain data. The order of
+the additions is that of :mod:`bridge.compile.schedule.order` with one chunk: row after row. A plan holds the columns
+and the steps along them; the number of rows and the strides between rows are launch arguments, as in
 :mod:`bridge.compile.schedule.row_plan`.
 
-Product policy: what a backend decides about matrix products; layout choice asks it, the backend implements it.
+Product policy: a backend's decisions about matrix products; layout choice asks it, the backend implements it.
 """
 
 from __future__ import annotations
@@ -39,44 +39,43 @@ __all__ += ["is_generated", "is_in_panels", "plan_chain", "plan_columns"]
 
 
 GENERATED = "generated"
-"""First word of the ways that are generated code; every other way is a kernel of :data:`bridge.library.OUT_KERNELS`."""
+"""First word of generated algorithms; any other name is a kernel of :data:`bridge.library.OUT_KERNELS`."""
 
 PACKED = "packed"
-"""The way of a library's product whose second factor is a constant, laid out once for its kernels."""
+"""A library product with a constant second factor, packed once for its kernels."""
 
 IN_PANELS = f"{GENERATED} in panels"
-"""Generated code that finds ``b`` packed: of products whose ``b`` is the same in every step of a loop, or a constant.
-The bits are those of the other generated ways."""
+"""Generated code with a packed ``b``, which is constant or the same in every step of a loop. The bits are the same as
+with other generated algorithms."""
 
 BY_ROWS = f"{IN_PANELS} by rows"
-"""The same, each thread with rows of its own, as many as it has of the kernels around the product: in a loop it reads
-what it wrote itself. All threads read all panels."""
+"""The same, each thread with as many rows as the kernels around the product give it: in a loop a thread reads its own
+results. All threads read all panels."""
 
 CHAINED = f"{GENERATED} in a chain"
-"""Generated code for both products of a chain (:mod:`bridge.compile.schedule.chain_plan`); the bits are those of the
-other generated ways. A policy does not choose it: the chain's steps are measured together."""
+"""Generated code for both products of a chain (:mod:`bridge.compile.schedule.chain_plan`), with the same bits as other
+generated algorithms. A policy does not choose it: the chain is timed as a whole."""
 
 
 def is_in_panels(way: str) -> bool:
-    """Whether a way is generated code that finds ``b`` packed."""
+    """Whether an algorithm is generated code with a packed ``b``."""
     return way.startswith(IN_PANELS)
 
 
 def is_generated(way: str) -> bool:
-    """Whether a way is generated code."""
+    """Whether an algorithm is generated code."""
     return way.startswith(GENERATED)
 
 
 @dataclass(frozen=True)
 class LayoutClass:
-    """How an operand lies in memory.
+    """The memory layout of an operand.
 
     Attributes:
-        unit: the dimension whose neighbours are neighbours in memory: ``"row"`` (along a row), ``"column"``, or
-            ``"none"``.
-        copied: whether a library's kernel needs a dense copy of it first.
+        unit: the dimension of stride 1: ``"row"`` (along a row), ``"column"``, or ``"none"``.
+        copied: whether a library's kernel needs a dense copy first.
         constant: whether it is a dense matrix, or the transpose of one, that is the same at each call.
-        lasting: whether it is the same in every step of a loop, so that it can be packed before.
+        lasting: whether it is the same in every step of a loop, so that it can be packed before the loop.
     """
 
     unit: str = "row"
@@ -91,7 +90,7 @@ class LayoutClass:
 
 @dataclass(frozen=True)
 class ProductShape:
-    """``batch`` products of ``[m, k]`` and ``[k, n]`` matrices of one element type. Numbers where a way is chosen."""
+    """``batch`` products ``[m, k] @ [k, n]`` of one element type. Constants where an algorithm is chosen."""
 
     element_type: str
     batch: Dim
@@ -113,17 +112,17 @@ class ProductShape:
 class ProductPolicy(Protocol):
     """A backend's choices for matrix products.
 
-    The way of a product decides its bits. So it depends on the product's shape and on nothing else, for as long as the
-    process lives: a value that a backward computes again has the forward's bits.
+    The algorithm of a product decides its bits. So it depends only on the product's class, for the lifetime of the
+    process: a value that a backward recomputes has the forward's bits.
 
     Attributes:
-        keeps_order: whether a library's copies of batches keep neighbours in memory neighbours, and its results are
-            stored in the order that readers want; otherwise they are in the logical order.
-        joins: whether small products of gradients had better be joined: see :mod:`bridge.compile.passes.join_products`.
+        keeps_order: whether a library's copies of batches keep the operands' memory order, and its results are stored
+            in the order that consumers want; otherwise both are row-major.
+        joins: whether to join small products of gradients, see :mod:`bridge.compile.passes.join_products`.
         widened: element types of which a library's product can have a float32 result.
-        packs: whether it makes a difference that an operand is the same in every step of a loop.
-        chains: whether generated products may be joined with the rows between them.
-        turns: whether a product of every step is as good of a transposed weight as of a copy that is made of it first.
+        packs: whether it matters that an operand is the same in every step of a loop.
+        chains: whether generated products may be fused with the rows between them.
+        turns: whether a step's product with a transposed weight is as fast as with a copy made before the loop.
     """
 
     keeps_order: bool
@@ -134,49 +133,48 @@ class ProductPolicy(Protocol):
     chains: bool
 
     def choose(self, product: ProductShape) -> str:
-        """The way to compute a product: the name of a library kernel, or :data:`GENERATED` and a blocking."""
+        """The algorithm of a product: the name of a library kernel, or :data:`GENERATED` and a blocking."""
 
     def made(self) -> tuple[tuple, ...]:
-        """The choices that this object was asked for and that another process may make otherwise, as plain data."""
+        """The choices made here that another process may make otherwise, as plain data."""
 
     def met(self) -> tuple[tuple[ProductShape, str], ...]:
-        """The classes of products that this object was asked for, with their ways; those that :meth:`made` leaves out,
-        because every process makes them so, included."""
+        """All classes of products met here, with their algorithms, also ones that :meth:`made` leaves out."""
 
     def adopt(self, choices: Sequence[Sequence]) -> bool:
-        """Makes choices of another process, from :meth:`made`, this one's; whether none of them contradicts its own."""
+        """Adopts the choices of :meth:`made` of another process; returns whether none contradicts its own."""
 
     def block(self, way: str, product: ProductShape) -> tuple[Dim, Dim]:
-        """Rows and columns of the result that one task of a generated way computes; changes no bit.
+        """Rows and columns of the result that one task of a generated algorithm computes; changes no bit.
 
-        Of extents, whose arithmetic must not guard.
+        ``product`` may have symbolic extents: the arithmetic on them must not add guards.
         """
 
     def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
-        """Of the inner axis, that a product had better be the sum of.
+        """The number of parts of the inner axis whose partial products should be added up.
 
         Args:
-            is_step: in a step of a loop; ``is_carried``: the next step adds them up.
+            is_step: in a step of a loop; ``is_carried``: the next step adds up the partials.
         """
 
     def unit(self, product: ProductShape) -> int:
-        """Numbers of which a product's extents along memory had better be multiples; 1: any will do. Of a sample."""
+        """The unit of which a product's extents along memory should be multiples, at the sample's sizes; 1: any."""
 
     def seconds_of_chain(self, make: Callable[[], Mapping[str, Callable[[], object]]]) -> Mapping[str, float]:
-        """Seconds of functions that compute the same chain, which ``make`` makes."""
+        """Times the functions that ``make`` returns, variants of one chain: name → seconds."""
 
     def packing(self, way: str, product: ProductShape) -> Packing | None:
-        """How a way's ``b`` is packed before; ``None`` where it is not."""
+        """The packed form of an algorithm's ``b``; ``None`` if it is not packed."""
 
 
 @dataclass(frozen=True)
 class CallShape:
-    """A class of calls.
+    """A class of library calls.
 
     Attributes:
         name: of the function.
         operands: element type, extents and strides of each tensor.
-        arguments: in order: numbers, lists of them, and ``"#0"``, ``"#1"``, … for the tensors.
+        arguments: in order: numbers, lists of numbers, and ``"#0"``, ``"#1"``, … for the tensors.
     """
 
     name: str
@@ -185,7 +183,7 @@ class CallShape:
 
     @classmethod
     def of(cls, call: object) -> CallShape | None:
-        """``None`` for a node that is no such call, or whose sizes vary."""
+        """The class of a node; ``None`` if it is no call with variants, or has dynamic sizes."""
         if not isinstance(call, LibraryCall) or isinstance(call, LoopCall) or call.name not in FORMS:
             return None
         operands = tuple((each.dtype, tuple(each.view.shape), tuple(each.view.strides)) for each in call.operands)
@@ -207,17 +205,17 @@ CHAIN_FIELDS = (
     *("c_outer", "c_inner", "c_row"),
 )
 """The first integers of a launch: ``c[o, i] = rows(a[o, i] @ b[o, i]) @ next[o, i]``, as in
-:data:`~bridge.compile.loop_ir.operations.FIELDS`. The row plan's own follow."""
+:data:`~bridge.compile.loop_ir.operations.FIELDS`. The row plan's integers follow."""
 
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """What the kernel of a chain is made for; equal plans are one kernel.
+    """The parameters of a chain's kernel; equal plans share one kernel.
 
     Attributes:
         element_type: of both products.
-        k, n, columns: terms of the first product, its columns, those of the second one.
-        rows: of what is between them.
+        k, n, columns: inner extent of the first product, its columns, columns of the second product.
+        rows: the plan of the row operations between the products.
         scores: the input of ``rows`` that is the first product's result; its one output is the second one's ``a``.
     """
 
@@ -235,14 +233,14 @@ class ChainPlan:
 
 
 def find_chains(groups: Sequence[Group], stored: Collection[Value], results: Collection[Value]) -> dict[Group, tuple]:
-    """By its last group, each chain whose products were chosen to be in one: ``(first, rows, last)``."""
+    """Last group → ``(first, rows, last)`` of each chain whose products are :data:`CHAINED`."""
     users: dict[Value, list[Group]] = {}
     for group in groups:
         for value in dict.fromkeys(operand.value for _, operand in group.reads()):
             users.setdefault(value, []).append(group)
 
     def reader(value: Value) -> Group | None:
-        """The one group that reads a value that is no result."""
+        """The only group that reads a value, unless the value is a result; else ``None``."""
         found = users.get(value, [])
         return found[0] if len(found) == 1 and value not in results else None
 
@@ -266,7 +264,7 @@ def _chained(group: Group) -> Product | None:
 
 
 def _continues(product: Product, rows: Group, other: Product, made: Value) -> bool:
-    """Whether ``other`` multiplies what the group makes of a product's rows, batch for batch."""
+    """Whether ``other`` multiplies the group's result for the rows of ``product``, batch for batch."""
     one, two = product.plan.geometry, other.plan.geometry
     if not all(isinstance(number, int) for each in (one, two) for number in _numbers(each)):
         return False
@@ -287,15 +285,15 @@ def _numbers(geometry: Geometry) -> tuple[Dim, ...]:
 
 
 def _same_steps(strides: Sequence[int], extents: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether a matrix's steps are the wanted ones, where an extent is more than 1."""
+    """Whether a matrix has the wanted strides along all extents above 1."""
     steps = zip(strides, (*extents, 2), wanted, strict=True)
     return all(extent == 1 or stride == step for stride, extent, step in steps)
 
 
 def plan_chain(groups: Sequence[Group], stored: Collection[Value], rules: Rules) -> Planned[ChainPlan] | None:
-    """The plan of a chain; ``None`` if its rows are not walked as those of a matrix.
+    """The plan of a chain; ``None`` if its row group does not iterate over a plain matrix.
 
-    Inputs are ``a``, ``b``, the second ``b``, and what else the rows read.
+    Inputs are ``a``, ``b``, the second ``b``, and the other operands of the rows.
     """
     first, between, last = groups
     (product,), (other,) = first.nodes, last.nodes
@@ -315,8 +313,8 @@ def plan_chain(groups: Sequence[Group], stored: Collection[Value], rules: Rules)
 
 
 def _is_plain(rows: RowPlan, scores: int, n: int) -> bool:
-    """Whether a plan walks rows of ``n`` elements, reads the scores only where they lie and makes one element of
-    each."""
+    """Whether a plan iterates over rows of ``n`` elements, reads the scores only at its own element and stores one
+    element for each."""
     if rows.columns != (n,) or rows.length != n or len(rows.outputs) != 1 or rows.nodes[rows.outputs[0]].per_row:
         return False
     if rows.walk.vectors is not None or rows.walk.tail is not None or rows.walk.batched or rows.buffer_row is not None:
@@ -330,7 +328,7 @@ def _is_plain(rows: RowPlan, scores: int, n: int) -> bool:
 
 @dataclass(frozen=True)
 class ColumnSection:
-    """``count`` blocks of ``copies`` vectors of so many lanes, from column ``begin`` on; a task each."""
+    """``count`` blocks of ``copies`` vectors of ``lanes`` lanes, from column ``begin`` on; one task per block."""
 
     lanes: int
     copies: int
@@ -355,19 +353,19 @@ class ColumnAccess:
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """How one column reduction is walked.
+    """The loops of one column reduction.
 
     Attributes:
         op: sum, prod, max, min.
         source, target: element types.
-        element: where the source's elements lie.
+        element: the access to the source's elements.
         batches, rows: extents; ``block_rows``: see :class:`~bridge.compile.schedule.order.ReductionOrder`.
         columns: loop extents inside a row.
         length: elements of a row.
-        sections: what the columns are cut into.
-        parallel: whether blocks are worth starting threads for; an argument, 0 if not, where a launch's sizes decide.
-        index_type: the integer type that reaches every element.
-        arguments: how many integers a launch passes.
+        sections: of the columns.
+        parallel: whether threads pay; if the launch's sizes decide, an argument, 0 for no.
+        index_type: an integer type that reaches every element.
+        arguments: number of integers of a launch.
     """
 
     op: str
@@ -386,7 +384,7 @@ class ColumnPlan:
 
 
 def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
-    """``out[b, k] = op over r of operand[b, r, k]``, the rows in order."""
+    """The plan of ``out[b, k] = op over r of operand[b, r, k]``, the rows in order."""
     outer, reduced, inner = node.outer, node.reduced, node.inner
     view = node.operand.view
     cut = View((outer, reduced, inner), (0, 1, 0))

@@ -1,8 +1,7 @@
-"""Choices: in what a program is compiled otherwise than by default; names of numbers, with values → a backend's own.
+"""Choices: a program's differences from the default compilation, as (name, value) pairs → a backend of its own.
 
-Limits and blocks of products change no bit. A reduction's order, the way of a product and the form of a library's call
-round otherwise, each within the bounds of its kind: so choices are part of a backend's key, and with it of every
-program's.
+Limits and blocks of products change no bit. A reduction's order, a product's algorithm and a library call's variant
+round differently, within the bounds of their kind: so choices are part of a backend's key, hence of every program's.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _NAMES = {LIMITS: frozenset(Limits.names()), ORDER: frozenset(field.name for fie
 
 @dataclass(frozen=True)
 class Alternative:
-    """Values that one number of a backend may be tried with.
+    """Candidate values of one tunable.
 
     Attributes:
         part: :data:`LIMITS` or :data:`ORDER`.
         name: of its field.
-        values: in the order in which they are tried.
+        values: in the order of the trials.
     """
 
     part: str
@@ -44,18 +43,17 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Choices:
-    """What is compiled otherwise than by default. Equal if they say the same.
+    """Differences from the default compilation; compared by value.
 
     Attributes:
         limits: ``(name, value)`` of :class:`~bridge.compile.schedule.limits.Limits`, in the order of the names.
-        order: likewise of :class:`~bridge.compile.schedule.order.ReductionOrder`.
-        products: ``(class of products, way)``.
-        calls: ``(class of a library's calls, form)``.
-        partition: what takes the place of the default strategy: a strategy's name, or a budget as
-            :class:`partition.MinCut` takes it; ``None``: the default.
+        order: ``(name, value)`` of :class:`~bridge.compile.schedule.order.ReductionOrder`.
+        products: ``(class of products, algorithm)``.
+        calls: ``(class of library calls, variant)``.
+        partition: the name of a partition strategy, or a budget for :class:`partition.MinCut`; ``None``: the default.
 
     Raises:
-        ValueError: a name that there is not.
+        ValueError: an unknown name.
     """
 
     limits: tuple[tuple[str, Value], ...] = ()
@@ -74,19 +72,19 @@ class Choices:
         return self != NO_CHOICES
 
     def having(self, part: str, name: Name, value: Value | str) -> Choices:
-        """The same with another value in one place."""
+        """These choices with one value set."""
         if part == PARTITION:
             return replace(self, partition=value)
         return replace(self, **{part: tuple(sorted({**dict(getattr(self, part)), name: value}.items(), key=_by_name))})
 
     def without(self, part: str, name: Name) -> Choices:
-        """The same with the default in one place."""
+        """These choices with the default in one place."""
         if part == PARTITION:
             return replace(self, partition=None)
         return replace(self, **{part: tuple(pair for pair in getattr(self, part) if pair[0] != name)})
 
     def words(self, limits: Limits, order: ReductionOrder) -> Iterator[str]:
-        """A line for each choice; ``limits``, ``order``: the default ones."""
+        """A line for each choice; ``limits``, ``order``: the defaults."""
         for part, default in ((LIMITS, limits.numbers), (ORDER, vars(order))):
             for name, value in getattr(self, part):
                 yield f"{part}.{name} {default[name]} -> {value}"

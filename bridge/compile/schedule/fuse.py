@@ -1,19 +1,18 @@
 """Fusion: the loop graph → groups of nodes that share a kernel, in an order of execution.
 
-A group walks one iteration space of ``rows * columns`` elements. Its members are
+A group iterates over one space of ``rows * columns`` elements. Its members are
 
 * *elementwise* nodes: point-wise nodes of that many elements, and reductions over them;
 * *per-row* nodes: point-wise nodes with one element per row (arithmetic on the results of row reductions).
 
-Two groups merge if one feeds the other (or both read the same large tensor), if every element crosses from one to the
-other at the same place of the iteration space, and if no path leaves the merged group and comes back. So softmax,
-LayerNorm, their backwards and the point-wise work around them become one kernel, with any number of results.
+Two groups merge if one feeds the other (or both read the same large tensor), if every element is produced and consumed
+at the same place of the iteration space, and if no path leaves the merged group and comes back. So softmax, LayerNorm,
+their backwards and the point-wise work around them become one kernel, with any number of results.
 
-**Grouping never changes a bit of any value.** Every node is computed by one rule of its own: point-wise nodes in
-strict IEEE arithmetic, rounded to the type of their result, and reductions in an order that follows from their extents
-alone (:mod:`bridge.compile.schedule.order`). Which results are stored, which values are recomputed and which
-nodes share a kernel is therefore free: asking for one more result adds a store, and can regroup, without changing the
-others.
+**Grouping never changes a bit of any value.** Every node has its own rule: point-wise nodes in strict IEEE arithmetic,
+rounded to the type of their result, and reductions in an order that follows from their extents alone
+(:mod:`bridge.compile.schedule.order`). The choice of stored results, recomputed values and kernels is therefore free:
+one more result adds a store, and can regroup, without changing the others.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ __all__ = ["Group", "fuse"]
 class Group:
     """Nodes that run as one step, in order.
 
-    ``elements``: size of the iteration space; ``columns``: its trailing extent, ``None`` while nothing fixes it;
-    ``batch``: leading extent that column reductions do not reduce. A library call or a fallback is
-    alone in its group.
+    ``elements``: size of the iteration space; ``columns``: its trailing extent, ``None`` if open; ``batch``: leading
+    extent that column reductions do not reduce. A library call or a fallback is alone in its group.
     """
 
     index: int
@@ -61,17 +59,17 @@ class Group:
     made: dict[Value, Node] = field(default_factory=dict)
     sources: set[Group] = field(default_factory=set)  # groups whose values this one reads
     users: set[Group] = field(default_factory=set)  # groups that read this one's values
-    last: int = 0  # place of the last node of the group and of all that it depends on; ``index`` is that of its first
-    end: int = 0  # place of its own last node
+    last: int = 0  # place of the last node of the group and its dependencies; ``index``: of the group's first node
+    end: int = 0  # place of the group's last node
     fusable: bool = True
 
     def is_per_row(self, value: Value) -> bool:
-        """Whether a value is a member's with one element per row."""
+        """Whether a value is a member's, with one element per row."""
         node = self.made.get(value)
         return node in self.per_row or (isinstance(node, Reduction) and same(node.inner, 1))
 
     def reads(self) -> list[tuple[Node, Operand]]:
-        """Operands that are read from memory outside the group."""
+        """Operands read from memory outside the group, with their nodes."""
         return [
             (node, operand)
             for node in self.nodes
@@ -105,7 +103,7 @@ def _single(index: int, node: Node, rules: Rules) -> Group:
 
 
 def is_row_read(operand: Operand, rows: Dim, columns: Dim) -> bool:
-    """Whether an elementwise node reads one dense value per row: constant along each row, one step per row."""
+    """Whether an operand is one dense value per row: constant along each row, stride 1 from row to row."""
     wanted = [(extent, stride) for extent, stride in ((rows, 1), (columns, 0)) if not same(extent, 1)]
     if not same(operand.view.offset, 0) or not same(operand.value.numel, rows):
         return False
@@ -159,7 +157,7 @@ class _Fuser:
         return feeding + sorted(sharing, key=lambda g: -g.index)
 
     def _merge(self, first: Group, second: Group) -> Group | None:
-        """The union of two groups where ``second`` may read ``first``, or ``None`` if they cannot share a kernel."""
+        """The union of two groups, of which ``second`` may read ``first``; ``None`` if they cannot share a kernel."""
         limits = self.rules.limits
         if len(first.nodes) + len(second.nodes) > limits.kernel.nodes:
             return None
@@ -190,10 +188,10 @@ class _Fuser:
         return union
 
     def _ordered(self) -> list[Group]:
-        """Groups in an order of execution; ties by the place of their last node.
+        """Groups in execution order; ties by the place of their last node.
 
-        By that of the first, a kernel that casts a gradient early and adds it to one that comes last would have all
-        that is computed first, and other gradients, which wait for nothing, at the end.
+        With the first node's place, a kernel that casts a gradient early and adds it to a late one would pull the late
+        one's producers forward, and other gradients, which wait for nothing, to the end.
         """
         done: dict[Group, None] = {}
         stack = sorted(self.groups, key=lambda g: -g.end)
@@ -209,7 +207,7 @@ class _Fuser:
 
 
 def _end_behind(group: Group) -> None:
-    """Tells the groups that depend on a group how far it goes."""
+    """Updates ``last`` of the groups that depend on a group."""
     stack = list(group.users)
     while stack:
         user = stack.pop()
@@ -219,8 +217,8 @@ def _end_behind(group: Group) -> None:
 
 
 def _reaches(start: Group, goal: Group) -> bool:
-    """Whether ``start`` depends on ``goal`` through a third group: one that, with all that it depends on, ends behind
-    the beginning of ``goal``."""
+    """Whether ``start`` depends on ``goal`` through a third group, whose ``last`` is then not before ``goal``'s first
+    node."""
     stack = [source for source in start.sources if source is not goal]
     visited: set[Group] = set()
     while stack:
@@ -252,7 +250,7 @@ def _union(first: Group, second: Group, position: dict[Node, int], rules: Rules)
     if union.batch is not None and columns is not None and not divides(union.batch, elements // columns):
         return None
     for group, other in ((first, second), (second, first)):
-        # What a group reads of its own was looked at when it was made, in this iteration space.
+        # A group's own reads were checked for this iteration space when it was made.
         alike_space = same(group.elements, elements) and (group.columns is None) == (columns is None)
         own = () if alike_space and (columns is None or same(group.columns, columns)) else group.made
         for node in group.nodes:
@@ -265,7 +263,7 @@ def _union(first: Group, second: Group, position: dict[Node, int], rules: Rules)
 
 
 def _common_space(first: Group, second: Group, rules: Rules) -> tuple[Dim, Dim | None] | None:
-    """``(elements, columns)`` of the iteration space both can walk."""
+    """``(elements, columns)`` of the common iteration space; ``None`` if there is none."""
     if same(first.elements, second.elements):
         if first.columns is None or second.columns is None or same(first.columns, second.columns):
             return first.elements, first.columns if second.columns is None else second.columns
@@ -276,7 +274,7 @@ def _common_space(first: Group, second: Group, rules: Rules) -> tuple[Dim, Dim |
     columns = large.elements // small.elements
     if large.columns is not None and not same(large.columns, columns):
         return None
-    # Rows that nothing but this asks for should be worth a loop of vectors.
+    # Rows that no other node requires should be long enough for a vector loop.
     if large.columns is None and (isinstance(columns, Extent) or columns < rules.order.lanes):
         return None
     if large.columns is None and first not in second.sources and second not in first.sources:
@@ -288,10 +286,10 @@ def _common_space(first: Group, second: Group, rules: Rules) -> tuple[Dim, Dim |
 
 
 def _crosses(group: Group, node: Node, operand: Operand) -> bool:
-    """Whether ``node`` reads a member's value at its own place of the iteration space."""
+    """Whether ``node`` reads a member's value at the same place of the iteration space."""
     producer = group.made[operand.value]
     if isinstance(producer, Pad) or (isinstance(producer, Reduction) and not same(producer.inner, 1)):
-        return False  # complete only when every row is done
+        return False  # complete only after all rows
     if isinstance(producer, Sections):
         return False  # at another place of each section
     row_value = producer in group.per_row or isinstance(producer, Reduction)
@@ -304,7 +302,7 @@ def _crosses(group: Group, node: Node, operand: Operand) -> bool:
 
 
 def space_of(group: Group, rules: Rules) -> Space | None:
-    """The loop extents of a group, or ``None`` if its accesses have no common ones."""
+    """The loop extents of a group; ``None`` if its accesses have no common ones."""
     accesses = []
     for node in group.nodes:
         scale = group.columns if node in group.per_row else 1
@@ -322,13 +320,13 @@ def space_of(group: Group, rules: Rules) -> Space | None:
 
 
 def sections_of(node: Concat) -> View:
-    """A view that cuts an iteration space where a concatenation's sections begin and end."""
+    """A view that cuts an iteration space at the bounds of a concatenation's sections."""
     sections = len(node.operands)
     return View((node.out.numel // (sections * node.inner), sections, node.inner), (0, 1, 0))
 
 
 def _unrolled(group: Group) -> int:
-    """How often the code of a row is repeated for the sections of its concatenations."""
+    """The number of copies of a row's code for the sections of its concatenations."""
     concats = [node for node in group.nodes if isinstance(node, Concat)]
     if not concats:
         return 1
@@ -337,5 +335,5 @@ def _unrolled(group: Group) -> int:
 
 
 def fuse(graph: Graph, rules: Rules) -> list[Group]:
-    """The groups of a graph in an order of execution."""
+    """The groups of a graph in execution order."""
     return _Fuser(graph, rules).run()

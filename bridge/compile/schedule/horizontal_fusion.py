@@ -1,9 +1,9 @@
-"""Launches together: point-wise groups that do not depend on each other → one launch, each in threads of its own.
+"""Horizontal fusion: independent point-wise groups → one launch, each group in threads of its own.
 
-The casts of a layer's weights, the heads of an attention: a launch of a small kernel takes longer than what it does. A
-group is moved to an earlier one's place if all that it reads is there, and library calls and reductions go before small
-groups that they do not read: the products of query, key and value first, then what is added to each. Groups that nobody
-reads stay apart from those that somebody waits for, where they may run beside others. No value changes, in any bit.
+For example, the casts of a layer's weights or the heads of an attention: the launch of a small kernel takes longer than
+its work. A group moves to an earlier group's launch if its inputs are ready there. Library calls and reductions move
+before small groups that they do not read: first the products of query, key and value, then the additions to each.
+Groups without consumers stay separate from groups with consumers, as they may run on a second stream. No bit changes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from bridge.compile.schedule.row_plan import RowPlan
 __all__ = ["HorizontalFusionPlan", "plan_horizontal_fusion", "together"]
 
 _REACH = 32
-"""Steps at most that a group is moved: what it makes is in memory for as long."""
+"""Maximum number of steps that a group moves: its results occupy memory for as long."""
 _SMALL = 2**20
-"""Elements of a group that others go before, or that is moved before those itself: what it reads or makes is in memory
-for longer."""
+"""Maximum elements of a group that lets others pass, or moves before others: its tensors occupy memory for longer."""
 
 
 @dataclass(frozen=True)
 class HorizontalFusionPlan:
-    """Plans without reductions, of one index type, whose launches are one; tensors and integers are theirs in order."""
+    """Plans without reductions, of one index type, launched as one; tensors and integers are concatenated in order."""
 
     plans: tuple[RowPlan, ...]
 
@@ -41,12 +40,12 @@ class HorizontalFusionPlan:
 
     @property
     def arguments(self) -> int:
-        """How many integers a launch passes."""
+        """The number of integers of a launch."""
         return sum(plan.arguments for plan in self.plans)
 
 
 def together(groups: Sequence[Group], rules: Rules) -> list[list[Group]]:
-    """Groups in an order of execution → the same in an order of execution, with those that are launched together."""
+    """Groups in execution order → launches in execution order, each a list of horizontally fused groups."""
     most = rules.limits.kernel.together
     if most == 1:
         return [[group] for group in groups]
@@ -58,7 +57,7 @@ def together(groups: Sequence[Group], rules: Rules) -> list[list[Group]]:
 
 
 def _steps(groups: Sequence[Group], most: int, awaited: Collection[Group], early: bool = False) -> list[list[Group]]:
-    """``early``: a small group is moved as far as it can be, so that a library call that reads it need not wait."""
+    """``early``: moves small groups as early as possible, so that a library call that reads one need not wait."""
     steps: list[list[Group]] = []
     place: dict[Group, int] = {}
     for group in groups:
@@ -79,8 +78,9 @@ def _steps(groups: Sequence[Group], most: int, awaited: Collection[Group], early
 
 
 def _others_first(groups: Sequence[Group]) -> list[Group]:
-    """The same groups, each library call and small reduction before the small point-wise groups in front of it that it
-    does not read. None lets more than so many pass: a gradient is waited for by who is not in this program."""
+    """Moves each library call and small reduction before preceding small point-wise groups that it does not read.
+
+    At most ``_REACH`` groups pass a group: another program may wait for its result, a gradient."""
     ordered: list[Group] = []
     passed: Counter[Group] = Counter()
     for group in groups:
@@ -110,7 +110,7 @@ def _takes(step: Sequence[Group], most: int) -> bool:
 
 
 def _is_elementwise(group: Group) -> bool:
-    """Whether a thread for each vector computes the group, in indices that are short."""
+    """Whether the group is point-wise with 32-bit indices: a thread per vector computes it."""
     if not group.fusable or not all(isinstance(node, Pointwise) for node in group.nodes):
         return False
     values = {*group.made, *(operand.value for _, operand in group.reads())}
@@ -120,7 +120,7 @@ def _is_elementwise(group: Group) -> bool:
 def plan_horizontal_fusion(
     groups: Sequence[Group], stored: Collection[Value], rules: Rules
 ) -> Planned[HorizontalFusionPlan]:
-    """The plan of groups that are launched together."""
+    """The plan of horizontally fused groups."""
     planned = [plan_rows(group, stored, rules) for group in groups]
     return Planned(
         HorizontalFusionPlan(tuple(each.plan for each in planned)),

@@ -1,4 +1,4 @@
-"""Limits: the numbers by which the compiler weighs speed; each backend has its own. None changes a bit of any value."""
+"""Limits: a backend's thresholds of profitability. None changes a bit of any value."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["Limits", "Rules"]
 
 @dataclass(frozen=True)
 class KernelLimits:
-    """What one kernel is made of.
+    """Bounds on the contents of one kernel.
 
     Attributes:
-        nodes: of a kernel at most: bounds compile time and register pressure.
-        buffers: that a kernel reads and writes at most; a kernel may read half as many beside what it makes.
-        terms: of a sum in one kernel; a longer one is kernels of so many terms, whatever its length, and the rest.
+        nodes: maximum per kernel: bounds compile time and register pressure.
+        buffers: maximum that a kernel reads and writes; it may read half as many beside its results.
+        terms: of a sum in one kernel; a longer sum takes several kernels of at most as many terms.
         sections: of the concatenations of one kernel: its code is repeated for each.
-        summed_sections: the same of a kernel that adds up columns.
-        loops: of a kernel at most.
-        shared_elements: of a tensor that is worth a merge for reading it once instead of twice.
-        together: point-wise groups at most that are one launch; 1: each is launched by itself.
-        streams: that a recorded run is launched on: 1, or 2, for what is not on the critical path.
+        summed_sections: the same for a kernel that reduces columns.
+        loops: maximum per kernel.
+        shared_elements: of a tensor from which on reading it once instead of twice is worth a merge.
+        together: maximum number of horizontally fused groups; 1: no horizontal fusion.
+        streams: of a recorded run: 1, or 2 to run steps off the critical path on a second stream.
     """
 
     nodes: int
@@ -42,18 +42,18 @@ class KernelLimits:
 
 @dataclass(frozen=True)
 class RowLimits:
-    """How a kernel walks the elements of its space.
+    """How a kernel iterates over its space.
 
     Attributes:
-        flat_row: elements of one row of a space that nothing divides into rows.
-        short_row: elements; a shorter row is dominated by its address arithmetic.
-        tasks: of a kernel at most.
-        column_vectors: that one pass over the rows of a column reduction takes along.
-        access_bytes: that a thread of a kernel which combines nothing reads of a tensor at once: of half types up to
-            twice the order's lanes; 0: always the order's.
-        single_elements: of a kernel that combines nothing, up to which each element is a thread's own: vectors would
-            leave threads idle, each of which takes as long as all. 0: none.
-        added_rows: of a large column reduction at most that are additions; 0: none.
+        flat_row: elements of one row of a space without rows of its own.
+        short_row: elements; address arithmetic dominates a shorter row.
+        tasks: maximum per kernel.
+        column_vectors: vectors of columns in one pass over the rows of a column reduction.
+        access_bytes: that a thread of a kernel without reductions reads of a tensor at once: up to twice the order's
+            lanes for half types; 0: always the order's lanes.
+        single_elements: of a kernel without reductions, up to which each thread has one element: vectors would leave
+            threads idle. 0: always vectors.
+        added_rows: maximum rows of a large column reduction that becomes additions; 0: none.
     """
 
     flat_row: int
@@ -67,15 +67,15 @@ class RowLimits:
 
 @dataclass(frozen=True)
 class ThreadLimits:
-    """What is worth a launch of threads.
+    """Amounts of work from which on threads pay.
 
     Attributes:
-        serial_elements: below so many, a kernel is not worth running in parallel.
-        parallel_work: scalar operations of a kernel that are worth a launch of threads.
-        parallel_steps: that are in a step of a loop, whose threads have just run.
-        parallel_columns: elements of a column reduction that are.
-        parallel_second_stage: elements of partial sums that are.
-        parallel_legalized: iterations of TVM's own kernels that are.
+        serial_elements: a smaller kernel runs serially.
+        parallel_work: scalar operations of a kernel.
+        parallel_steps: scalar operations of a kernel in a loop's step, whose threads have just run.
+        parallel_columns: elements of a column reduction.
+        parallel_second_stage: elements of partial sums.
+        parallel_legalized: iterations of TVM's own kernels.
         transcendental_work: scalar operations that a transcendental function counts for.
     """
 
@@ -90,17 +90,16 @@ class ThreadLimits:
 
 @dataclass(frozen=True)
 class RecomputeLimits:
-    """What is computed again, or read again, instead of being kept.
+    """Thresholds of rematerialization: values computed or read again instead of being kept.
 
     Attributes:
-        cheap_operations: a value of so few is recomputed in a later pass over the row instead of cached.
-        cheap_in_known_rows: the same for rows whose length is known where code is generated.
-        cheap_shared: the same for what is made of nothing but tensors that all rows share, if it is more.
-        free_reads: operands smaller than the result by this factor cost nothing to read again.
-        small_casts: a tensor smaller by this factor than what is computed with it is cast, or counted, where it is
-            read; 0: none.
-        read_again: cheap operators at most by which a large value is computed in each kernel that reads it, instead of
-            being stored by one; 0: none.
+        cheap_operations: a value of at most so many is recomputed in a later pass over the row instead of cached.
+        cheap_in_known_rows: the same for rows of static length.
+        cheap_shared: the same, if it is more, for values made only of tensors that all rows share.
+        free_reads: operands smaller than the result by this factor are free to read again.
+        small_casts: consumers larger than a tensor by this factor cast it, or count a range, themselves; 0: none.
+        read_again: maximum number of cheap operators by which each consuming kernel recomputes a large value that is
+            then not stored; 0: none.
     """
 
     cheap_operations: int
@@ -113,15 +112,15 @@ class RecomputeLimits:
 
 @dataclass(frozen=True)
 class ConcatLimits:
-    """How concatenations are computed.
+    """Thresholds for concatenations.
 
     Attributes:
-        joined_sections: of a concatenation in generated code; one of more is the library's.
-        joined_rows: of such a concatenation at least: the library copies fewer by columns.
-        section_operators: under an operand of a concatenation that are computed again inside its section.
-        section_elements: a concatenation of so few is computed from what its operands' arithmetic reads, all of it.
-        placed_sections: of a concatenation at most that is written by the kernel which computes its operands; 0: none.
-        parts_apart: concatenations at most whose parts a loop reads where they lie; 0: none.
+        joined_sections: maximum of a concatenation in generated code; the library computes larger ones.
+        joined_rows: minimum of a concatenation in generated code: the library copies fewer rows by columns.
+        section_operators: depth of an operand's arithmetic that is recomputed inside its section.
+        section_elements: maximum of a concatenation whose point-wise producers are all recomputed.
+        placed_sections: maximum of a concatenation that its operands' kernel writes; 0: none.
+        parts_apart: maximum number of concatenations that a loop reads as separate parts; 0: none.
     """
 
     joined_sections: int
@@ -134,7 +133,7 @@ class ConcatLimits:
 
 @dataclass(frozen=True)
 class Limits:
-    """A backend's limits, by concern; a name stands in one of the groups only."""
+    """A backend's limits, by concern; a name occurs in only one of the groups."""
 
     kernel: KernelLimits
     rows: RowLimits
@@ -144,7 +143,7 @@ class Limits:
 
     @classmethod
     def of(cls, **numbers: int) -> Limits:
-        """The limits of these numbers, by their names."""
+        """Limits from numbers by name."""
         if unknown := numbers.keys() - set(cls.names()):
             raise TypeError(f"there is no limit {', '.join(sorted(unknown))}")
         return cls(
@@ -153,16 +152,16 @@ class Limits:
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """Of all numbers."""
+        """The names of all numbers."""
         return tuple(name for names in _NAMES.values() for name in names)
 
     @property
     def numbers(self) -> dict[str, int]:
-        """All numbers, by their names."""
+        """All numbers by name."""
         return {name: number for each in fields(self) for name, number in vars(getattr(self, each.name)).items()}
 
     def having(self, **numbers: int) -> Limits:
-        """The same with other numbers."""
+        """These limits with other values of ``numbers``."""
         return self.of(**{**self.numbers, **numbers})
 
 
@@ -173,32 +172,33 @@ _NAMES = {
 
 
 class Rules(Protocol):
-    """What passes and schedule ask of a backend."""
+    """A backend's interface for passes and schedule."""
 
     @property
     def order(self) -> ReductionOrder:
-        """In what order elements are combined."""
+        """The order in which elements are combined."""
 
     @property
     def limits(self) -> Limits:
-        """What is worth while."""
+        """The thresholds of profitability."""
 
     @property
     def adds_float64(self) -> bool:
-        """Whether kernels that add up large tensors in float64 take no longer than in float32."""
+        """Whether kernels that sum up large tensors are as fast in float64 as in float32."""
 
     def legalized(self, function: PrimFunc) -> PrimFunc:
-        """A function that TVM legalized, scheduled for the target; no schedule changes a bit."""
+        """Schedules a function that TVM legalized; no schedule changes a bit."""
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
-        """The kernel of a pool's gradient; ``None``: the library's call is to be kept."""
+        """The kernel of a pool's gradient; ``None``: keep the library's call."""
 
     def lookup(self, plan: LookupPlan) -> PrimFunc | None:
-        """The kernel of rows at indices; likewise."""
+        """The kernel of a row lookup; ``None``: keep the library's call."""
 
     def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
-        """The kernel of rows, about ``length`` of them, added up where indices say; likewise. Unless keys come sorted,
-        it has memory for these as its last result."""
+        """The kernel that sums about ``length`` rows by index; ``None``: keep the library's call.
+
+        Unless keys come sorted, its last result is memory for them."""
 
     def sorts_before(self, plan: ScatterPlan, length: int) -> bool:
-        """Whether the keys of such a kernel, of about ``length`` rows, had better come sorted."""
+        """Whether to sort the keys before a scatter sum of about ``length`` rows."""

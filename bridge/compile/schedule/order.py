@@ -1,18 +1,18 @@
-"""Reduction order: extents → stages, accumulators and chunks, which fix in what order the elements are combined.
+"""Reduction order: extents → stages, accumulators and chunks, which fix the order in which elements are combined.
 
-It follows from the extents alone, never from the kernel that the reduction ends up in.
+It follows from the extents alone, never from the reduction's kernel.
 
-* A *row* of ``n`` elements: ``accumulators(n)`` vector accumulators take the vectors in turn, are combined pairwise,
+* A *row* of ``n`` elements: ``accumulators(n)`` vector accumulators take the vectors in turn and are combined pairwise,
   then the halves of the one vector are combined until one lane is left; the last ``n % lanes`` elements go into a
   scalar accumulator of their own, which is added at the end.
 * A *column* of ``n`` elements: consecutive rows in ``column_chunks`` chunks, each accumulated in order, then the
-  chunks in order. A chunk of more than twice ``block_rows`` rows is accumulated in blocks of so many, each in order,
-  then the blocks in order: what rounding loses grows with the rows of a block, their number and that of the chunks.
+  chunks in order. A chunk of more than twice ``block_rows`` rows is accumulated in blocks of ``block_rows``, each in
+  order, then the blocks in order: the rounding error grows with the rows of a block, the blocks and the chunks.
 
-An extent that is known when a program is bound has the order of the number that it then is: how many accumulators and
-chunks is found at the launch. Bits may differ between a static and a dynamic entry only in a sum of two stages, which
-is cut where the size tells (see :meth:`ReductionOrder.stages`), in small rows (:attr:`ReductionOrder.small_rows`) and
-in columns of few rows (:attr:`ReductionOrder.whole_rows`).
+A dynamic extent has the order of its value: the launch determines the numbers of accumulators and chunks. Bits may
+differ between a static and a dynamic entry only in a sum of two stages, whose cut depends on the size (see
+:meth:`ReductionOrder.stages`), in small rows (:attr:`ReductionOrder.small_rows`) and in columns of few rows
+(:attr:`ReductionOrder.whole_rows`).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ __all__ = ["ReductionOrder", "chunk_rows"]
 
 
 def chunk_rows(rows: Dim, chunks: Dim) -> Dim:
-    """Rows per chunk, of at least one row; the last chunk may have fewer."""
+    """Rows per chunk, at least one; the last chunk may have fewer."""
     return maximum(1, (rows + chunks - 1) // chunks)
 
 
 @dataclass(frozen=True)
 class ReductionOrder:
-    """A backend's order. Another one gives other roundings, so it is part of the backend's key.
+    """A backend's order of reductions. Another order rounds differently, so it is part of the backend's key.
 
     Attributes:
-        lanes: vector width of every generated loop; a power of two, as the numbers in ``interleaved``.
-        interleaved: numbers of vector accumulators of a row, of which the first that divides its vectors is taken:
-            several hide the latency of the addition.
-        chunk_elements, chunk_rows: work, and rows, that a chunk of a column has at least.
-        most_chunks: of a column; they are combined serially.
-        whole_rows, whole_columns: rows at most, and columns at least, of a column reduction in one chunk. Of so many
-            columns each may have a thread, and parts of so few rows would be about as many bytes as the rows.
-        split: elements that the first of two stages reduces at most; a row of twice as many, with few results, is
-            reduced in two, so that it can run in parallel.
+        lanes: vector width of every generated loop; a power of two, as are the numbers in ``interleaved``.
+        interleaved: candidate numbers of vector accumulators of a row; the first that divides its vectors is used.
+            Several accumulators hide the latency of the addition.
+        chunk_elements, chunk_rows: minimum work, and rows, of a chunk of a column.
+        most_chunks: maximum per column; they are combined serially.
+        whole_rows, whole_columns: maximum rows and minimum columns of a column reduction in one chunk. Each of these
+            columns may have a thread, and partials of so few rows would be about as many bytes as the rows.
+        split: maximum elements that the first of two stages reduces; a row of twice as many, with few results, is
+            reduced in two stages, for parallelism.
         block_rows: of a block of a chunk; 0: a chunk is one block, or the backend's kernels have an order of their own.
-        small_rows: elements of all rows together up to which a row is walked by as many threads as it can be; 0: none.
-            Sizes that vary count as large.
+        small_rows: elements of all rows together up to which as many threads as possible share a row; 0: none. Dynamic
+            sizes count as large.
     """
 
     lanes: int
@@ -72,7 +72,7 @@ class ReductionOrder:
         return next((number for number in self.interleaved if vectors % number == 0), 1)
 
     def possible_accumulators(self, length: Dim) -> tuple[int, ...]:
-        """Numbers that :meth:`accumulators` may give; the first that divides the vectors is the one."""
+        """Possible results of :meth:`accumulators`; the first that divides the number of vectors is used."""
         if not isinstance(length, Extent):
             return (self.accumulators(length),)
         vectors = length // self.lanes
@@ -93,13 +93,13 @@ class ReductionOrder:
         return maximum(1, (rows + size - 1) // size)
 
     def stages(self, extents: Sequence[Dim], axes: Collection[int]) -> list[tuple[Dim, Dim, Dim]]:
-        """A reduction over ``axes`` → ``(outer, reduced, inner)`` of the reductions that make it, one after another.
+        """A reduction over ``axes`` → ``(outer, reduced, inner)`` of the successive reductions that make it.
 
-        The innermost axes go first. Neighbouring axes of one kind are one axis; a long reduction with few results is
-        done in two stages, so that it can run in parallel. Empty where all reduced axes have extent 1.
+        The innermost axes go first. Neighbouring axes of one kind merge; a long reduction with few results is done in
+        two stages, for parallelism. Empty if all reduced axes have extent 1.
 
-        The first stage reduces the largest divisor of the length that is at most ``split``; of a length that is known
-        when a program is bound, the largest number that divides it whatever the sizes are.
+        The first stage reduces the largest divisor of the length that is at most ``split``; for a dynamic length, the
+        largest number that divides it at all sizes.
         """
         runs: list[tuple[bool, Dim]] = []  # alternating: remaining, reduced, remaining, …
         for axis, extent in enumerate(extents):

@@ -1,4 +1,4 @@
-"""Planning of row kernels: a group with reductions -> passes over a row."""
+"""Planning of row kernels: a group of nodes → its passes over a row, as a :class:`RowPlan` and launch arguments."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ Plan = TypeVar("Plan")
 
 @dataclass(frozen=True, eq=False)
 class Planned(Generic[Plan]):
-    """One launch of a plan: tensors in the order of the kernel's parameters, the integers behind them.
+    """One launch of a plan: tensors in the order of the kernel's parameters, then the integers.
 
-    ``scratch``: partial results of column reductions; ``ops``: the operators, in order.
+    ``scratch``: partials of column reductions, and row buffers; ``ops``: the operators, in order.
     """
 
     plan: Plan
@@ -51,7 +51,7 @@ class Planned(Generic[Plan]):
 
 @dataclass(frozen=True)
 class PassContents:
-    """One pass as nodes and values of the group; see :class:`bridge.compile.schedule.row_plan.RowPass`."""
+    """One pass, as nodes and values of the group; see :class:`bridge.compile.schedule.row_plan.RowPass`."""
 
     reductions: tuple[Reduction, ...]
     stores: tuple[Value, ...]
@@ -59,12 +59,12 @@ class PassContents:
 
     @property
     def roots(self) -> list[Value]:
-        """What the pass has to compute."""
+        """The values that the pass must compute."""
         return [node.operand.value for node in self.reductions] + [*self.stores, *self.cached]
 
 
 def levels_of(nodes: Iterable[Node]) -> dict[Value, int]:
-    """Of each result, how many reductions of the row it waits for, one after another."""
+    """Each result → the number of successive row reductions that it waits for."""
     levels: dict[Value, int] = {}
     for node in nodes:
         level = max((levels.get(op.value, 0) for op in node.operands if isinstance(op, Operand)), default=0)
@@ -77,9 +77,9 @@ class RecomputePolicy:
     """Which values a later pass recomputes instead of finding them cached.
 
     Attributes:
-        cheap: those of so few operations.
-        cheap_shared: those of so few operations on nothing but tensors of at most ``columns`` elements, which all rows
-            share, such as casts of a LayerNorm's weights: they are read from the nearest cache, whereas kept ones would
+        cheap: maximum number of operations.
+        cheap_shared: the same for values made only of tensors of at most ``columns`` elements, which all rows share,
+            such as casts of a LayerNorm's weights: they are read from the nearest cache, whereas cached values would
             take registers away from threads that wait for memory.
         columns: elements of a row.
     """
@@ -92,7 +92,7 @@ class RecomputePolicy:
 def plan_passes(
     group: Group, stored: Collection[Value], levels: Mapping[Value, int], recomputed: RecomputePolicy
 ) -> list[PassContents]:
-    """The passes of a group whose members ``stored`` are written to memory."""
+    """The passes of a group; ``stored``: its values to be written to memory."""
     return _Passes(group, stored, levels, recomputed).plan()
 
 
@@ -125,7 +125,7 @@ class _Passes:
         return list(map(PassContents, map(tuple, reductions), map(tuple, stores), map(tuple, caches)))
 
     def _wanted(self, roots: Iterable[Value], index: int) -> list[Value]:
-        """Elementwise values of earlier passes that pass ``index`` reads and that are not stored."""
+        """Elementwise values of earlier passes that pass ``index`` reads and that are not in memory."""
         wanted: dict[Value, None] = {}
         visited: set[Value] = set()
         stack = [root for root in roots if root in self.group.made]
@@ -143,7 +143,7 @@ class _Passes:
         return list(wanted)
 
     def _cheap(self, value: Value, cached: Collection[Value]) -> bool:
-        """Whether recomputing takes few operations and few loads."""
+        """Whether recomputation takes few operations and few loads."""
         cost, loads = 0, set()
         stack, visited = [value], set()
         while stack:
@@ -171,7 +171,7 @@ class _Passes:
 
 
 def plan_rows(group: Group, stored: Collection[Value], rules: Rules) -> Planned[RowPlan]:
-    """The plan of a group whose members ``stored`` are wanted in memory."""
+    """The plan of a group; ``stored``: its values to be written to memory."""
     space = space_of(group, rules)
     if space is None:
         raise AssertionError("a group without common loop extents was formed")
@@ -229,7 +229,7 @@ class _Planner:
         return Planned(plan, tuple(self.inputs), self.outputs, self.scratch, tuple(self.arguments.numbers), ops)
 
     def _lanes(self) -> int:
-        """Of a vector: where nothing is combined, as many as make a whole access of each large tensor, or one."""
+        """Lanes of a vector; without reductions, enough for a whole access of each large tensor, or 1."""
         lanes, limits, elements = self.order.lanes, self.limits, self.group.elements
         if self.reduces:
             return lanes
@@ -250,7 +250,7 @@ class _Planner:
         return self.arguments.add(number, name)
 
     def _columns(self) -> tuple[tuple[Number, ...], Number]:
-        """The extents inside a row, and its length."""
+        """The extents inside a row, and the row's length."""
         last = len(self.space.columns) - 1
         extents = tuple(
             self._number(extent, ("column extent", axis), self.fixed or axis == last)
@@ -262,7 +262,7 @@ class _Planner:
         return self.arguments.known(number, name) if fixed else self._add(number, name)
 
     def _row_buffers(self, passes: Sequence[RowPass], walk: Walk) -> Argument | None:
-        """Scratch memory for what is cached of rows whose length is known at the launch: a row of it for each task."""
+        """Scratch memory for cached values if only the launch knows the row length: one row per task."""
         length = self.space.column_count
         cached = [self.group.nodes[node].out for each in passes for node in each.cached]
         if not cached or not isinstance(length, Extent):
@@ -273,7 +273,7 @@ class _Planner:
         return self._add(row, "row buffer")
 
     def _walk(self) -> Walk:
-        """That of rows of one length. The tasks of column reductions follow from their order, others from the work."""
+        """The walk over rows of one length. The reduction order fixes the tasks of column reductions, else the work."""
         reduced = [node for node in self.group.nodes if isinstance(node, Reduction) and not same(node.inner, 1)]
         batch = self.group.batch if reduced else 1
         rows, columns = self.space.row_count // batch, self.space.column_count
@@ -302,7 +302,7 @@ class _Planner:
         )
 
     def _flat_walk(self) -> Walk:
-        """That of elements in no rows: vectors in rows of a length of ours, then what is left."""
+        """The walk over a space without rows: vectors, in rows of an arbitrary length, then the remaining elements."""
         elements = self.group.elements
         vectors, tail = divmod(elements, self.lanes)
         rows = (vectors * self.lanes + self.space.column_count - 1) // self.space.column_count
@@ -340,7 +340,7 @@ class _Planner:
         return Compute(node.op, operands, node.out.dtype, per_row, sections=sections, behind=behind)
 
     def _sections(self, node: Concat) -> tuple[tuple[int, int], ...]:
-        """The loops inside a row that walk sections, and how many sections a turn of theirs is."""
+        """``(axis, count)`` of the loops inside a row over sections, and the number of sections per iteration."""
         walked: list[tuple[int, int]] = []
         for axis in range(len(self.space.columns) - 1):
             turn = math.prod(self.space.columns[axis + 1 :])
@@ -364,7 +364,7 @@ class _Planner:
         return self.reduces and not isinstance(elements, Extent) and elements <= self.order.small_rows
 
     def _profitable(self) -> bool | Argument:
-        """Whether the group is worth starting threads for, by its scalar operations, roughly."""
+        """Whether threads pay for the group, by a rough count of its scalar operations."""
         total: Dim = 0
         for node in self.group.nodes:
             size = node.operand.view.numel if isinstance(node, Reduction) else node.out.numel

@@ -1,8 +1,8 @@
-"""Values read again: cheap arithmetic that several kernels want → each computes it from memory, none stores it.
+"""Rematerialization across kernels: cheap arithmetic that several kernels read → each computes it, none stores it.
 
-A batch normalization adds up what a convolution gave in float32, and subtracts the mean from that in another kernel:
-the numbers in float32 were written and read, where the convolution's are half as many bytes and in memory anyway. No
-value changes, in any bit: each is computed by the same operators from the same operands.
+For example, a batch normalization sums up a convolution's result in float32, and subtracts the mean in another kernel.
+The float32 values would be written and read, whereas the convolution's result has half as many bytes and is in memory
+anyway. No bit changes: the same operators compute each value from the same operands.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["read_again"]
 
 
 def read_again(groups: Sequence[Group], results: Iterable[Value], rules: Rules) -> None:
-    """Changes groups, in an order of execution, so that fewer values cross from one to another.
+    """Changes groups, in execution order, so that fewer values pass through memory.
 
-    A large value is computed where it is read if that takes at most ``read_again`` cheap operators and no more
-    bytes than writing and reading it, from what is in memory for others' sake, or is small; and if all its readers can.
+    The consumers recompute a large value if that takes at most ``read_again`` cheap operators and no more bytes than
+    writing and reading it, from values that are small or in memory anyway; and if all of its consumers can.
     """
     if rules.limits.recompute.read_again:
         _Pass(groups, results, rules).run()
 
 
 class _Pass:
-    """Attributes: ``kept``, values that are in memory whatever kernels compute again; ``made``, the node of each value
-    that a generated kernel makes; ``copies``, by group: what it computes again, and as which value."""
+    """Attributes: ``kept``, values that stay in memory; ``made``, the node of each value that a generated kernel makes;
+    ``copies``, by group: recomputed value → its copy there."""
 
     def __init__(self, groups: Sequence[Group], results: Iterable[Value], rules: Rules) -> None:
         self.groups, self.rules, self.results = groups, rules, set(results)
@@ -67,9 +67,9 @@ class _Pass:
                 source.users.add(group)
 
     def _drop_unread(self) -> None:
-        """Groups no longer make what all of its readers make themselves; rows of which nothing else was wanted go, too.
+        """Drops values that all consumers recompute from their groups, and rows that only they needed.
 
-        A group that nobody reads at all stays as it is: whoever links programs leaves it out.
+        A group without any consumer stays as it is: linking leaves it out.
         """
         wanted = set(self.results)
         for group in reversed(self.groups):
@@ -83,7 +83,7 @@ class _Pass:
         return sample_of(value.numel) > self.rules.limits.rows.single_elements
 
     def _compute_where_read(self, value: Value) -> bool:
-        """Has a value computed by its readers, if that is worth it; tells whether it is."""
+        """Lets a value's consumers recompute it if that is profitable; returns whether it is."""
         chain = self._chain(value)
         if chain is None:
             return False
@@ -107,7 +107,7 @@ class _Pass:
         return True
 
     def _chain(self, value: Value) -> tuple[list[Pointwise], set[Value]] | None:
-        """The cheap operators that make a value from what is in memory, in order, and that; ``None`` if they do not."""
+        """The cheap operators, in order, that make a value from values in memory, and these values; else ``None``."""
         nodes: dict[Value, Pointwise] = {}
         sources: set[Value] = set()
 
@@ -129,14 +129,14 @@ class _Pass:
         return (list(nodes.values()), sources) if visit(value) else None
 
     def _is_in_memory(self, value: Value, wanted: Value) -> bool:
-        """Whether a value is there for somebody else, or is small beside the wanted one and there for another group."""
+        """Whether ``value`` is in memory anyway, or is small compared with ``wanted`` and read by another group."""
         if value.source != "node" or value in self.kept:
             return True
         is_small = self.rules.limits.recompute.free_reads * sample_of(value.numel) <= sample_of(wanted.numel)
         return is_small and bool(self.readers[value])
 
     def _with_copies(self, group: Group, nodes: Sequence[Pointwise]) -> tuple[Group, dict[Value, Value]] | None:
-        """The group that computes the last of these nodes' values itself; ``None`` if its kernel could not."""
+        """The group with its own copy of ``nodes``, new value → copy; ``None`` if no kernel could compute it."""
         value, known = nodes[-1].out, self.copies[group]
         if not group.fusable or not same(group.elements, value.numel):
             return None
@@ -179,7 +179,7 @@ class _Pass:
 
 
 def _keep(group: Group, wanted: set[Value]) -> None:
-    """What of a group is wanted, and what that is made of."""
+    """Drops a group's nodes that no wanted value needs."""
     nodes = needed(group.nodes, wanted)
     if len(nodes) == len(group.nodes):
         return

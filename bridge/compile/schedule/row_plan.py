@@ -1,18 +1,16 @@
-"""Plan of a row kernel: a group along rows -> its passes over a row, what each computes and keeps.
+"""Row plan: a group along rows → its passes over a row with the values that each computes and caches, as plain data.
 
-Row plan: how one kernel walks the rows of its iteration space, as plain data for any emitter.
-A row is walked in *passes*: pass ``k`` computes what depends on ``k`` reductions of the row one after another (softmax:
-maximum; exponentials and their sum; the product). A value's *level* is the number of reductions it waits for. An
-elementwise value that a later pass needs again is read back from where it was stored, recomputed if that is cheap, or
-cached in a row buffer.
+A row is visited in *passes*: pass ``k`` computes the values that wait for ``k`` successive reductions of the row
+(softmax: maximum; exponentials and their sum; the product). A value's *level* is that number. An elementwise value that
+a later pass needs again is read back from its store, recomputed if that is cheap, or cached in a row buffer.
 
 Example, a softmax over rows of 64 whose only stored value is the result: three passes, whose reductions are ``max``,
-``sum`` and none; the exponentials are cached in a row buffer by the second pass, and the third stores the result.
+``sum`` and none; the second pass caches the exponentials in a row buffer, and the third stores the result.
 
-A plan holds no tensor, and of the numbers only those that its code is made for: the columns of a row, steps between
-neighbouring elements. Offsets, strides between rows and numbers of rows are launch arguments, so equal plans are one
-kernel: of all time steps of a loop, all layers, all batch sizes. What is known only when a program is bound is a launch
-argument everywhere: a row's length, too, and a step. :mod:`bridge.compile.schedule.plan_rows` makes them.
+A plan holds no tensor, and only numbers that its code is specialized for: the columns of a row, steps between
+neighbouring elements. Offsets, strides between rows and numbers of rows are launch arguments, so equal plans of all
+time steps, layers and batch sizes share one kernel. A number that is known only when a program is bound is always a
+launch argument, also a row's length or a step. :mod:`bridge.compile.schedule.plan_rows` makes plans.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ __all__ += ["Passed", "RowPass", "RowPlan", "RowValues", "Walk"]
 
 @dataclass(frozen=True)
 class InputElement:
-    """An element of the kernel's input of that index."""
+    """An element of the kernel's input number ``tensor``."""
 
     tensor: int
     access: Access
@@ -42,21 +40,21 @@ class InputElement:
 
 @dataclass(frozen=True)
 class Index:
-    """Where an element would be read in a tensor: the index itself, of the plan's index type."""
+    """The index of an element that an access would read, as a number of the plan's index type."""
 
     access: Access
 
 
 @dataclass(frozen=True)
 class NodeElement:
-    """The element that the plan's node of that index makes at the same place."""
+    """The plan's node number ``node`` at the same place."""
 
     node: int
 
 
 @dataclass(frozen=True)
 class Literal:
-    """A number; two are equal if they are spelled alike (``0.0`` and ``-0.0`` are two, one nan is one)."""
+    """A number, compared by its text: ``0.0`` and ``-0.0`` differ, nan equals nan."""
 
     spelled: str
     dtype: str
@@ -65,7 +63,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class Passed:
-    """A launch argument as a number of an element type: a size that is computed with."""
+    """A launch argument as a number of an element type: a size used in arithmetic."""
 
     argument: Argument
     dtype: str
@@ -80,12 +78,12 @@ class Compute:
 
     Attributes:
         dtype: of the result, as stored.
-        per_row: whether there is one result per row, not one per element: a reduction of the row, arithmetic on those.
+        per_row: whether there is one result per row: a reduction of the row, or arithmetic on per-row values.
         reduces: ``"row"``, ``"column"`` or nothing.
-        sections: ``(axis, count)`` of each loop inside a row that walks the sections of a concatenation, its operands,
-            so many in a turn; none for others.
-        behind: zeros that are stored behind each row of the result.
-        places: where each operand is stored, of a concatenation that is written section by section; none for others.
+        sections: ``(axis, count)`` of each loop inside a row over the sections of a concatenation (its operands),
+            ``count`` sections per iteration; empty for other operations.
+        behind: zeros that are stored after each row of the result.
+        places: where to store each operand of a concatenation written section by section; empty for other operations.
     """
 
     op: str
@@ -100,10 +98,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class RowPass:
-    """One pass over the row; all are indices of nodes.
+    """One pass over the row, as indices of nodes.
 
     Attributes:
-        reductions: accumulated; row reductions are complete at its end.
+        reductions: accumulated in this pass; row reductions are complete at its end.
         stores: elementwise values stored to the kernel's results.
         cached: elementwise values cached in a row buffer for later passes.
     """
@@ -118,18 +116,18 @@ class RowPass:
 
 @dataclass(frozen=True)
 class Walk:
-    """In which order, and by how many threads, the rows are walked: ``tasks`` tasks of ``task_rows`` rows.
+    """The order of the rows and their distribution over threads: ``tasks`` tasks of ``task_rows`` rows.
 
     Attributes:
-        rows: of one batch. Column reductions do not reduce the leading extent of that name (``batched``: it is not 1).
-        task_rows, chunks, tasks: rows of a task but the last of a batch, tasks per batch, tasks; none is empty.
+        rows: of one batch: the leading extent that column reductions do not reduce (``batched``: it is not 1).
+        task_rows, chunks, tasks: rows of a task except the last of a batch, tasks per batch, tasks; none is empty.
             ``None``: a single task.
         block_rows: of column reductions, see :class:`~bridge.compile.schedule.order.ReductionOrder`; 0: no blocks.
-            Their scratch memory has a row for each task, and as many behind them for the blocks.
-        parallel: whether the tasks are worth starting threads for; ``parallel_second_stage``: also the sums over the
-            tasks. An argument, 0 if not, where a launch's sizes decide.
-        vectors: of the elements of a flat space, whose last row may be shorter; ``None`` for other spaces.
-        tail: index of the first element, and number of elements, behind the vectors of a flat space; ``None``: none.
+            Their scratch memory has a row for each task, followed by as many rows for the blocks.
+        parallel: whether threads pay for the tasks; ``parallel_second_stage``: for the sums over the tasks. If the
+            launch's sizes decide, an argument, 0 for no.
+        vectors: in a flat space, whose last row may be shorter; ``None`` for other spaces.
+        tail: ``(index of the first, number of)`` elements after the vectors of a flat space; ``None``: none.
     """
 
     rows: Number
@@ -147,25 +145,25 @@ class Walk:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How one kernel walks the rows of its space. ``plan`` is equal for kernels of equal code.
+    """The loops of one kernel over the rows of its space. Equal plans have equal code.
 
     Attributes:
-        inputs: element types of the tensors it reads.
-        nodes: what it computes, in order.
+        inputs: element types of the input tensors.
+        nodes: the operations, in order.
         outputs: the nodes whose values are written to memory.
-        levels: of each node's value, the row reductions it waits for.
+        levels: for each node, the number of row reductions it waits for.
         passes: over each row, in order.
-        columns: loop extents inside a row, vectors along the last; all that are known are numbers where reductions, row
-            buffers or the sections of a concatenation are made for them, otherwise only the last.
+        columns: loop extents inside a row, vectors along the last. All static extents are constants if reductions, row
+            buffers or sections of a concatenation depend on them, otherwise only the last.
         length: elements of a row.
-        buffer_row: elements of a row buffer in scratch memory, one for each task; ``None``: they are on the stack.
+        buffer_row: elements of a row buffer in scratch memory, one per task; ``None``: buffers are on the stack.
         walk: over the rows.
-        index_type: the integer type that reaches every element.
-        arguments: how many integers a launch passes.
+        index_type: an integer type that reaches every element.
+        arguments: number of integers of a launch.
         lanes: of a vector.
-        accumulators: in how many vectors a reduction is accumulated, in turn: the first number that divides the vectors
-            of the row. 1 where there is none.
-        small: whether something is reduced and all rows together have few elements, see
+        accumulators: candidate numbers of vector accumulators of a reduction: the first that divides the row's vectors
+            is used, or 1.
+        small: whether there is a reduction and all rows together have few elements, see
             :attr:`~bridge.compile.schedule.order.ReductionOrder.small_rows`.
     """
 
@@ -186,17 +184,17 @@ class RowPlan:
 
     @property
     def column_reductions(self) -> list[int]:
-        """Nodes that reduce over the rows; their partial results are accumulated per task."""
+        """Nodes that reduce over the rows; partials are accumulated per task."""
         return [index for index, node in enumerate(self.nodes) if node.reduces == "column"]
 
     @property
     def finished(self) -> list[int]:
-        """Those whose results are wanted in memory."""
+        """Column reductions whose results are written to memory."""
         return [node for node in self.column_reductions if node in self.outputs]
 
     @property
     def reads(self) -> set[InputElement]:
-        """All that is read from memory."""
+        """All elements read from memory."""
         return {each for node in self.nodes for each in node.operands if isinstance(each, InputElement)}
 
     @property
@@ -206,7 +204,7 @@ class RowPlan:
 
     @property
     def concats(self) -> Iterator[Compute]:
-        """Nodes whose sections the loops over the columns are unrolled for."""
+        """Nodes for whose sections the column loops are unrolled."""
         return (node for node in self.nodes if node.sections)
 
     def dtype(self, operand: Operand) -> str:
@@ -224,8 +222,8 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class KernelBuffers:
-    """The kernel's memory: inputs in order; results, partial results of column reductions, and row buffers of a length
-    that is known at the launch (a row for each task), by node."""
+    """The kernel's memory: inputs in order; results, partials of column reductions, and row buffers in scratch memory
+    (a row per task), by node."""
 
     inputs: Sequence[Buffer]
     outputs: Mapping[int, Buffer]
@@ -234,10 +232,10 @@ class KernelBuffers:
 
 
 class RowValues:
-    """Emission state of one row that no target changes.
+    """Target-independent emission state of one row.
 
     Attributes:
-        number: a number of the plan as an index.
+        number: a number of the plan → an index.
         row: index of the row, once :meth:`start` named it.
         head: emits per-row code, before and between the passes.
         scalars: per-row values known so far, by node.
@@ -269,7 +267,7 @@ class RowValues:
         return at + self.row * self.number(behind) if behind else at
 
     def behind(self, node: int, buffer: Buffer, position: Expr, lanes: int) -> list[Stmt]:
-        """Stores the zeros behind a row of a node's result, with its last vector; one begins at ``position``."""
+        """Stores the zeros after a row of a node's result, if the vector at ``position`` is the row's last."""
         count, number = self.plan.nodes[node].behind, self.number
         if not count:
             return []
@@ -279,17 +277,17 @@ class RowValues:
         return [IfThenElse(tirx.GE(position + number(lanes), number(self.plan.length)), sequence(zeros), None)]
 
     def place_of(self, tensor: int, index: Expr) -> Expr:
-        """Index of an input's element, by its index in the tensor: another one where only a part is in memory."""
+        """An input's element index → its index in memory; they differ if only a part of the input is there."""
         return index
 
     def per_row_values(self, level: int) -> None:
-        """Computes, and stores where wanted, the per-row values that wait for ``level`` reductions at most."""
+        """Computes the per-row values that wait for at most ``level`` reductions; stores results."""
         for index, node in enumerate(self.plan.nodes):
             if node.per_row and not node.reduces and index not in self.scalars and self.plan.levels[index] <= level:
                 self.set_scalar(index, self.compute(node, self.head, self._per_row_operand))
 
     def set_scalar(self, node: int, computed: Expr) -> None:
-        """From now on, ``computed`` is the row's value of a node; stored if it is a result."""
+        """Sets ``computed`` as the row's value of a node; stores it if it is a result."""
         self.scalars[node] = computed
         if node in self.buffers.outputs:
             stored = self.head.stored(computed, self.plan.nodes[node].dtype)
@@ -339,8 +337,8 @@ class RowValues:
         """A node's value from its operands' values, rounded to its type.
 
         Args:
-            read: the value of an operand, in its compute type.
-            sections: indices of the unrolled loops over the columns, ``None`` for the others.
+            read: operand → its value in its compute type.
+            sections: indices of the unrolled loops over the columns, ``None`` for other loops.
         """
         operands = [self._section(node, sections)] if node.sections else node.operands
         args = self.values(operands, e, read)
@@ -349,12 +347,12 @@ class RowValues:
         return e.bind(rounded(e, RULES[node.op](e, *args), node.dtype, node.op))
 
     def values(self, operands: Sequence[Operand], e: Emitter, read: Callable[[Operand], Expr]) -> list[Expr]:
-        """The values of operands; ``read``: of those that are no numbers."""
+        """The values of operands; ``read`` loads operands that are not numbers."""
         return [self._number(each, e) if isinstance(each, Literal | Passed) else read(each) for each in operands]
 
     def _number(self, operand: Literal | Passed, e: Emitter) -> Expr:
-        """A number in every lane, in its compute type. One that the launch passes is converted once per row, as torch
-        converts Python's numbers: through float64."""
+        """A number in every lane, in its compute type. A launch argument is converted once per row, through float64 as
+        torch converts Python numbers."""
         if isinstance(operand, Literal):
             return e.const(operand.number, compute_type(operand.dtype))
         if operand not in self._passed:
@@ -366,21 +364,21 @@ class RowValues:
         return e.broadcast(self._passed[operand])
 
     def unrolled(self, axis: int) -> bool:
-        """Whether the loop over that extent of the columns walks the sections of a concatenation."""
+        """Whether the loop over this extent of the columns is unrolled for a concatenation's sections."""
         return any(axis in dict(concat.sections) for concat in self.plan.concats)
 
     def _section(self, concat: Compute, turns: Sequence[int | None]) -> Operand:
-        """The operand that a concatenation reads in these turns of the loops, ``None`` for those not unrolled."""
+        """The operand that a concatenation reads in an iteration; ``None`` for loops that are not unrolled."""
         return concat.operands[sum(turns[axis] * count for axis, count in concat.sections)]
 
 
 class PassStep:
-    """Emission state of one step of a pass that no target changes: each node's value and each operand's load once.
+    """Target-independent emission state of one step of a pass: computes each node and loads each operand once.
 
     Attributes:
         index: of the pass.
         e: emits the step's code.
-        at: the step's coordinate in each loop over the columns; of its first lane in the last one.
+        at: the step's coordinate in each loop over the columns; in the last loop, its first lane's.
         sections: see :meth:`RowValues.compute`.
     """
 
@@ -401,11 +399,11 @@ class PassStep:
         raise NotImplementedError
 
     def _index(self, access: Access) -> Expr:
-        """An element's index itself."""
+        """An element's index, as a value."""
         raise NotImplementedError
 
     def _value(self, node: int) -> Expr:
-        """:meth:`_compute`, once."""
+        """:meth:`_compute`, at most once per node."""
         if node not in self._values:
             self._values[node] = self._compute(node)
         return self._values[node]
