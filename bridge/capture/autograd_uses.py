@@ -29,9 +29,10 @@ _ELSEWHERE = "do it around the call, in the training loop"
 def use_of_autograd(
     func: Any, name: str, args: Sequence[Any], without: dict[int, torch.Tensor]
 ) -> tuple[str, str, str | None] | None:
-    """What a call of a torch function, of this name, does that a compiled call would not: operation, reason, hint.
+    """A call of the torch function ``name`` → (operation, reason, hint) of its effect on autograd that a compiled call
+    lacks, or ``None``.
 
-    ``without``: is told of tensors that have no ``.grad``, which is a condition (:mod:`bridge.guards.tensor_reads`).
+    ``without`` receives tensors whose ``.grad`` is ``None``, which becomes a guard (:mod:`bridge.guards.tensor_reads`).
     """
     if name in _HOOKS:
         return f"Tensor.{name}", "a tensor hook set inside forward", None
@@ -50,15 +51,15 @@ def use_of_autograd(
 
 
 def _is_known(pack: Any) -> bool:
-    """Whether a function of saved tensors gives back the same numbers: those of checkpoints and ``save_on_cpu`` do."""
+    """Whether a hook on saved tensors keeps their numbers, as the hooks of checkpoints and ``save_on_cpu`` do."""
     return (getattr(pack, "__module__", None) or "").partition(".")[0] in ("torch", "bridge")
 
 
-# Functions in checkpoints → what eager's second run of them, in the backward, would compute otherwise than the first.
+# Functions in checkpoints → refusals where eager's second run, in the backward, would differ from the first.
 #
-# A compiled call runs a checkpointed function once; what is computed again in the backward is the partition's choice,
-# and has the first run's numbers. Eager runs Python again: it counts and updates running statistics a second time,
-# reads what has been written since, and draws anew where ``preserve_rng_state=False``.
+# A compiled call runs a checkpointed function once; the partition chooses the values that the backward recomputes, with
+# the first run's numbers. Eager runs Python again: it counts and updates running statistics a second time, reads
+# memory that has been written since, and draws anew with ``preserve_rng_state=False``.
 
 
 _HINT = "dispatch what is checkpointed, or leave the checkpoint out: partition='recompute_all' saves as little"
@@ -66,13 +67,13 @@ DRAWS_ANEW = "draws in a checkpoint with preserve_rng_state=False, which draws o
 
 
 def draws_anew() -> bool:
-    """Whether what is drawn now is drawn again in the backward, with other numbers."""
+    """Whether the backward repeats draws that run now, with other numbers."""
     frame = checkpoint_frame()
     return frame is not None and not puts_generators_back(frame)
 
 
 class CheckpointedReads:
-    """Which of a call's inputs are read, and where, by functions in checkpoints that the backward runs again."""
+    """The inputs that functions in checkpoints read, and the lines; the backward runs these functions again."""
 
     def __init__(self, thread: int):
         self._thread = thread
@@ -80,7 +81,7 @@ class CheckpointedReads:
         self._lines: dict[int, dict[int, str]] = {}
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A function of torch's has these arguments."""
+        """Notes the tensors that an operator reads, if it runs in a checkpoint."""
         frame = checkpoint_frame()
         if frame is None:
             return
@@ -102,7 +103,7 @@ class CheckpointedReads:
 
 
 def written_and_read(read: dict[int, str], written: Iterable[int], names: Sequence[str]) -> list[Unsupported]:
-    """What :class:`CheckpointedReads` found of inputs that forward writes; ``names``: the module's tensors."""
+    """Refusals of inputs that forward writes and :class:`CheckpointedReads` found; ``names``: the module's tensors."""
     reason = "is written by forward, and a checkpoint reads it: eager's backward runs that again, after the write"
     return [
         Unsupported(f"buffer '{names[index]}'" if index < len(names) else "an argument", read[index], reason, _HINT)
@@ -111,11 +112,11 @@ def written_and_read(read: dict[int, str], written: Iterable[int], names: Sequen
 
 
 class SavedTensorsNeededError(RuntimeError):
-    """Forward runs a backward."""
+    """Autograd needs a saved tensor in a run without saved tensors: forward runs a backward."""
 
 
 class SavedMemory:
-    """The memory that autograd saves, as it would in eager, and which parts of it; ``is_all``: whatever is asked of."""
+    """The tensors that eager's autograd saves, by memory and layout; ``is_all``: every tensor counts as saved."""
 
     def __init__(self, is_all: bool) -> None:
         self.is_all, self._looks = is_all, dict[int, tuple[StorageWeakRef, set[tuple]]]()
@@ -124,13 +125,13 @@ class SavedMemory:
     def note(self, tensor: torch.Tensor) -> None:
         memory = memory_of(tensor)
         if memory is not None:
-            if memory not in self._looks:  # the reference holds the number, too
+            if memory not in self._looks:  # the reference keeps the id from being reused
                 self._looks[memory] = StorageWeakRef(tensor.untyped_storage()), set()
             self._looks[memory][1].add(_look(tensor))
             self._held[id(tensor)] = weakref.ref(tensor)
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], frozenset[int]]:
-        """Indices of the inputs that are saved as they are, and of those that another view is saved of."""
+        """``(indices of saved inputs, indices of inputs of which autograd saves another view)``."""
         if self.is_all:
             return frozenset(range(len(tensors))), frozenset()
         looks = [(index, _look(each), self._looks_at(each)) for index, each in enumerate(tensors)]
@@ -138,7 +139,7 @@ class SavedMemory:
         return themselves, frozenset(index for index, look, found in looks if found - {look})
 
     def results(self, leaves: Sequence[Any]) -> tuple[set[int], set[int]]:
-        """Indices of the leaves in whose memory something is saved, and of those that are saved themselves."""
+        """``(indices of leaves whose memory has a saved tensor, indices of saved leaves)``."""
         if self.is_all:
             return set(range(len(leaves))), set(range(len(leaves)))
         tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}

@@ -1,9 +1,9 @@
-"""Counted dimensions: numbers that forward reads and makes sizes of → symbols, which have another value in each call.
+"""Counted dimensions: numbers that forward reads and uses as sizes → symbols, which have another value in each call.
 
-``x[mask]`` has as many rows as the mask has elements that are set, ``x[:, : lengths.max()]`` as many columns as the
-longest sequence. A call computes such numbers of its inputs before all else (:mod:`bridge.capture.precall_guards`).
-Where they are to vary, the run on fake tensors gives forward a symbol for each: the size of a tensor without elements,
-which is a further input of the graph. What is asked about it becomes a guard, as of an argument's size.
+``x[mask]`` has as many rows as the mask has set elements, ``x[:, : lengths.max()]`` as many columns as the longest
+sequence. A call computes these numbers from its inputs before its forward (:mod:`bridge.capture.precall_guards`). If
+they are dynamic, the fake run gives forward a symbol for each: the size of a tensor without elements, which is a
+further input of the graph. Conditions on the symbol become guards, as for an argument's size.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim
 __all__ = ["CountedDims", "integers_as_symbols", "sized"]
 
 MAX_NUMBERS = 32
-"""Numbers of one list that are symbols; longer ones stay what they are."""
+"""The longest list of numbers that become symbols; the numbers of a longer list stay constant."""
 
 
 def sized(number: int, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor without elements that has a number for its size; of the device that is worked for."""
+    """A bool tensor of shape ``(number, 0)``, by default on the current device."""
     return torch.empty((number, 0), dtype=torch.bool, device=device or current_device())
 
 
 class CountedDims:
-    """The symbols of a run on fake tensors; numbers that are less than two, as sizes are, have none.
+    """The symbols of the numbers in a fake run; numbers less than two have none.
 
     Args:
-        record: of the run on real numbers.
-        trains: the inputs of the run of which a call does not compute numbers: parameters that train.
+        record: the real run's record.
+        trains: inputs that require grad; numbers that depend on them have no symbol.
 
     Attributes:
-        fakes: the tensors without elements that have the symbols for sizes.
+        fakes: the tensors without elements whose sizes are the symbols.
     """
 
     def __init__(self, mode: FakeTensorMode, record: Record, trains: Sequence[int]):
@@ -70,23 +70,23 @@ class CountedDims:
         return self.fakes[-1]
 
     def given(self, place: int, value: Any) -> Any:
-        """What forward is given for the numbers that it reads at this place, of which eager gives it a value."""
+        """The value that forward gets for its read number ``place``: symbols, or a copy of eager's ``value``."""
         if (made := self._given.get(place)) is None:
             return copy.copy(value)
         return list(made) if type(value) is list else made[0]
 
     def end(self) -> None:
-        """To be called after the run: what forward has fixed to the sample's number is none of the symbols any more."""
+        """Drops the symbols that the run has fixed to the sample's number; called after the run."""
         self.fakes = [each for each in self.fakes if not _is_fixed(each.shape[0])]
 
     def of(self, place: int) -> tuple[int | None, ...]:
-        """Of each of the numbers that forward reads at this place, which of the symbols it is; nothing if none is."""
+        """For each number of read ``place``, the index of its symbol or ``None``; empty if none has a symbol."""
         index = {id(each): index for index, each in enumerate(self.fakes)}
         found = tuple(index.get(id(each)) for each in self._made.get(place, ()))
         return () if set(found) == {None} else found
 
     def dims(self, first: int) -> list[DynamicDim]:
-        """The tensors' sizes as dimensions that vary; ``first``: the leaf that the first tensor is."""
+        """The tensors' sizes as dynamic dimensions; ``first``: the leaf index of the first tensor."""
         return [replace(ALL_COUNTS, leaf=first + place, name=f"count_{place}") for place in range(len(self.fakes))]
 
 
@@ -95,18 +95,18 @@ def _is_fixed(size: Any) -> bool:
 
 
 def _late(record: Record, trains: Sequence[int]) -> set[int]:
-    """The memory in which there is what depends on these inputs or on draws."""
+    """The memory of values that depend on the inputs ``trains`` or on draws."""
     found = {record.memory[number] for number in trains}
     for row in record.rows:
         read = {record.memory[number] for number in values_in((row.args, row.kwargs))}
         if row.draws[0] != row.draws[1] or not found.isdisjoint(read):
             found |= {record.memory[number] for number in values_in(written(row))}
-            found |= {record.memory[number] for number in values_in(row.results)} - read  # but for views of the others
+            found |= {record.memory[number] for number in values_in(row.results)} - read  # without views of operands
     return found
 
 
 def _compares_types(names: dict[str, Any]) -> bool:
-    """Whether a module's code may ask of a type whether it is ``int``."""
+    """Whether a module's source seems to compare a type with ``int``."""
     lines = linecache.getlines(names.get("__file__") or "")
     return any(map(_TYPE.search, lines))
 
@@ -126,11 +126,11 @@ class _Integer(type):
 
 @contextmanager
 def integers_as_symbols(names: Sequence[dict[str, Any]], read: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """While active, in this thread and in code with these global names: ``int(x)`` of a tensor is ``read(x)``, and
+    """While active, in this thread and in code with these globals: ``int(x)`` of a tensor is ``read(x)``, and
     ``len(x)`` its size, which may be a symbol.
 
-    Python itself takes nothing but an integer from ``Tensor.__int__`` and ``__len__``, and fixes what is a symbol. Code
-    that compares types with ``int`` has it as it is, since other threads may run it.
+    Python accepts only an integer from ``Tensor.__int__`` and ``__len__``, and so fixes a symbol. Code that compares
+    types with ``int`` keeps the builtin, because other threads may run it.
     """
     thread = threading.get_ident()
 

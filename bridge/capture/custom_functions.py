@@ -1,20 +1,19 @@
-"""A user's own ``autograd.Function`` in a traced graph: its forward's operators, and its backward's beside them.
+"""Custom ``autograd.Function`` in a traced graph: the operators of its forward and, beside them, of its backward.
 
-The forward's operators are recorded, and autograd's formulas of these are not what the user wrote. So the backward is
-traced at once, in the very ``ctx`` that eager's would have, on *tangents*, which stand for the gradients of the outputs
-that are not known yet:
+The user's backward replaces autograd's formulas of the forward's operators. So it is traced at once, in the ``ctx``
+that eager's backward would have, on *tangents*: placeholders for the unknown gradients of the outputs:
 
-    custom_gradient(inputs, gradients, tangents)     what the inputs get where the outputs get the tangents
-    with_gradient(output, its field of that)         the output; its gradient goes there and nowhere else
+    custom_gradient(inputs, gradients, tangents)     the inputs' gradients for the outputs' tangents
+    with_gradient(output, its field of that)         the output, whose gradient flows only to its tangent
 
-:mod:`autodiff.differentiate` puts the gradients in the tangents' places. Everything that depends on no tangent is
-shared with the forward, so that the partition decides what is saved.
+:mod:`autodiff.differentiate` puts the gradients in the tangents' places. The backward shares with the forward every
+value that depends on no tangent, so that the partition chooses the saved tensors.
 
-Exact, since autograd hears of nothing inside either: what was made there and is used elsewhere, what backward reads and
-somebody writes later, and what has no place in a graph of tensors is refused by name.
+Why that is exact: autograd sees nothing inside of a Function either. Refused by name are tensors made inside and used
+outside, tensors that backward reads and that are written later, and effects that a graph of tensors cannot hold.
 
-An argument that autograd follows and forward writes (TabNet's sparsemax, ``mark_dirty``) is given as a copy, which is
-written back afterwards: with the Function's gradient where it returns it, else with that of what was there before.
+An argument that autograd tracks and forward writes (TabNet's sparsemax, ``mark_dirty``) is passed as a copy, which is
+written back afterwards: with the Function's gradient if it returns the argument, else with the old value's gradient.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def _define(schema: str, kernel: Callable[..., Any]) -> Any:
 
 
 FUNCTION = _define("function(int number) -> ()", lambda number: None)
-"""Where the forward of a Function begins: for the time of the trace."""
+"""Marks the begin of a Function's forward, during the trace."""
 TANGENT = _define(
     "tangent(Tensor like, int number, int index) -> Tensor",
     lambda like, number, index: torch.zeros(like.shape, dtype=like.dtype, device=like.device),
@@ -79,14 +78,14 @@ WITH_GRADIENT = _define(
     lambda output, gradient: output.clone(memory_format=torch.contiguous_format),
 )
 for _op in (FUNCTION, WITH_GRADIENT):
-    torch.fx.node.has_side_effect(_op)  # so that tracing does not take them for dead code
+    torch.fx.node.has_side_effect(_op)  # keeps them from dead code elimination
 
 AGAIN, ONCE, UNKNOWN = "again", "once", "unknown"
 OWN = "own"
 """The key in ``meta``, and in its ``"custom"``, of a node inside a Function: its number, part and ``Use.again``."""
 
 _thread = threading.local()
-_TORCHS_OWN = ("CheckpointFunction", "_NoopSaveInputs")  # whose backward is another run of forward, or never run
+_TORCHS_OWN = ("CheckpointFunction", "_NoopSaveInputs")  # their backward runs forward again, or never runs
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,8 @@ class Use:
     """One application of a Function in grad mode.
 
     Attributes:
-        name: the Function's.
-        without: which of its tensor arguments, in order, backward gives no gradient: ``None``.
+        name: the Function's name.
+        without: positions among its tensor arguments for which backward returns ``None``.
         again: whether its backward may be differentiated: :data:`AGAIN`, :data:`ONCE` (torch's error) or
             :data:`UNKNOWN` (it sets grad modes, which the graph does not hold).
     """
@@ -107,13 +106,12 @@ class Use:
 
 @dataclass
 class Applied:
-    """What the Functions of a run left behind.
+    """The traced applications of Functions in a run.
 
     Attributes:
-        nodes: autograd's node of each application → how it was traced. One that was not traced, or that is of another
-            Function than there, is none of them.
+        nodes: autograd's node of each traced application → its use.
         shared: the memory of outputs that are views of an argument.
-        lines: by the name of a Function that is not traced, the user's line.
+        lines: name of each of torch's Functions that is not traced → the user's line.
     """
 
     nodes: dict[Any, Use] = field(default_factory=dict)
@@ -122,19 +120,19 @@ class Applied:
 
 
 class _Refused(Exception):
-    """Why a Function cannot be traced."""
+    """A Function cannot be traced; the message is the reason."""
 
 
 class WritesArgumentsError(Exception):
-    """A Function has written arguments that autograd follows: ``written``, of its class the places of those that it
-    returns, and of the others."""
+    """A Function has written arguments that autograd tracks; ``written``: its class → (positions of the written
+    arguments that it returns, positions of the others)."""
 
     def __init__(self, kind: type, returned: frozenset[int], others: frozenset[int]):
         self.written = {kind: (returned, others)}
 
 
 class _Overwritten(torch.autograd.Function):
-    """A tensor, and what somebody wrote into it unseen by autograd: the gradient stays that of the tensor."""
+    """A tensor with new numbers that were written unseen by autograd; its gradient stays the old tensor's."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, now: torch.Tensor):
@@ -149,13 +147,13 @@ class CustomFunctions:
     """The Functions that a run of a module applies.
 
     Args:
-        module_name: what a refusal names.
-        record, values: of the run, whose rows tell what forward and backward read and write.
-        writing: classes of Functions that write their arguments, as :class:`WritesArgumentsError` tells.
+        module_name: the module's name for refusals.
+        record, values: of the run, whose rows show the reads and writes of forward and backward.
+        writing: classes of Functions that write their arguments, as in :class:`WritesArgumentsError`.
 
     Attributes:
-        uses: in order.
-        problems: what was found that no graph holds.
+        uses: the applications, in order.
+        problems: refusals found after an application.
     """
 
     def __init__(
@@ -174,7 +172,7 @@ class CustomFunctions:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """While active, in this thread: Functions leave the operators of their backward in the graph being traced."""
+        """While active, this thread's Functions record the operators of their backward as well."""
         with _handled_by(self._trace):
             yield
             for name, where, memory, end in self._read:
@@ -186,12 +184,12 @@ class CustomFunctions:
             self._read.clear()
 
     def _memory(self, numbers: Iterable[int]) -> set[int]:
-        """The memory of values."""
+        """The memory of values, as numbers of the record."""
         record = self._record
         return {record.memory[record.same.get(number, number)] for number in numbers}
 
     def _written(self, start: int) -> set[int]:
-        """The memory that rows write, from one on."""
+        """The memory that rows write from row ``start`` on."""
         return self._memory(number for row in self._record.rows[start:] for number in values_in(written(row)))
 
     def _numbers(self, tensors: Iterable[Any]) -> set[int | None]:
@@ -266,9 +264,9 @@ class CustomFunctions:
         name: str,
         where: str,
     ) -> frozenset[int]:
-        """Leaves backward in the graph; the places of the tensor arguments that get no gradient from it.
+        """Records backward → the positions of the tensor arguments that get no gradient from it.
 
-        ``begun``: the number of its application, and of the first value that forward made.
+        ``begun``: the number of the application, and of the first value that forward made.
         """
         (number, made_first), record = begun, self._record
         results, partial = made if isinstance(made, tuple) else (made,), ctx.partial
@@ -315,12 +313,12 @@ def _is_once(kind: type) -> bool:
 
 
 def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], count: int) -> list[Any]:
-    """What backward gives for each of ``count`` arguments."""
+    """Runs backward → its gradient, or ``None``, for each of ``count`` arguments."""
     try:
         found = node.apply(*upstream)
-    except (UnsupportedModule, SavedTensorsNeededError):  # or it runs once more, with what autograd saves
+    except (UnsupportedModule, SavedTensorsNeededError):  # the latter starts another run, with saved tensors
         raise
-    except Exception as error:  # backward runs the user's code, whatever that raises on fake tensors
+    except Exception as error:  # backward runs the user's code, which may raise any error on fake tensors
         swallowed(error)
         words = shorten(str(error), 200, placeholder=" …")
         raise _Refused(f"its backward cannot be traced: {type(error).__name__}: {words}") from error
@@ -331,7 +329,7 @@ def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], count: int) -
 
 
 def _fitting(gradient: Any, argument: torch.Tensor) -> torch.Tensor | None:
-    """The gradient in the argument's shape and type; ``None`` for none."""
+    """The gradient in the argument's shape and dtype; ``None`` for none."""
     if gradient is None:
         return None
     if not isinstance(gradient, torch.Tensor) or gradient.layout is not torch.strided:
@@ -349,7 +347,7 @@ def _fitting(gradient: Any, argument: torch.Tensor) -> torch.Tensor | None:
 
 @contextmanager
 def _off() -> Iterator[None]:
-    """As in a backward: no grad mode, no autocast."""
+    """While active, neither grad mode nor autocast is on, as in a backward."""
     kind = current_device().type
     casts = torch.is_autocast_enabled(kind)
     torch.set_autocast_enabled(kind, False)
@@ -362,11 +360,11 @@ def _off() -> Iterator[None]:
 
 @contextmanager
 def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterator[None]:
-    """While active, this thread's applications in grad mode go to the handler, others' and others on.
+    """While active, the handler runs this thread's applications in grad mode; other applications run as before.
 
-    Those made inside the handler's own are not followed: a Function's forward and backward run without grad mode. One
-    whose tensors autograd does not follow is handled, too: its forward may find others, in a list or a closure, which
-    the graph would follow.
+    An application inside of the handler runs as before: a Function's forward and backward run without grad mode. The
+    handler also runs an application to tensors that autograd does not track, because its forward may reach tracked
+    tensors in a list or a closure.
     """
 
     def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
@@ -393,7 +391,7 @@ def _passed_to(handler: Callable[[type, tuple, dict[str, Any]], Any] | None) -> 
 
 
 def functions_of_torchs() -> AbstractContextManager:
-    """While active, this thread's applications are none of forward's."""
+    """While active, this thread's applications run without the handler: they are not forward's."""
     return _passed_to(None)
 
 
@@ -401,25 +399,25 @@ _running = threading.local()
 
 
 def function_running() -> Inside | None:
-    """The Function that runs in this thread, forward or backward."""
+    """The Function whose forward or backward runs in this thread, or ``None``."""
     return getattr(_running, "inside", None)
 
 
 def backward_running() -> Inside | None:
-    """The Function whose backward is being traced in this thread."""
+    """The Function whose backward is traced in this thread, or ``None``."""
     inside = function_running()
     return inside if inside is not None and inside.runs_backward else None
 
 
 class Inside:
-    """Inside a Function: grad modes are not the graph's, since autograd follows nothing.
+    """State inside a Function, where grad modes have no effect on the graph, because autograd tracks nothing.
 
-    While active, :meth:`called` is asked by the mode of torch functions (:mod:`bridge.capture.functions`).
+    While active, the mode of torch functions (:mod:`bridge.capture.functions`) calls :meth:`called`.
 
     Attributes:
-        runs_forward, runs_backward: whether forward is being run, or backward.
-        unheld: what backward does and no graph holds: read a number, draw.
-        copies: the memory of those of its arguments that are copies, which it may write.
+        runs_forward, runs_backward: whether forward runs, or backward.
+        unheld: an effect of backward that no graph holds, in words: reads a number, draws.
+        copies: the memory of its copied arguments, which it may write.
         sets_modes: whether forward switches grad mode on, or backward sets it or applies another Function, which a
             second derivative would see.
     """
@@ -436,7 +434,7 @@ class Inside:
         _running.inside = self._before
 
     def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a torch function gives, which ``call(func, args, kwargs)`` calls."""
+        """Calls a torch function by ``call(func, args, kwargs)`` → its result; notes changes of grad mode."""
         if func is set_grad_enabled:
             self.sets_modes |= self.runs_backward or (self.runs_forward and args[0])
             with no_torch_function():
@@ -445,7 +443,7 @@ class Inside:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """While active, backward is being run."""
+        """While active, ``runs_backward`` is true."""
         self.runs_backward = True
         try:
             yield
@@ -454,13 +452,13 @@ class Inside:
 
 
 class NotedContext:
-    """While active, what forward tells its ``ctx`` is noted, and backward finds the very tensors that were saved.
+    """While active, notes forward's calls of ``ctx``, and gives backward the same tensor objects that forward saved.
 
-    Autograd's own unpacking may make new tensors of them, which are none that the graph knows.
+    Autograd's unpacking may make new tensors of them, which the graph does not know.
 
     Attributes:
-        partial: whether the Function wants ``None`` for the gradients of outputs that are not used.
-        saved: what it saved.
+        partial: whether the Function wants ``None`` for the gradients of unused outputs.
+        saved: the tensors that it saved.
     """
 
     def __init__(self, kind: type) -> None:

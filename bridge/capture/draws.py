@@ -1,7 +1,7 @@
-"""Draws: eager code runs on the side → the default generators, those of GPUs included, are where they were.
+"""Random draws of a run: operators → records of their draws, without moving the default generators of CPU and GPUs.
 
-Drawing from it and putting its state back would do in a process of one thread. Where another one draws meanwhile, that
-would make its numbers come again.
+Restoring a default generator's state after the run would be enough in a process with one thread. If another thread
+draws meanwhile, restoring the state would repeat its numbers.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ TORCHS = ("aten", "prims", "tvm_dispatch")
 
 
 class IsolatedRNG(DispatchMode):
-    """While active, what this thread draws from a default generator comes from one of its own, at the same state.
+    """While active, this thread's draws from a default generator come from a private generator with the same state.
 
     Args:
-        isolates: whether draws are that; operators on fake tensors draw nothing.
+        isolates: whether draws are isolated; operators on fake tensors draw nothing.
 
-    An operator that takes no generator (``native_dropout``, which is a GPU's dropout) moves the default one, which is
-    put back; so is, at the end, a generator that the code itself passes to an operator.
+    An operator that takes no generator (``native_dropout``, which is a GPU's dropout) moves the default one, whose
+    state is restored. At the end, the state of a generator that the code itself passes to an operator is restored.
 
     Attributes:
         advance: how far the last draw moved a GPU's offset.
@@ -68,7 +68,7 @@ class IsolatedRNG(DispatchMode):
     def __init__(self, isolates: bool = True) -> None:
         super().__init__()
         self._isolates = isolates
-        # a branch on a draw is the one that comes next
+        # the current states, so that a branch on a draw goes as in eager's next call
         devices = {HOST, generator_device(current_device())} if isolates else ()
         self._generators = {device: _twin(device) for device in devices}
         self.passed: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -81,7 +81,7 @@ class IsolatedRNG(DispatchMode):
         return self.called(call, func, args, kwargs)
 
     def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What an operator gives that runs; ``call``: what to call for it."""
+        """Runs the operator ``func`` by ``call`` → its result; subclasses record it."""
         return call(*args, **kwargs)
 
     def _drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,14 +102,14 @@ class IsolatedRNG(DispatchMode):
         return result
 
     def _on_side(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """An operator of the user's, which may draw without saying so."""
+        """Runs the user's operator, which may draw without a tag."""
         with ExitStack() as stack:
             for device, generator in self._generators.items():
                 stack.enter_context(on_side_states(default_generator(device), generator))
             return func(*args, **kwargs)
 
     def states(self) -> list[torch.Tensor]:
-        """Where what is drawn takes its numbers from."""
+        """The states of the private generators."""
         return [generator.get_state() for generator in self._generators.values()]
 
     def __exit__(self, *raised: Any) -> None:
@@ -119,14 +119,14 @@ class IsolatedRNG(DispatchMode):
 
 
 def _twin(device: torch.device) -> torch.Generator:
-    """A generator in the state of the default one."""
+    """A new generator in the state of a device's default one."""
     twin = torch.Generator(device)
     twin.set_state(default_generator(device).get_state())
     return twin
 
 
 def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
-    """Where an operator draws: on the device that it is told, or that of its first tensor."""
+    """The device on which an operator draws: its ``device`` argument, or its first tensor's device."""
     if (told := kwargs.get("device")) is not None:
         return torch.device(told)
     tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -135,13 +135,13 @@ def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
 
 @functools.cache
 def draws(func: Any) -> bool:
-    """Whether an operator is told to draw random numbers."""
+    """Whether an operator's tag says that it draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 @functools.cache
 def with_generator(func: Any) -> Any:
-    """The operator with an argument for a generator, or its overload that differs in that only; ``None`` without."""
+    """The operator, or its overload with only a generator argument more; ``None`` if neither takes a generator."""
 
     def arguments(operator: Any) -> list[tuple[str, str]]:
         return [(argument.name, str(argument.type)) for argument in schema(operator).arguments]
@@ -157,16 +157,16 @@ def with_generator(func: Any) -> Any:
     return None
 
 
-# Pauses of the watch over forward (:mod:`bridge.capture.generator_watch`), a profiler of the interpreter.
-
-
 class unwatched:
-    """While torch's or our code works for forward: a listener would be called for each of its thousands of calls."""
+    """While active, suspends the interpreter's profiler that watches forward (:mod:`bridge.capture.generator_watch`).
+
+    It would be called for each of the thousands of calls inside of torch and the bridge.
+    """
 
     __slots__ = ("_listener",)
 
     def __enter__(self) -> unwatched:
-        listener = sys.getprofile()  # the user's, which may be no function, stays
+        listener = sys.getprofile()  # the user's profiler, which may be no function, stays
         self._listener = listener if str(getattr(listener, "__module__", "")).startswith("bridge.") else None
         if self._listener is not None:
             sys.setprofile(None)
@@ -178,7 +178,7 @@ class unwatched:
 
     @in_its_place
     def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What ``func`` returns; it is watched: code of the user's may run in it."""
+        """Calls ``func`` with the profiler on, because the user's code may run in it → its result."""
         if self._listener is None:
             return func(*args, **kwargs)
         sys.setprofile(self._listener)
@@ -188,7 +188,7 @@ class unwatched:
             sys.setprofile(None)
 
 
-# Recorder of random draws: operators that run → a :class:`Draw` for each that draws.
+# Recorder of random draws: operators that run → a :class:`Draw` for each random one.
 
 
 _OWN_GENERATOR = "draw from torch's default generator, or outside of the module and pass the numbers in"
@@ -200,12 +200,15 @@ UNTOLD = "draws random numbers, and has no tag that says so"
 
 
 class DrawRecorder(IsolatedRNG):
-    """While active, appends a :class:`Draw` for every random operator that runs; tells what it cannot express.
+    """While active, appends a :class:`Draw` for every random operator; calls ``complain`` for draws it cannot express.
 
-    ``differentiates``: whether one ran in a backward.
-    ``inputs``: module tensors and arguments, in whose memory a dropout may read. ``real``: whether operators compute;
-    then draws come from generators of their own, and operators that are not torch's, whose tags may say too little, are
-    watched.
+    Args:
+        inputs: module tensors and arguments, in whose memory a dropout may read.
+        real: whether operators compute: then draws come from private generators, and operators that are not torch's,
+            whose tags may be incomplete, are watched.
+
+    Attributes:
+        differentiates: whether an operator ran in a backward.
     """
 
     def __init__(
@@ -226,7 +229,7 @@ class DrawRecorder(IsolatedRNG):
         self.in_backward = False
 
     def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if func is _DEVICE:  # two of three calls: torch asks fake tensors for it all the time
+        if func is _DEVICE:  # two of three calls: torch's queries on fake tensors
             (tensor,) = args
             if type(tensor) is FakeTensor and not tensor.fake_mode.in_kernel_invocation:
                 return tensor.fake_device
@@ -241,7 +244,7 @@ class DrawRecorder(IsolatedRNG):
         if current_graph_task_id() != -1:
             self.differentiates = True
             if not torch.is_grad_enabled() and not self.in_backward:
-                self.in_backward = True  # said once
+                self.in_backward = True  # refused once
                 reason = "runs autograd inside forward: its result is a constant"
                 self.complain("torch.autograd.grad or backward", reason)
         if draws(func) and not _draws_nothing(func, args, kwargs):
@@ -262,7 +265,7 @@ class DrawRecorder(IsolatedRNG):
             self._record_slopes(func, *args[:4])
             return
         operand = None
-        if func is aten.native_dropout.default:  # on a GPU, or called by name: the mask is what was drawn
+        if func is aten.native_dropout.default:  # on a GPU, or called by name: the draw is the mask
             if not 0 < args[1] < 1:  # torch.nn.functional.dropout does not get here
                 self.complain(str(func), f"draws a mask for the rate {args[1]}, which says what it is")
                 return
@@ -291,7 +294,7 @@ class DrawRecorder(IsolatedRNG):
         self.draws.append(Draw(*form, advance=self.advance))
 
     def _record_attention(self, func, query, key, value, rate, out) -> None:
-        """The state that its kernel begins with; where products take the kernel's place, the mask of the weights."""
+        """Appends the draw of a fused attention kernel, or of the weights' mask if products replace the kernel."""
         shape, stride, dtype = tuple(out.shape), (), out.dtype
         if attends_by_products(func, query, key, value, rate):
             _, heads, rows, columns = shape = (*query.shape[:3], key.shape[2])
@@ -301,7 +304,7 @@ class DrawRecorder(IsolatedRNG):
         self.draws.append(Draw(str(func), shape, stride, dtype, (rate,), (), out.device, advance=advance))
 
     def _record_slopes(self, func, x, slopes, lower, upper) -> None:
-        """What was drawn is what the operator multiplies by, which it writes into its second argument."""
+        """Appends the draw of random slopes, which the operator writes into its second argument (``rrelu``)."""
         if not slopes.is_contiguous():
             self.complain(str(func), "draws slopes into memory that is not contiguous")
             return
@@ -309,7 +312,7 @@ class DrawRecorder(IsolatedRNG):
         self.draws.append(Draw(str(SLOPE_DRAWS[0]), *form, slopes.device, advance=self.advance))
 
     def _operand(self, tensor: torch.Tensor) -> DropoutOperand:
-        """Where a tensor lies: behind the beginning of the input that begins last before it, of those in its memory."""
+        """The place of a dropout's operand: relative to the last input in its memory that begins at or before it."""
         offset = tensor.storage_offset() * tensor.element_size()
         inputs = self._inputs.get(storage_id(tensor), [])
         begins = [(first.storage_offset() * first.element_size(), -index) for index, first in inputs]
@@ -332,7 +335,7 @@ def _parameter(value: torch.Tensor) -> Parameter:
 
 
 def _only_filled(func) -> bool:
-    """Whether the operator's first tensor only says what to fill, and is no parameter of the distribution."""
+    """Whether the operator's first tensor only gives memory or a shape, and is no parameter of the distribution."""
     _, packet, _ = str(func).split(".")
     return packet.endswith(("_", "_like", "dropout")) or str(func) == "aten.bernoulli.p"
 
@@ -357,12 +360,12 @@ def _draws_nothing(func, args, kwargs) -> bool:
 def match_draws(
     drawing: Sequence[fx.Node], rows: Sequence[Row], made: Sequence[Draw], forward: str
 ) -> tuple[dict[str, int], list[Unsupported]]:
-    """The draw of every node that draws, by its name; and what was drawn otherwise.
+    """Matches nodes that draw with eager's draws → (node name → index of its draw, refusals of rows that differ).
 
     Args:
-        drawing: the nodes, in order, those among them whose numbers nobody reads.
+        drawing: the nodes, in order, unused ones included.
         made: eager's draws.
-        forward: what to name where no source line is known, as in ``"Block.forward"``.
+        forward: the name for messages without a line, as in ``"Block.forward"``.
     """
     nodes_of: dict[int, list[fx.Node]] = {}
     for node in drawing:
@@ -381,7 +384,7 @@ def match_draws(
 
 
 def _may_be(node: fx.Node, draw: Draw) -> bool:
-    """Whether a node may make a draw: it gives as many numbers."""
+    """Whether a node's result has the shape of a draw."""
     value: Any = node.meta["val"]
     return not isinstance(value, torch.Tensor) or form_of(value).shape == tuple(map(hint, draw.shape))
 
@@ -400,8 +403,8 @@ def draws_at(node: fx.Node) -> bool:
     return not is_attention(node.target) or attention_rate(node.target, node.args, node.kwargs) > 0
 
 
-# Fused attention of CUDA: a call of a torch operator → its rate of dropout, how far its kernel moves a generator, and
-# whether it is computed by products, as a formula, in the kernel's place.
+# Fused attention on CUDA: a call of a torch operator → its dropout rate, how far its kernel moves the generator's
+# offset, and whether matrix products compute it instead of the kernel.
 
 
 _EFFICIENT = aten._scaled_dot_product_efficient_attention.default
@@ -409,31 +412,31 @@ _EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 
 _RATE = "dropout_p"
 _MOST_WEIGHTS = 2
-"""Bytes of attention's weights, as a part of those of queries, keys, values and results, up to which products take
-less time and their memory is no matter: 512 rows of 64 elements each."""
+"""The largest ratio of the attention weights' size to the size of queries, keys, values and results at which products
+are faster and their memory does not matter: 512 rows of 64 elements each."""
 _PART_OF_MEMORY = 256
-"""Of the GPU, that the weights of one attention take at most."""
+"""One attention's weights take at most this fraction (1 / 256) of the GPU's memory."""
 _FLASH = 32
 """How far flash attention moves a generator for each head of each element of a batch."""
 
 
 def is_attention(operator: Any) -> bool:
-    """Whether it is tagged as random, and is only where it is asked for dropout."""
+    """Whether an operator is fused attention, which is tagged as random but draws only for dropout."""
     return "scaled_dot_product" in str(operator)
 
 
 def attention_rate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The rate of a call of an operator that :func:`is_attention`."""
+    """The dropout rate of a call of fused attention."""
     names = [argument.name for argument in schema(operator).arguments]
     place = names.index(_RATE) if _RATE in names else len(args)
     return args[place] if place < len(args) else kwargs.get(_RATE, 0.0)
 
 
 def attention_advance(operator: Any, query: torch.Tensor, key: torch.Tensor) -> int | torch.SymInt:
-    """How far one of CUDA's kernels that drops moves its generator's offset: the rule that was seen to hold.
+    """How far one of CUDA's attention kernels with dropout moves its generator's offset, by an observed rule.
 
-    For sizes that vary. At the sample it is compared with what was measured, and in each call with where the kernel
-    leaves the generator.
+    It serves dynamic sizes. The capture compares it with the sample's measured offset, and each call with the offset
+    after the kernel.
     """
     heads = query.shape[0] * query.shape[1]
     if "flash" in str(operator):
@@ -442,16 +445,16 @@ def attention_advance(operator: Any, query: torch.Tensor, key: torch.Tensor) -> 
 
 
 def attends_by_products(operator: Any, query: Any, key: Any, value: Any, rate: float = 0.0) -> bool:
-    """Whether the weights are computed: two products and a softmax take the efficient kernel's place.
+    """Whether two products and a softmax replace the efficient attention kernel.
 
-    In float32 they take less time, in TF32 a third, and the kernel's dropout is known by a rule
-    (:mod:`bridge.rng.computed`); but the weights lie in memory. Where sizes vary, those of the sample decide:
-    either is right. Who forbids torch the formula (``torch.backends.cuda.enable_math_sdp``, ``sdpa_kernel``) gets the
-    kernel.
+    In float32 they take less time, in TF32 a third, and a rule gives the kernel's dropout mask
+    (:mod:`bridge.rng.computed`); but the weights need memory. For dynamic sizes the sample's sizes decide: either way
+    is exact. If the user forbids torch the formula (``torch.backends.cuda.enable_math_sdp``, ``sdpa_kernel``), the
+    kernel stays.
 
     Args:
-        query, key, value: tensors or their forms, of (batch, head, row, column).
-        rate: of its dropout.
+        query, key, value: tensors or their metadata, of shape (batch, head, row, column).
+        rate: the dropout rate.
     """
     if operator is not _EFFICIENT or query.dtype != torch.float32 or query.device.type != "cuda":
         return False

@@ -1,8 +1,8 @@
-"""Functions: the mode of torch functions under which a recorded run calls forward.
+"""Torch-function mode of a recorded run: forward's calls of torch functions → calls that the graph can hold.
 
-It notes for the recorder what passes no operator (which function reads a number, where one call ends and the next one
-begins), calls functions in the form that a graph can hold, by tables, and in the run on real numbers has in-place
-writes judged (:mod:`bridge.capture.inplace_rules`).
+The mode tells the recorder facts that no operator shows: which function reads a number, where a call begins and ends.
+Tables replace functions by forms that a graph can hold. In the real run, the mode checks in-place writes
+(:mod:`bridge.capture.inplace_rules`).
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from bridge.capture.whole_functions import HANDLERS
 __all__ = ["Functions"]
 
 _SETTERS = {torch.Tensor.data.__set__: "data", torch.Tensor.grad.__set__: "grad", torch.Tensor.grad.__delete__: "grad"}
-"""What assigning to an attribute of a tensor calls, and the attribute."""
+"""Function that an assignment to a tensor's attribute calls -> the attribute."""
 _SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__, torch.Tensor.detach_)
-"""What may change whether autograd follows a tensor."""
+"""Functions that may change whether autograd tracks a tensor."""
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 _OTHER_MEMORY = "gives a tensor other memory or another gradient inside forward"
 _OLD_NAME = "what had the old memory of a tensor is read after it: it has the new numbers in a compiled call"
 _RUN_BACKWARD = ("backward", "grad")
-"""Functions that run backwards of the user's own."""
+"""Functions that run the user's backward code."""
 
 
 def _count(recorder: OperatorRecorder, name: str, x: torch.Tensor) -> int:
@@ -75,18 +75,17 @@ def _count(recorder: OperatorRecorder, name: str, x: torch.Tensor) -> int:
 
 
 class Functions(TorchFunctionMode):
-    """While forward runs: every torch function that it calls.
+    """While active, handles every torch function that forward calls.
 
     Args:
-        recorder: of this run.
-        rules: of in-place writes, in the run on real numbers.
+        recorder: the run's recorder.
+        rules: the rules of in-place writes in the real run; ``None`` in a fake run.
 
     Attributes:
-        rules: as given.
         bases: the memory of tensors that were indexed with numbers in tensors.
-        arrays: what was given to Python as arrays.
-        old_names: of tensors that were given other data, what lay in the memory before, and the row from which on.
-        integers: the global names of code that made an integer of a tensor or asked for its length, by their ids.
+        arrays: the numpy arrays that Python got.
+        old_names: for each ``x.data = value``: the row after it, and other values in the old memory of ``x``.
+        integers: globals of code that converted a tensor to an integer or took its length, by their ids.
     """
 
     def __init__(self, recorder: OperatorRecorder, rules: InPlaceRules | None = None):
@@ -99,7 +98,7 @@ class Functions(TorchFunctionMode):
         self.bases: set[int] = set()
         self.arrays = SharedArrays()
         self.integers: dict[int, dict[str, Any]] = {}
-        #: A number of :data:`bridge.capture.scalar_guards.COUNTS`, which forward reads with that.
+        #: A key of :data:`bridge.capture.scalar_guards.COUNTS` and a tensor -> the count, which is noted as read.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
         self._calls, self._higher_order = FunctionReplay(recorder), HigherOrder(recorder)
@@ -111,7 +110,7 @@ class Functions(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.recorder.judge = None  # no cycle: weak references to parameters would outlive the run
-        with no_torch_function():  # parameters are the user's own
+        with no_torch_function():  # parameters belong to the user
             for tensor, attribute, value in reversed(self._before):
                 setattr(tensor, attribute, value)
 
@@ -124,7 +123,7 @@ class Functions(TorchFunctionMode):
             return (call if inside is None else partial(inside.called, call))(func, args, kwargs or {})
 
     def _any(self, quiet: unwatched, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if "generator" in kwargs and kwargs["generator"] is None:  # else it is another overload that is called
+        if "generator" in kwargs and kwargs["generator"] is None:  # ``generator=None`` would call another overload
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order.called(func, args, kwargs, quiet.call, self)
@@ -136,7 +135,7 @@ class Functions(TorchFunctionMode):
         return self._called(func, args, kwargs) if self.rules is None else self._watched(quiet, func, args, kwargs)
 
     def _judge(self, op: Any, tensors: Sequence, written: Iterable, results: Iterable) -> None:
-        """An operator has run: what it wrote is judged."""
+        """Checks the writes and results of an operator that has run."""
         self.rules.checkpointed.note(tensors)
         written = [*written] if self._running is not F.gaussian_nll_loss else []
         for tensor in written:
@@ -146,7 +145,7 @@ class Functions(TorchFunctionMode):
             self.rules.returned(tensors, result)
 
     def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a function gives, in the form that a graph can hold."""
+        """Calls a function in the form that a graph can hold → its result."""
         self.recorder.asked = _READ_AS.get(func)
         if func is torch.Tensor.__int__ or func is torch.Tensor.__len__:
             names = names_of_reader()
@@ -166,11 +165,15 @@ class Functions(TorchFunctionMode):
         return self._calls.call(func, args, kwargs)
 
     def shared_views(self, results: Sequence[tuple[torch.Tensor, Output]]) -> list[Unsupported]:
-        """Why results cannot be had, see :func:`bridge.capture.select_at.shared_views`."""
+        """Refusals of results, see :func:`bridge.capture.select_at.shared_views`."""
         return shared_views(self.bases, results)
 
     def finish(self, result: Any) -> None:
-        """To be called with what forward returned. :class:`bridge.capture.packed.PackedUseError` where it cannot be."""
+        """Checks forward's result, arrays and reads of old memory after the run.
+
+        Raises:
+            PackedUseError: the result has a packed sequence.
+        """
         self._packed.refuse(result)
         if self.rules is None:
             return
@@ -183,13 +186,13 @@ class Functions(TorchFunctionMode):
                 self.complain("Tensor.data =", _OLD_NAME, "clone it")
 
     def complain(self, op: str, reason: str, hint: str) -> None:
-        """Forward does what no graph holds; of the run on real numbers."""
+        """Notes a refusal in the real run; does nothing in a fake run."""
         if self.rules is not None:
             self.rules.complain(op, reason, hint)
 
     @contextmanager
     def scripts(self) -> Iterator[None]:
-        """While active, TorchScript functions run operator by operator in this thread, whatever they have fused."""
+        """While active, TorchScript functions run operator by operator in this thread, without fused kernels."""
         original, thread, fakes = ScriptFunction.__call__, threading.get_ident(), self.rules is None
 
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +205,7 @@ class Functions(TorchFunctionMode):
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """While active, a parameter that this thread makes is another name of what it is made of, off the graph."""
+        """While active, a parameter that this thread makes is an alias of its data, detached from the graph."""
         original, thread, recorder = nn.Parameter.__new__, threading.get_ident(), self.recorder
 
         def new(kind: type, data: Any = None, requires_grad: bool = True) -> Any:
@@ -219,10 +222,8 @@ class Functions(TorchFunctionMode):
 
     @contextmanager
     def of_fakes(self) -> Iterator[None]:
-        """While active, ``tolist`` of fake tensors is a torch function in this thread, as that of others is.
-
-        Nor does forward find there that its tensors are fake.
-        """
+        """While active, ``tolist`` of fake tensors is a torch function in this thread, as it is for other tensors, and
+        the type of fake tensors is hidden from forward."""
         original, thread = FakeTensor.tolist, threading.get_ident()
 
         def tolist(x: torch.Tensor) -> Any:
@@ -234,19 +235,19 @@ class Functions(TorchFunctionMode):
     # Numbers
 
     def numbers(self, x: torch.Tensor) -> Any:
-        """All numbers of a tensor, which forward reads with that."""
+        """All numbers of a tensor as nested lists, noted as read."""
         with torch.no_grad():
             numbers = x.clone()
         return self.recorder.read(numbers, numbers.tolist)
 
     def integer(self, x: torch.Tensor) -> Any:
-        """``int(x)`` of a tensor of one number."""
+        """``int(x)`` of a one-element tensor, noted as read."""
         with no_torch_function(), torch.no_grad():
             numbers = numbers_of["__int__"](x)
             return self.recorder.read(numbers, lambda: int(numbers))
 
     def whole(self, x: torch.Tensor, given: Callable[[], Any]) -> Any:
-        """What Python is given for all numbers of a tensor, which forward reads with that."""
+        """``given()``, a Python value made from all numbers of a tensor, which are noted as read."""
         with torch.no_grad():
             numbers = x.detach().clone()
         return self.recorder.read(numbers, numbers.tolist, lambda _: given())
@@ -254,7 +255,7 @@ class Functions(TorchFunctionMode):
     # Writes
 
     def _watched(self, quiet: unwatched, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a function gives that is told what a graph does not hold of its call."""
+        """Calls a function in the real run → its result; notes refusals of its uses of autograd."""
         rules, name = self.rules, getattr(func, "__name__", str(func))
         if (use := use_of_autograd(func, name, args, rules.without_grad)) is not None and use not in self._uses:
             self._uses.append(use)  # said once
@@ -269,7 +270,7 @@ class Functions(TorchFunctionMode):
         is_watched = use is not None or _runs_users_code(func, name, _leaves((args, kwargs)))
         self._running, called = func, self._called
         result = quiet.call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
-        with no_torch_function():  # what is asked of tensors here is no call of forward's
+        with no_torch_function():  # these reads of attributes are not forward's
             if followed is not None and args[0].is_leaf and args[0].requires_grad != followed:
                 rules.switched(args[0])
         return result
@@ -284,7 +285,7 @@ def _line() -> str:
 
 
 def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:
-    """Whether a function that forward calls with such values is not torch's, or may call one that is not."""
+    """Whether a function is not torch's, or may call the user's code: a backward, or a callable among ``values``."""
     is_torchs = not isinstance(func, FunctionType) or func.__module__.partition(".")[0] == "torch"
     return not is_torchs or name in _RUN_BACKWARD or any(map(callable, values))
 
@@ -302,7 +303,7 @@ def _leaves(value: Any) -> list[Any]:
     return pytree.tree_leaves(value)
 
 
-# What forward reads
+# Reads
 
 
 def _numbers(run: Functions, x: torch.Tensor) -> Any:
@@ -310,12 +311,12 @@ def _numbers(run: Functions, x: torch.Tensor) -> Any:
 
 
 def _as_text(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``repr(x)``, ``f"{x}"``, ``print(x)``: the text that eager makes."""
+    """``repr(x)``, ``f"{x}"``, ``print(x)``: eager's text."""
     return run.whole(x, lambda: function(x, *args, **kwargs))
 
 
 def _as_array(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``x.numpy()``: of real tensors the array in their memory, which must not change; of fake ones, what it held."""
+    """``x.numpy()``: for real tensors the array in their memory, which must not change; for fake ones a copy of it."""
     array: list[np.ndarray] = []
 
     def given() -> Any:
@@ -332,7 +333,7 @@ def _shared(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args
 
 
 def _of_tensors(function: Any, run: Functions, data: Any, *, dtype=None, device=None, **others: Any) -> Any:
-    """``torch.tensor([n, 2 * n])`` of tensors, which torch reads in C++: computed of them."""
+    """``torch.tensor([n, 2 * n])`` of tensors, which torch reads in C++: computed from them."""
     made = None if any(others.values()) else tensor_of(data, dtype, device or torch.get_default_device())
     return NotImplemented if made is None else made
 
@@ -343,7 +344,7 @@ def _like_tensors(run: Functions, x: torch.Tensor, data: Any, *, dtype=None, dev
 
 
 def _split(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``tensor_split`` at places that a tensor holds, which torch reads in C++: at these numbers."""
+    """``tensor_split`` at positions in a tensor, which torch reads in C++: at numbers that are noted as read."""
     name, rest = "tensor_indices_or_sections", list(args)
     places = kwargs.pop(name) if name in kwargs else rest.pop(0) if rest else None
     if isinstance(places, torch.Tensor) and places.dtype is torch.int64 and places.dim() < 2:
@@ -352,15 +353,15 @@ def _split(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args:
 
 
 def _narrowed(function: Callable[..., Any], run: Functions, x: torch.Tensor, dim: int, start: Any, length: int) -> Any:
-    """``narrow`` from a place that a tensor holds, which torch reads in C++: from that number."""
+    """``narrow`` from a start in a tensor, which torch reads in C++: from a number that is noted as read."""
     return function(x, dim, run.numbers(start), length) if isinstance(start, torch.Tensor) else NotImplemented
 
 
 def _detached(run: Functions, x: torch.Tensor) -> torch.Tensor:
-    """``x.data``: the same numbers in the same memory, off the graph.
+    """``x.data``: the same numbers in the same memory, detached from the graph.
 
-    The two differ in the version counter alone: a write through ``.data`` is not seen by autograd. A Function's is
-    counted, for that is how its writes are found.
+    ``.data`` differs from ``detach()`` only in the version counter: autograd does not see its writes. Inside a custom
+    autograd Function the writes are counted, because the counter reveals them.
     """
     made = x.detach()
     if run.rules is None or function_running() is not None or x.is_inference():
@@ -372,7 +373,7 @@ def _detached(run: Functions, x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same_data(x: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether ``x.data = value`` leaves a tensor what it is: ``p.data = p.data.to(p.device)``."""
+    """Whether ``x.data = value`` changes nothing: ``p.data = p.data.to(p.device)``."""
     with no_torch_function():
         looks = [
             (each.dtype, each.shape, each.stride(), each.storage_offset(), storage_id(each)) for each in (x, value)
@@ -381,7 +382,7 @@ def _is_same_data(x: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 class NewNumbers(torch.autograd.Function):
-    """What ``x.data = value`` makes of ``x``: other numbers, with the gradient of ``x``."""
+    """``x`` after ``x.data = value``: the numbers of ``value``, the gradient of ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -393,9 +394,9 @@ class NewNumbers(torch.autograd.Function):
 
 
 def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
-    """``x.data = value``: nothing where it leaves ``x`` what it is; other numbers, of a leaf that forward makes.
+    """``x.data = value``: nothing if ``x`` stays the same; new numbers for a tensor that forward makes.
 
-    What is given gets the numbers in its own memory, which is the same for who reads them under this name.
+    An input gets the numbers in its own memory, which is the same for every reader under this name.
     """
     recorder, rules = run.recorder, run.rules
     if _is_same_data(x, value):
@@ -404,7 +405,7 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
         return None
     number, value = recorder.values.number_of(x), value.detach()
     if number is None or number >= recorder.record.inputs:
-        if not x.is_leaf:  # autograd follows it on; what has read it before has saved it, and has other numbers now
+        if not x.is_leaf:  # autograd still tracks it; earlier readers may have saved it, and would see other numbers
             forms, rows = recorder.record.forms, recorder.record.rows
             reading = [row.results for row in rows if number in values_in((row.args, row.kwargs))]
             is_read = any(forms[each].requires_grad for each in values_in(reading))
@@ -434,7 +435,7 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
 
 
 def _at_numbers(run: Functions, x: torch.Tensor, index: Any, *value: Any) -> Any:
-    """``x[t]`` and ``x[t] = v``: masks are counted, bounds are read, and numbers are positions that stay data."""
+    """``x[t]`` and ``x[t] = v``: masks are counted, tensors as slice bounds are read, integer tensors stay data."""
     items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(each, slice) and any(map(_is_integer, _bounds(each))) for each in items):
         bounded = tuple(_bounded(run, each) for each in items)
@@ -456,7 +457,7 @@ def _at_numbers(run: Functions, x: torch.Tensor, index: Any, *value: Any) -> Any
 
 
 def _bounded(run: Functions, item: Any) -> Any:
-    """A part of an index, with numbers for bounds that tensors hold, which torch reads in C++."""
+    """An item of an index, with numbers for slice bounds that are tensors, which torch reads in C++."""
     if not isinstance(item, slice):
         return item
     return slice(*[run.numbers(each.reshape(())) if _is_integer(each) else each for each in _bounds(item)])
@@ -476,7 +477,7 @@ def _of_counts(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _READ_AS = {torch.Tensor.__int__: "__int__", torch.Tensor.__bool__: "__bool__"}
-"""Functions that read another number than the operator tells that they call."""
+"""Functions that read another number than their operator."""
 
 _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__get__: _detached,
@@ -494,4 +495,4 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: _at_numbers,
     torch.Tensor.__setitem__: _at_numbers,
 }
-"""Functions of torch's → what is called in their place, with the mode in front: its result, or ``NotImplemented``."""
+"""torch's function → its replacement, which takes the mode first and returns the result or ``NotImplemented``."""

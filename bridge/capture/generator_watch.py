@@ -1,4 +1,4 @@
-"""Watch over forward → complaints where it seeds a generator, or draws from one that is not torch's; cached calls."""
+"""Generator watch: a run of forward → refusals of seeding and of draws that are not torch's; functions with a cache."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ from bridge.state import moved_generators
 
 __all__ = ["CachedFunctions", "generator_watch"]
 
-# Without setstate: Dynamo puts the generator back whenever it looks at a frame. A state that moves is seen anyway.
+# Without setstate: Dynamo restores the generator for every frame. A state that moves is found otherwise.
 _PYTHONS_DRAWS = ("random", "getrandbits", "seed")
 _DISTRIBUTIONS = os.path.join(TORCH_DIR, "distributions")
-"""Whose code may ask whether arguments are to be checked, a mode of the process."""
+"""The folder of code that may read whether arguments are to be checked, a mode of the process."""
 _RESEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 
 
 @contextmanager
 def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
-    """Complains when forward seeds a generator or sets its state, or draws from one that is not torch's.
+    """While active, refuses seeding a generator, setting its state, and draws from a generator that is not torch's:
+    a compiled call's draws would not follow them.
 
-    Replayed draws would not follow it.
-
-    Nothing of this passes torch's dispatcher, so this listens to the interpreter's calls of C functions: those of
-    the user's Python code, not those that a function of torch's makes on tensors, where it pauses
-    (:class:`bridge.capture.draws.unwatched`). ``reads`` hears the same.
+    None of these calls passes torch's dispatcher. So a profiler listens to the calls of C functions by the user's
+    Python code; inside of torch's functions it pauses (:class:`bridge.capture.draws.unwatched`). ``reads`` gets the
+    same events.
     """
 
     def listen(frame: FrameType, event: str, called: Any) -> None:
@@ -69,8 +68,8 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
 
 
 def _may_validate(frame: FrameType) -> bool:
-    """Whether a function of ``torch.distributions`` may have asked if arguments are to be checked, or said so: a method
-    of a distribution without a setting of its own."""
+    """Whether a function of ``torch.distributions`` may have read or set the default for checking arguments: a method
+    of a distribution without its own setting, or ``set_default_validate_args``."""
     code = frame.f_code
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     is_one = issubclass(type(first), Distribution)
@@ -78,8 +77,8 @@ def _may_validate(frame: FrameType) -> bool:
 
 
 def _is_of_no_numbers(frame: FrameType | None) -> bool:
-    """Whether a draw is of a library's own generator, and decides no numbers: the order in which sympy computes, or
-    the name of a temporary file."""
+    """Whether a library draws for its own purpose, which decides no numbers: sympy's order of computation, or the name
+    of a temporary file."""
     for _ in range(5):
         name = "" if frame is None else frame.f_globals.get("__name__", "")
         if name == "tempfile" or name.startswith("sympy."):
@@ -88,10 +87,10 @@ def _is_of_no_numbers(frame: FrameType | None) -> bool:
     return False
 
 
-# Cached functions: ``functools.lru_cache`` around what forward calls → the function itself, for the time of the runs.
+# Cached functions: a function with ``functools.lru_cache`` that forward calls → the function itself, during the runs.
 #
-# What eager would find in the cache is computed by the compiled call, where it is a function of plain values: equal,
-# and the user's cache never sees what a run makes. What the cache would keep besides is refused by name: numbers that
+# The compiled call computes a result that eager would find in the cache. For a function of plain values the two are
+# equal, and the user's cache never holds a run's tensors. Other contents of a cache are refused by name: numbers that
 # were drawn once, a tensor that forward writes afterwards, results for a tensor.
 
 
@@ -99,16 +98,16 @@ _HINT = "keep it in a buffer, or pass it to forward"
 
 
 class CachedFunctions:
-    """What forward calls in their place."""
+    """Replacements for functions with a cache: during the runs, forward calls the functions themselves."""
 
     def __init__(self) -> None:
         self._made: list[tuple[str, Callable[[], Any], list[tuple[torch.Tensor, int]]]] = []
 
     def instead(self, value: Any, kept: Callable[..., Any]) -> Any:
-        """The function itself, of one that caches; ``None`` for anything else.
+        """The replacement of a function with a cache; ``None`` for other values.
 
         Args:
-            kept: the function, arguments → what it keeps for these (:class:`bridge.guards.watched.CachedResult`).
+            kept: the function and its arguments → the result it keeps (:class:`bridge.guards.watched.CachedResult`).
         """
         if type(value) is not functools._lru_cache_wrapper:
             return None
@@ -134,7 +133,7 @@ class CachedFunctions:
         return run
 
     def check(self) -> None:
-        """To be called after a run. :class:`UnsupportedModule` where a cache would keep what calls make anew."""
+        """Raises :class:`UnsupportedModule` if a cache would keep drawn numbers or a tensor that forward writes."""
         for name, again, found in self._made:
             if any(tensor._version != version for tensor, version in found):
                 raise _refused(name, "keeps a tensor that forward writes")

@@ -1,7 +1,7 @@
-"""Rules of in-place writes: what forward may write, given who else sees the memory; the rest is unsupported.
+"""Rules of in-place writes: a write in forward and the aliases of its memory → nothing, or a refusal.
 
-A functional graph has no aliases, so a write that is seen under another name (an argument, a parameter, a detached
-view) would be lost in it.
+A functional graph has no aliases: it would lose a write that is visible under another name (an argument, a parameter, a
+detached view).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ SWITCHED = "sets whether gradients of a tensor of the module or the caller are w
 
 PARAMETER_HINT = "move the update out of forward"
 OTHER_NAME = "changes memory in place that autograd sees under another name (detach, no_grad)"
-"""A reason, which is none where the call is captured without the write."""
+"""A reason, which is dropped if the call is captured without the write (a rolled-up loop)."""
 _NOT_REENTRANT = "use_reentrant=False: checkpoint(..., use_reentrant=False), or gradient_checkpointing_kwargs"
 
 
 class InPlaceRules:
-    """Collects what forward does and a functional graph would get wrong.
+    """Collects refusals of effects of forward that a functional graph would get wrong.
 
     Args:
-        arguments: leaves of the call's arguments, of which the tensors count.
-        parameters: the module's.
-        inputs: all tensors that the graph takes, buffers too.
+        arguments: leaves of the call's arguments; only the tensors count.
+        parameters: the module's parameters that require grad.
+        inputs: all tensors that the graph takes, with buffers.
 
     Attributes:
-        unsupported: everything found, in order.
-        checkpointed: what functions in checkpoints read.
-        without_grad: tensors, by id, of which forward was told that they have no ``.grad``.
-        shared_by_functions: the memory that such a Function's outputs share with its arguments.
-        written_parameters: the memory of parameters that are written where autograd does not follow the write.
-        memory: of the inputs.
+        unsupported: the refusals, in order.
+        checkpointed: inputs that functions in checkpoints read.
+        without_grad: tensors, by id, whose ``.grad`` forward has read as ``None``.
+        shared_by_functions: the memory that outputs of custom autograd Functions share with arguments.
+        written_parameters: the memory of written parameters.
+        memory: the memory of the inputs.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class InPlaceRules:
         self.unsupported.append(Unsupported(op, where, reason, **extra))
 
     def underived(self, op: str) -> None:
-        """An operator of which eager has no derivative has run on what autograd follows."""
+        """Notes an operator without a derivative in eager, which has run on a tensor that autograd tracks."""
         self._underived.append((op, user_line(stack_of(self._thread)) or "forward"))
 
     def not_differentiated(self) -> None:
-        """A gradient would reach such an operator."""
+        """Refuses the first noted operator without a derivative, because a gradient would reach it."""
         reason = "eager has no derivative of it, and fails in the backward"
         self.unsupported += [Unsupported(op, where, reason) for op, where in self._underived[:1]]
         self._underived.clear()
@@ -90,7 +90,7 @@ class InPlaceRules:
         self.unsupported.append(Unsupported(op, where, reason, **extra))
 
     def foreign_draw(self, name: str, where: str | None = None) -> None:
-        """A draw from Python's or numpy's generator, which is said once."""
+        """Refuses a draw from Python's or numpy's generator, once for each generator."""
         if not any(known.op == name for known in self.unsupported):
             reason = f"{BY_DRAWS[1]}: a compiled call would repeat one number for ever"
             hint = "draw with torch, or outside of the module and pass the number in"
@@ -99,28 +99,29 @@ class InPlaceRules:
             self.unsupported.append(Unsupported(name, where or "forward", reason, hint))
 
     def new_leaf(self) -> None:
-        """A result requires grad since a tensor does that is no parameter and no argument."""
+        """Refuses a result that requires grad because of a tensor that is no parameter and no argument."""
         op = "requires_grad_"
         if not any(known.op == op for known in self.unsupported):
             reason = "makes a tensor inside forward that requires grad by itself"
             self.unsupported.append(Unsupported(op, "forward", reason, "make it a parameter or an argument"))
 
     def switched(self, leaf: torch.Tensor) -> None:
-        """``requires_grad`` of a leaf is set: rows before it are of the other value."""
+        """Refuses setting ``requires_grad`` of an input: earlier rows ran with the other value."""
         if any(each is leaf for each in self.memory.inputs.get(storage_id(leaf), ())):
             self.complain("requires_grad_", SWITCHED, "set it outside of forward, or work on x.detach()")
 
     def is_given(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is not forward's own."""
+        """Whether a tensor has the memory of an input."""
         return storage_id(tensor) in self.memory.inputs or storage_id(tensor) in self._argument_storages
 
     def exchanged(self, name: str) -> None:
-        """An input is set to another tensor, or its ``.data`` is, where its memory is one that autograd reads again."""
+        """Refuses setting an input, or its ``.data``, to another tensor if autograd saves its overwritten memory."""
         reason = "is set to another tensor, where autograd saves memory that forward writes by .data"
         self.unsupported.append(Unsupported(f"'{name}'", "forward", reason, "write into it"))
 
     def given_to_input(self, name: str, value: torch.Tensor) -> None:
-        """An input is set to a value: to its numbers, which is the same unless either is written under another name."""
+        """Notes that an input is set to a value. Its numbers are copied, which is exact unless either tensor is written
+        under another name; refuses a value with an input's memory."""
         if self.is_given(value):
             self.complain(name, "is set to memory that has another name, of an argument or of the module's", "clone it")
         self._shared.add(storage_id(value))
@@ -151,17 +152,17 @@ class InPlaceRules:
             self._detached.add(storage_id(result))
 
     def _is_followed(self, tensor: torch.Tensor) -> bool:
-        """Whether autograd follows a tensor whose gradient can be seen: that of a leaf that forward makes cannot."""
+        """Whether autograd tracks a tensor with a visible gradient; that of a leaf which forward makes is not."""
         if not tensor.requires_grad or not tensor.is_leaf:
             return tensor.requires_grad
         return storage_id(tensor) in self._parameter_storages | self._followed_storages | self.memory.inputs.keys()
 
 
 class InputMemory:
-    """The memory of the inputs of a run, and how it is written: ``.data`` shows a tensor whose writes nobody counts.
+    """The memory of a run's inputs, and writes to it that version counters miss (through ``.data``).
 
     Attributes:
-        inputs: those that lie in it.
+        inputs: memory → the inputs in it.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
@@ -173,7 +174,7 @@ class InputMemory:
         self._latest = {storage: list(map(_version, found)) for storage, found in self.inputs.items()}
 
     def note(self, storages: Iterable[int]) -> None:
-        """An operator has written there."""
+        """Notes that an operator has written memory."""
         for storage in {*storages} & self.inputs.keys():
             before, self._latest[storage] = self._latest[storage], list(map(_version, self.inputs[storage]))
             if storage in self._exchanging:
@@ -182,7 +183,7 @@ class InputMemory:
                 self._uncounted.add(storage)
 
     def note_exchange(self, tensor: torch.Tensor) -> None:
-        """The ``.data`` of an input is about to be set to another tensor, by a write into its memory."""
+        """Notes that the next write to an input's memory implements ``.data = value``."""
         self._exchanged.add(storage_id(tensor))
         self._exchanging.add(storage_id(tensor))
 
@@ -190,28 +191,28 @@ class InputMemory:
         return frozenset(index for index, each in enumerate(inputs) if storage_id(each) in self._exchanged)
 
     def counted(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Indices of the inputs, in order, whose version has moved on."""
+        """Indices of the inputs whose version counter has moved."""
         pairs = zip(inputs, self._first, strict=True)
         return frozenset(index for index, (each, then) in enumerate(pairs) if _version(each) != then)
 
     def uncounted(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Indices of the inputs that are written without that."""
+        """Indices of the inputs that were written without moving their version counter."""
         return frozenset(index for index, each in enumerate(inputs) if storage_id(each) in self._uncounted)
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often autograd has seen the tensor written; 0 for one made in inference mode, of which it keeps no count."""
+    """The tensor's version counter; 0 for a tensor made in inference mode, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-# Overlap: views of one memory → whether they, or the elements of one of them, lie in the same place.
+# Overlap: views of one memory → whether two views, or two elements of one view, share a place.
 
 
 _Dim = tuple[int, tuple[int, int]]
 
 
 def overlaps(results: Sequence[torch.Tensor]) -> list[Unsupported]:
-    """Why results that a compiled call returns in memory of their own cannot be had so; empty where they can."""
+    """Refusals of overlapping results, which a compiled call would return in separate memory."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for result in results:
         by_storage.setdefault(storage_id(result), []).append(result)
@@ -224,10 +225,10 @@ def overlaps(results: Sequence[torch.Tensor]) -> list[Unsupported]:
 
 
 def share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of two tensors in one storage: whether a write to one could be seen in the other.
+    """Whether a write to one of two tensors in one storage could be seen in the other.
 
-    Exact for what slicing, splitting, transposing and reshaping make of a dense tensor; ``True`` where it is not known
-    (windows that slide over each other, different element types).
+    Exact for slices, splits, transposes and reshapes of a dense tensor; ``True`` if unknown (overlapping windows,
+    different dtypes).
     """
     if not (a.numel() and b.numel()):
         return False
@@ -247,7 +248,7 @@ def share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether elements of ``x`` may lie in the same place: what is written at one position is written at others."""
+    """Whether elements of ``x`` may share a place, so that a write at one position shows at others."""
     reach = 0
     for stride, extent in sorted((stride, extent) for stride, extent in zip(x.stride(), x.shape, strict=True)):
         if extent > 1 and stride <= reach:

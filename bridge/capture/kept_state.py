@@ -1,9 +1,9 @@
-"""Kept state: places that every call of forward sets anew, of a run → the same places of another run, and their values.
+"""Kept state: places that every call of forward sets → their values, as further results of the call.
 
-``self.aux_loss = loss``, ``self.dist = Normal(mean, std)``, ``features["x"] = out`` in a hook: what a call leaves there
-is a result of it, which the compiled call returns beside the module's own and puts where eager does. That is exact
-where a run without what the last one left does the same: nothing of it is read. A tensor that is read, and set to
-another of its form (``self.hidden = step(x, self.hidden)``), is an input as well.
+``self.aux_loss = loss``, ``self.dist = Normal(mean, std)``, ``features["x"] = out`` in a hook: the compiled call
+returns these values beside the module's results and puts them where eager does. That is exact if a run with the places
+empty does the same, because then forward reads none of the old values. A tensor that forward reads, and sets to one
+with the same metadata (``self.hidden = step(x, self.hidden)``), is an input as well.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class KeptPlace:
     """A place that every call sets.
 
     Attributes:
-        name: in words.
-        path: of the module whose attribute it is; ``None``: it lies elsewhere.
-        holder: the dictionary, list, object or cell of the run that holds it; of the user's own, ``original``.
-        key: its name or key there; ``None`` for all that a list or a cell holds.
-        is_read: whether calls read what the last one left there.
-        appends: of a list that a call adds to: how many entries; 0: it makes all of them.
+        name: its name for messages.
+        path: dotted path of the module whose attribute it is; ``None`` for a place outside of modules.
+        holder: the dictionary, list, object or cell of the run that holds it; ``original``: the user's.
+        key: its name or key in the holder; ``None`` for all contents of a list or a cell.
+        is_read: whether calls read the last call's value.
+        appends: the number of entries that a call appends to a list; 0: the call makes all of them.
     """
 
     name: str
@@ -59,14 +59,14 @@ class KeptPlace:
         return slot_of(holder, self.key)
 
     def leave(self, value: Any, holder: Any) -> None:
-        """What a call does to a holder."""
+        """Leaves a value in a holder as a call does: appends or sets it."""
         if self.appends:
             list.extend(holder, value)
         else:
             self.write(value, holder)
 
     def write(self, value: Any, holder: Any) -> None:
-        """Makes a holder hold a value there; ``ABSENT``: nothing."""
+        """Sets the place in a holder to a value; ``ABSENT`` empties it."""
         if isinstance(holder, dict):
             if value is ABSENT:
                 dict.pop(holder, self.key, None)
@@ -87,7 +87,7 @@ class KeptPlace:
 
 @dataclass(frozen=True)
 class KeptState:
-    """All such places of a call."""
+    """All places that a call sets."""
 
     places: Sequence[KeptPlace]
 
@@ -101,7 +101,7 @@ class KeptState:
         return KeptState([replace(each, holder=twin.in_place_of(each.holder)) for each in self.places])
 
     def values(self) -> list[Any]:
-        """What they hold now. ``ValueError``: a list has not got as many entries as where there were some before."""
+        """The places' values; ``ValueError`` if a list that was emptied has not ``appends`` entries."""
         values = [each.read() for each in self.places]
         for each, value in zip(self.places, values, strict=True):
             if each.appends and len(value) != each.appends:
@@ -115,7 +115,7 @@ class KeptState:
                 each.write(ABSENT, each.holder)
 
     def last(self) -> list[Any]:
-        """What the last call left there."""
+        """The values that the last call left."""
         return [each.read()[-each.appends :] if each.appends else each.read() for each in self.places]
 
     @staticmethod
@@ -136,7 +136,7 @@ class KeptState:
                 each.write(value, each.holder)
 
     def put_back(self, first: Reads) -> None:
-        """What lies outside of the module holds what it held before the first run; lists that this made are empty."""
+        """Restores the places outside of the module from before the first run; lists that it made become empty."""
         items = [(item, first.first[key]) for key, item in first.items.items() if key in first.first]
         for each in self.places:
             for item, then in items if each.path is None else ():
@@ -155,7 +155,8 @@ class KeptState:
                     each.write(ABSENT, each.original)
 
     def reading_tensors(self, earlier: Snapshot, paths: Collection[str] | None = None) -> KeptState:
-        """With the tensors that were attributes of modules before taken for read, or only those of some paths."""
+        """The same places, of which attributes that held a tensor with the same metadata before count as read (all of
+        them, or only ``paths``)."""
 
         def is_carried(each: KeptPlace) -> bool:
             if paths is not None and each.name.removeprefix("self.") not in paths:
@@ -169,10 +170,10 @@ class KeptState:
 
 
 def kept_state(twin: nn.Module, before: Snapshot, reads: Reads, counted: Sequence[str]) -> KeptState | None:
-    """The places that a run has set; ``None`` if it has changed others as well.
+    """The places that a run has set; ``None`` if it changed state in another way as well.
 
     Args:
-        twin: that ran; ``before``: its state before; ``reads``: what the run read of others.
+        twin: the module that ran; ``before``: its state before; ``reads``: state outside of it that the run read.
         counted: dotted names of attributes that it counts up.
     """
     modules, found, inside = dict(twin.named_modules()), [], set()
@@ -208,18 +209,19 @@ def kept_state(twin: nn.Module, before: Snapshot, reads: Reads, counted: Sequenc
 
 
 _NUMBERS = (int, float, complex, str)
-"""Of these one that is another after each call is made of the last one."""
+"""Types whose values, if every call changes them, are computed from the last call's value."""
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 def _holder(item: Any) -> Any:
-    """The dictionary, object or cell of the user's own that holds one value."""
+    """The user's dictionary, object or cell that holds an item."""
     return next((getattr(item, name) for name in ("space", "cell", "value") if hasattr(item, name)), None)
 
 
 def _places(item: Any, then: Any, now: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """What holds it, in the run and of the user's own, and the key: of what has changed in a place that was read."""
-    if type(now) in _NUMBERS or then is ABSENT:  # the last call has set it, too
+    """Yields ``(the run's holder, the user's holder, key)`` of each change in an item that was read; ``None`` thrice
+    for a change that a compiled call cannot make."""
+    if type(now) in _NUMBERS or then is ABSENT:  # the last call has set it as well
         yield None, None, None
     elif isinstance(item, Name) and now is not ABSENT:
         yield item.space if item.running is None else item.running, item.space, item.name

@@ -1,9 +1,9 @@
-"""Number inputs: a module and Python numbers that it reads → a twin of the module that takes them as 0-d tensors.
+"""Dynamic scalars: a module and Python numbers that it uses → a twin of the module that takes them as 0-d tensors.
 
-A number that is an argument or an attribute is a constant of the traced graph. One that changes from call to call (a
-weight that is annealed) had better be an input. In the twin a :class:`Number` stands in its place: it scales and shifts
-tensors of 32 or 64 bits as the Python number does, and any other use of it (a comparison, ``float()``, a shape, an
-argument of another function) raises. So a twin that can be traced does nothing else with the number.
+A number that is an argument or an attribute is a constant of the traced graph. A number that changes from call to call
+(an annealed weight) is better an input. In the twin a :class:`Number` stands in its place: it scales and shifts float32
+and float64 tensors as the Python number does, and any other use (a comparison, ``float()``, a shape, an argument of
+another function) raises. So a twin that can be traced uses the number in no other way.
 
 Why that is exact: eager computes ``x * 0.3`` in the tensor's type, with the number rounded to it; so does ``x * t``
 for a 0-d tensor ``t`` of that type (half types round only the result, and are refused). Arithmetic among numbers is
@@ -30,7 +30,7 @@ __all__ = ["Counted", "Counter", "NotArithmeticError", "NumberPlace", "is_number
 __all__ += ["with_dynamic_scalars"]
 
 _EXACT = (torch.float32, torch.float64)
-#: Integers are computed as float64: up to here each is one, and products of two such are.
+#: Integers are computed as float64: up to this bound, they and their products of two are exact.
 _LARGEST_INT = 2**24
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 _LARGEST = 2.0**53
@@ -54,17 +54,17 @@ _ARITHMETIC = {
 
 
 class NotArithmeticError(TypeError):
-    """A number that was to become an input is used for something else than to scale and shift tensors."""
+    """A dynamic scalar is used otherwise than to scale and shift tensors."""
 
 
 @dataclass(frozen=True)
 class NumberPlace:
-    """Where a number is found.
+    """The place of a number: a leaf of the arguments or an attribute of a module.
 
     Attributes:
         kind: ``int`` or ``float``.
         leaf: its index among the leaves of ``(args, kwargs)``; ``None`` for an attribute.
-        path, name: the attribute's module, as a dotted path, and name.
+        path, name: the dotted path of the attribute's module, and its name.
     """
 
     kind: type
@@ -74,14 +74,14 @@ class NumberPlace:
 
 
 def is_number(value: Any, kind: type) -> bool:
-    """Whether a value is a number of this kind that a 0-d float64 tensor holds exactly, in eager's reach."""
+    """Whether a value is a number of type ``kind`` within the bounds in which a 0-d float64 tensor is exact."""
     if type(value) is not kind or kind not in (int, float):
         return False
     return abs(value) <= (_LARGEST_INT if kind is int else _LARGEST_FLOAT)
 
 
 def number_tensor(value: float, device: torch.device = HOST) -> torch.Tensor:
-    """The input for a number. A GPU fills it in its stream: a copy from the host would wait for it."""
+    """A 0-d float64 tensor of a number. A GPU fills it in its stream, because a copy from the host would wait."""
     if device == HOST:
         return torch.tensor(value, dtype=torch.float64, device=HOST)
     return torch.full((), value, dtype=torch.float64, device=device)
@@ -94,13 +94,12 @@ def with_dynamic_scalars(
     places: Sequence[NumberPlace],
     device: torch.device = HOST,
 ) -> tuple[nn.Module, tuple]:
-    """A twin of ``module`` and its positional arguments: a tuple of the numbers' tensors, then ``args``.
+    """A twin of ``module`` and its positional arguments: a tuple of the numbers' tensors on ``device``, then ``args``.
 
-    The numbers lie on ``device``. The twin's modules are objects of their own with the same tensors, so that nobody
-    else sees the stand-ins.
+    The twin's modules are copies with the same tensors, so that the stand-ins stay inside.
 
     Raises:
-        NotArithmeticError: the module cannot have a twin.
+        NotArithmeticError: ``module`` has ``forward`` as an instance attribute.
     """
     if "forward" in module.__dict__:
         raise NotArithmeticError("a forward of the module's own, which is not bound to a twin")
@@ -135,7 +134,7 @@ def with_dynamic_scalars(
     return twin, (tuple(tensors), *args)
 
 
-#: What Python may ask of a number, besides the arithmetic that a stand-in has.
+#: Names of the special methods of numbers, without underscores.
 _USES = (
     "bool float int index complex hash str format abs eq ne lt le gt ge round trunc floor ceil pow rpow floordiv "
     "rfloordiv mod rmod divmod rdivmod truediv rtruediv mul rmul add radd sub rsub neg pos invert lshift rlshift "
@@ -144,7 +143,7 @@ _USES = (
 
 
 def refusing_all_use(kind: type) -> type:
-    """A class decorator: what a number can do and ``kind`` does not define raises :class:`NotArithmeticError`."""
+    """Class decorator: a number's special methods that ``kind`` does not define raise :class:`NotArithmeticError`."""
 
     def refuse(self: Any, *_: Any) -> Any:
         raise NotArithmeticError("a number that changes from call to call is read")
@@ -157,11 +156,11 @@ def refusing_all_use(kind: type) -> type:
 
 @refusing_all_use
 class Number:
-    """Stands for a Python number while forward is traced: a 0-d float64 tensor that can do what an input can.
+    """Stand-in for a Python number while forward is traced: a 0-d float64 tensor with exact arithmetic only.
 
     Args:
         tensor: its value.
-        largest: of an int, the largest absolute value that it can have; ``None`` for a float.
+        largest: for an int, a bound on its absolute value; ``None`` for a float.
     """
 
     __slots__ = ("_largest", "_tensor")
@@ -185,13 +184,13 @@ class Number:
         return compute(tensor._like(number), number)  # torch.mul(0.3, x)
 
     def _like(self, tensor: Any) -> torch.Tensor:
-        """The number, rounded to the tensor's type as eager rounds it."""
+        """The number, rounded to the tensor's dtype as in eager."""
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _EXACT:
             raise NotArithmeticError("a number that changes, beside something else than a tensor of 32 or 64 bits")
         return self._tensor.to(tensor.dtype)
 
     def _with(self, other: Any, compute: Callable[[Any, Any], Any], largest: Callable[[Any, Any], Any]) -> Any:
-        """A number computed of this one and a constant or another number; the bound on an int goes the same way."""
+        """``compute(self, other)`` for a constant or another number; ``largest`` computes the bound of an int."""
         if type(other) is Number:
             tensor, bound = other._tensor, other._largest
         elif type(other) in (int, float):
@@ -249,9 +248,9 @@ class Number:
 
 # Counters: integers on the module that each call of forward counts up by a constant, ``self.calls += 1``.
 #
-# A compiled call runs no Python; it adds the constant afterwards. That is the same function of the old value if forward
-# does nothing else with it: so in the run on fake tensors a stand-in that can only be added to takes each counter's
-# place (:mod:`bridge.capture.steady_call`).
+# A compiled call runs no Python; it adds the constant afterwards. That is exact if forward uses the value in no other
+# way: so in the fake run a stand-in that supports only addition takes each counter's place
+# (:mod:`bridge.capture.steady_call`).
 
 
 @dataclass(frozen=True)
@@ -259,8 +258,8 @@ class Counter:
     """An attribute that each call counts up.
 
     Attributes:
-        path, name: its module, as a dotted path, and its name.
-        step: what a call adds; may be negative.
+        path, name: the dotted path of its module, and its name.
+        step: the increment per call; may be negative.
     """
 
     path: str
@@ -270,7 +269,7 @@ class Counter:
 
 @refusing_all_use
 class Counted:
-    """Stands for a counter: its old value, which nothing knows, and what was added to it; any other use raises."""
+    """Stand-in for a counter: the sum added to its unknown old value; any other use raises."""
 
     __slots__ = ("place", "step")
 

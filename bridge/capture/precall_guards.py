@@ -1,10 +1,10 @@
-"""Recomputed numbers: the nodes behind what forward reads → operations that compute it from the call's inputs.
+"""Pre-call guard expressions: the nodes of the numbers that forward reads → operations that compute them from inputs.
 
-Where a number that forward reads is a function of arguments, buffers and constants alone, a call can find out whether
-it reads the same before anything else is done, with torch's own operators, as eager does. The rest (what depends on
-parameters that train, on draws, or would take long) the compiled forward computes beside its results.
+If a number depends only on arguments, buffers and constants, a call computes it before the compiled forward runs, with
+torch's own operators, and compares it. The compiled forward computes the other numbers beside its results: those
+depend on trained parameters or draws, or take long.
 
-Why that is exact: the graph is functional, so its nodes give what is read at its place in forward, whatever is written
+Why that is exact: the graph is functional, so its nodes give the number at its place in forward, whatever is written
 before and after; and they are the operators that eager runs.
 """
 
@@ -34,7 +34,7 @@ from bridge.state import ModuleTensor
 __all__ = ["LITERAL", "SIZE_OPERATORS", "OperatorCall", "PreCallExpression", "ValueIndex", "certain", "constant"]
 __all__ += ["recomputed", "shown", "uncounted"]
 
-#: What may be computed twice, by a call and by its compiled forward: operators, and elements of all their results.
+#: Bounds on the work that a call repeats before its compiled forward: operators, elements of all their results.
 MAX_OPERATIONS, MAX_ELEMENTS = 64, 1 << 20
 MAX_LITERAL = 64
 _SHOWN = 40
@@ -51,7 +51,7 @@ _UNKNOWN = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, t
 
 @dataclass(frozen=True)
 class ValueIndex:
-    """A value of :class:`PreCallExpression`: its inputs in order, then the result of each operation."""
+    """Index of a value of :class:`PreCallExpression`: its inputs in order, then the result of each operation."""
 
     index: int
 
@@ -61,8 +61,8 @@ class OperatorCall:
     """An operator's call.
 
     Attributes:
-        name: as in ``"aten.all.default"``, or of :data:`SIZE_OPERATORS`, or :data:`LITERAL`.
-        args, kwargs: constants, places, and tuples of them; keywords with their values.
+        name: as in ``"aten.all.default"``, a key of :data:`SIZE_OPERATORS`, or :data:`LITERAL`.
+        args, kwargs: constants, :class:`ValueIndex` and tuples of them; pairs of keyword and value.
     """
 
     name: str
@@ -75,12 +75,12 @@ class PreCallExpression:
     """A flag or integers that forward reads, as a function of inputs.
 
     Attributes:
-        where: ``file:line: code`` of the reading.
-        numbers: what was read, flat.
+        where: ``file:line: code`` of the read.
+        numbers: the numbers that the sample read, flat.
         inputs: indices into module tensors and arguments.
-        operations: in order; the last one's result has the numbers.
-        sizes: of each number, which of the counted dimensions it is (:mod:`bridge.capture.counted_dims`), ``None`` for
-            one that has to be the same; nothing where all have to.
+        operations: in order; the last result holds the numbers.
+        sizes: for each number, the index of its counted dimension (:mod:`bridge.capture.counted_dims`), or ``None`` for
+            a number that must be equal; empty if all must be equal.
     """
 
     where: str
@@ -91,25 +91,25 @@ class PreCallExpression:
 
     @property
     def field(self) -> str:
-        """What differs where other numbers are read, as a guard's failure says it."""
+        """The name of the number in a guard's failure."""
         return f"number read at {self.where}"
 
     @property
     def words(self) -> str:
-        """What was read, as a guard's failure says it."""
+        """The sample's numbers in a guard's failure."""
         pairs = zip(self.numbers, self.sizes, strict=True) if self.sizes else ()
         named = [number if size is None else f"count_{size}" for number, size in pairs]
         return f"compiled for {', '.join(map(str, named)) or shown(self.numbers)}"
 
 
 def shown(numbers: Sequence[int]) -> str:
-    """Numbers in few words."""
+    """Numbers as text of at most about ``_SHOWN`` characters."""
     text = repr(numbers[0] if len(numbers) == 1 else tuple(numbers))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 class _NotRecomputedError(Exception):
-    """The nodes do not depend on inputs alone, or are too many."""
+    """The nodes depend on more than inputs and constants, or are too many."""
 
 
 def recomputed(
@@ -122,17 +122,18 @@ def recomputed(
     sizes: Sequence[tuple[int | None, ...]],
     given: int,
 ) -> tuple[tuple[PreCallExpression, ...], tuple[fx.Node | None, ...]]:
-    """Those readings that are functions of inputs; and ``read`` with ``None`` for these, and for those of constants and
-    those that are always the same.
+    """Splits the numbers that forward reads → (pre-call guard expressions, ``read`` with ``None`` for their numbers,
+    for constants and for certain numbers).
 
-    What nothing else reads leaves the graph, which is changed in place.
+    Erases nodes without other users from the graph, in place.
 
     Args:
-        graph: functional.
-        read, readings: the nodes of the numbers; what they were in eager.
-        tensors: what the module owns.
+        graph: a functional graph.
+        read, readings: the nodes of the numbers; their scalar guards.
+        tensors: the module's tensors.
         bound, literals: the graph's placeholders, as in :class:`bridge.capture.captured.Captured`.
-        sizes: of each reading, as in :class:`PreCallExpression`; ``given``: how many inputs precede counted dimensions.
+        sizes: for each reading, as in :class:`PreCallExpression`.
+        given: the number of inputs before the counted dimensions.
     """
     found, left, gone = [], list(read), set()
     for place, (node, reading) in enumerate(zip(read, readings, strict=True)):
@@ -156,7 +157,7 @@ def recomputed(
         except _NotRecomputedError:
             continue
         known = given + sum(size is not None for each in found for size in each.sizes)
-        if any(index >= known for index in walk.inputs):  # of a number that is read later
+        if any(index >= known for index in walk.inputs):  # it depends on a number that is read later
             continue
         numbers, operations = tuple(_flat(reading)), tuple(walk.operations(node))
         found.append(PreCallExpression(reading.where, numbers, tuple(walk.inputs), operations, sizes[place]))
@@ -168,12 +169,12 @@ def recomputed(
 
 
 def constant(node: fx.Node, bound: Mapping[str, int]) -> list[fx.Node] | None:
-    """The calls that a value is computed by, if that is of no input and no draw; else ``None``."""
+    """The calls that compute a value without inputs and draws; ``None`` if it needs one."""
     return _behind(node, lambda each: each.name not in bound and (each.op == "placeholder" or _name(each) is not None))
 
 
 def _behind(node: fx.Node, may_be: Callable[[fx.Node], bool]) -> list[fx.Node] | None:
-    """The calls that a value is computed by; ``None`` where it is computed of what may not be."""
+    """The calls that compute a value; ``None`` if ``may_be`` refuses a node that it is computed from."""
     todo, seen = [node], {node: None}
     while todo:
         each = todo.pop()
@@ -186,10 +187,10 @@ def _behind(node: fx.Node, may_be: Callable[[fx.Node], bool]) -> list[fx.Node] |
 
 
 class _Walk:
-    """The nodes that one is computed from, in order.
+    """The nodes that a number is computed from, in order.
 
     Attributes:
-        inputs: indices of the module tensors and arguments among them.
+        inputs: index of each module tensor or argument among them -> its position.
         nodes: the calls among them.
     """
 
@@ -201,7 +202,7 @@ class _Walk:
         self.nodes: list[fx.Node] = []
 
     def visit(self, node: fx.Node) -> None:
-        """Adds a node, after those that it reads. :class:`_NotRecomputedError` if one is not for a call."""
+        """Adds a node after its inputs; :class:`_NotRecomputedError` if a call may not compute one of them."""
         todo = [(node, False)]
         while todo:
             node, are_inputs_there = todo.pop()
@@ -239,7 +240,7 @@ class _Walk:
             raise _NotRecomputedError
 
     def operations(self, last: fx.Node) -> list[OperatorCall]:
-        """The nodes as operations; the last one's is the last."""
+        """The nodes as operations; the last operation makes the value of ``last``."""
         place_of: dict[fx.Node, ValueIndex] = {}
         made: list[OperatorCall] = []
         for node in self._seen:
@@ -261,7 +262,7 @@ class _Walk:
 
 
 def _name(node: fx.Node) -> str | None:
-    """The name of a node's operator, if a call may run it."""
+    """The name of a node's operator if a call may run it before its forward, else ``None``."""
     target = node.target
     if target == STOP_GRADIENT:
         return str(target)
@@ -285,7 +286,7 @@ def _literal(tensor: torch.Tensor) -> OperatorCall:
 
 
 def _plain(value: Any, place_of: Mapping[fx.Node, ValueIndex]) -> Any:
-    """Arguments of a node with places for nodes and tuples for lists; keywords as pairs."""
+    """Arguments of a node with :class:`ValueIndex` for nodes and tuples for lists; keywords as pairs."""
     if isinstance(value, fx.Node):
         return place_of[value]
     if isinstance(value, list | tuple):
@@ -304,7 +305,7 @@ def _listed(value: Any) -> Any:
 
 
 def _forget(graph: fx.Graph, read: Sequence[fx.Node | None], left: Sequence[fx.Node | None], nodes: set) -> None:
-    """Takes readings, a graph's last results, out of it but for those left, and ``nodes`` that they alone read."""
+    """Removes the numbers without a node in ``left`` from the graph's last results, and ``nodes`` without users."""
     output = graph.output_node()
     results, *rest = output.args
     first = len(results) - len(read)
@@ -317,7 +318,7 @@ def _forget(graph: fx.Graph, read: Sequence[fx.Node | None], left: Sequence[fx.N
 
 
 _MOST_GUARDED = {str: 1000, np.ndarray: 0}
-"""How many numbers a call compares for a text (torch shows so many whole), and for an array."""
+"""The most numbers that a call compares for a text (torch prints up to 1000 in full), and for an array."""
 _WORDS = {
     str: ("the text of a tensor", "too many numbers to compare at each call", "print outside of forward"),
     np.ndarray: (
@@ -329,10 +330,10 @@ _WORDS = {
 
 
 def too_many(reads: Sequence[NumberRead], nodes: Sequence[Any], bound: Mapping[str, int]) -> list[Unsupported]:
-    """Texts and arrays of more numbers than a call is to compare, where these are no constants.
+    """Refusals of texts and arrays with too many non-constant numbers to compare at each call.
 
     Args:
-        nodes: of the numbers, in the functional graph.
+        nodes: the numbers' nodes in the functional graph.
         bound: the graph's placeholders of inputs, by name.
     """
     found = []
@@ -351,7 +352,7 @@ def uncounted(
     sizes: Sequence[tuple[int | None, ...]],
     sizes_vary: bool = False,
 ) -> list[Unsupported]:
-    """Sizes that a call cannot count before anything else is done: of these each call would have others."""
+    """Refusals of data-dependent sizes that a call cannot compute before its forward."""
     reason = (
         f"the shape of what comes out {BY_NUMBERS}, and sizes vary"
         if sizes_vary
@@ -365,10 +366,10 @@ def uncounted(
     ]
 
 
-# Certain flags: a uniform draw compared with a number that it never reaches → what the comparison always tells.
+# Certain flags: a uniform draw compared with a number outside of [0, 1) → the constant result of the comparison.
 #
-# ``torch.rand([]) < self.layerdrop`` where nothing is to be dropped: forward reads it at each call, and a program that
-# checks it beside its results would have the host wait for it.
+# ``torch.rand([]) < self.layerdrop`` with a rate of 0: a program that computes the flag beside its results would make
+# the host wait for it.
 
 
 _COMPARISONS: Mapping[OpOverload, Callable[[float], bool | None]] = {
@@ -377,13 +378,13 @@ _COMPARISONS: Mapping[OpOverload, Callable[[float], bool | None]] = {
     aten.le.Scalar: lambda number: False if number < 0 else True if number >= 1 else None,
     aten.gt.Scalar: lambda number: True if number < 0 else False if number >= 1 else None,
 }
-"""Of a number from 0 to less than 1 with another one."""
+"""Comparison of a number in [0, 1) with a constant: the constant → the result, or ``None`` if it varies."""
 _DRAWS = (aten.rand.default, aten.rand_like.default)
 _MOVES = (aten.alias.default, aten.clone.default, aten.detach.default)
 
 
 def certain(node: fx.Node) -> tuple[bool, list[fx.Node]] | None:
-    """What a flag always is, and the nodes that it is computed by; ``None`` where nobody knows."""
+    """A flag's constant value and the nodes that compute it; ``None`` if the flag may vary."""
     nodes = _with_moved(node)
     compares = _COMPARISONS.get(nodes[-1].target)
     if compares is None:
@@ -397,7 +398,7 @@ def certain(node: fx.Node) -> tuple[bool, list[fx.Node]] | None:
 
 
 def _with_moved(node: fx.Node) -> list[fx.Node]:
-    """A node, and those that it moves, to the one that computes the numbers."""
+    """A node and its inputs through copies and aliases, up to the node that computes the numbers."""
     nodes = [node]
     while nodes[-1].target in _MOVES:
         nodes.append(nodes[-1].args[0])
@@ -405,23 +406,23 @@ def _with_moved(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_uniform(node: fx.Node) -> bool:
-    """In a type that rounds no number below 1 to 1."""
+    """Whether a node draws from [0, 1) in a dtype that rounds no number below 1 to 1."""
     return node.target in _DRAWS and node.meta["val"].dtype in (torch.float32, torch.float64)
 
 
-# Decisions by draws: what forward reads of draws alone (``torch.rand([]) < 0.1``) → whether calls read other numbers.
+# Decisions by draws: a number that depends only on draws (``torch.rand([]) < 0.1``) → whether it varies between calls.
 
 
 _REDRAWS = 32
-"""How often a number is drawn again: what was the same each time is compiled for."""
+"""How often a number is drawn again; one that is equal each time counts as constant."""
 
 
 def varies(node: fx.Node | None, drawing: Collection[str], literals: Mapping[str, torch.Tensor]) -> bool:
-    """Whether draws, and nothing that calls are given, decide a number, and another one when they are made again.
+    """Whether a number depends on draws and on no input, and changes when the draws are repeated.
 
     Args:
         drawing: names of the nodes that draw.
-        literals: the graph's placeholders of constants, as of :func:`recomputed`.
+        literals: the graph's placeholders of constants, as in :func:`recomputed`.
     """
 
     def may_be(each: fx.Node) -> bool:

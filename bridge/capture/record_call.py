@@ -104,8 +104,8 @@ class RecordedCall:
     def captured(self) -> Captured:
         """The call as a functional graph.
 
-        ``problems`` lists what the graph does not do exactly. The import refuses these problems together with
-        operators that have no conversion.
+        ``problems`` lists inexact parts of the graph. The import refuses them together with operators that have no
+        conversion.
         """
         call = self.call
         with working_for(device_of_call(call)), recording():

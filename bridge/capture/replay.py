@@ -65,7 +65,7 @@ class FunctionReplay:
         )
 
     def _is_same(self, given: Any, known: Any) -> bool:
-        """Whether arguments equal those of a noted call: the same constants and values."""
+        """Whether arguments equal a noted call's: the same constants and values."""
         if isinstance(given, torch.Tensor):
             number = self._recorder.values.number_of(given)
             return type(known) is ValueRef and known.number == number is not None

@@ -1,8 +1,8 @@
-"""Readings: numbers that forward takes out of tensors (``bool``, ``.item()``, ``torch.equal``) → what a call compares.
+"""Scalar guards: numbers that forward reads from tensors (``bool``, ``.item()``, ``torch.equal``) → guards of a call.
 
-Python code that reads a number goes on as that number tells it to. So a record holds for calls that read the same
-numbers. They are noted in the run on real numbers, given to the code in the run on fake ones, and become results of the
-graph, which a compiled call compares with what was noted (:mod:`bridge.aten.number_checks`).
+A number that Python code reads may decide its branches. So a record holds for calls that read the same numbers. The
+real run notes them, and the fake run returns them to the code. They become results of the graph, which a compiled call
+compares with the noted numbers (:mod:`bridge.aten.number_checks`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ += ["names_of_reader", "numbers_of", "same_numbers", "tensor_of"]
 
 
 class ReadsDifferError(Exception):
-    """Forward reads other numbers on fake tensors than on real ones; with the user's line."""
+    """Forward reads other numbers in the fake run than in the real run; the message is the user's line."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class ScalarGuard:
 
     Attributes:
         where: ``file:line: code``, the user's line if there is one.
-        dtype: of the numbers as they are compared: a flag is ``torch.bool`` whatever it was read from.
-        count: how many.
+        dtype: dtype of the compared numbers: ``torch.bool`` for a flag, whatever tensor it was read from.
+        count: how many numbers.
         value: the numbers that Python got, lists as tuples.
-        is_size: whether a result is as long as the number says (:mod:`bridge.capture.scalar_guards`).
-        is_least: whether that is mostly the least length that was asked for, which other calls have as well.
+        is_size: whether the number is the length of a result.
+        is_least: whether that length has a lower bound (``minlength``), so that most calls have the same.
     """
 
     where: str
@@ -52,12 +52,12 @@ class ScalarGuard:
 
     @property
     def key(self) -> tuple:
-        """Equal only for the same numbers read at the same line; zeros have a sign, and nan is nan."""
+        """A key that is equal only for the same numbers read at the same line; 0.0 is not -0.0, and nan is nan."""
         return self.where, self.dtype, self.count, repr(self.value)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone()  # what is read, even if it is written later
+    return tensor.clone()  # the tensor may be written later
 
 
 def _flag(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,27 +83,27 @@ numbers_of: dict[str, Callable[..., torch.Tensor | None]] = {
     "equal": _equal,
     "allclose": _allclose,
 }
-"""What a function or an operator reads, by its name: its arguments → the numbers that decide about its answer; ``None``
-where shapes alone do."""
+"""Name of a function or an operator → a function of its arguments, which returns the tensor of numbers that decide its
+result; ``None`` if shapes alone decide it."""
 
 
 def same_numbers(some: Sequence[ScalarGuard], others: Sequence[ScalarGuard]) -> bool:
-    """Whether two runs read the same, bit by bit."""
+    """Whether two runs read the same numbers, bit by bit."""
     return [reading.key for reading in some] == [reading.key for reading in others]
 
 
 def frozen(value: Any) -> Any:
-    """Numbers with tuples in the place of lists."""
+    """Nested numbers with tuples in the place of lists."""
     return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
 _OWN = (os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),)
 _OWN += tuple(os.path.join(TORCH_DIR, name) for name in ("overrides.py", "_ops.py", "_library"))
-"""Where code between a line that reads and the recorder is from."""
+"""Paths of the code between a line that reads and the recorder."""
 
 
 def line_of_reading() -> str:
-    """The user's line inside forward, or torch's own where forward is torch's."""
+    """The user's line inside forward that reads, or torch's line if forward is torch's."""
     innermost = _reader(sys._getframe(2))
     if innermost is None:
         return "forward"
@@ -112,13 +112,13 @@ def line_of_reading() -> str:
 
 
 def names_of_reader() -> dict[str, Any]:
-    """The global names of the code that reads."""
+    """The globals of the code that reads."""
     innermost = _reader(sys._getframe(2))
     return {} if innermost is None else innermost.f_globals
 
 
 def _reader(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that is the user's; else the one of torch's that is nearest to it."""
+    """The innermost frame of the user's code, else of code outside of ``_OWN``."""
     innermost = None
     while frame is not None and frame.f_code is not PreparedTwin.__call__.__code__:
         file = frame.f_code.co_filename
@@ -131,11 +131,11 @@ def _reader(frame: FrameType | None) -> FrameType | None:
     return innermost
 
 
-# Counted sizes: ``x[mask]``, ``nonzero``, ``repeat_interleave``, ``bincount`` → forms of a size that was counted.
+# Counted sizes: ``x[mask]``, ``nonzero``, ``repeat_interleave``, ``bincount`` → static-shape forms with a counted size.
 #
-# How many elements of a mask are set is a number that forward reads; with it, what it makes has a shape:
-# ``nonzero_static(mask, size=count)``, and a gather at these positions, which is what eager computes as well. A call
-# compares its counts with those that were compiled for, as any number that is read.
+# The number of set elements of a mask is a number that forward reads. With it, the result has a static shape:
+# ``nonzero_static(mask, size=count)``, and a gather at these positions, as eager computes it. A call compares its
+# counts with the compiled ones, like any number that forward reads.
 
 
 Count = Callable[[str, torch.Tensor], int]
@@ -150,14 +150,14 @@ def _longest(lengths: torch.Tensor) -> torch.Tensor:
     return torch.where(falls, lengths[0], -1)
 
 
-#: What is counted, by name: elements that are not zero; elements in all; the first of lengths that do not rise; bins,
-#: of which there is a least number.
+#: Name -> count of a tensor: its nonzero elements; its sum; the first of positive lengths that never rise, else -1; a
+#: number of bins with a lower bound.
 COUNTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"set": _set, "total": torch.Tensor.sum}
 COUNTS |= {"longest": _longest, "bins": torch.Tensor.sum}
 
 
 def _positions(count: Count, x: torch.Tensor) -> torch.Tensor:
-    """(count, axes): where elements are not zero, laid out as eager lays it out."""
+    """``(count, axes)`` int64 positions of nonzero elements, in eager's memory layout."""
     found = torch.nonzero_static(x, size=count("set", x))
     return found if x.device == HOST else found.t().contiguous().t()
 
@@ -192,7 +192,7 @@ def _gathered(count: Count, x: torch.Tensor, index: Any) -> Any:
 
 
 def _scattered(count: Count, x: torch.Tensor, index: Any, value: Any) -> Any:
-    """Where a value is as long as its mask has elements; one for all elements needs no positions."""
+    """``x[mask] = value`` for a value with one row per set element; a broadcast value needs no positions."""
     if not _is_mask(index) or not isinstance(value, torch.Tensor) or not _fits(x, (index,)):
         return NotImplemented
     behind = x.dim() - index.dim()
@@ -203,13 +203,13 @@ def _scattered(count: Count, x: torch.Tensor, index: Any, value: Any) -> Any:
 
 
 def _fits(x: torch.Tensor, items: tuple) -> bool:
-    """Whether masks have the extents of the axes that they are for; where other items come first, eager may say so."""
+    """Whether a first mask has the extents of its axes; for masks behind other items, eager raises the error."""
     first, *_ = items
     return not _is_mask(first) or x.shape[: first.dim()] == first.shape
 
 
 def _spelled(count: Count, items: tuple) -> tuple:
-    """An index with positions along each axis in the place of masks, as eager spells it."""
+    """An index with positions along each axis in the place of masks, as in eager."""
     spelled: list[Any] = []
     for item in items:
         spelled += _positions(count, item).unbind(1) if _is_mask(item) else [item]
@@ -228,10 +228,10 @@ def _repeated(count: Count, input: torch.Tensor, repeats: Any = None, dim: Any =
 
 
 def _bincount(count: Count, input: torch.Tensor, weights: Any = None, minlength: int = 0, **others: Any) -> Any:
-    """How often each number occurs: ones that are added up where it says.
+    """``bincount`` as an ``index_add`` of ones: integers → (bins) int64.
 
-    Where parameters decide the numbers, they are added up before their count is compared: none may lie outside, which
-    ends a GPU's context. A negative number makes the count another one, and the call eager's, which refuses it.
+    If parameters decide the numbers, the addition runs before their count is compared. So the numbers are clamped: one
+    out of range would end a GPU's context. A negative number makes the count -1, and the call eager's, which raises.
     """
     if others or weights is not None or input.dim() != 1 or not input.numel() or input.is_floating_point():
         return NotImplemented
@@ -258,29 +258,29 @@ FORMS: dict[Any, Callable[..., Any]] = {
     torch.repeat_interleave: _repeated,
     torch.Tensor.repeat_interleave: _repeated,
 }
-"""Functions whose results are as long as numbers say → how they are spelled with these numbers: which number (of
-:data:`COUNTS`) of which tensor → that number, and the arguments → the result, or ``NotImplemented``."""
+"""Function with a data-dependent size → its static-shape form. The form takes ``count`` (a name in :data:`COUNTS`, a
+tensor → the number) and the function's arguments, and returns the result or ``NotImplemented``."""
 
 
 # Whole reads: all numbers of a tensor at once, as text, as a numpy array, as elements of another tensor.
 #
-# Text and arrays are those that eager makes; the numbers in them are read like any others. A tensor that is made of
-# others (``torch.tensor([n, 2 * n])``), whose numbers torch reads in C++, is computed of them.
+# Text and arrays are eager's; their numbers are read like any others. A tensor made from other tensors' numbers
+# (``torch.tensor([n, 2 * n])``), which torch reads in C++, is computed from these tensors.
 
 
 class SharedArrays:
-    """Arrays that Python was given, which share memory with tensors."""
+    """The numpy arrays that forward got, which share memory with tensors."""
 
     def __init__(self) -> None:
         self._arrays: list[tuple[np.ndarray, np.ndarray, str]] = []
 
     def add(self, array: np.ndarray, where: str) -> np.ndarray:
-        """Notes what an array holds, and the line that asks for it; returns a copy of that."""
+        """Notes an array, its numbers and the line that asked for it → a copy of the numbers."""
         self._arrays.append((array, array.copy(), where))
         return self._arrays[-1][1]
 
     def written(self) -> list[Unsupported]:
-        """Those that hold other numbers by now."""
+        """Refusals of arrays whose numbers have changed since."""
         reason = "an array that shares memory with a tensor is written, or the tensor is"
         hint = "compute it with torch, or on a copy: x.clone().numpy()"
         changed = [where for array, before, where in self._arrays if array.tobytes() != before.tobytes()]
@@ -288,8 +288,8 @@ class SharedArrays:
 
 
 def tensor_of(data: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor | None:
-    """``torch.tensor(data)`` of nested lists of numbers and tensors of one element, computed of these; ``None`` where
-    there is none of them, or where torch has other rules."""
+    """``torch.tensor(data)`` for nested lists of numbers and one-element tensors, computed from the tensors; ``None``
+    if ``data`` has no tensor, or if torch has other rules for it."""
     shape, flat = _flat(data)
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]
     if shape is None or not tensors or isinstance(data, torch.Tensor):
@@ -312,11 +312,11 @@ def tensor_of(data: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor
 
 
 _TYPES: dict[type, Any] = {bool: torch.bool, int: torch.int64, float: float}
-"""Of Python's numbers; that of a float is the default one."""
+"""Python type of a number -> its dtype; ``float`` stands for the default dtype."""
 
 
 def _flat(data: Any) -> tuple[tuple[int, ...] | None, list[Any]]:
-    """The shape of nested lists, ``None`` if they are ragged, and what they hold."""
+    """The shape of nested lists, ``None`` if they are ragged, and their leaves."""
     if not isinstance(data, list | tuple):
         return (), [data]
     parts = [_flat(each) for each in data]

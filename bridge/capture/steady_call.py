@@ -1,16 +1,16 @@
-"""Steady call: runs of a module's sample call → the record of what every call does, and the Python state that it needs.
+"""Steady-state trace: a module's sample call → the runs that hold for every later call, and the Python state they need.
 
-``self.calls += 1``, a window that is clipped at the first call, a mask that is kept: forward may set attributes. A
-compiled call runs no Python. So the call is run again from the state that the first run left:
+Forward may set attributes: ``self.calls += 1``, a window that is clipped at the first call, a cached mask. A compiled
+call runs no Python. So the call runs again from the state that the first run left. The second run
 
-    it changes nothing then             the module is left in that state, in which what was recorded holds
-    it counts integers up               counters, which a compiled call counts up as well
-    it sets places anew                 results, which a compiled call puts there (kept_state.py)
-    it changes something else           a refusal by name
-    it does something else              the first call is eager's: a refusal that says so
-    it reads other numbers of buffers   the first call is eager's, too: a flag that is a buffer
+    changes nothing                     the module keeps the first run's state, in which the record holds
+    counts integers up                  counters, which a compiled call counts up as well
+    sets places anew                    results, which a compiled call puts there (kept_state.py)
+    changes other state                 a refusal by name
+    calls other operators               the first call is eager's: a refusal that says so
+    reads other numbers of buffers      the first call is eager's as well: a buffer is a flag
 
-A user's module is touched at the end, if at all.
+The user's module changes only at the end, if at all.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ _KEEP = "keep it in a buffer, or change it outside of forward"
 
 @dataclass
 class SteadyCall:
-    """A call that does the same from now on.
+    """A call in its steady state: later calls do the same.
 
     Attributes:
         real, fake: its runs.
         counters: attributes that each call counts up.
-        problems: what the two runs did differently, and state that every call changes.
+        problems: refusals of differences between the two runs.
     """
 
     real: RealRun
@@ -75,11 +75,11 @@ class SteadyCall:
 def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> SteadyCall:
     """Runs ``module(*args, **kwargs)`` on real numbers, and again on fake tensors, with symbols for ``dims``.
 
-    Attributes that forward sets once are set on the module; who adds takes them back (:class:`bridge.guards.Undo`).
+    Sets the attributes on the module that forward sets once; :class:`bridge.guards.Undo` can restore them.
 
     Raises:
-        UnsupportedModule: state that a compiled call cannot have.
-        Exception: eager's own, where the sample is one that PyTorch itself refuses.
+        UnsupportedModule: a compiled call cannot do exactly the same, or forward changes state at every call.
+        Exception: eager's own, if PyTorch itself refuses the sample.
     """
     with undo() as before:
         try:
@@ -123,7 +123,7 @@ def _steady(
 
 
 def _begun(module: nn.Module, real: RealRun, changed: Sequence[str]) -> list[str]:
-    """Attributes that calls read and set (``self.hidden``), and that hold no tensor before the first of them."""
+    """Attributes that calls read and set (``self.hidden``), and that hold no tensor before the first call."""
     carried = () if real.kept is None else [f"self.{each}" for each in real.kept.carried]
     places = [(each, *_place(each)) for each in changed if each in carried]
     held = [(each, module.get_submodule(path).__dict__.get(name)) for each, path, name in places]
@@ -139,15 +139,15 @@ def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], **how: Any
         raise UnsupportedModule(type(module).__name__, [explain_error(error)], cause=error) from None
     except WritesArgumentsError as error:
         return _in_eager(module, args, kwargs, **{**how, "writing": {**how.get("writing", {}), **error.written}})
-    except Exception as error:  # noqa: BLE001 - whatever the user's code raises
+    except Exception as error:  # noqa: BLE001 - the user's code may raise any error
         swallowed(error)
-        if "saves" not in how:  # it may be that nothing was saved that it fails for
+        if "saves" not in how:  # the run may have failed because autograd saved no tensors
             return _in_eager(module, args, kwargs, **how, saves=True)
         raise refused_by_eager(from_user_code(error)) from error.__cause__
 
 
 def _started(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> RealRun:
-    """The run, or the one after it, where numbers that Python reads of buffers are others from then on: a flag."""
+    """The run; or, if it changes a buffer that decides a number that Python reads (a flag), the run after it."""
     asked = {number for each in real.record.reads for number in values_in(each.numbers)}
     for row in reversed(real.record.rows):
         if not asked.isdisjoint(values_in(row.results)):
@@ -167,12 +167,12 @@ def _started(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[
 
 
 def _named(error: UnsupportedModule, module: nn.Module) -> UnsupportedModule:
-    """The refusal, of this module if it does not say of which."""
+    """The refusal, with this module's name if it has none."""
     return error if error.module_name else UnsupportedModule(type(module).__name__, error.ops, error.cause)
 
 
 def _find_loops(real: RealRun, dims: Sequence[DynamicDim]) -> None:
-    """Notes the loops of a run; what it writes in steps is no write where a step could return it as well."""
+    """Notes the loops of a run, or refuses long unrolled ones; drops refusals of writes that a step returns instead."""
     if not (real.functions.uses or dims):
         real.loops = rolled_up(real.record, real.made, real.observation.draws)
     if real.loops is None:
@@ -203,7 +203,7 @@ def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence
 
 
 def _on_fakes(real: RealRun, *given: Any, **named: Any) -> FakeRecord:
-    """The run on fake tensors; what lies outside of the call is left as the run on real numbers left it."""
+    """The fake run, after which the state outside of the call is as the real run left it."""
     with real.observation.reads.unchanged() as changed:  # no fake tensor stays in a cache, nor a symbol
         fake = fake_run_of(real, *given, **named)
     if changed and fake.symbols is not None:
@@ -221,7 +221,8 @@ def _changing(real: RealRun, changed: Sequence[str]) -> UnsupportedModule:
 def _keeping(
     first: RealRun, second: RealRun, args: tuple, kwargs: dict[str, Any], counts: Sequence[str]
 ) -> RealRun | None:
-    """Another run of the call, whose results have what it leaves in the places that it sets; ``None``: no such call."""
+    """Another run of the call, whose results include the values of the places that it sets; ``None`` if the call
+    changes other state, or depends on the values of the last call."""
     kept = kept_state(second.twin, second.prepared.before, second.observation.reads, counts)
     if kept is None or (found := _with_places(second, kept, args, kwargs)) is not None:
         return None if kept is None else found
@@ -240,7 +241,7 @@ def _with_places(second: RealRun, kept: KeptState, args: tuple, kwargs: dict[str
     try:
         with kept.absent():
             found = _in_eager(second.twin, args, kwargs, kept=kept, origin=second.observation.reads.originals)
-    except Exception as error:  # whatever the user's code raises without what is not there
+    except Exception as error:  # the user's code may raise any error for the absent values
         log.debug("%s reads what it sets", type(second.twin).__name__, exc_info=error)
         return None
     return found if found.left == constants and _same_function(second, found) else None
@@ -249,8 +250,8 @@ def _with_places(second: RealRun, kept: KeptState, args: tuple, kwargs: dict[str
 def _same_function(first: RealRun, later: RealRun) -> bool:
     """Whether two runs of a call are the same function of the module's tensors, the arguments and draws.
 
-    The later one may read, as an attribute, what the first one has made and kept there: a mask, say. Then rows of the
-    first that read no input have no place in the later one.
+    The later run may read, as an attribute, a tensor that the first run made and kept there, for instance a mask. Then
+    it lacks the rows of the first run that made the tensor, which read no input.
     """
     known: dict[int, int] = {}
     count = first.record.inputs - len(first.given.attributes)
@@ -285,7 +286,7 @@ def _same_function(first: RealRun, later: RealRun) -> bool:
 
 
 def _constants(record: Record) -> set[int]:
-    """Values that depend on no input and on no draw."""
+    """Values that depend on no input and no draw."""
     found = set(record.literals)
     for row in record.rows:
         if row.draws[0] == row.draws[1] and all(number in found for number in values_in((row.args, row.kwargs))):
@@ -307,7 +308,7 @@ def _renamed(tree: Any, known: dict[int, int]) -> Any:
 
 
 def _settle(module: nn.Module, real: RealRun, changed: Sequence[str]) -> None:
-    """The module has the attributes that the run has set; containers that it has written are the module's own ones."""
+    """Sets the attributes on the module that the run set; the module's own containers are written in place."""
     own = dict(module.named_modules())
     for what in changed:
         if not what.startswith("self."):
@@ -336,7 +337,7 @@ def _place(what: str) -> tuple[str, str]:
 
 
 def _integers(real: RealRun, changed: Sequence[str]) -> list[str]:
-    """Those of these places that are integers that modules hold, and held before: counters, maybe."""
+    """The changed attributes that were and are integers of modules: possible counters."""
     modules, found = dict(real.twin.named_modules()), []
     for what in changed:
         path, name = _place(what)
@@ -349,11 +350,11 @@ def _integers(real: RealRun, changed: Sequence[str]) -> list[str]:
 def _counted(
     real: RealRun, args: tuple, kwargs: dict[str, Any], changed: Sequence[str], dims: Sequence[DynamicDim]
 ) -> SteadyCall | None:
-    """The call with counters, if that is all that these attributes are.
+    """The call with counters, or ``None`` if one of the attributes is no counter.
 
-    In the run on fake tensors a stand-in that can only be added to takes the place of each: any other use of it raises.
+    In the fake run, a stand-in that supports only addition takes the place of each: any other use of it raises.
     """
-    if real.observation.reads.mentions("type"):  # a stand-in is of another one
+    if real.observation.reads.mentions("type"):  # the type of a stand-in is not ``int``
         return None
     places = [_place(what) for what in changed]
     twins: list[nn.Module] = []
@@ -379,27 +380,27 @@ def _counted(
     return None if problems else SteadyCall(real, fake, counters, problems)
 
 
-# Unrolled loops: a record → whether the steps of a loop stand in it one after the other, by the thousand.
+# Unrolled loops: a record → a refusal of thousands of unrolled steps.
 #
-# Each operator of such a step is captured, lowered and planned by itself, which takes some hundredths of a second. A
-# loop is told from a deep network by its weights: every step reads the same ones.
+# Each operator of a step is captured, lowered and planned by itself, which takes some hundredths of a second. A loop
+# differs from a deep network by its weights: every step reads the same ones.
 
 
-#: Operators of a graph with unrolled steps that are compiled: of about five minutes.
+#: The most operators of a graph with unrolled steps: about five minutes of compilation.
 MOST_OPERATORS = 1 << 13
-#: Operators from which on it is told that it takes long: about a minute.
+#: Number of operators from which a warning is logged: about a minute.
 _MANY = MOST_OPERATORS >> 2
 _STEPS = 32
-"""Readers of one parameter from which on they are steps."""
+"""Number of readers of one parameter from which they count as steps."""
 _HINT = "dispatch the cell that a step calls, or write the step so that it is found to repeat (docs/loops.md)"
 
 
 def unrolled_rows(record: Record, parameters: int, forward: str) -> list[Unsupported]:
-    """A refusal where unrolled steps are more than :data:`MOST_OPERATORS`; where they are many, it is logged.
+    """Refuses a record with unrolled steps and more than :data:`MOST_OPERATORS` rows; warns from a quarter of that.
 
     Args:
-        parameters: so many of the record's first inputs are parameters.
-        forward: what is recorded, in words.
+        parameters: the number of parameters, which are the record's first inputs.
+        forward: the name for messages.
     """
     count = len(record.rows)
     if count <= _MANY:
@@ -415,7 +416,7 @@ def unrolled_rows(record: Record, parameters: int, forward: str) -> list[Unsuppo
     return [Unsupported("a long loop", forward, reason, _HINT)]
 
 
-# Listener for loops: who compiles a call is told as soon as it is seen to have loops, long before it is traced.
+# Listener for loops: notifies the compiler of a call as soon as its loops are found, long before the graph exists.
 
 
 _thread = threading.local()

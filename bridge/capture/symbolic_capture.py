@@ -136,8 +136,8 @@ def _arguments_of_sample(
 def strides_of_eager(symbolic: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:
     """An observation with extents → the same with eager's strides for draws and results, and refusals.
 
-    An eager run gives strides for the sample only. Where the fake run's strides differ, eager's are used if they are
-    those of a dense tensor, whose axes keep their order for other sizes.
+    An eager run gives strides for the sample only. Where the fake run's strides differ, eager's are used if they belong
+    to a dense tensor, whose axes keep their order for other sizes.
     """
     problems = _hiding_sizes(symbolic, real)
     ours = [replace(each, stride=()) for each in at_sample(symbolic).draws]

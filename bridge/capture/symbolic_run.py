@@ -1,8 +1,8 @@
-"""Symbolic run: the second run of a call whose sizes vary → what the first one cannot tell: sizes as torch's symbols.
+"""Symbolic run: the fake run of a call with dynamic shapes → its record with torch's symbolic sizes.
 
-It is the run on fake tensors, whose arguments have a symbol for each dimension that varies; parameters have numbers.
-Its rows at the sample's sizes are those of the first run. Whatever forward or torch asked about sizes on the way is a
-condition in torch's environment, which becomes a guard (:mod:`bridge.capture.symbolic_sizes`).
+The arguments have a symbol for each dynamic dimension; parameters have numbers. At the sample's sizes, the rows equal
+the real run's. Each question of forward or torch about a size is a condition in torch's environment, which becomes a
+guard (:mod:`bridge.capture.symbolic_sizes`).
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _SHAPE_OF_NUMBERS = f"the shape of what comes out {BY_NUMBERS}, and sizes vary"
 
 
 def symbolic_leaf(mode: FakeTensorMode, leaf: torch.Tensor, index: int, dims: Sequence[DynamicDim]) -> torch.Tensor:
-    """A fake tensor for a leaf of the arguments, with a symbol of its own for each of its dimensions that varies."""
+    """A fake tensor for a leaf of the arguments, with a separate symbol for each of its dynamic dimensions."""
     dynamic = {each.dimension for each in dims if each.leaf == index}
     made = symbolic_fake(mode, leaf.detach(), dynamic, f"input_{index}") if dynamic else mode.from_tensor(leaf.detach())
     return made.requires_grad_(leaf.requires_grad)
 
 
 class Symbols:
-    """What a run on symbolic sizes knows of the run on real numbers, and what it writes down.
+    """State of a run on symbolic sizes: runs its operators, records its draws and the lines of its conditions.
 
     Attributes:
-        draws: with symbolic sizes.
-        lines: by the place of a condition among torch's, the user's line that the operator is from which asked it.
-        counts: the symbols of numbers that forward reads; ``None``: these are the sample's.
+        draws: the draws, with symbolic sizes.
+        lines: index of a condition in torch's environment -> the user's line of the operator that asked it.
+        counts: the symbols of numbers that forward reads; ``None``: the numbers are constants.
     """
 
     def __init__(self, real: Record, mode: FakeTensorMode, counts: CountedDims | None = None):
@@ -59,7 +59,7 @@ class Symbols:
 
     @staticmethod
     def inside(func: Any) -> Callable[..., Any] | None:
-        """What calls what an operator that is opened calls, where its own kernel fixes sizes."""
+        """A formula for an opened operator whose own kernel fixes sizes, or ``None``."""
         return _INSIDE.get(func)
 
     def recording(self, inputs: Sequence[torch.Tensor]) -> DrawRecorder:
@@ -67,9 +67,9 @@ class Symbols:
         return DrawRecorder(self.draws, lambda op, reason: None, inputs)
 
     def is_whole_slice(self, op: Any, operands: tuple, args: tuple, record: Record, known: Row | None) -> bool:
-        """Whether a call is a part that is the whole at the sample's sizes, and no row of the run on real numbers.
+        """Whether a call is a slice that spans the whole at the sample's sizes and has no row in the real run.
 
-        ``x[:, None]`` and the like: torch's indexing leaves out what a static size shows to be the whole.
+        In ``x[:, None]`` and the like, torch's indexing leaves out slices that span the whole of a static size.
         """
         if op is not _SLICE or operands[1] or type(operands[0][0]) is not ValueRef:
             return False
@@ -85,16 +85,16 @@ class Symbols:
         return not (known.op is aten.alias.default and same)
 
     def result(self, func: Any, args: tuple, kwargs: dict[str, Any], known: Row | None, where: Any) -> Any:
-        """What an operator gives.
+        """Runs an operator, or its size formula → its result.
 
         Raises:
-            UnsupportedModule: where numbers decide the shape.
+            UnsupportedModule: numbers decide the shape.
         """
         before = len(self._environment.guards)
         forms = [] if known is None else [self._real.forms[v.number] for v in _values(known.results)]
         draws = known is not None and known.draws[0] != known.draws[1]
         formula = FORMULAS.get(func)
-        with no_python_kernels() if draws else nullcontext():  # some take apart what draws as a whole
+        with no_python_kernels() if draws else nullcontext():  # some decompose operators whose draws must stay whole
             result = NotImplemented if formula is None or known is None else formula(forms, *args, **kwargs)
             if result is NotImplemented:
                 result = func(*args, **kwargs)
@@ -104,7 +104,7 @@ class Symbols:
         return result
 
     def fixed(self, size: int | torch.SymInt, line: str) -> int:
-        """The sample's number for a size, which calls have to have from now on; where the user's code fixes it."""
+        """Fixes a size to the sample's number → that number; ``line``: the user's line that fixes it."""
         before = len(self._environment.guards)
         number = int(size)
         self.lines.update(dict.fromkeys(range(before, len(self._environment.guards)), line))
@@ -123,10 +123,10 @@ def _values(tree: Any) -> list[ValueRef]:
     return found
 
 
-# Size formulas: operators on symbolic sizes whose kernels fix them, or take long → the same by others, that do not.
+# Size formulas: operators whose kernels fix symbolic sizes, or take long → the same results by other operators.
 #
-# Each takes the forms that its results have in the run on real numbers, then the operator's arguments; it gives
-# ``NotImplemented`` where the operator does as it is.
+# Each formula takes the metadata of the results in the real run, then the operator's arguments. It returns
+# ``NotImplemented`` where the operator itself works.
 
 
 def has_symbols(tensor: torch.Tensor) -> bool:
@@ -137,7 +137,7 @@ def has_symbols(tensor: torch.Tensor) -> bool:
 def _layers(
     forms: Sequence[Form], x, states, weights, biases, layers, dropout, train, both_ways, batch_first
 ) -> tuple[torch.Tensor, ...]:
-    """Recurrent layers: their results, and the dropout between them; torch's own formula runs each step."""
+    """Recurrent layers: empty results and the dropouts between layers, because torch's own formula runs each step."""
     if not isinstance(weights, list | tuple):
         return NotImplemented  # a packed sequence
     first, *finals = forms
@@ -160,7 +160,7 @@ def _made(form: Form, shape: Sequence[Any]) -> torch.Tensor:
 def _max_pool1d(
     x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, up=False
 ) -> torch.Tensor:
-    """As eager's operator where autograd follows it: the pooling of a picture of one row."""
+    """``max_pool1d`` as 2-d pooling of an image with one row, as in eager under autograd."""
     if not has_symbols(x):
         return NotImplemented
     kernel, step, pad, dilated = map(_number, (kernel, stride, padding, dilation))
@@ -179,7 +179,7 @@ def _max_pool1d(
 def _attention(
     forms: Sequence[Form], query, key, value, mask=None, rate=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """Attention that drops out on a CPU: the formula that eager takes there, by products in Python."""
+    """Attention with dropout on a CPU: eager's formula, with torch's Python decomposition of matrix products."""
     rate = float(rate)
     if not rate or query.device != HOST or not any(map(has_symbols, (query, key, value))):
         return NotImplemented
@@ -195,14 +195,14 @@ def _attention(
 
 
 def _upsampled(packet: Any, x: torch.Tensor, size: Any, *rest: Any) -> torch.Tensor:
-    """What an interpolation calls, whose sizes its kernel in C++ takes for numbers."""
+    """The operator that an interpolation calls; its own C++ kernel would fix the sizes."""
     *options, factors = rest
     shape = upsampled_sizes(x.shape, size, factors)
     return packet.default(x, shape, *options, *(factors or [None] * len(shape)))
 
 
 def _diagonal_filled(forms: Sequence[Form], x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
-    """torch's kernel reads sizes as numbers; what is written makes no difference here."""
+    """``fill_diagonal_`` as a write without effect: torch's kernel would fix the sizes, and fakes hold no numbers."""
     nothing = torch.zeros((), dtype=torch.bool, device=x.device)
     return x.masked_fill_(nothing, value) if has_symbols(x) else NotImplemented
 
@@ -218,15 +218,15 @@ def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _number(value: Any) -> Any:
-    """Of a number, or a list of one or none."""
+    """The number of a number or of a list with at most one; ``None`` for an empty list."""
     return next(iter(value), None) if isinstance(value, list | tuple) else value
 
 
 POOLINGS: dict[Any, Callable[..., Any]] = {aten.max_pool1d.default: _max_pool1d}
-"""Those that functionalization takes too, where they depend on no results."""
+"""Size formulas that need no result metadata, which functionalization uses as well."""
 
 _INSIDE: dict[Any, Callable[..., Any]] = {packet.vec: partial(_upsampled, packet) for packet in UPSAMPLES}
-"""What opened operators (:mod:`bridge.capture.opened`) call, where their own kernels fix sizes."""
+"""Formulas of opened operators (:mod:`bridge.capture.opened`) whose own kernels fix sizes."""
 
 FORMULAS: dict[Any, Callable[..., Any]] = {
     **{op: partial(lambda pooled, forms, *args: pooled(*args), pooled) for op, pooled in POOLINGS.items()},

@@ -1,9 +1,9 @@
 """Symbolic sizes of a capture: torch's symbols, ranges and guards → the extents of one scope.
 
-What the run on symbolic sizes and decompositions conclude about sizes (two are equal, one is divisible, one is below
-a bound that forward compares it with) is written down in one environment of torch's. Two dimensions that are equal
-share a symbol there, and one that has to be the sample's is a number. :meth:`SymbolicSizes.take_over` asks the scope
-of extents the same questions, so that what torch has concluded holds wherever the scope's guards do.
+One of torch's environments holds the conclusions of the symbolic run and of decompositions about sizes: two are equal,
+one is divisible, one is below a bound that forward compares it with. Equal dimensions share a symbol there, and a
+dimension that must have the sample's size is a number. :meth:`SymbolicSizes.take_over` asks the scope of extents the
+same questions, so that torch's conclusions hold wherever the scope's guards do.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _SPECIAL = 'dispatch it without dynamic_shapes for that dimension: on_miss="comp
 
 
 class SymbolicSizes:
-    """The sizes of the call's arguments that vary.
+    """The dynamic sizes of the call's arguments.
 
     Attributes:
-        arguments: the traced graph's argument tensors that have such sizes, by leaf.
+        arguments: the traced graph's argument tensors with dynamic sizes, by leaf.
         scope: an extent for each symbol that torch has left.
-        lines: where forward or torch asked for what became a guard of the scope.
+        lines: guard of the scope -> the line where forward or torch asked for it.
     """
 
     def __init__(self, dims: Sequence[DynamicDim], values: Sequence[Any]):
-        """``values``: what stands for each leaf of the arguments in the traced graph."""
+        """``values``: the traced graph's value for each leaf of the arguments."""
         self.arguments = {each.leaf: values[each.leaf] for each in dims}
         self.scope = ExtentScope()
         self.lines: dict[SizeGuard, str] = {}
@@ -55,12 +55,12 @@ class SymbolicSizes:
         return self._environment
 
     def take_over(self, forward: str, asked: Mapping[int, str] = MappingProxyType({})) -> list[Unsupported]:
-        """Makes the extents, and asks them what torch concluded; what cannot be asked, and what should vary and must
-        not. To be called when torch asks no more.
+        """Makes the extents and asks them torch's conditions → refusals of conditions that extents cannot express, and
+        of required dimensions that forward fixes. Called when torch adds no more conditions.
 
         Args:
-            forward: what to name where no line is known, as in ``"Block.forward"``.
-            asked: of conclusions by their place, the user's line, where it is known.
+            forward: the name for messages without a line, as in ``"Block.forward"``.
+            asked: index of a condition -> the user's line, where it is known.
         """
         self._asked = asked
         problems = self._fixed(forward)
@@ -83,11 +83,11 @@ class SymbolicSizes:
         return problems
 
     def dim(self, size: int | torch.SymInt) -> Dim:
-        """A size of torch's as a number or an extent. :class:`NotTranslatedError` for one that a tensor gives."""
+        """torch's size as a number or an extent; :class:`NotTranslatedError` for a size that depends on tensors."""
         return extent_of(expression(size), self._symbols) if isinstance(size, torch.SymInt) else int(size)
 
     def form(self, value: Any) -> Any:
-        """A value of the traced graph, fake tensors as :class:`TensorMetadata`; what extents do not have stays."""
+        """A value of the traced graph with extents: fake tensors become :class:`TensorMetadata`, other values stay."""
         if isinstance(value, tuple | list):
             return type(value)(self.form(each) for each in value)
         if isinstance(value, torch.Tensor):
@@ -109,7 +109,7 @@ class SymbolicSizes:
         return self.dim(value) if isinstance(value, torch.SymInt) else value
 
     def _make_symbols(self) -> None:
-        """An extent for each symbol of the dimensions, one for those that are equal."""
+        """Makes an extent for each symbol of the dimensions; equal symbols share one."""
         pairs = [
             (each, expression(size))
             for each, size in zip(self._dims, self._sizes, strict=True)
@@ -130,8 +130,8 @@ class SymbolicSizes:
         self._symbols = {**self._of_strides(), **self._symbols}
 
     def _of_strides(self) -> dict[Any, Dim]:
-        """Strides that no size tells, of an argument that is a part of something: the sample's, which is what calls are
-        held against."""
+        """The sample's numbers for symbols that occur only in strides (of a part of a larger tensor); guards compare
+        calls with them."""
         steps = [step for value in self.arguments.values() for step in value.stride()]
         symbols = [expression(step).free_symbols for step in steps if isinstance(step, torch.SymInt)]
         return {symbol: int(self._environment.backed_var_to_val[symbol]) for symbol in set().union(*symbols)}
@@ -142,10 +142,8 @@ class SymbolicSizes:
         return self.scope.symbol(name, int(self._environment.backed_var_to_val[symbol]), low, high)
 
     def _narrow(self) -> None:
-        """Bounds that torch took for granted or found: of a symbol its range, of anything else a guard.
-
-        What is asked from now on can be proven with them.
-        """
+        """Adds torch's bounds: to a symbol's range, or as a guard on an expression. Later conditions are proven with
+        them."""
         for each, size in zip(self._dims, self._sizes, strict=True):
             extent = self.dim(size)
             if not isinstance(extent, Extent):
@@ -164,7 +162,7 @@ class SymbolicSizes:
             raise AssertionError(f"{extent} is not between {low} and {high}")
 
     def _fixed(self, forward: str) -> list[Unsupported]:
-        """Dimensions that are meant to vary and that forward fixes to the sample's size."""
+        """Refusals of dimensions that must be dynamic but that forward fixes to the sample's size."""
         found = []
         for each, size in zip(self._dims, self._sizes, strict=True):
             number = int(size) if not isinstance(size, torch.SymInt) else _number(size)
@@ -188,7 +186,7 @@ class SymbolicSizes:
 
 
 def at_sample(observation: Observation) -> Observation:
-    """An observation with numbers for its extents, the sample's."""
+    """An observation with the sample's numbers for its extents."""
     draws, outputs = (each_mapped(each, sample_of) for each in (observation.draws, observation.outputs))
     return replace(observation, draws=draws, outputs=outputs)
 
@@ -199,7 +197,7 @@ def _number(size: torch.SymInt) -> int | None:
 
 
 def _line(place: Any) -> str | None:
-    """The user's line of a frame."""
+    """The user's line of a frame; ``None`` for a frame outside of the user's code. Text is returned."""
     if isinstance(place, str) or place is None:
         return place
     return line_of((place.filename, place.lineno or 0)) if is_user_file(place.filename) else None
@@ -214,15 +212,15 @@ def each_mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-# Tensor form: what is known of a tensor beside its numbers, with extents where its sizes vary.
+# Tensor metadata with extents for dynamic sizes.
 #
-# It stands where a traced graph of static sizes has a fake tensor. torch's symbolic sizes write down what they are
-# asked in an environment of torch's; once that has been read, nobody asks them any more.
+# It takes the place of a graph's fake tensors: torch's symbolic sizes would record further conditions in their
+# environment, after the scope of extents has taken them over.
 
 
 @dataclass(frozen=True, eq=False)
 class TensorMetadata:
-    """Shape and element type of a tensor; ``stride`` and ``device`` are ``None`` where nothing asks for them."""
+    """Shape and dtype of a tensor; ``stride`` and ``device`` may be ``None``."""
 
     shape: tuple[Dim, ...]
     dtype: torch.dtype
@@ -237,30 +235,30 @@ class TensorMetadata:
         return len(self.shape)
 
     def unsqueeze(self, dim: int) -> TensorMetadata:
-        """With one more axis of extent 1, as ``torch.unsqueeze`` puts it."""
+        """The metadata with one more axis of extent 1, as in ``torch.unsqueeze``."""
         place = dim % (len(self.shape) + 1)
         return TensorMetadata((*self.shape[:place], 1, *self.shape[place:]), self.dtype)
 
     def to(self, dtype: torch.dtype) -> TensorMetadata:
-        """Of another element type."""
+        """The metadata with another dtype."""
         return replace(self, dtype=dtype)
 
 
-# Expressions of sizes: sympy's, as torch makes them → extents; conditions on sizes → answers of their scope.
+# Expressions of sizes: torch's sympy expressions → extents; conditions on sizes → answers of their scope.
 #
 # Floating point enters only where Python rounds a quotient or a multiple by a power of two to an integer (``int(n *
 # 0.5)``, ``math.ceil(n / 3)``): exact below 2**52, where float64 has the quotient on the right side.
 
 
 class NotTranslatedError(ValueError):
-    """An expression of sizes that extents do not have."""
+    """An expression of sizes that extents cannot express."""
 
     def __init__(self, expr: Any):
         super().__init__(f"{expr} ({type(expr).__name__})")
 
 
 def extent_of(expr: Any, symbols: Mapping[Any, Dim]) -> Dim:
-    """The integer expression ``expr`` with extents for its symbols. :class:`NotTranslatedError` if it is none."""
+    """The integer expression ``expr`` with extents for its symbols; :class:`NotTranslatedError` if there is none."""
     if expr.is_Integer:
         return int(expr)
     if expr in symbols:
@@ -277,9 +275,8 @@ def extent_of(expr: Any, symbols: Mapping[Any, Dim]) -> Dim:
 
 
 def holds(expr: Any, symbols: Mapping[Any, Dim]) -> bool:
-    """Whether a condition holds: for all sizes in range, or for the sample, and then the scope of the extents has it
-    among its guards. :class:`NotTranslatedError` as above.
-    """
+    """Whether a condition holds: for all sizes in range, or for the sample, which adds a guard to the extents' scope.
+    :class:`NotTranslatedError` as above."""
     kind = type(expr).__name__
     if kind in ("BooleanTrue", "BooleanFalse"):
         return kind == "BooleanTrue"
@@ -287,7 +284,7 @@ def holds(expr: Any, symbols: Mapping[Any, Dim]) -> bool:
         return not holds(expr.args[0], symbols)
     if kind == "And":
         return all(holds(arg, symbols) for arg in expr.args)
-    if kind == "Or":  # the first that the sample has: a stronger condition
+    if kind == "Or":  # the first term that holds for the sample: a stronger condition
         return any(holds(arg, symbols) for arg in expr.args)
     if kind not in _RELATIONS:
         raise NotTranslatedError(expr)
@@ -298,15 +295,14 @@ def holds(expr: Any, symbols: Mapping[Any, Dim]) -> bool:
 def equal_symbols(
     dims: Sequence[tuple[str, Any]], conditions: Iterable[Any], samples: Mapping[Any, Any]
 ) -> dict[Any, Any]:
-    """Symbols that need no extent of their own → the expression of others that each is equal to.
+    """Symbols that need no separate extent → the equal expression of other symbols.
 
-    One symbol takes the place of all for a name; the other side of an equation, that of a symbol. What is only equal as
-    a product (``a * b == c * d``) is made equal by its factors, those of one size in the sample: fewer calls fit, and
-    all passes can tell that they are equal.
+    One symbol replaces all symbols of a name, and an equation replaces a symbol by its other side. Products that are
+    equal (``a * b == c * d``) make factors with one sample size equal: fewer calls fit, and all passes can prove it.
 
     Args:
         dims: name and expression of each dimension.
-        conditions: what was concluded.
+        conditions: torch's conditions.
         samples: values of the symbols in the sample.
     """
     found: dict[Any, Any] = {}
@@ -335,7 +331,7 @@ def equal_symbols(
 
 
 def _pair(a: Any, b: Any, samples: Mapping[Any, Any], put: Callable[[Any, Any], None]) -> None:
-    """Makes factors of one size equal where the sides of an equation are then the same."""
+    """Makes factors with one sample size equal if that makes the sides of an equation equal."""
     ours, theirs = (sorted(x.free_symbols - y.free_symbols, key=str) for x, y in ((a, b), (b, a)))
     pairs = {}
     for symbol in ours:
@@ -349,7 +345,7 @@ def _pair(a: Any, b: Any, samples: Mapping[Any, Any], put: Callable[[Any, Any], 
 
 
 def _rounded(expr: Any, symbols: Mapping[Any, Dim], *, up: bool) -> Dim:
-    """A quotient, or a multiple by a power of two or its inverse, rounded to an integer."""
+    """A quotient, or a multiple by a dyadic float, rounded to an integer."""
     numerator, divisor = _fraction(expr, symbols)
     return -((-numerator) // divisor) if up else numerator // divisor
 
