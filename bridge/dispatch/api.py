@@ -31,7 +31,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 ON_MISS = ("eager", "compile", "error")
 _NAMED = 8
-"""Modules that a message names."""
+"""Most modules that a message names."""
 
 
 @interrupts_deferred()
@@ -48,7 +48,7 @@ def add_tvm_dispatch(
     cuda_graphs: Literal["auto"] | bool = "auto",
     whole: bool | None = None,
 ) -> Module:
-    """As :func:`bridge.add_tvm_dispatch`, which tells what it takes, returns and raises."""
+    """Implements :func:`bridge.add_tvm_dispatch`."""
     learns = sample_input is None and sample_kwargs is None
     on_miss = ("compile" if learns else "eager") if on_miss is None else on_miss
     _require_arguments(module, others, on_miss, cuda_graphs, freeze=freeze, whole=whole)
@@ -84,10 +84,10 @@ def add_tvm_dispatch(
 
 
 def _add(dispatcher: Dispatcher, call: SampleCall, options: DispatchOptions, is_whole: bool) -> bool:
-    """Adds a call to a dispatcher; or to those of the modules inside, and returns False.
+    """Adds an entry for a call to a dispatcher; returns False if it dispatched submodules instead.
 
     Args:
-        is_whole: whether a module is divided for nothing but draws that decide.
+        is_whole: whether random draws that select the code to run are the only reason to divide the module.
     """
     problem = None
     with torch.no_grad() if options.freeze else nullcontext():
@@ -99,7 +99,7 @@ def _add(dispatcher: Dispatcher, call: SampleCall, options: DispatchOptions, is_
             if options.divide is None or (is_whole and not refused.is_of_draws):
                 raise
             problem = refused
-        try:  # outside of the except clause: what goes wrong then has nothing to do with it
+        try:  # outside of the except clause: its errors are not caused by the refusal
             add_parts(call, problem, options)
             return False
         except UnsupportedModule:
@@ -109,7 +109,7 @@ def _add(dispatcher: Dispatcher, call: SampleCall, options: DispatchOptions, is_
 
 
 def _require_arguments(module: Any, others: tuple, on_miss: Any, cuda_graphs: Any, **flags: Any) -> None:
-    """Raises for arguments of :func:`add_tvm_dispatch` of another type, or out of their range."""
+    """Raises for an argument of :func:`add_tvm_dispatch` of a wrong type, or out of range."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     if others:
@@ -124,7 +124,7 @@ def _require_arguments(module: Any, others: tuple, on_miss: Any, cuda_graphs: An
 
 
 def _add_note(error: Exception, is_one_mapping: bool) -> None:
-    """Says what a sample may have to do with an error."""
+    """Adds a note to an error that the sample may have caused."""
     if not hasattr(error, "add_note"):  # Python 3.10
         return
     if is_one_mapping:
@@ -140,10 +140,10 @@ def dispatch_at_first_call(
     on_miss: Literal["eager", "compile", "error"],
     partition: str | Strategy = DEFAULT_PARTITION,
 ) -> None:
-    """As ``add_tvm_dispatch(module)`` without a sample; what is refused is told, and neither raised nor logged.
+    """``add_tvm_dispatch(module)`` without a sample; refusals go to ``on_refused``, and are neither raised nor logged.
 
     Args:
-        on_refused: called with what is special about a call and with the reason why it runs eager.
+        on_refused: called with the feature of a call and the reason why it runs eager.
 
     Raises:
         ValueError: as :func:`add_tvm_dispatch`.
@@ -153,7 +153,7 @@ def dispatch_at_first_call(
 
 
 def remove_tvm_dispatch(module: Module) -> Module:
-    """As :func:`bridge.remove_tvm_dispatch`, which tells what it takes, returns and raises."""
+    """Implements :func:`bridge.remove_tvm_dispatch`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     remove_parts(module)
@@ -162,7 +162,7 @@ def remove_tvm_dispatch(module: Module) -> Module:
 
 
 def stats(module: nn.Module) -> DispatchStats:
-    """As :func:`bridge.stats`, which tells what it takes, returns and raises."""
+    """Implements :func:`bridge.stats`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     dispatcher, parts = dispatcher_of(module), parts_of(module)

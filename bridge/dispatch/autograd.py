@@ -1,28 +1,18 @@
 """The ``torch.autograd.Function`` of a compiled call: primals → outputs; grad_outs → gradients of the wanted inputs.
 
-What the backward reads goes through ``save_for_backward``: inputs, outputs and captures alike, so that
-``saved_tensors_hooks`` see them and in-place changes are noticed. The node releases them as the backward starts,
-unless the graph is retained, and the program drops each one after its last use. Gradients that are differentiated
-again, or batched, are eager's operators' (:mod:`bridge.dispatch.autograd`).
+Saved inputs, outputs and intermediates all go through ``save_for_backward``, so that ``saved_tensors_hooks`` see them
+and in-place changes are detected. The node releases them as the backward starts, unless the graph is retained, and the
+program drops each one after its last use.
 
-Second derivatives: the autograd node of a call, asked for gradients that are themselves differentiated or batched →
-those that eager's operators compute, counted by the reason.
+Second derivatives: autograd cannot differentiate the compiled backward, which computes values for one set of grad_outs.
+Under ``create_graph=True`` and ``is_grads_batched=True``, eager's operators compute the node's gradients
+(:class:`bridge.dispatch.eager_backward.EagerBackward`), counted by reason; any further derivative is torch's own graph.
 
-The compiled backward computes numbers for one set of grad_outs, and autograd cannot follow it. Under
-``create_graph=True`` and ``is_grads_batched=True`` the node's gradients come from
-:class:`bridge.dispatch.eager_backward.EagerBackward` instead; what is differentiated or batched further on is torch's
-own graph.
-
-Several autograd nodes of one call: primals → outputs; grad_outs → gradients, as the segments of the backward make
-them.
-
-The call's own node is the first to run. It runs the first segment, returns the gradients that are complete then, and
-hands a *token* to the next node: a gradient without elements, which carries the pass that has begun. Autograd runs the
-nodes in this order, and what waits for their gradients in between. The token is the only one who holds the pass: where
-autograd leaves the later nodes out (``torch.autograd.grad`` with some of the inputs), it is gone with the token, and a
-graph that is retained begins a new one each time.
-
-Everything is saved at the first node, under the rules of one node.
+A backward in segments has several autograd nodes. The call's own node runs first: it runs the first segment, returns
+the gradients that are complete then, and hands a *token* to the next node: a gradient without elements that owns the
+segmented run. Autograd runs the nodes in this order, and consumers of their gradients in between. If autograd skips the
+later nodes (``torch.autograd.grad`` for some inputs), the run is freed with the token; a retained graph begins a new
+run each time. The first node saves all tensors.
 """
 
 from __future__ import annotations
@@ -58,12 +48,12 @@ _FREED = (
 
 
 def eager_gradients(ctx: Any, outputs: Sequence[int], grad_outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """What the call's own autograd node returns: one gradient per input that gets one, and where it has several nodes,
-    the next one's token.
+    """Gradients of the call's own autograd node by eager's operators, plus the next node's token if there are several.
 
     Args:
-        ctx: of the call's node.
-        outputs: that got a grad_out, and ``grad_outs``: these.
+        ctx: the context of the call's node.
+        outputs: places of the outputs that got a grad_out.
+        grad_outs: their gradients.
 
     Raises:
         RuntimeError: the graph was freed, an input was changed in place, an operator has no second derivative (as in
@@ -89,10 +79,9 @@ def eager_gradients(ctx: Any, outputs: Sequence[int], grad_outs: Sequence[torch.
 
 
 class _Dispatched(torch.autograd.Function):
-    """Forward and backward of a call. Inputs: programs, what the forward does, the call, inputs that get a gradient.
+    """Forward and backward of a call. Inputs: programs, the forward's actions, the call, inputs that get a gradient.
 
-    Where the backward has several nodes this is the first to run, and its last input is the next one's token
-    (:class:`_Later`).
+    If the backward has several nodes, this one runs first; its last input is the token of the next (:class:`_Later`).
     """
 
     @staticmethod
@@ -151,7 +140,7 @@ class _Dispatched(torch.autograd.Function):
 
 
 def _with_beside(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """What the node returns: its gradients, with those that nodes of chained results have computed."""
+    """The node's gradients plus the gradients that nodes of chained results have computed."""
     if ctx.beside is not None and not ctx.beside.is_empty:
         gradients = ctx.beside.taken(gradients, ctx.programs.nodes[0])
     return (None, None, None, *gradients)
@@ -161,7 +150,7 @@ apply = applied(_Dispatched)
 
 
 class _Later(torch.autograd.Function):
-    """A later node. Inputs: programs, gradients beside, its number, inputs that get one, the next one's token."""
+    """A later node. Inputs: programs, chained results' gradients, its number, inputs with a gradient, next token."""
 
     @staticmethod
     def forward(ctx, programs: Programs, beside: ChainedGradients | None, node: int, *wanted: torch.Tensor):
@@ -187,7 +176,7 @@ _later = applied(_Later)
 
 
 def apply_in_nodes(programs: Programs, actions: list[Action], call: CallValues, *wanted: torch.Tensor):
-    """As :data:`apply`, with a node for each of ``programs.nodes``."""
+    """:data:`apply` with one autograd node for each of ``programs.nodes``."""
     nodes = programs.nodes
     token: tuple[torch.Tensor, ...] = ()
     for node in range(len(nodes) - 1, 0, -1):

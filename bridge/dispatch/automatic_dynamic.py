@@ -1,13 +1,8 @@
-"""AutomaticDynamicShapes: entries and a call that differs from one by numbers or by sizes → one entry for all of these.
+"""Automatic dynamic shapes: an entry + a call with other scalars or sizes → an entry for any scalars or sizes.
 
-The second value of a number makes it an input (:mod:`bridge.dispatch.dynamic_scalars`), the second size of a
-dimension makes that symbolic. Where it is not exact, the call gets an entry of its own.
-
-Sizes that vary: an entry and a call of other sizes → the dimensions that the next entry is to be symbolic in.
-
-The second size of a dimension makes it symbolic, as in ``torch.compile``. A size of 0 or 1 is a special case, which
-gets an entry of its own. Which dimensions are tried decides nothing but what is compiled: what the lowering concludes
-about their sizes is a condition of the entry.
+The second value of a scalar makes it an input (:mod:`bridge.dispatch.dynamic_scalars`); the second size of a dimension
+makes the dimension symbolic, as in ``torch.compile``. If that is not exact, the call gets an entry of its own, as do
+sizes of 0 and 1. The choice of dimensions cannot affect results: the lowering's assumptions on sizes become guards.
 """
 
 from __future__ import annotations
@@ -36,17 +31,15 @@ from bridge.state import SampleCall
 
 __all__ = ["MAX_REFUSED", "AutomaticDynamicShapes", "FixedDims", "dynamic_dims"]
 
-#: Sets of dimensions that are tried in vain, in one mode, before every size gets an entry of its own.
+#: Failed attempts at sets of symbolic dimensions, in one mode, before every size gets an entry of its own.
 MAX_REFUSED = 4
 _LEAST = 2
 
 
 def dynamic_dims(guard: EntryGuard, call: SampleCall) -> tuple[DynamicDim, ...]:
-    """The dimensions in which a call differs from what an entry was compiled for, and those that vary there already.
+    """An entry's guard + a call → the dimensions whose size differs, and the entry's dynamic dimensions.
 
-    None if it differs in more than sizes.
-
-    ``guard``: the entry's.
+    Empty if the call differs in more than sizes.
     """
     places: dict[int, list[int]] = {}  # of each tensor, which may be given twice
     for place, leaf in enumerate(call.leaves):
@@ -65,13 +58,13 @@ def dynamic_dims(guard: EntryGuard, call: SampleCall) -> tuple[DynamicDim, ...]:
 
 
 class FixedDims:
-    """Dimensions whose sizes turned out not to vary, by the modes of the call: no further size tries them again."""
+    """Dimensions that could not be made symbolic, by the modes of the call; they are not tried again."""
 
     def __init__(self) -> None:
         self._refused: dict[tuple, list[frozenset[DynamicDim]]] = {}
 
     def left(self, is_training: bool, dims: tuple[DynamicDim, ...]) -> tuple[DynamicDim, ...]:
-        """Those of the dimensions that may be tried together in the present modes."""
+        """The subset of the dimensions that may be tried together in the current modes."""
         refused = self._refused.get((is_training, interpreter_state()), [])
         if len(refused) >= MAX_REFUSED:
             return ()
@@ -79,7 +72,7 @@ class FixedDims:
         return tuple(each for each in dims if each not in gone)
 
     def note(self, is_training: bool, dims: tuple[DynamicDim, ...]) -> None:
-        """They cannot vary together. Where a few of them cannot, the others may."""
+        """Records that these dimensions cannot be symbolic together; replaces recorded supersets."""
         refused = self._refused.setdefault((is_training, interpreter_state()), [])
         refused[:] = [*(each for each in refused if not each > frozenset(dims)), frozenset(dims)]
 
@@ -99,34 +92,34 @@ def _parameter(forward: Callable[..., Any], path: str) -> str:
 
 log = channel("dispatch")
 
-#: How often it is tried to make inputs of the same numbers, and entries of any length that serve no further one.
+#: Failed attempts to make the same scalars inputs; also, entries of any length that have served one length only.
 MAX_ATTEMPTS = 2
 
 
 class AutomaticDynamicShapes:
-    """Of the entries of one module. It remembers what was tried in vain.
+    """A call that misses one module's entries → a more general entry; remembers failed attempts.
 
     Args:
-        entries: which it reads and changes.
-        add: compiles an entry for a call and for dimensions that vary, and adds it.
-        options: how a call is compiled.
+        entries: the module's entries, read and changed.
+        add: compiles an entry for a call and its dynamic dimensions, and adds it.
+        options: returns the options to compile a call with.
     """
 
     def __init__(self, entries: Entries, add: Callable[..., Entry], options: Callable[..., EntryOptions]):
         self._entries, self._add, self._options = entries, add, options
-        self._not_inputs: Counter[tuple[NumberPlace, ...]] = Counter()  # how often numbers could not be inputs
+        self._not_inputs: Counter[tuple[NumberPlace, ...]] = Counter()  # failed attempts by scalars
         self._fixed = FixedDims()
 
     def __call__(self, call: SampleCall) -> Entry | None:
-        """An entry for the call and others like it; ``None`` if it differs in nothing such, or that is not exact.
+        """An entry for the call with dynamic scalars or dimensions; ``None`` if neither differs, or if it is not exact.
 
         Raises:
-            UnsupportedModule, CompilationError: as :func:`bridge.lower`, of numbers.
+            UnsupportedModule, CompilationError: as :func:`bridge.lower`, for scalars.
         """
         return self._with_numbers(call) or self._of_any_size(call)
 
     def _with_numbers(self, call: SampleCall) -> Entry | None:
-        """An entry that takes as inputs the numbers in which the call differs from an entry, whose place it takes."""
+        """Replaces an entry that differs from the call in scalars by one that takes these scalars as inputs."""
         for known in reversed(self._entries.all):
             changed = known.guard.changed_numbers(call)
             if changed is None or self._not_inputs[tuple(changed)] >= MAX_ATTEMPTS:
@@ -143,10 +136,7 @@ class AutomaticDynamicShapes:
         return None
 
     def _of_any_size(self, call: SampleCall) -> Entry | None:
-        """An entry that takes all sizes of the dimensions in which the call differs from an entry.
-
-        If the sizes are refused, each gets an entry of its own, which is logged.
-        """
+        """An entry that is symbolic in the dimensions in which the call differs from an entry; ``None``: refused."""
         if (found := self.of_any_length(call)) is not None:
             return found
         for known in reversed(self._entries.all):
@@ -164,8 +154,10 @@ class AutomaticDynamicShapes:
         return None
 
     def _of_any_count(self, call: SampleCall, dims: tuple[DynamicDim, ...], found: Entry) -> Entry | None:
-        """An entry in the place of one that was found, for all of the numbers that it has fixed: where an entry's sizes
-        do not vary, numbers that follow from sizes alone are constants, and no call computes them."""
+        """Replaces a new entry by one that is also symbolic in the counts that its pre-call expressions fix.
+
+        Only an entry with symbolic sizes has them all: with static sizes, numbers that follow from sizes are constants.
+        """
         more = (*dims, ALL_COUNTS)
         if ALL_COUNTS in dims or not _counts(found) or self._fixed.left(call.module.training, more) != more:
             return None
@@ -175,11 +167,10 @@ class AutomaticDynamicShapes:
         return entry
 
     def of_any_length(self, call: SampleCall, is_meant: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
-        """An entry whose recorded loops are of any length, and which serves that of the call: its steps are recorded,
-        and those of the entry.
+        """An existing or new entry whose loops have any length, for a call of another length.
 
-        One that there is, or a new one, where the call and an entry of another length are recorded alike but for the
-        length. ``is_meant``: which entries may serve it.
+        It exists if the recordings of the call and of an entry's sample differ only in the length of the loops.
+        ``is_meant``: selects the entries to consider.
         """
         near: list[tuple[Entry, DynamicDim]] = []
         for known in reversed(self._entries.all):
@@ -197,7 +188,7 @@ class AutomaticDynamicShapes:
                 try:
                     known.guard.match(call)
                     return known
-                except GuardFailure:  # it differs in something else, which the recording may have been another for
+                except GuardFailure:  # it differs elsewhere, which may have changed the recording
                     known.lowered.captured.any_length.proven.discard(size)
         made = [known.lowered.captured.any_length for known in self._entries.all]
         if sum(each is not None and len(each.proven) == 1 for each in made) >= MAX_ATTEMPTS:
@@ -215,12 +206,12 @@ class AutomaticDynamicShapes:
     def _for_all_sizes(
         self, call: SampleCall, dims: tuple[DynamicDim, ...], known: Entry, looped: LoopedCall | None = None
     ) -> Entry | None:
-        """A new entry for all sizes of these dimensions; ``None`` if they are refused."""
+        """A new entry for all sizes of these dimensions; ``None`` if its compilation or its guard fails."""
         name, entry = call.name, None
         try:
             entry = self._add(replace(call, dims=dims), looped)
             entry.guard.match(call)
-        except Exception as error:  # whatever goes wrong with all sizes, this one can still be compiled
+        except Exception as error:  # the call's own size can still be compiled
             if is_refused_by_eager(error) or is_out_of_memory(error):
                 raise
             swallowed(error)
@@ -232,7 +223,7 @@ class AutomaticDynamicShapes:
             log.log(logging.WARNING if is_bug else logging.INFO, words, name, _places(dims), error)
             return None
         if entry.bound is None:
-            if dims == (ALL_COUNTS,) and not _counts(entry):  # none of them is one that varies, in this call
+            if dims == (ALL_COUNTS,) and not _counts(entry):  # this call has no dynamic count
                 return entry
             self._fixed.note(call.module.training, tuple(set(dims).difference(known.options.dims)) or dims)
             log.info("%s: forward fixes %s; every size gets an entry of its own", name, _places(dims))
@@ -244,13 +235,13 @@ class AutomaticDynamicShapes:
 
 
 def _counts(known: Entry) -> tuple[DynamicDim, ...]:
-    """:data:`ALL_COUNTS`, where an entry has numbers that calls compute of their inputs, and that may be sizes."""
+    """:data:`ALL_COUNTS` if an entry's pre-call expressions yield integers that may be sizes, else empty."""
     numbers = [number for each in known.lowered.captured.recomputed for number in each.numbers]
     return (ALL_COUNTS,) if any(type(each) is int and each >= LEAST for each in numbers) else ()
 
 
 def _covers(entry: Entry, known: Entry) -> bool:
-    """Whether an entry of any count has all that a call needs which another one, of the sample's counts, serves."""
+    """Whether an entry with dynamic counts serves every call that ``known``, with the sample's counts, serves."""
     read = zip(entry.lowered.captured.recomputed, known.lowered.captured.recomputed, strict=False)
     if len(entry.lowered.captured.recomputed) != len(known.lowered.captured.recomputed) or known.bound is not None:
         return False
@@ -267,7 +258,7 @@ def _covers(entry: Entry, known: Entry) -> bool:
 
 
 def _proves(known: Entry, dim: DynamicDim, looped: LoopedCall, size: int, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a recording of this size says that an entry of any length serves it, with results as eager's."""
+    """Whether a recording of this size proves that an entry of any length serves it, with eager's result layouts."""
     captured, sizes = known.lowered.captured, known.guard.sizes
     replay = captured.any_length
     if replay is None or sizes is None or (replay.leaf, replay.dimension) != (dim.leaf, dim.dimension):
@@ -281,7 +272,7 @@ def _proves(known: Entry, dim: DynamicDim, looped: LoopedCall, size: int, tensor
 
 
 def _layout(output: Output) -> tuple:
-    """How a result lies in memory, and whose that is."""
+    """A result's metadata: aliasing, shape, strides, dtype, requires_grad."""
     where = output.alias_of, output.is_same_object, output.offset
     return output.is_tensor, *where, output.shape, output.stride, output.dtype, output.requires_grad
 

@@ -1,14 +1,12 @@
-"""Autograd nodes of a backward: a program and when its gradients are complete → how many, and what each hands out.
+"""Autograd nodes of a backward: a program and the steps that complete its gradients → the gradients of each node.
 
-One node hands out all gradients at its end. In several, the program is cut into segments, a node runs one, and the
-gradients that are complete then reach whoever waits for them (DDP's all-reduce, an optimizer in the backward) while the
-next one runs. A node costs tens of microseconds of the CPU's, as sixteen gradients do, or as long as it takes to send
-tens of megabytes: a module gets more than one where it has that much for each.
+A single node returns all gradients at its end. With several, the program is cut into segments, one per node, and the
+gradients of a segment reach their consumers (DDP's all-reduce, an optimizer in the backward) while the next segment
+runs. A node costs tens of microseconds of CPU time, as much as sixteen gradients, or as sending tens of megabytes: a
+module gets a second node only with that many gradients or bytes for each.
 
-Segmented run: a backward's segments, saved tensors and grad_outs → one segment's gradients at a time.
-
-What later segments need is held here and nowhere else, and let go of after its last use, so memory falls while the
-backward goes on, and a backward that ends early leaves nothing behind.
+:class:`SegmentedRun` alone owns the tensors of later segments and frees each after its last use: memory falls during
+the backward, and a backward that ends early leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ __all__ += ["places_of", "run_of_token"]
 
 MOST_NODES = 16
 GRADIENTS_OF_NODE = 16
-"""Gradients whose handing out takes the CPU about as long as a node does."""
+"""Number of gradients whose return costs about as much CPU time as a node."""
 LARGE_BYTES = 32 << 20
-"""Of gradients, that are worth a node however few they are."""
+"""Bytes of gradients that are worth a node, however few the gradients."""
 LEAST_BYTES = 1 << 20
-"""Of gradients, that a node has to have: DDP's first bucket."""
+"""Least bytes of gradients of a node: DDP's first bucket."""
 
 _FLOPS_OF_BYTE = 16
-"""Arithmetic that takes as long as to move a byte, roughly; where the cuts lie changes no bit."""
+"""Operations per byte moved in the same time, roughly; the position of the cuts changes no bit."""
 _BYTES_OF_STEP = 1 << 14
 
 
@@ -43,10 +41,10 @@ class Gradient:
     """One gradient of a backward program.
 
     Attributes:
-        place: among the inputs that may get one.
-        step: the last that works on its memory, or reads the input that it is for: an optimizer that changes that as
-            soon as the gradient is there changes nothing that is still read.
-        nbytes: of the sample's sizes.
+        place: index among the inputs that may get a gradient.
+        step: the last step that touches its memory or reads its input, so that an optimizer may update the input as
+            soon as the gradient is returned.
+        nbytes: size for the sample.
     """
 
     place: int
@@ -55,7 +53,7 @@ class Gradient:
 
 
 def most_nodes(program: Program) -> int:
-    """How many nodes the gradients that a program returns are worth; 1 for most modules."""
+    """The number of nodes that a backward program's gradients are worth; 1 for most modules."""
     layout = program.layout
     sizes = {register.slot: register.nbytes for register in (*layout.fresh, *layout.allocated)}
     total = sample_of(sum(sizes.get(root, 0) for root in layout.memory))
@@ -65,12 +63,12 @@ def most_nodes(program: Program) -> int:
 
 
 def gradients_of(program: Program, flow: Liveness, places: Sequence[int], inputs: Mapping[int, int]) -> list[Gradient]:
-    """The gradients that a program makes.
+    """A backward program → its gradients.
 
     Args:
-        flow: of the program.
-        places: of its results.
-        inputs: by such a place, the slot of the input itself, where the program reads it.
+        flow: the program's liveness.
+        places: the place of each result.
+        inputs: place → slot of the input itself, for inputs that the program reads.
     """
     layout, found = program.layout, []
     for place, slot, root in zip(places, layout.results, layout.memory, strict=True):
@@ -84,13 +82,13 @@ def gradients_of(program: Program, flow: Liveness, places: Sequence[int], inputs
 def nodes_of(
     program: Program, flow: Liveness, gradients: Sequence[Gradient], count: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Of each node, in the order in which they run, the places of the inputs that it returns a gradient of.
+    """Per node, in the order in which they run, the places of its gradients.
 
-    Cuts lie where little crosses, near equal times.
+    The cuts have few live bytes and divide the time about equally.
 
     Args:
-        gradients: of the program.
-        count: of all places; the last node has those that the program has no gradient for.
+        gradients: the program's gradients.
+        count: number of all places; the last node also has the places without a gradient.
     """
     found: list[tuple[int, ...]] = []
     given: set[int] = set()
@@ -104,7 +102,7 @@ def nodes_of(
 
 
 def _ends(program: Program, boundaries: Mapping[int, int], number: int) -> list[int]:
-    """Where so many segments of about equal time end, the last one apart."""
+    """The ends of ``number`` segments of about equal time, without the last one's."""
     after = [0.0]
     for step in program.steps:
         work = 0.0
@@ -124,7 +122,7 @@ def _ends(program: Program, boundaries: Mapping[int, int], number: int) -> list[
 def places_of(
     program: Program, flow: Liveness, gradients: Sequence[Gradient], nodes: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Where to cut a program so that each node can return its gradients: soon after they are complete."""
+    """The cuts of a program: for each node but the last, a step soon after the node's gradients are complete."""
     boundaries = flow.boundaries | dict.fromkeys((0, len(program.steps)), 0)
     allowed = sorted(boundaries)
     steps = {each.place: each.step for each in gradients}
@@ -140,9 +138,9 @@ def places_of(
 
 Execute = Callable[..., list[torch.Tensor]]
 BoundSegment = tuple[Segment, Execute | None]
-"""A segment, and what runs its program."""
+"""A segment and the function that runs its program."""
 Pass = Callable[[int], list[torch.Tensor | None]]
-"""The number of an autograd node → the gradients that it hands out."""
+"""The number of an autograd node → its gradients."""
 
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation, while the backward"
@@ -157,13 +155,12 @@ _REPLACED = (
 
 
 class SegmentedRun:
-    """One pass through the segments of a backward. Each may be run once, in order.
+    """One run of a backward's segments: the number of a segment → its gradients. Each runs once, in order.
 
     Args:
-        segments: bound.
-        taken: of each segment, the places of the gradients that are handed out after it, ``None`` for one that eager
-            has not.
-        copied: places of gradients in memory that others can see.
+        segments: the segments with their functions.
+        taken: per segment, the places of the gradients returned after it; ``None`` for a gradient that eager lacks.
+        copied: places of gradients to clone, since their memory is shared.
         inputs: saved tensors and grad_outs; emptied.
     """
 
@@ -186,10 +183,10 @@ class SegmentedRun:
         self._ready: dict[int, torch.Tensor] = {}
 
     def __call__(self, index: int) -> list[torch.Tensor | None]:
-        """Runs a segment; returns the gradients that are handed out after it.
+        """Runs a segment; returns its gradients.
 
         Raises:
-            RuntimeError: not the next one; or an input of it was changed in place since the first one ran.
+            RuntimeError: it is not the next segment, or one of its inputs was changed in place since the run began.
         """
         if index != self._next:
             raise RuntimeError(f"segment {index} of a dispatched module's backward was run after {self._next} others")
@@ -204,7 +201,7 @@ class SegmentedRun:
                 raise RuntimeError(_CHANGED.format(tensor=told, now=tensor._version, then=self._versions[slot]))
             inputs.append(tensor)
         if execute is not None:
-            tensor = None  # the program lets go of its inputs
+            tensor = None  # lets the program free its inputs
             slots.update(zip(segment.gives, execute(inputs, consume=True), strict=True))
         for place, slot in segment.results:
             self._ready[place] = slots[slot].clone() if place in self._copied else slots[slot]
@@ -214,14 +211,14 @@ class SegmentedRun:
 
 
 def make_token(device: torch.device, run: Pass | None = None) -> torch.Tensor:
-    """A tensor without elements that one autograd node hands to the next, with the pass that goes on there."""
+    """An empty tensor that one autograd node hands to the next, with the segmented run as attribute ``run``."""
     token = torch.empty(0, dtype=torch.float32, device=device)  # autograd casts one of another type than the output's
     token.run = run
     return token
 
 
 def run_of_token(token: torch.Tensor) -> Pass:
-    """The pass that a token came with. ``RuntimeError`` if it is another tensor by now."""
+    """The segmented run of a token. ``RuntimeError`` if a hook replaced the token."""
     run = getattr(token, "run", None)
     if run is None:
         raise RuntimeError(_REPLACED)

@@ -1,7 +1,6 @@
 """Call run: the steps of a call → functions of the call's values, in the order of the steps.
 
-What runs before autograd's function, inside it and after it is told by the kinds of the steps; the rest of the order is
-theirs.
+The kind of a step determines whether it runs before, inside or after the autograd Function.
 """
 
 from __future__ import annotations
@@ -37,17 +36,18 @@ class CallValues:
     """The values of one call.
 
     Attributes:
-        inputs: what the guard gave; ``module``: whose call it is.
+        module: the called module.
+        inputs: the program's input tensors, from the guard.
         primals: inputs and draws.
         values: the program's results.
-        saved: what autograd saves.
-        held: what is held beside, for a backward by eager's operators; ``None``: nothing is.
-        watched: what must not be written before the backward, and how often each had been; ``None``: nothing is.
-        beside: gradients that nodes of chained results compute; ``None``: there are none.
-        computed: the results that are the caller's, as autograd returns them.
-        result: what the module returns.
-        later: what the backward asks before it runs; ``None``: nothing.
-        undo: takes the draws back; ``None`` where none were made.
+        saved: the tensors that autograd saves.
+        held: extra tensors for a backward by eager's operators, or ``None``.
+        watched: tensors that must not be written before the backward, with their version counts, or ``None``.
+        beside: gradients that nodes of chained results compute, or ``None``.
+        computed: the computed results for the caller, as autograd returns them.
+        result: the module's return value.
+        later: called before the backward runs, or ``None``.
+        undo: restores the generator, or ``None`` if nothing was drawn.
     """
 
     module: nn.Module | None
@@ -68,13 +68,13 @@ Action = Callable[[CallValues], None]
 
 
 class CallRun:
-    """The steps of an entry, bound. Inputs are there when a call begins, counted ones too; the backward is autograd's.
+    """The steps of an entry, bound to functions. Inputs exist when a call begins; autograd runs the backward.
 
     Attributes:
-        programs: of the sizes of the call.
-        before: what happens before the forward program.
-        forward: the forward program, and what belongs to it; within autograd's function where something requires grad.
-        after: what is left when autograd has its results.
+        programs: the programs for the sizes of the call.
+        before: actions before the forward program.
+        forward: the forward program and its actions; inside the autograd Function if something requires grad.
+        after: actions on the results that autograd returned.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class CallRun:
 
 
 def _out_of_sight(act: Action, call: CallValues) -> None:
-    """Where torch has a default device: it is for the user's factories, not for ours."""
+    """Runs an action outside torch's default device mode, which is for the user's factory calls."""
     with no_torch_function():
         act(call)
 
 
 def _each(values: str, places: Sequence[int], change: Callable[[torch.Tensor], torch.Tensor], call: CallValues) -> None:
-    """Changes some of a call's values: complex inputs, or those on the host, as a program takes them; results back."""
+    """Applies ``change`` to the values at some places: complex ↔ real pairs, host → device."""
     found = list(getattr(call, values))
     for place in places:
         found[place] = change(found[place])
@@ -164,10 +164,9 @@ def _forward(step: steps.Forward, execute: Execute, device_type: str) -> Action:
 
 
 def outside_autocast(device_type: str, execute: Callable[[list], list], inputs: list) -> list:
-    """Runs compiled code where autocast is on: the casts that it made are in it, those of the backward included.
+    """Runs compiled code with autocast off: the code contains autocast's casts already.
 
-    Callers ask whether it is on themselves: a call without autocast is then a Python function shorter, three times a
-    step.
+    Callers test whether autocast is on: without it they save this function call, three times a step.
     """
     torch.set_autocast_enabled(device_type, False)  # a context of torch.autocast takes twenty times as long
     try:
@@ -223,7 +222,7 @@ def _save(step: steps.Save) -> Action:
         call.held = call.watched = None
         if is_watched:
             found = [*watched(call.primals), *[values[place].detach() for place in made]]
-            if not any(each.is_inference() for each in found):  # of which torch counts no writes
+            if not any(each.is_inference() for each in found):  # they have no version counter
                 call.watched = found, [*map(VERSION, found)]
         if step.beside:
             found = counted = beside(call.primals)
@@ -232,7 +231,7 @@ def _save(step: steps.Save) -> Action:
                 found, counted, token = held_apart(found, step.beside_copied, step.beside_followed)
             try:
                 call.held = found, [*map(VERSION, counted)], token
-            except RuntimeError:  # inference tensors have no such number
+            except RuntimeError:  # inference tensors have no version counter
                 call.held = found, None, token
 
     return save

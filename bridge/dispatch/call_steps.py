@@ -1,10 +1,7 @@
-"""Call steps: a lowered and compiled call → what each call of its entry does, in order, as frozen data that prints.
+"""Call plan: a lowered call, its compiled forward and its guard → the steps of a call, in order, as data that prints.
 
-One line per step, with the tensors that it touches: module tensors and arguments by name, draws and values by the names
-that they have in the lowered functions. :mod:`bridge.dispatch.call_run` binds the steps to functions, and an entry runs
-these and nothing else.
-
-Call plan: a lowered call, its compiled forward and its guard → the steps that a call takes, in order.
+A step prints as one line with its tensors: module tensors and arguments by the user's names, draws and values by their
+names in the lowered functions. An entry runs the steps, bound by :mod:`bridge.dispatch.call_run`, and nothing else.
 """
 
 from __future__ import annotations
@@ -39,18 +36,18 @@ class CallStep:
         return f"{self.kind:<11} {self.text()}"
 
     def text(self) -> str:
-        """What it does, without the name of its kind."""
+        """The step in words, without its kind."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Inputs(CallStep):
-    """The guard gives the tensors that the programs read.
+    """The guard returns the programs' input tensors.
 
     Attributes:
         names: module tensors, numbers, arguments.
-        numbers: those of them that are Python numbers of the module or among the arguments, made 0-d float64 tensors.
-        strided: those that the program reads through a dense copy, since the sample's are not.
+        numbers: the names that are Python numbers of the module or among the arguments, passed as 0-d float64 tensors.
+        strided: the names that the program reads through a contiguous copy, since the sample's tensor was strided.
     """
 
     kind = "inputs"
@@ -64,15 +61,15 @@ class Inputs(CallStep):
 
 @dataclass(frozen=True)
 class MakeDraws(CallStep):
-    """Random numbers from torch's generator.
+    """Draws random numbers from torch's generator.
 
     Attributes:
-        draws: eager's, in its order.
-        masks: places of those that are dropout masks.
-        used: places of those that the program takes, in its order, and ``names``: what it calls them.
-        undone: whether the generator's state is kept, for a call that turns out to be eager's.
-        computed: places of those that are masks which the programs compute, from the generator's state.
-        device: of the program.
+        draws: eager's draws, in its order.
+        masks: places of the dropout masks.
+        used: places of the draws that are program inputs, in the program's order; ``names``: their names there.
+        undone: whether to keep the generator's state, in case the call falls back to eager.
+        computed: places of the recomputed dropout masks, for which the programs get the generator's state.
+        device: the program's device.
     """
 
     kind = "draws"
@@ -100,7 +97,7 @@ class MakeDraws(CallStep):
 
 @dataclass(frozen=True)
 class Forward(CallStep):
-    """The forward program: inputs and draws → outputs, new values of buffers, what is for us, captures."""
+    """The forward program: inputs, draws → outputs, new buffer values, generator state, broken check, saved tensors."""
 
     kind = "forward"
     program: str
@@ -113,11 +110,11 @@ class Forward(CallStep):
 
 @dataclass(frozen=True)
 class Checks(CallStep):
-    """Numbers that forward reads are the sample's, or the call is eager's.
+    """Scalar guards after the program: numbers that forward reads equal the sample's, or the call falls back to eager.
 
     Attributes:
-        result: the program's result that says which is not, from 1 on; 0 if all are.
-        checks: what is looked at, and what was found.
+        result: place of the program's result with the number of the first failed check, from 1 on; 0: none failed.
+        checks: description of each number, and the sample's value.
     """
 
     kind = "checks"
@@ -130,14 +127,14 @@ class Checks(CallStep):
 
 @dataclass(frozen=True)
 class ReadNumbers(CallStep):
-    """Numbers that forward reads, computed from the inputs before all else: as compiled, or the call is eager's."""
+    """Pre-call guard expressions: numbers that forward reads, computed from the inputs; no match: an eager call."""
 
     kind = "numbers"
     read: tuple[PreCallExpression, ...]
 
     @property
     def counts(self) -> bool:
-        """Whether some of them are sizes that vary."""
+        """Whether some of the numbers are dynamic sizes."""
         return any(each.sizes for each in self.read)
 
     def text(self) -> str:
@@ -146,10 +143,10 @@ class ReadNumbers(CallStep):
 
 @dataclass(frozen=True)
 class Relayout(CallStep):
-    """Results in eager's strides, or in memory of their own.
+    """Copies results to eager's strides, or out of shared memory.
 
     Attributes:
-        results: place, name and strides of each; ``None``: a copy as it is, of what others can see.
+        results: place, name and strides of each; ``None``: a plain copy.
     """
 
     kind = "layout"
@@ -161,10 +158,10 @@ class Relayout(CallStep):
 
 @dataclass(frozen=True)
 class Generator(CallStep):
-    """The generator moves to the state that the program's own draws leave; the call is eager's if it was moved before.
+    """Sets the generator to the state after the program's own draws; an eager call if its state changed meanwhile.
 
     Attributes:
-        before: the program's input that is the state before; ``after``: its result that is the state after.
+        before, after: places of the generator's state among the program's inputs and results.
     """
 
     kind = "generator"
@@ -177,22 +174,22 @@ class Generator(CallStep):
 
 @dataclass(frozen=True)
 class Save(CallStep):
-    """What the backward reads, for autograd to save.
+    """Collects the saved tensors: primals, then outputs, then intermediates.
 
     Attributes:
-        primals: places of inputs and draws.
-        copied: which of them are copied, by their place in ``primals``: buffers that the call changes, and what eager
-            does not save.
-        outputs: places of outputs.
-        captures: the first capture among the results; all from there on are saved.
-        names: of all that is saved.
-        aliased: by their places among ``primals`` and ``outputs``, those that are another tensor in the same memory.
-        left: places among these of what an input has in its memory in the end, each with that input, which is saved.
-        beside: places of inputs and draws that are held beside, for a backward by eager's operators.
-        beside_names: of these; ``beside_copied``: which are buffers that the call changes, by their place there,
-            and ``beside_followed``: which are arguments that autograd follows.
-        watched: places of inputs that eager's autograd saves and this backward does not read; ``watched_outputs``: of
-            outputs. Where one has been written in place by then, the backward raises, as eager's does.
+        primals: places of saved inputs and draws.
+        copied: indices into ``primals`` of tensors saved as copies: buffers that the call changes, and tensors that
+            eager does not save.
+        outputs: places of saved outputs.
+        captures: the first saved intermediate among the results; all later results are saved.
+        names: of all saved tensors.
+        aliased: indices into ``primals`` + ``outputs`` of tensors saved detached, since they alias another tensor.
+        left: indices into ``primals`` + ``outputs`` of final values of inputs written in place; each input is saved.
+        beside: places of extra inputs and draws for a backward by eager's operators.
+        beside_names: their names; ``beside_copied``: indices of buffers among them that the call changes;
+            ``beside_followed``: indices of arguments among them that require grad.
+        watched: places of inputs that eager saves and this backward does not read; ``watched_outputs``: of outputs.
+            If one of them has been written in place, the backward raises, as eager's does.
     """
 
     kind = "save"
@@ -217,11 +214,11 @@ class Save(CallStep):
 
 @dataclass(frozen=True)
 class WriteBack(CallStep):
-    """Buffers get their new values, as eager did in place.
+    """Writes new values into buffers and inputs that eager changes in place.
 
     Attributes:
         buffers: place among the inputs, place of the new value among the results, name.
-        counted: those places among the inputs where eager's write counts for autograd
+        counted: places among the inputs where eager's write bumps the version
             (:attr:`bridge.capture.Observation.counted`).
     """
 
@@ -235,13 +232,13 @@ class WriteBack(CallStep):
 
 @dataclass(frozen=True)
 class Results(CallStep):
-    """The module's result, in its structure: computed tensors, constants, views of what the caller has.
+    """Builds the module's result: computed tensors, constants, views of inputs and results.
 
     Attributes:
-        outputs: its leaves as they were observed.
-        computed: of each its place among the computed tensors; ``None`` for a constant or a view.
-        spec: its structure.
-        inputs: names of what a leaf may be a view of.
+        outputs: metadata of its leaves.
+        computed: place of each leaf among the computed tensors; ``None`` for a constant or a view.
+        spec: its pytree structure.
+        inputs: names of the inputs that a leaf may be a view of.
     """
 
     kind = "results"
@@ -265,11 +262,11 @@ class Results(CallStep):
 
 @dataclass(frozen=True)
 class SetAttributes(CallStep):
-    """Python state that forward counts up or sets.
+    """Updates Python attributes that forward counts up or sets.
 
     Attributes:
-        counters: with what a call adds.
-        kept: names of the places that get the results behind the module's own.
+        counters: the counters, with their increments.
+        kept: names of the attributes that get the results after the module's own.
     """
 
     kind = "attributes"
@@ -283,15 +280,14 @@ class SetAttributes(CallStep):
 
 @dataclass(frozen=True)
 class Backward(CallStep):
-    """The backward program, when autograd calls it: what was saved and grad_outs → gradients.
+    """The backward program, run by autograd: saved tensors and grad_outs → gradients.
 
     Attributes:
-        grad_outs: places of the outputs that got one.
+        grad_outs: places of the outputs with a grad_out.
         gradients: names of the inputs that get a gradient.
-        copied: places of gradients in memory that others can see.
-        absent: places, among all inputs that require one, at which eager has none for these grad_outs.
-        nodes: where several autograd nodes hand out the gradients as they are computed, the names of each one's, in
-            the order in which they run.
+        copied: places of gradients to clone, since their memory is shared.
+        absent: places, among all inputs that require grad, without a gradient in eager for these grad_outs.
+        nodes: if there are several autograd nodes, the names of each node's gradients, in the order of execution.
     """
 
     kind = "backward"
@@ -337,13 +333,13 @@ def plan_call(
     frozen: bool = False,
     beside: Sequence[int] = (),
 ) -> tuple[CallStep, ...]:
-    """The steps from the guard to the module's result; what a call does not need is no step.
+    """The steps of a call, from the guard to the module's result, without idle ones.
 
     Args:
         forward: the compiled forward.
-        guard: ``None`` where somebody else gives the inputs.
-        observed: draws and results of a call of certain sizes, where they vary.
-        computed: places of the draws that are masks which the programs compute.
+        guard: ``None`` if the caller provides the inputs.
+        observed: with dynamic shapes, draws and results for the call's sizes.
+        computed: places of the recomputed dropout masks.
         frozen: whether the program has the module's tensors as constants.
         beside: places of inputs and draws that a call holds for :mod:`bridge.dispatch.eager_backward`.
     """
@@ -393,7 +389,7 @@ def plan_call(
 
 
 def input_names(lowered: LoweredCall) -> tuple[str, ...]:
-    """Names of module tensors and argument tensors, as the user has them."""
+    """The user's names of module tensors and argument tensors."""
     captured = lowered.captured
     return tuple(map(captured.input_name, range(len(captured.module_tensors) + len(captured.arguments))))
 

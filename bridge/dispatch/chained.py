@@ -1,10 +1,10 @@
-"""Chained results: results of a call that others are computed from → the same, with autograd nodes between them.
+"""Chained results: results of a call that other results are computed from → the same, with autograd nodes between them.
 
-A call has one autograd node, to which all results' gradients go. Where ``z, head(z)`` is returned, eager has the whole
-gradient of ``z`` when its hooks run, when it is retained and when it is asked for. So a result that is computed from
-others gets a node of its own in front of the call's, with edges to those. As long as nobody looks at them it passes its
-gradient on to the call's node. Else it computes by eager's operators what each of them gets, and what the inputs get
-past them, which the call's node adds to its own.
+A call has one autograd node, which gets all results' gradients. If ``z, head(z)`` is returned, eager has the whole
+gradient of ``z`` for its hooks, for ``retain_grad`` and for ``autograd.grad``. So a result that is computed from other
+results gets a node of its own in front of the call's, with edges to them. Unless one of their gradients is observed, it
+passes its gradient on to the call's node. Otherwise eager's operators compute the gradients of the observed results,
+and of the inputs along paths that bypass them; the call's node adds the latter to its own.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["LOOKED_AT", "ChainedGradients", "begin_chains", "chain_results", "ch
 LOOKED_AT = "backward through a result that has a hook or is asked for: computed by eager's operators"
 
 Chain = tuple[int, tuple[int, ...]]
-"""The place of a result that is computed from others, and the places of these."""
+"""The place of a result that is computed from other results, and their places."""
 
 _BACKWARD, _WANTED = engine_run_backward.__code__, 3
-"""The code of torch that calls autograd's engine, and which of its arguments are what gradients are for."""
+"""Torch's code that calls the autograd engine, and the index of its ``inputs`` argument."""
 _LOADED = (
     "a hook on a result, or a gradient with respect to it, of a module of load_compiled that computes another result "
     "of it: what it was compiled from is not in the folder. Dispatch the module itself with add_tvm_dispatch."
@@ -47,7 +47,7 @@ _LOADED = (
 
 
 def chains_of(outputs: Sequence[Output], positions: Sequence[int | None]) -> tuple[Chain, ...]:
-    """The results that are computed from others, these before those; places are among the computed tensors."""
+    """The results that are computed from other results, sources first; places are among the computed tensors."""
     found: dict[int, set[int]] = {}
     for output, place in zip(outputs, positions, strict=True):
         through = {positions[leaf] for leaf in output.through} - {None, place}
@@ -57,7 +57,7 @@ def chains_of(outputs: Sequence[Output], positions: Sequence[int | None]) -> tup
 
 
 class ChainedGradients:
-    """Gradients of a call's inputs that later nodes of the call have computed, in one pass of autograd."""
+    """Gradients of a call's inputs that the nodes of its chained results have computed, in one autograd pass."""
 
     def __init__(self) -> None:
         self._pass = -1
@@ -76,7 +76,7 @@ class ChainedGradients:
         return not self._gradients or current_graph_task_id() != self._pass
 
     def taken(self, gradients: Sequence[torch.Tensor | None], places: Sequence[int]) -> list[torch.Tensor | None]:
-        """The gradients of the wanted inputs at these places, with what is beside them; that is gone then."""
+        """``gradients`` of the inputs at ``places`` plus the stored ones, which are removed."""
         found = list(gradients)
         for index, place in enumerate(places if not self.is_empty else ()):
             more = self._gradients.pop(place, None)
@@ -86,15 +86,17 @@ class ChainedGradients:
 
 
 class _Hooks(OrderedDict):
-    """Hooks of one of several results: a node that has gradients of others calls all of them, with ``None``, where
-    eager's nodes call none."""
+    """Hooks of one of several results, skipped for a ``None`` gradient.
+
+    The call's one node calls the hooks of all its results, where eager's node of a result without gradient never runs.
+    """
 
     def __setitem__(self, key: Any, hook: Callable[[torch.Tensor], Any]) -> None:
         super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
 
 
 def take_hooks(call: Any) -> None:
-    """Hooks that users register on results of a call come into :class:`_Hooks`, as ``Tensor.register_hook`` does it."""
+    """Gives each result a :class:`_Hooks` for later hooks, registered as in ``Tensor.register_hook``."""
     for tensor in call.computed:
         if tensor.requires_grad and tensor._backward_hooks is None:
             tensor._backward_hooks = _Hooks()
@@ -102,7 +104,7 @@ def take_hooks(call: Any) -> None:
 
 
 class _Looked:
-    """Whether a result's gradient is looked at on its way."""
+    """Whether the running backward observes a result's gradient: by a hook, ``retain_grad`` or ``autograd.grad``."""
 
     def __init__(self, tensor: torch.Tensor):
         self._alive = weakref.ref(tensor)
@@ -112,7 +114,7 @@ class _Looked:
         self._hooks, self._version = tensor._backward_hooks, tensor._version
 
     def tensor(self) -> torch.Tensor | None:
-        """The result, if it is still there and what it was."""
+        """The result, if it is alive and unchanged."""
         tensor = self._alive()
         return None if tensor is None or tensor._version != self._version else tensor
 
@@ -126,11 +128,11 @@ class _Looked:
 
 
 def _is_asked_for(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may be among those that the backward that runs is for (``autograd.grad``, ``inputs=``)."""
+    """Whether a tensor may be an input of the running backward (``autograd.grad``, ``inputs=``)."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not _BACKWARD:
         frame = frame.f_back
-    if frame is None:  # a thread of a GPU's
+    if frame is None:  # a device thread of the engine
         return True
     wanted = frame.f_locals["args"][_WANTED]
     return any(each is tensor or getattr(each, "node", None) is tensor.grad_fn for each in wanted)
@@ -138,13 +140,13 @@ def _is_asked_for(tensor: torch.Tensor) -> bool:
 
 @cache
 def _probe() -> torch.Tensor:
-    """A tensor that no user has: its node is executed in a backward of everything, not in one for some tensors."""
+    """A private tensor, whose node runs in a backward for all leaves but not in one for selected inputs."""
     with torch.enable_grad():
         return torch.zeros((), requires_grad=True).view(())
 
 
 class _Chained(torch.autograd.Function):
-    """A result and those that it is computed from: the same result."""
+    """Autograd node of a chained result: the result + its source results → the result."""
 
     @staticmethod
     def forward(
@@ -185,12 +187,12 @@ _chained = applied(_Chained)
 
 
 def begin_chains(call: Any) -> None:
-    """Before the forward: its node asks for what nodes of chained results will have computed."""
+    """Before the forward: gives the call a container for gradients of nodes of chained results."""
     call.beside = ChainedGradients()
 
 
 def chain_results(programs: Any, chains: Sequence[Chain], call: Any) -> None:
-    """Those of the computed tensors of a call that are computed from others get nodes of their own."""
+    """Gives chained results among a call's computed tensors autograd nodes of their own."""
     if not torch.is_grad_enabled():
         return
     node, found = _call_node(call.computed[chains[0][0]]), list(call.computed)
@@ -202,6 +204,6 @@ def chain_results(programs: Any, chains: Sequence[Chain], call: Any) -> None:
 
 
 def _call_node(result: torch.Tensor) -> Any:
-    """The call's autograd node; a complex result is a view of the parts that the call computes."""
+    """The call's autograd node; a complex result is a view of real pairs, one node further."""
     node = result.grad_fn
     return node.next_functions[0][0] if result.is_complex() else node

@@ -1,10 +1,8 @@
-"""Compiling an entry: a module and a call of it → captured, lowered, compiled, with its guard; or a refusal.
+"""Compiling an entry: a module's call → an entry (captured, lowered, compiled, guarded); or a refusal.
 
-Tuned choices of a call: what an earlier tuning has kept in the disk cache → how its entry is compiled.
-
-They are found by the functions that would be compiled by default, the machine, the number of threads, versions and
-torch's settings. Choices decide how fast a program is and how its sums are rounded, never what it computes: choices
-that were made for another call would be right, too, only not the best.
+Tuned choices from the disk cache apply. Their key: the functions compiled by default, the machine, the number of
+threads, versions and torch's settings. Choices affect speed and the rounding of sums, never the meaning of a program:
+another call's choices would be correct, only not optimal.
 """
 
 from __future__ import annotations
@@ -55,14 +53,14 @@ _LOG = channel("tune")
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tuning has kept.
+    """The stored result of a tuning.
 
     Attributes:
-        choices: made in it.
-        date: when it ended, as in ``"2026-05-31"``.
-        log: the name of its log; empty if there was none.
-        before, after: seconds of a step without and with the choices, by turns in one process.
-        key: that it is kept by.
+        choices: the tuned choices.
+        date: when the tuning ended, as in ``"2026-05-31"``.
+        log: the name of its log, or empty.
+        before, after: seconds of a step without and with the choices, timed in turns in one process.
+        key: its key in the disk cache.
     """
 
     choices: Choices
@@ -81,9 +79,9 @@ written(Tuned)
 
 
 def tuning_key(lowered: LoweredCall, backend: Backend, frozen: bool) -> str | None:
-    """The key of a call's choices, of a call lowered with the strategy that the user asks for; ``None``: it has none.
+    """The cache key of a call's choices, from the call lowered with the user's strategy; ``None``: it cannot be tuned.
 
-    ``frozen``: whether the module's tensors are constants of it.
+    ``frozen``: whether the module's tensors are constants.
     """
     if lowered.captured.extents is not None:
         return None
@@ -98,16 +96,16 @@ def tuning_key(lowered: LoweredCall, backend: Backend, frozen: bool) -> str | No
 
 
 def kept_tuned(lowered: LoweredCall, backend: Backend, frozen: bool) -> Tuned | None:
-    """The choices that are kept for a call; ``None`` where it was not tuned, or not to any avail."""
+    """The stored choices for a call; ``None`` if it was not tuned, or without a gain."""
     store = current_store()
-    if not store.has(_KIND):  # who has tuned nothing pays nothing
+    if not store.has(_KIND):  # without any tuning, no key is computed
         return None
     key = tuning_key(lowered, backend, frozen)
     return None if key is None else tuned_of(key)
 
 
 def tuned_of(key: str) -> Tuned | None:
-    """What is kept by a key."""
+    """The stored tuning of a key, or ``None``."""
     found = current_store().get(_KIND, key)
     if found is None:
         return None
@@ -119,12 +117,12 @@ def tuned_of(key: str) -> Tuned | None:
 
 
 def keep_tuned(tuned: Tuned, name: str) -> None:
-    """Puts choices into the disk cache; every later entry of their key is compiled with them."""
+    """Stores choices in the disk cache; every later entry of their key is compiled with them."""
     current_store().put(_KIND, tuned.key, to_parts(tuned), name)
 
 
 def has_other_choices(entry: Entry) -> bool:
-    """Whether other choices are kept for an entry's call than those that it was compiled with."""
+    """Whether the stored choices for an entry's call differ from the choices it was compiled with."""
     if entry.bound is not None or not isinstance(entry.lowered, LoweredCall) or not current_store().has(_KIND):
         return False
     tuned = entry.options.tuned
@@ -134,15 +132,15 @@ def has_other_choices(entry: Entry) -> bool:
 
 
 def strategy_of(choices: Choices, default: Any) -> Any:
-    """The partition's strategy: the one chosen, or the default."""
+    """The partition's strategy: the tuned choice, or the default."""
     chosen = choices.partition
     return default if chosen is None else chosen if isinstance(chosen, str) else MinCut(budget=chosen)
 
 
 def with_choices(entry: Entry, choices: Choices) -> Entry:
-    """Another entry of the same lowered call and guard, compiled with choices; nothing is captured.
+    """Recompiles an entry's lowered call with choices; keeps its guard.
 
-    Not for choices of a partition, which is an earlier stage's.
+    Choices of a partition have no effect here: partitioning is an earlier stage.
     """
     backend, frozen = entry.options.backend.choosing(choices), entry.guard.frozen
     if frozen is None:
@@ -153,14 +151,14 @@ def with_choices(entry: Entry, choices: Choices) -> Entry:
 
 
 Tuner = Callable[[SampleCall, EntryOptions], None]
-"""What is asked before an entry is compiled; it may tune the call."""
+"""Called before an entry is compiled; may tune the call."""
 
 _TUNERS: list[Tuner] = []
 
 
 @contextmanager
 def before_compiling(tuner: Tuner) -> Iterator[None]:
-    """While this is active, the tuner is asked before each entry of one size is compiled."""
+    """Context in which ``tuner`` is called before each entry with static shapes is compiled."""
     _TUNERS.append(tuner)
     try:
         yield
@@ -169,7 +167,7 @@ def before_compiling(tuner: Tuner) -> Iterator[None]:
 
 
 def installed_tuner() -> Tuner | None:
-    """The one that is to be asked now."""
+    """The innermost active tuner, or ``None``."""
     return _TUNERS[-1] if _TUNERS else None
 
 
@@ -178,10 +176,10 @@ def _digest(function: Any) -> str:
 
 
 def backend_of_call(wanted: Backend | None, call: SampleCall) -> Backend:
-    """The backend that is wanted, or that of the device that a call's tensors are on.
+    """The requested backend, or the backend of the device of a call's tensors.
 
     Raises:
-        UnsupportedModule: they are on several devices, or on another one than that of the backend that is wanted.
+        UnsupportedModule: the tensors are on several devices, or on another device than the requested backend's.
     """
     device, name = device_of_call(call), call.name
     if device.type not in TYPES:
@@ -211,10 +209,10 @@ def compile_entry(
     """Captures, lowers and compiles a call in the current mode; the module is not changed.
 
     Args:
-        numbers: an entry that the call differs from by these numbers, with the values that it was compiled for: the
-            new entry takes them as inputs. ``None`` is returned if that is not exact.
-        choices: to compile it with; ``None``: those that were tuned for the call, default ones where none were.
-        looped: the call with loops of any length, which its dimensions tell.
+        numbers: an entry and the scalars in which the call differs from it, with the entry's values: the new entry
+            takes these scalars as inputs. Returns ``None`` if that is not exact.
+        choices: choices to compile with; ``None``: the tuned choices for the call, or else the defaults.
+        looped: the call with loops of any length, given by its dynamic dimensions.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
@@ -228,7 +226,7 @@ def compile_entry(
 
 
 def recorded_call(call: SampleCall) -> LoopedCall | None:
-    """A call with its loops, recorded in the current mode; ``None`` where that cannot be. The module is not changed."""
+    """A recording of a call and its loops in the current mode; ``None``: unsupported. The module is not changed."""
     with _compiling(call) as (call, _):
         try:
             check_call(call)
@@ -240,9 +238,9 @@ def recorded_call(call: SampleCall) -> LoopedCall | None:
 
 @contextmanager
 def _compiling(call: SampleCall) -> Iterator[tuple[SampleCall, bool]]:
-    """The modes in which a call is compiled; gives the call, and whether gradients are wanted."""
+    """Context with the modes for compiling a call; yields the call, and whether gradients are wanted."""
     gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    # to the code that is compiled, inference mode is the same as no_grad
+    # compiled code treats inference mode as no_grad
     modes = torch.inference_mode(False), torch.set_grad_enabled(gradients), default_device_of_forward()
     with ExitStack() as stack:
         for mode in (*modes, one_capture_at_a_time()):
@@ -255,7 +253,7 @@ def _compiling(call: SampleCall) -> Iterator[tuple[SampleCall, bool]]:
 
 
 def _outside_inference(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or one of the same layout and numbers that was not made in inference mode."""
+    """The tensor; an inference tensor is copied to an ordinary one with the same layout."""
     if not tensor.is_inference():
         return tensor
     storage = tensor.untyped_storage().clone()
@@ -317,7 +315,7 @@ def _compile_entry(
 
 
 def require_capturable(module_name: str) -> None:
-    """Capturing needs plain PyTorch around it: :class:`UnsupportedModule` names what else is active."""
+    """Raises :class:`UnsupportedModule` for an active mode (vmap, a dispatch mode, ...) around the capture."""
     for name in active_modes():
         problem = Unsupported(name, "where add_tvm_dispatch is called", "is active", "add the dispatch outside it")
         raise UnsupportedModule(module_name, [problem])

@@ -1,11 +1,11 @@
-"""The dispatcher of a module: a call → the entry that fits it, or eager with a counted reason.
+"""The dispatcher of a module: a call → the matching entry, or eager with a counted reason.
 
-It sits where ``nn.Module.compile()`` puts its own: in the instance attribute ``_compiled_call_impl``,
-which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so copies and pickles are plain modules.
+It is stored like the callable of ``nn.Module.compile()``, in the instance attribute ``_compiled_call_impl``, which
+``nn.Module.__call__`` reads first and ``nn.Module.__getstate__`` drops, so copies and pickles are plain modules.
 
-Hooks: torch runs a module's in ``nn.Module._call_impl``, around ``self.forward``. To put another forward there without
-touching the module, which other threads may be calling, ``_call_impl`` is given a shell in the module's place: all the
-module's state, that forward, and the module's hooks, each of which is called with the module itself.
+Hooks: torch runs them in ``nn.Module._call_impl``, around ``self.forward``. To replace that forward without touching
+the module, which other threads may be calling, ``_call_impl`` runs on a shell: an object with all the module's state,
+the new forward, and the module's hooks, each of which is called with the module itself.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = ["MAX_ENTRIES", "DispatchOptions", "Dispatcher", "call_with_hooks"]
 
 
 class _HooksOf(Mapping):
-    """Hooks that take ``module`` for whatever module they are called with; those that it has at the moment."""
+    """View of a dictionary of hooks, in which each hook is called with ``module``, whichever module calls it."""
 
     def __init__(self, module: nn.Module, hooks: Mapping[int, Callable[..., Any]]):
         self._module = module
@@ -89,50 +89,50 @@ class _Shell(nn.Module):
 
 
 def call_with_hooks(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What ``module(*args, **kwargs)`` would give if its forward were ``forward``, hooks on all modules included."""
+    """``module(*args, **kwargs)`` with ``forward`` in place of its forward; runs the module's and the global hooks."""
     return _Shell(module, forward)._call_impl(*args, **kwargs)
 
 
 log, guards_log = channel("dispatch"), channel("guards")
 
-#: Entries that ``on_miss="compile"`` keeps; the least recently used one leaves.
+#: Most entries that ``on_miss="compile"`` keeps; the least recently used one is dropped.
 MAX_ENTRIES = 8
-#: Likewise, where the newest one has loops: each length has an entry, which compiles no kernels.
+#: The limit if the newest entry has loops: each length has an entry, which compiles no kernels.
 MAX_LOOPED_ENTRIES = 64
-#: Unsupported calls that ``on_miss="compile"`` remembers, in order not to try them again.
+#: Most unsupported calls that ``on_miss="compile"`` remembers, in order not to try them again.
 MAX_UNSUPPORTED = 64
-#: Misses one after the other, for the same cause, before any hit, after which the user is told that no call ever fits.
+#: Consecutive misses for the same cause, before any hit, after which a warning says that no call matches.
 MISSES_BEFORE_WARNING = 3
 
 
 class _Noted:
-    """Things that a dispatcher says or tries once, and the latest misses in a row."""
+    """One-time messages and attempts of a dispatcher, and its latest misses in a row."""
 
     def __init__(self) -> None:
         self._once: set[Any] = set()
         self._cause, self._count = "", 0
 
     def first(self, what: Any) -> bool:
-        """Whether this is asked for the first time."""
+        """Whether this is the first call with that key."""
         is_first = what not in self._once
         self._once.add(what)
         return is_first
 
     def misses(self, cause: str) -> int:
-        """A call missed for this cause → how many calls in a row did."""
+        """Records a miss for a cause → the number of consecutive misses for it."""
         self._cause, self._count = cause, self._count + 1 if cause == self._cause else 1
         return self._count
 
 
 @dataclass(frozen=True)
 class DispatchOptions:
-    """What :func:`bridge.dispatch.api.add_tvm_dispatch` was told, checked.
+    """The checked options of :func:`bridge.dispatch.api.add_tvm_dispatch`.
 
     Attributes:
-        backend: ``None``: that of the device of each call's tensors.
-        freeze: whether the module's tensors become constants of what is compiled for calls without gradients.
-        divide: dispatches the modules inside of one that decides by draws (:func:`bridge.dispatch.parts.add_parts`);
-            ``None``: such a module is compiled for the decisions of the call at hand.
+        backend: ``None``: the backend of the device of each call's tensors.
+        freeze: whether the module's tensors become constants of programs for calls without gradients.
+        divide: dispatches submodules of a module whose random draws select the code to run
+            (:func:`bridge.dispatch.parts.add_parts`); ``None``: the module is compiled for the call's selection.
     """
 
     partition: Any
@@ -144,15 +144,15 @@ class DispatchOptions:
 
 
 class Dispatcher:
-    """Stands in for a module's call: finds the entry that fits, or runs eager and says why.
+    """Replaces a module's call: runs the matching entry, or eager, with a counted reason.
 
     Attributes:
-        entries: what is compiled, and what became of the calls; ``stats``: the user's view of it.
-        options: as the user asked for; :meth:`take` sets them.
-        graphs: whether programs are recorded as graphs of their device, and what becomes of that.
-        learns: whether the next call that misses is compiled, whatever ``on_miss`` says: there was no sample.
-        on_refused: called with the condition that a call does not meet and with the reason why no entry serves it,
-            instead of a warning; failures of the compiler come here as well, and the call runs eager.
+        entries: the entries and the misses; ``stats``: the user's view of them.
+        options: the user's options; :meth:`take` sets them.
+        graphs: control and statistics of the programs' CUDA graphs.
+        learns: whether to compile the next call that misses whatever ``on_miss`` is, since there was no sample.
+        on_refused: if set, called instead of a warning with the guard that a call fails and the reason why no entry
+            serves it; also for failures of the compiler, after which the call runs eager.
     """
 
     def __init__(self, module: nn.Module, options: DispatchOptions):
@@ -169,7 +169,7 @@ class Dispatcher:
         self._adding = renewed_in_children(threading.RLock())
 
     def take(self, options: DispatchOptions) -> None:
-        """Goes on with other options."""
+        """Replaces the options."""
         self.options, self.graphs.mode = options, options.cuda_graphs
 
     @property
@@ -180,7 +180,7 @@ class Dispatcher:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         is_dynamo = torch.compiler.is_dynamo_compiling()
-        if not is_dynamo:  # it knows no frames
+        if not is_dynamo:  # Dynamo does not support sys._getframe
             caller = sys._getframe(1)
             if caller.f_code is MODULE_CALL and (called := caller.f_locals["self"]) is not module:
                 return called._call_impl(*args, **kwargs)  # a copy that took over __dict__: its weights are its own
@@ -206,9 +206,9 @@ class Dispatcher:
         return self.dispatch(module, args, kwargs)
 
     def dispatch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], eager: Any = None) -> Any:
-        """Runs the call in the entry that fits it; otherwise as ``on_miss`` says.
+        """Runs the matching entry; without one, proceeds as ``on_miss`` says.
 
-        ``eager``: what to call if it runs eager, the module's forward by default.
+        ``eager``: the function for an eager call, by default the module's forward.
         """
         failed = None
         try:
@@ -221,10 +221,9 @@ class Dispatcher:
         return self._look_closer(SampleCall(module, args, kwargs), eager or module.forward, failed)
 
     def _look_closer(self, call: SampleCall, eager: Any, failed: GuardFailure | None) -> Any:
-        """A call that is not exactly like one that was compiled.
+        """The slow path: a call that fails the fast check of every entry.
 
-        ``failed``: what the programs of the entries that were tried so far have found; nothing is changed by them, and
-        the call begins anew.
+        ``failed``: the guard failure of entries whose programs ran and had no side effects; the call begins anew.
         """
         compiled = None
         try:
@@ -239,11 +238,11 @@ class Dispatcher:
             found = failure
             found.tried = (*(failed.tried if failed else ()), *found.tried)
         if found.stage == RUN and found is not failed and compiled is None:
-            return self._look_closer(call, eager, found)  # another entry may be of the branch that it takes
+            return self._look_closer(call, eager, found)  # another entry may match the branch that the call takes
         return self._miss(call, found, eager)
 
     def _learned(self, call: SampleCall, found: GuardFailure) -> tuple[Entry, list[torch.Tensor]] | None:
-        """A new entry for a call that missed, and its inputs, if it is to be compiled."""
+        """A new entry for a call that missed, with its inputs; ``None`` if the call is not to be compiled."""
         if not self._compiles:
             return None
         if not self.entries.all and uninitialized(call.module):
@@ -265,18 +264,18 @@ class Dispatcher:
         return result
 
     def _note_no_hit(self, name: str, found: GuardFailure) -> None:
-        """Says so once if no call has ever been a hit, and all of the latest were misses for the same cause."""
+        """Warns once if there never was a hit and the latest misses all have the same cause."""
         field, count = found.field, self._noted.misses(found.field)
         if count == MISSES_BEFORE_WARNING and self.entries.all and self._noted.first(field):
             words = "%s: no call has been served by TVM yet, the last %d ran eager. What differs: %s. What helps: %s."
             log.warning(words, name, count, found.reason, advice(found, compiles=False))
 
     def _may_compile(self, name: str, failure: GuardFailure) -> bool:
-        """Whether a call that missed may be compiled; says so once for each cause that has used up its budget."""
-        if failure.reason in self.entries.refused or failure.__cause__ is not None:  # eager raises, too
+        """Whether a call that missed may be compiled; warns once for each cause that has used up its budget."""
+        if failure.reason in self.entries.refused or failure.__cause__ is not None:  # eager raises the same error
             return False
         is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # the work, in a graph
-        if is_recorded or active_modes():  # of the code around this call, which says nothing about the next one
+        if is_recorded or active_modes():  # state of the code around this call only: the next call may be compiled
             return False
         if self.budget.allows(failure.field, self.entries.all):
             return True
@@ -293,9 +292,9 @@ class Dispatcher:
     def _match(
         self, call: SampleCall, failed: GuardFailure | None = None
     ) -> tuple[Entry, list[torch.Tensor]] | GuardFailure:
-        """The entry that fits and its inputs, or how the call differs from the entry that it comes closest to.
+        """The matching entry and its inputs, or the guard failure of the closest entry.
 
-        ``failed``: from the entries that were tried already.
+        ``failed``: the failure of the entries that were tried already.
         """
         closest = failed
         for entry in reversed(self.entries.all):  # among equally close ones, the newest
@@ -310,7 +309,7 @@ class Dispatcher:
 
     @interrupts_deferred()
     def _compile(self, call: SampleCall, failure: GuardFailure) -> tuple[Entry, list[torch.Tensor]] | None:
-        """A new entry for the call and its inputs; ``None`` if it is unsupported, which is remembered and logged."""
+        """A new entry for the call, with its inputs; ``None``: unsupported, which is remembered and logged."""
         with self._adding:
             found = self._match(call, failure if failure.tried else None)
             if not isinstance(found, GuardFailure):  # another thread was quicker
@@ -332,7 +331,7 @@ class Dispatcher:
                 if self.options.on_miss == "error":
                     raise
                 if isinstance(error, CacheNotFilled) and self._noted.first((failure.reason, "filled")):
-                    # this call fills it, in eager; if the next one does so again ...
+                    # this eager call fills the cache; a second refusal is final
                     self.budget.note_wasted(failure.field)
                 else:
                     self._leave_to_eager(call.name, failure, error)
@@ -348,7 +347,7 @@ class Dispatcher:
                     self._leave_to_eager(call.name, failure, error)
                 elif not is_refused_by_eager(error):
                     raise
-                return None  # running it says so in eager's words, and leaves behind what eager leaves
+                return None  # the eager call raises eager's error, with eager's side effects
             self.learns = False
             self.budget.note_compiled(failure.field, entry)
             self._let_one_leave(call.name, failure)
@@ -357,7 +356,7 @@ class Dispatcher:
     def _divided(
         self, call: SampleCall, failure: GuardFailure, refused: UnsupportedModule
     ) -> tuple[Entry, list[torch.Tensor]] | None:
-        """Dispatches the modules inside, so that the call may run eager; where none can be, as :meth:`_compile`."""
+        """Dispatches submodules and leaves the call to eager; if none can be dispatched, compiles the whole call."""
         try:
             self.options.divide(call, refused, self.options)
         except UnsupportedModule:
@@ -380,7 +379,7 @@ class Dispatcher:
             log.warning("%s runs eager from now on where %s: %s", name, failure.reason, why)
 
     def _let_one_leave(self, name: str, failure: GuardFailure) -> None:
-        """Drops the least recently used entry if there are too many; warns once for each thing that keeps differing."""
+        """Drops the least recently used entry if there are too many; warns once per failing guard."""
         entries = self.entries.all
         most = MAX_LOOPED_ENTRIES if entries[-1].has_loops else MAX_ENTRIES
         if len(entries) <= most:
@@ -398,9 +397,9 @@ class Dispatcher:
             )
 
     def add(self, call: SampleCall) -> Entry:
-        """Compiles an entry for a call, in the place of those that serve it already with another strategy or target.
+        """Compiles an entry for a call; it replaces entries that serve the call with another strategy or target.
 
-        One that serves it in the same way stays, and is returned. Raises as :func:`add_tvm_dispatch`.
+        Returns an existing entry that serves the call with the same options. Raises as :func:`add_tvm_dispatch`.
         """
         require_capturable(call.name)
         if not call.dims:
@@ -416,15 +415,14 @@ class Dispatcher:
             raise refused from refused.__cause__
 
     def _added(self, call: SampleCall, looped: LoopedCall | None = None) -> Entry:
-        """:meth:`add` of a call that no entry can be made to serve; ``looped``: the call with loops of any length, as
-        its dimensions say."""
+        """:meth:`add` without generalizing existing entries; ``looped``: the call with loops of any length."""
         require_capturable(call.name)
         options, dims = self._options(call), set(call.dims)
         backend, tuner = options.backend, installed_tuner()
         if tuner is not None and not dims:
             tuner(call, options)
         if self.options.freeze:
-            self._frozen_anew(call)  # changes that torch does not count are among what it is called for
+            self._frozen_anew(call)  # also picks up changes without a version count
         fitting = [entry for entry in self.entries.all if entry.guard.holds(call)]
         for served in fitting:
             if self._is_alike(served, backend, dims) and not served.readings and not has_other_choices(served):
@@ -449,7 +447,7 @@ class Dispatcher:
         return entry
 
     def _options(self, call: SampleCall) -> EntryOptions:
-        """How a call is compiled."""
+        """The options to compile a call with."""
         wanted = self.options
         backend = backend_of_call(wanted.backend, call)
         return EntryOptions(
@@ -457,8 +455,7 @@ class Dispatcher:
         )
 
     def _is_alike(self, entry: Entry, backend: Backend, dims: set[DynamicDim]) -> bool:
-        """Whether an entry was compiled with the same strategy, by this backend, frozen if that is wanted, and for all
-        sizes of these dimensions."""
+        """Whether an entry has the current strategy and freezing, this backend, and all these dynamic dimensions."""
         if not dims <= set(entry.options.dims) or (entry.backward is None and entry.is_frozen != self.options.freeze):
             return False
         one, other = entry.options.partition, self.options.partition
@@ -466,7 +463,7 @@ class Dispatcher:
         return is_same and entry.options.backend.key == backend.key
 
     def _frozen_anew(self, call: SampleCall) -> Entry | None:
-        """An entry that serves the call but for frozen tensors that have changed, with these as they are now."""
+        """Refreezes an entry that fails the call only because frozen tensors changed; ``None``: there is none."""
         for known in reversed(self.entries.all):
             if known.guard.frozen is None:
                 continue
@@ -486,5 +483,5 @@ class Dispatcher:
             self.entries.add(*entries)
 
 
-#: A hook of the deprecated kind is handed the gradients of the module's last operator, which is not there any more.
+#: A hook of the deprecated kind gets gradients of the module's last operator, which a compiled call does not have.
 _OLD_HOOK = GuardFailure(INTERPRETER, "backward hook of the deprecated kind", "use register_full_backward_hook")

@@ -1,9 +1,9 @@
-"""Number inputs: a call that differs from an entry by numbers only → the lowered call that takes them as inputs.
+"""Dynamic scalars: a call that differs from an entry in scalars only → a lowered call with the scalars as inputs.
 
-``self.beta`` that is annealed, ``model(x, temperature)``: compiled as a constant, every new value is another entry.
-From the second value on it is an input, if forward does nothing with it but scale and shift tensors
-(:mod:`bridge.capture.numbers`), and if the graph that has it as an input is, at the earlier value, the very graph that
-was compiled for that value: node by node, with the number where the constant was. Sizes that vary there vary on.
+With a scalar as a constant, each new value of an annealed ``self.beta`` or of ``model(x, temperature)`` needs an entry.
+From the second value on it is an input, if forward only scales and shifts tensors with it
+(:mod:`bridge.capture.numbers`). Proof of exactness: the new graph, evaluated at the earlier value, equals the graph
+compiled for that value, node by node, with the input in place of the constant. Dynamic sizes stay dynamic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["as_called", "lower_with_numbers"]
 
 log = channel("dispatch")
 
-#: Where two graphs have the same number input: any value will do to compare what they compute of it.
+#: An arbitrary value to compare two graphs that both have a scalar as an input.
 _ANY = 0.8125
 
 
@@ -37,12 +37,12 @@ def lower_with_numbers(
     like: LoweredCall,
     known: Sequence[NumberPlace],
 ) -> tuple[LoweredCall, list[NumberPlace]] | None:
-    """A call lowered with numbers as its first arguments, and which; ``None`` if it is not exact.
+    """Lowers a call with scalars as its first arguments → the lowered call and their places; ``None``: not exact.
 
     Args:
-        changed: where the numbers are, and the value that ``like`` was lowered for.
-        like: the lowered call that this one differs from by the numbers.
-        known: numbers that are inputs of ``like``.
+        changed: the places of the new scalars, with the values that ``like`` was lowered for.
+        like: the lowered call from which this one differs in the scalars.
+        known: the places of scalars that are inputs of ``like`` already.
     """
     call, places = call.as_pytree(), sorted({*changed, *known}, key=_order)
     try:
@@ -51,7 +51,7 @@ def lower_with_numbers(
         lowered = lower_once(SampleCall(twin, args, call.kwargs, tuple(behind)), partition)
     except CompilationError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever forward raises where a number is used as none can be
+    except Exception as error:  # noqa: BLE001 - forward's own error for a tensor in place of a number
         swallowed(error)
         log.info("%s: %s cannot be inputs: %s", call.name, _names(changed), error)
         return None
@@ -68,12 +68,12 @@ def lower_with_numbers(
 
 
 def _order(place: NumberPlace) -> tuple:
-    """Attributes come first, then arguments."""
+    """Sort key: attributes first, then arguments."""
     return place.leaf is not None, place.leaf or 0, place.path, place.name
 
 
 def as_called(captured: Captured, call: SampleCall, count: int) -> Captured:
-    """The captured call of a twin as the module is called: without its first ``count`` arguments, the numbers."""
+    """A twin's captured call → the module's: without the first ``count`` arguments, which are scalars."""
     call = call.as_pytree()
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
@@ -93,7 +93,7 @@ def _names(numbers: Mapping[NumberPlace, Any]) -> list[str]:
 
 
 def _computed(captured: Captured, inputs: Mapping[int, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
-    """The nodes that are computed of number inputs alone, with their values."""
+    """The values of nodes that depend on scalar inputs alone."""
     found: dict[fx.Node, torch.Tensor] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder" and captured.placeholders.get(node.name) in inputs:
@@ -105,11 +105,11 @@ def _computed(captured: Captured, inputs: Mapping[int, torch.Tensor]) -> dict[fx
 
 
 class _Comparison:
-    """Two graphs, node by node: whether the second is the first with inputs in the place of constants.
+    """Compares two graphs node by node: whether the second is the first with inputs in place of constants.
 
     Args:
-        constant, inputs: the captured calls.
-        then, now: values of the numbers that are their first arguments.
+        constant, inputs: the two captured calls.
+        then, now: values of the scalars that are their first arguments.
     """
 
     def __init__(self, constant: Captured, inputs: Captured, then: Sequence[torch.Tensor], now: Sequence[torch.Tensor]):
@@ -121,7 +121,7 @@ class _Comparison:
         self._twin_of: dict[fx.Node, fx.Node] = {}
 
     def holds(self) -> bool:
-        """Whether they are the same graph."""
+        """Whether the graphs are equal up to these constants."""
         constant, inputs = self._captured
         if [spec.names for spec in constant.module_tensors] != [spec.names for spec in inputs.module_tensors]:
             return False

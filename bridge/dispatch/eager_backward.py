@@ -1,14 +1,12 @@
-"""Eager backward: a call's inputs, draws and grad_outs → its gradients by torch's operators, which autograd follows.
+"""Eager backward: a call's inputs, draws and grad_outs → its gradients by torch's operators, differentiable.
 
-The traced graph is run again, operator by operator, with the call's own draws, and differentiated by torch. It is
-functional and holds every constant of the call: no Python of the module's runs, no buffer changes, no generator moves,
-whatever has become of the module since. Gradients of gradients are then eager's own formulas.
+The traced graph runs again, operator by operator, with the call's own draws, and torch differentiates it. It is
+functional and holds every constant of the call: no Python of the module runs, no buffer changes, no generator advances,
+and later changes of the module have no effect. Gradients of gradients are then eager's own formulas.
 
-Held tensors: a call's inputs and draws that only an eager backward reads → these, unchanged, when it comes.
-
-Autograd does not save them for the compiled backward: a change in place, which is none of its concern, is an error of
-the eager one alone. An argument that autograd follows is saved by a node of its own, as autograd saves: hooks on saved
-tensors see it, and what it becomes by a change in place keeps no graph alive.
+Held tensors: inputs and draws that only an eager backward reads. They are not saved for the compiled backward, since an
+in-place change of one is an error of the eager backward only. An argument that requires grad is saved by an autograd
+node of its own: hooks on saved tensors see it, and a later in-place change of it keeps no graph alive.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from bridge.rng import mask_at
 __all__ = ["VERSION", "EagerBackward", "Held", "changed", "held_apart", "saved_apart", "saved_of", "tensors_of"]
 
 Held = tuple[Sequence[torch.Tensor | None], Sequence[int] | None, torch.Tensor | None]
-"""What one call holds: tensors in order, how often each had been changed in place (some number for those that are
-``None``), and the result of :class:`_Followed` for these."""
+"""The tensors that one call holds, in order; their version counts (any number for ``None``); and the result of
+:class:`_Followed`, which saved the tensors that are ``None`` here."""
 
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
@@ -55,23 +53,23 @@ _UNCOUNTED = (
 )
 
 VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""How often a tensor has been changed in place."""
+"""A tensor's version count: the number of its in-place changes."""
 
 
 def changed(tensor: torch.Tensor, then: int, reader: str = _EAGER) -> RuntimeError:
-    """Eager's error for a tensor that has been changed in place since it was at this version."""
+    """Eager's error for a tensor that was changed in place since version ``then``."""
     return RuntimeError(_CHANGED.format(shape=tuple(tensor.shape), reader=reader, now=tensor._version, then=then))
 
 
 def saved_of(node: Any) -> Sequence[torch.Tensor]:
-    """What the autograd node of a call saved, of the types that it saved, whatever hooks on saved tensors made of them:
-    eager's operators take masks and indices of other types, too."""
+    """The saved tensors of a call's autograd node, cast back to their dtypes if hooks on saved tensors changed them:
+    eager's operators would accept masks and indices of other dtypes without an error."""
     saved, types = node.saved_tensors, node.types
     return saved if types is None else [each.to(kind) for each, kind in zip(saved, types, strict=True)]
 
 
 def tensors_of(held: Held) -> list[torch.Tensor]:
-    """The tensors of a call. ``RuntimeError`` if one was changed in place since the call: an element of it."""
+    """The held tensors of a call. ``RuntimeError`` if a non-empty one was changed in place since the call."""
     tensors, versions, token = held
     if versions is None:
         raise RuntimeError(_UNCOUNTED)
@@ -85,7 +83,7 @@ def tensors_of(held: Held) -> list[torch.Tensor]:
 
 
 class _Followed(torch.autograd.Function):
-    """Saves its inputs. Nothing goes backward through it."""
+    """Saves its inputs; its backward never runs."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -96,11 +94,11 @@ class _Followed(torch.autograd.Function):
 def held_apart(
     tensors: Sequence[torch.Tensor], copied: Sequence[int], followed: Sequence[int]
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor], torch.Tensor | None]:
-    """What a call holds, where some of the tensors are not held as they are: first and last of :data:`Held`, and
-    between them the tensors that tell how often each has been changed.
+    """A call's held tensors, some copied or saved by autograd → the tensors and the token of :data:`Held`, and between
+    them the tensors whose version counts are to be recorded.
 
     Args:
-        copied: places of those that the call changes; ``followed``: of those that :class:`_Followed` is for.
+        copied: places of tensors that the call changes; ``followed``: of tensors that :class:`_Followed` saves.
     """
     found: list[Any] = list(tensors)
     for place in copied:
@@ -115,10 +113,10 @@ def held_apart(
 
 
 def saved_apart(captured: Captured) -> tuple[set[int], set[int]]:
-    """Inputs that are saved in other tensors than the caller's, for what becomes of those until the backward.
+    """Inputs that must not be saved as the caller's tensor objects, which may change before the backward.
 
-    First: not parameters, of which eager saves what it has computed of them: copies. Second: of which eager saves a
-    view, which does not follow ``tensor.data = other``.
+    First: to be copied, since eager saves only values computed from them; never parameters. Second: to be saved
+    detached, since eager saves a view of them, which does not follow ``tensor.data = other``.
     """
     observation, owned = captured.observation, captured.module_tensors
     parameters = {index for index, each in enumerate(owned) if each.kind == "parameter"}
@@ -128,16 +126,16 @@ def saved_apart(captured: Captured) -> tuple[set[int], set[int]]:
 
 
 class EagerBackward:
-    """Of one lowered call.
+    """The differentiable backward of one lowered call.
 
     Attributes:
-        needed: places of the primals (module tensors, arguments, draws) that its gradients are computed from.
-        saved: places of those that autograd saves for the compiled backward, in its order.
-        held: those that a call holds for it alone; they come before what is saved of the same. Behind them come those
-            that forward overwrites behind autograd's back, once more: what is in them when the backward comes.
+        needed: places of the primals (module tensors, arguments, draws) that its gradients depend on.
+        saved: places of the primals that autograd saves for the compiled backward, in its order.
+        held: places of the primals that a call holds for this backward alone; they take precedence over ``saved``. Then
+            again the inputs that forward overwrites unseen by autograd, for their values at the time of the backward.
 
     Args:
-        masks: that the programs compute: the draw's place holds the generator's state.
+        masks: the recomputed dropout masks: at their places, the primal is the generator's state.
     """
 
     def __init__(self, lowered: LoweredCall, masks: RecomputedMasks):
@@ -147,7 +145,7 @@ class EagerBackward:
         self._draws = (*imported.input_draws, *imported.dropout_draws)
         self.needed = lowered.gradient_inputs
         self.saved = tuple(lowered.plan.saved_primals)
-        apart = set().union(*saved_apart(captured)) & {*lowered.wanted}  # autograd cannot follow what is saved of them
+        apart = set().union(*saved_apart(captured)) & {*lowered.wanted}  # their saved copies are detached
         held = [place for place in self.needed if place not in self.saved or place in apart]
         node_of = dict(zip(lowered.imported.output_of, captured.results, strict=True))
         read = needed_nodes(captured, [node_of[output] for output in lowered.differentiable])
@@ -157,7 +155,7 @@ class EagerBackward:
         self.held = (*dict.fromkeys([*held, *self._overwritten]), *self._overwritten)
 
     def at(self, sizes: Sizes) -> EagerBackward:
-        """The same for certain sizes, where extents are symbolic."""
+        """The backward for given sizes of the symbolic extents."""
         captured = self._captured
         draws = evaluator(list(captured.draws), captured.extents)(sizes)
         found = copy(self)
@@ -165,11 +163,11 @@ class EagerBackward:
         return found
 
     def primals(self, saved: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """All primals in order, ``None`` for those that are not needed, and what is in overwritten ones now.
+        """All primals in order, ``None`` for unneeded ones, then the current values of overwritten inputs.
 
         Args:
-            saved: what autograd saved; the primals come first.
-            held: of the places :attr:`held`.
+            saved: the tensors that autograd saved; the primals come first.
+            held: the tensors at the places :attr:`held`.
         """
         found: list[torch.Tensor | None] = [None] * (self._given + len(self._draws))
         count = len(self.held) - len(self._overwritten)
@@ -185,16 +183,18 @@ class EagerBackward:
         followed: bool,
         cut: Mapping[int, torch.Tensor | None] = MappingProxyType({}),
     ) -> list[torch.Tensor | None]:
-        """One gradient per wanted input, ``None`` where eager has none; then one per output that is cut, maybe complex.
+        """One gradient per wanted input, ``None`` where eager has none; then one per cut output, possibly complex.
 
         Args:
             primals: from :meth:`primals`.
-            outputs: that got a grad_out, and ``grad_outs``: these, batched or not, of complex ones the parts.
-            followed: whether autograd is to follow how the gradients are computed.
-            cut: outputs that the others are computed from, at which gradients end: as the caller has them, if so.
+            outputs: places of the outputs that got a grad_out.
+            grad_outs: their gradients, batched or not; real pairs for complex ones.
+            followed: whether to record the computation of the gradients (``create_graph``).
+            cut: places of outputs that other outputs are computed from, at which gradients end, with the caller's
+                tensor if it still exists unchanged.
 
         Raises:
-            RuntimeError: torch's own, where one of its operators has no such derivative.
+            RuntimeError: torch's own, if one of its operators lacks the derivative.
         """
         lowered, wanted = self._lowered, self._lowered.wanted
         count = self._given + len(self._draws)
@@ -230,13 +230,13 @@ class EagerBackward:
 
 
 class _Ends:
-    """Ends of gradients: values that pass none on for now, and do later, where gradients are differentiated."""
+    """Values at which the first gradients end; ``pass_on``: whether gradients of gradients pass through."""
 
     def __init__(self) -> None:
         self.pass_on = False
 
     def of(self, known: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What ends at a value; ``known``: the very tensor that it is, if there is one."""
+        """A function that ends gradients at its argument; its result is ``known`` instead, if given."""
         return lambda value: _End.apply(self, value if known is None else known)
 
 

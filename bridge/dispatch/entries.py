@@ -1,20 +1,15 @@
-"""Entries: the compiled calls of one module, or of one of Dynamo's graphs, and what became of its calls.
+"""Entries: the compiled calls of one module, or of one of Dynamo's graphs; hits, misses by reason, recompile limit.
 
-No entry: a call of a module of which nothing has been compiled → the guard failure that tells its kind of call.
+:func:`no_entry`: a call without any entry → a guard failure that names the kind of call. A first call that cannot be
+compiled (evaluation with a cache, say) does not rule out calls of another kind. Sizes and numbers are not part of the
+kind, since they may differ at every call.
 
-A first call that cannot be compiled (evaluation with a cache, say) says nothing about one of another kind. Sizes and
-numbers are no part of the kind: they would be another one at every call.
+:class:`CompileBudget` (recompile limit): the cause of a miss (the failing guard) → whether to compile once more.
+A compilation costs as much as thousands of calls, and pays only if equal calls come back. So compilations are counted
+by cause: wasted ones (an entry that served only its own call, an unsupported call) have a small limit, all together a
+larger one. Beyond it, calls that fail this guard run eager; each cause has limits of its own.
 
-Compile budget: the cause of a miss (the guard field that differs) → whether another compilation for it may pay.
-
-Compiling takes as long as thousands of calls. It pays if calls like the one it was made for come back; a size or a
-number that is another one at every call never does. So compilations are counted by their cause: what came to nothing
-(an entry that served no call but its own, a call that turned out to be unsupported) has a small bound, all of them
-together a larger one. Beyond it, calls that differ in this field run eager; other causes have bounds of their own.
-
-Dispatch statistics of a module: hits, misses by reason, entries.
-
-Advice on misses: the guard field that keeps differing → what the user can do about it.
+:func:`advice`: the guard that keeps failing → a remedy for the user.
 """
 
 from __future__ import annotations
@@ -35,19 +30,19 @@ from bridge.state import SampleCall
 __all__ = ["MAX_COMPILED", "MAX_REASONS", "MAX_WASTED", "NO_ENTRY", "CompileBudget", "DispatchStats", "Entries"]
 __all__ += ["advice", "no_entry"]
 
-#: Reasons that are counted, each by itself: sizes that differ at every call give one each.
+#: Most reasons that are counted separately: sizes that differ at every call give one each.
 MAX_REASONS = 1000
 _OTHERS = "another reason"
 
 
 class Entries:
-    """The entries, each of which counts its hits, and the calls that none of them served.
+    """The entries, each of which counts its hits, and the misses.
 
     Attributes:
-        all: the entries, oldest first. A change makes another list: calls of other threads may be walking through this.
-        misses: calls that ran eager, by the reason; beyond the first thousand reasons, under one name.
-        refused: the misses that are never compiled, by the reason: why.
-        eager_backwards: backwards of calls that entries ran which eager's operators computed, by the reason.
+        all: the entries, oldest first. A change makes a new list, since other threads may be iterating over this one.
+        misses: eager calls, by reason; beyond the first thousand reasons, under one name.
+        refused: reason of a miss → why calls with it are never compiled.
+        eager_backwards: backwards of hits that eager's operators computed, by reason.
     """
 
     def __init__(self) -> None:
@@ -59,38 +54,38 @@ class Entries:
 
     @property
     def hits(self) -> int:
-        """Calls that an entry ran, one that is gone by now or one that there is."""
+        """Calls that an entry ran, dropped entries included."""
         return self._hits_of_gone + sum(entry.hits for entry in self.all)
 
     def count_miss(self, reason: str) -> None:
-        """A call ran eager."""
+        """Counts an eager call."""
         is_counted = reason in self.misses or len(self.misses) < MAX_REASONS
         self.misses[reason if is_counted else _OTHERS] += 1
 
     def add(self, *entries: Entry) -> None:
-        """Appends entries; those that there are stay where they are."""
+        """Appends entries; known ones keep their places."""
         for entry in entries:
             entry.programs.eager_backwards = self.eager_backwards
         self.all = [*self.all, *(entry for entry in entries if entry not in self.all)]
 
     def replace(self, gone: Iterable[Entry], entry: Entry) -> None:
-        """An entry in the place of others."""
+        """Replaces entries by a new one."""
         self.drop(*gone)
         self.add(entry)
 
     def drop(self, *entries: Entry) -> None:
-        """Takes entries out; their hits stay counted."""
+        """Removes entries; their hits stay counted."""
         self._hits_of_gone += sum(entry.hits for entry in self.all if entry in entries)
         self.all = [entry for entry in self.all if entry not in entries]
 
 
 NO_ENTRY = "no entry"
-_STAGE = INTERPRETER - 1  # farther away than any entry is
+_STAGE = INTERPRETER - 1  # farther than any entry's failure
 _FLAGS = (bool, str, type(None))
 
 
 def no_entry(call: SampleCall) -> GuardFailure:
-    """The failure of a call where there is no entry, as in ``"no entry: training, grad mode, args[0] a Tensor"``."""
+    """The failure of a call without any entry, as in ``"no entry: training, grad mode, args[0] a Tensor"``."""
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     mode = "training" if call.module.training else "evaluation"
     kinds = [mode, *["grad mode"] * torch.is_grad_enabled(), *active_modes()]
@@ -99,14 +94,14 @@ def no_entry(call: SampleCall) -> GuardFailure:
     return GuardFailure(_STAGE, NO_ENTRY, ", ".join(kinds))
 
 
-#: Compilations for one cause that may come to nothing: as many as there is room for entries.
+#: Most wasted compilations for one cause: the number of entries that are kept.
 MAX_WASTED = 8
-#: Compilations for one cause in all: sizes that come back but are too many to be kept. Loops count when they leave.
+#: Most compilations for one cause: recurring sizes may be too many to keep. Entries with loops count when dropped.
 MAX_COMPILED = 32
 
 
 class CompileBudget:
-    """What was compiled for calls that missed, by cause.
+    """Recompile limit: counts compilations for calls that missed, by cause.
 
     Example:
         >>> budget = CompileBudget()
@@ -121,29 +116,29 @@ class CompileBudget:
         self._wasted: Counter[str] = Counter()
 
     def allows(self, cause: str, entries: Sequence[Entry]) -> bool:
-        """Whether one more entry may be compiled for this cause; ``entries``: those that there are."""
+        """Whether one more entry may be compiled for this cause; ``entries``: the existing ones."""
         if self._compiled[cause] >= MAX_COMPILED:
             return False
         unused = sum(entry.cause == cause and _is_unused(entry) for entry in entries)
         return self._wasted[cause] + unused < MAX_WASTED
 
     def note_compiled(self, cause: str, entry: Entry) -> None:
-        """An entry was compiled for a call that missed."""
+        """Records an entry compiled for a call that missed."""
         entry.cause = cause
         self._compiled[cause] += not entry.has_loops
 
     def note_wasted(self, cause: str) -> None:
-        """A call could not be compiled after all."""
+        """Records a call that could not be compiled."""
         self._wasted[cause] += 1
 
     def note_left(self, entry: Entry) -> None:
-        """An entry is dropped for a newer one."""
+        """Records an entry dropped for a newer one."""
         if entry.cause is not None:
             self._wasted[entry.cause] += _is_unused(entry)
             self._compiled[entry.cause] += entry.has_loops
 
     def clear(self) -> None:
-        """Every cause may be compiled for again."""
+        """Resets the counts."""
         self._compiled.clear()
         self._wasted.clear()
 
@@ -153,19 +148,19 @@ def _is_unused(entry: Entry) -> bool:
 
 
 _REASONS = 20
-"""That are printed: sizes that differ at every call give one each."""
+"""Most reasons that are printed."""
 
 _HINT = 'add_tvm_dispatch(module, sample) in the state of such a call adds an entry for it; on_miss="compile" by itself'
 
 
 class DispatchStats:
-    """What became of a dispatched module's calls: a view, which later calls change.
+    """Statistics of a dispatched module's calls: a live view.
 
     Attributes:
-        misses: calls that ran eager, by the reason, which names what differed.
-        eager_backwards: backwards of hits that eager's operators computed, since they were differentiated again or
-            batched, by the reason.
-        graphs: what became of CUDA graphs: replays, runs without one by the reason, bytes.
+        misses: eager calls, by reason, which names the difference from an entry.
+        eager_backwards: backwards of hits that eager's operators computed, by reason: double backward, batched
+            gradients, an observed intermediate result.
+        graphs: statistics of CUDA graphs: replays, runs without a graph by reason, bytes.
     """
 
     def __init__(
@@ -227,7 +222,7 @@ _TRAINER = (
 
 
 def advice(failure: GuardFailure, compiles: bool) -> str:
-    """What helps where calls differ so; ``compiles``: under ``on_miss="compile"``."""
+    """The remedy for a guard failure; ``compiles``: whether under ``on_miss="compile"``."""
     field, reason = failure.field, failure.reason
     if "num_items_in_batch" in reason:
         return _TRAINER

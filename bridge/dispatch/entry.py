@@ -1,15 +1,12 @@
 """An entry: one compiled call of one module; inputs from its guard → the module's result.
 
-What a call does is a list of steps (:mod:`bridge.dispatch.call_steps`): random draws, the forward program (through
-autograd where something requires grad) with its checks, new values of buffers written back, the result put together,
-attributes counted up. If the forward program raises, nothing is written yet, the draws are undone, and the call is
-eager's.
+A call runs a list of steps (:mod:`bridge.dispatch.call_steps`): random draws, the forward program (through autograd if
+something requires grad) with its checks, write-back of buffers, assembly of the result, updates of attributes. If the
+forward program raises, nothing has been written, the draws are undone, and the call runs eager.
 
-Bound calls: an entry whose sizes vary, and the sizes of a call → what a call of these sizes runs, kept for the next.
-
-What depends on sizes is evaluated once for each combination of them: the executors of forward and backward, the shapes
-of draws, strides and aliases of results. A few hundred combinations are kept, bounded in number and in bytes; one that
-comes back after it has left is bound again. Graphs of earlier calls hold the backward that they need.
+:class:`BoundCalls`: an entry with dynamic shapes + the sizes of a call → the call's bound steps, cached. Executors of
+forward and backward, shapes of draws, strides and aliases of results are computed once for each combination of sizes.
+The cache is bounded in number and in bytes. Autograd graphs of earlier calls own the backward that they need.
 """
 
 from __future__ import annotations
@@ -39,25 +36,26 @@ from bridge.state import SampleCall
 
 __all__ = ["MAX_BOUND", "MAX_BOUND_BYTES", "BoundCalls", "Entry", "EntryOptions"]
 
-#: Combinations of sizes that an entry keeps what it needs for.
+#: Most combinations of sizes for which an entry keeps bound calls.
 MAX_BOUND = 256
-#: Bytes of the host's that these may take, all arenas apart: those are the process's.
+#: Most bytes of host memory of the bound calls, without arenas, which belong to the process.
 MAX_BOUND_BYTES = 256 << 20
 _BYTES_OF_A_STEP = 4096
-"""An instruction's bound arguments, views and tensors, about."""
+"""Approximate bytes of an instruction's bound arguments, views and tensors."""
 
 
 @dataclass(frozen=True)
 class EntryOptions:
-    """How a call is compiled.
+    """Options of an entry's compilation.
 
     Attributes:
-        partition: the strategy; ``backend``: what compiles it.
+        partition: the strategy.
+        backend: the compiling backend.
         freeze: whether the module's tensors become constants, if no gradients are wanted.
-        graphs: control of the programs' recorded graphs; ``None``: there are none.
-        dims: the dimensions that are to vary.
-        tuned: the choices that it is compiled with; ``None``: default ones.
-        steady: whether a call is refused of which each decides anew, by draws.
+        graphs: control of the programs' CUDA graphs; ``None``: no graphs.
+        dims: the dynamic dimensions.
+        tuned: the tuned choices; ``None``: defaults.
+        steady: whether to refuse a module whose random draws select the code to run.
     """
 
     partition: Any
@@ -70,20 +68,17 @@ class EntryOptions:
 
 
 class BoundCalls:
-    """The bound calls of one entry. Threads may share them.
+    """Cache of an entry with dynamic shapes: sizes of a call → its bound steps. Thread-safe.
 
     Args:
         sizes: reads the sizes of a call from its argument tensors.
-
-    Raises:
-        GuardFailure: by :meth:`of`, where sizes cannot be bound.
     """
 
     def __init__(self, lowered: LoweredCall, programs: Programs, guard: EntryGuard | None, sizes: ArgumentSizes):
         captured = lowered.captured
         self._lowered, self._programs, self._guard = lowered, programs, guard
         self._sizes = sizes
-        _ = sizes.guards  # all is compiled
+        _ = sizes.guards  # compiled now
         self._samples = {symbol.name: size for symbol, size in sizes.scope.samples.items()}
         self._counted = numbers_read(captured.recomputed, captured.device) if captured.counted else None
         self._symbolic = Observed(tuple(captured.draws), tuple(captured.outputs))
@@ -94,22 +89,26 @@ class BoundCalls:
 
     @property
     def steps(self) -> tuple[CallStep, ...]:
-        """The steps of a call: with extents, but for the strides of results, which are the sample's."""
+        """The steps of a call with symbolic extents, except the strides of results, which are the sample's."""
         steps = self._planned(self._samples)
         symbolic = {MakeDraws: {"draws": self._symbolic.draws}, Results: {"outputs": self._symbolic.outputs}}
         return tuple(replace(step, **symbolic.get(type(step), {})) for step in steps)
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether argument tensors have sizes that the entry serves, and strides as compiled for these."""
+        """Whether argument tensors have sizes that the entry serves, and the compiled strides for these sizes."""
         return self._sizes.failure(tensors) is None and self._sizes.strided(tensors)
 
     def of(self, call: CallValues) -> CallRun:
-        """What a call with these inputs, which the guard gave, runs; counted sizes become inputs of it."""
+        """The bound steps of a call with the guard's inputs; data-dependent sizes are appended to the inputs.
+
+        Raises:
+            GuardFailure: the sizes cannot be bound.
+        """
         if self._counted is not None:
             call.inputs = call.primals = self._counted(call.inputs)
-        tensors = call.inputs[len(call.inputs) - self._sizes.count :]  # number inputs come before them
+        tensors = call.inputs[len(call.inputs) - self._sizes.count :]  # scalar inputs come before them
         key = self._sizes.key(tensors)
-        if self._counted is not None:  # the guard could not tell about these: they are looked at once, in whole
+        if self._counted is not None:  # the guard did not check data-dependent sizes: ``_check`` does, once per key
             key = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
         found = self._kept.get(key)
         if found is None:
@@ -119,7 +118,7 @@ class BoundCalls:
         return found
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises :class:`GuardFailure` for sizes that were counted, about which the guard could not tell."""
+        """Raises :class:`GuardFailure` for data-dependent sizes that the entry does not serve."""
         failure = self._sizes.failure(tensors)
         if failure is None and not self._sizes.strided(tensors):
             failure = GuardFailure(RUN, "strides of arguments", "others than for the sizes that were counted")
@@ -128,7 +127,7 @@ class BoundCalls:
             raise failure
 
     def _bind(self, sizes: Sizes) -> CallRun:
-        """As :meth:`bind` for a call, which is eager's if that fails."""
+        """:meth:`bind` with errors as :class:`GuardFailure`, so that the call runs eager."""
         try:
             return self.bind(sizes)
         except Exception as error:
@@ -142,16 +141,16 @@ class BoundCalls:
         return _planned(self._lowered, self._programs, self._guard, self._observed(sizes))
 
     def bind(self, sizes: Sizes | None = None) -> CallRun:
-        """What a call of these sizes, by default the sample's, runs; waits for machine code, raises what goes wrong."""
+        """The bound steps for sizes, by default the sample's; waits for machine code, raises its errors."""
         sizes = self._samples if sizes is None else sizes
         return CallRun(self._planned(sizes), self._programs.at(sizes), self._guard, self._lowered.captured)
 
     def clear(self) -> None:
-        """Forgets what is kept; calls bind anew."""
+        """Empties the cache; calls bind anew."""
         self._kept.clear()
 
     def __str__(self) -> str:
-        """The symbols and what was concluded about them, then the sizes that are kept."""
+        """The symbols and their guards, then the cached sizes."""
         given = [", ".join(f"{name} = {size}" for name, size in sizes.items()) for sizes in reversed(self.sizes)]
         return "\n".join([str(self._sizes), *(f"bound for {each}" for each in given)])
 
@@ -160,7 +159,7 @@ class BoundCalls:
 
     @property
     def sizes(self) -> list[Sizes]:
-        """The combinations that are kept, the latest used last."""
+        """The cached combinations, the latest used last."""
         return [run.programs.sizes for _, run in self._kept.items()]
 
 
@@ -176,18 +175,18 @@ _CLOCK = count(1)
 
 
 class Entry:
-    """A call of one module that runs in TVM.
+    """A compiled call of one module.
 
     Attributes:
         lowered: every stage of the lowering; shared with entries of equal calls (:mod:`bridge.lowering.reuse`).
-        programs: its forward and its backwards; ``options``: what they were compiled with.
-        steps: what a call does, in order, the backward for grad_outs of all differentiable outputs included.
-        bound: what calls of the latest sizes run; ``None`` where every extent is a number.
-        run: the steps as functions, where every extent is a number.
+        programs: its forward and backwards; ``options``: the options of their compilation.
+        steps: the steps of a call, including the backward for grad_outs of all differentiable outputs.
+        bound: with dynamic shapes, the bound calls of the latest sizes, else ``None``.
+        run: with static shapes, the steps as functions.
         compile_seconds: from capture to the compiled programs.
-        hits: calls that this entry ran; ``last_used``: tells which of the entries ran the latest call.
-        worth: a step of it beside one of eager, where the work is small (:mod:`bridge.dispatch.profitability`).
-        cause: in what the call that it was compiled for differed from the earlier entries; ``None``: added by hand.
+        hits: calls that this entry ran; ``last_used``: a clock value of the latest of them.
+        worth: step times against eager, for small work (:mod:`bridge.dispatch.profitability`).
+        cause: the guard whose failure led to this entry; ``None``: added by the user.
     """
 
     def __init__(
@@ -222,7 +221,7 @@ class Entry:
 
     @property
     def has_loops(self) -> bool:
-        """Whether its programs have loops: of one length, of which another one compiles no kernels."""
+        """Whether the forward has loops of a fixed length; an entry for another length compiles no kernels."""
         return any(isinstance(step, RunLoop) for step in self.forward.steps)
 
     @property
@@ -242,11 +241,11 @@ class Entry:
         return self.programs.is_frozen
 
     def renewed(self, call: SampleCall) -> Entry:
-        """The entry of this call with the frozen tensors as they are now; nothing is compiled.
+        """A copy of the entry with the current values of the frozen tensors; nothing is compiled.
 
         Raises:
             GuardFailure: the call differs in more than frozen tensors.
-            UnsupportedModule: they cannot be frozen.
+            UnsupportedModule: the values cannot be frozen.
         """
         guard, tensors = self.guard.renewed(call)
         steps = self.steps if self.bound is None else None
@@ -256,12 +255,12 @@ class Entry:
 
     @property
     def readings(self) -> tuple[ScalarGuard, ...]:
-        """Numbers that forward read: the entry is the branch of calls that read the same."""
+        """Scalar guards: the numbers that forward read in Python. The entry serves calls that read the same."""
         return self.lowered.captured.readings
 
     @property
     def plan(self) -> Any:
-        """What is saved for the backward and why, or ``None``."""
+        """The saved tensors with reasons, or ``None``."""
         return self.lowered.plan
 
     def __repr__(self) -> str:
@@ -282,13 +281,14 @@ class Entry:
 
         Args:
             inputs: module tensors, numbers and arguments.
-            module: whose attributes are counted up; needed where the guard says that the call sets some.
+            module: the module whose attributes are updated; required if the call sets attributes.
 
         Raises:
-            GuardFailure: the forward program raised: the call is eager's. Nothing is changed, the generator included.
+            GuardFailure: the forward program or a check failed: the call must run eager. No state has changed, not even
+                the generator's.
         """
         self.last_used = next(_CLOCK)
-        self.hits += 1  # a checkpoint may leave off once it has what the backward needs
+        self.hits += 1  # counted first: a checkpoint may stop the call by an exception once it has the saved tensors
         call = CallValues()
         call.later = None if self.guard is None else self.guard.later
         call.inputs = call.primals = inputs

@@ -1,4 +1,4 @@
-"""Executable: a compiled function → what runs it: of certain sizes, with constants, in segments, by graphs."""
+"""Executable: a function → compiled and callable: for given sizes, with constants, in segments, by CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ Execute = Callable[..., list[torch.Tensor]]
 """``(inputs, *, consume) -> results``."""
 
 Graphed = Callable[[Program, Execute, Program], Execute]
-"""A program, what runs it, and the program of all sizes → what runs it by recorded graphs, where that pays."""
+"""A program, its executor, and the program for all sizes → an executor that uses CUDA graphs where that pays."""
 
 
 class Executable:
     """A function of a call, compiled: ``executable.run(inputs) -> results``.
 
-    Copies of it are of certain sizes, have constants or segments; all are of one compilation. It ends when
-    :attr:`program` is first asked for, but for machine code, which :attr:`run` waits for.
+    Copies for given sizes, with constants or in segments share one compilation, which runs in the background:
+    :attr:`program` waits for it without machine code, :attr:`run` with it.
 
     Attributes:
-        name: as a profiler is told; ``module_name``: of the module.
+        name: the name for profilers; ``module_name``: the module's name.
 
     Args:
         source: the function.
         direction: ``"forward"``, say.
-        masks: parameters that are dropout masks, by place, and how eager draws each.
-        graphed: ``None``: nothing is recorded.
+        masks: place → distribution, for parameters that are recomputed dropout masks.
+        graphed: wraps the executor in CUDA graphs; ``None``: no graphs.
 
     Raises:
-        UnsupportedModule: names an operator that there is no kernel for.
-        CompilationError: anything else that goes wrong, at any stage.
+        UnsupportedModule: names an operator without a kernel.
+        CompilationError: any other error, at any stage.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Executable:
 
     @classmethod
     def loaded(cls, program: Program) -> Executable:
-        """Of a program that was compiled before."""
+        """An executable of a program that was compiled before."""
         found = cls.__new__(cls)
         found.name = found.module_name = program.name
         found._source = found._sizes = found._constants = found._compilation = found._graphed = None
@@ -75,31 +75,31 @@ class Executable:
 
     @property
     def function(self) -> Function:
-        """What it was compiled from."""
+        """The source function."""
         return self._source.read() if isinstance(self._source, KeptFunction) else self._source
 
     @cached_property
     def program(self) -> Program:
-        """Of all sizes, constants among its parameters; its machine code may still be in the making."""
+        """The program for all sizes, with constants as parameters; its machine code may still be compiling."""
         with self._errors():
             return self._compilation.finish()
 
     @property
     def bound(self) -> Program:
-        """Of all sizes, with its constants."""
+        """The program for all sizes, with its constants bound."""
         return self.program if self._constants is None else self._constants[0]
 
     def at(self, sizes: Sizes) -> Executable:
-        """The same for one combination of sizes, where extents are symbolic."""
+        """A copy for one combination of sizes of the symbolic extents."""
         return self._with(_sizes=sizes)
 
     def with_constants(self, tensors: Sequence[torch.Tensor], count: int) -> Executable:
-        """The same with constants in the place of its last parameters; it does not look at its first ``count`` inputs,
-        which these are made of."""
+        """A copy with constants bound to its last parameters; it ignores its first ``count`` inputs, the constants'
+        sources."""
         return self._with(_constants=(with_constants(self.program, tensors), count))
 
     def in_segments(self, places: Sequence[int]) -> Executable:
-        """The same, cut into segments."""
+        """A copy, cut into segments at these steps."""
         return self._with(_segments=cut(self.program, places, self.name))
 
     def _with(self, **changed: Any) -> Executable:
@@ -111,7 +111,7 @@ class Executable:
 
     @cached_property
     def run(self) -> Execute:
-        """Runs it; waits for its machine code."""
+        """The executor; waits for machine code."""
         execute = self._runs(self.bound)
         if self._constants is None:
             return execute
@@ -124,7 +124,7 @@ class Executable:
 
     @cached_property
     def segments(self) -> list[BoundSegment]:
-        """Of :meth:`in_segments`, with what runs each; waits for machine code."""
+        """The segments of :meth:`in_segments` with their executors; waits for machine code."""
         return [(each, None if each.program is None else self._runs(each.program)) for each in self._segments]
 
     def _runs(self, whole: Program) -> Execute:
@@ -151,7 +151,7 @@ class Executable:
 
 
 def _under_name(program: Program, name: str) -> Execute:
-    """The program; if it was compiled for an equal module of another class, a profiler is told the name of this one."""
+    """The program's executor; if it was compiled for an equal module of another class, profilers see this name."""
     execute = program.executor
     if program.name == name:
         return execute

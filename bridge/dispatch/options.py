@@ -1,4 +1,4 @@
-"""A dispatcher's place on its module, and its options for the time that something is added."""
+"""Installs a dispatcher on its module, and sets its options while an entry is added."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _INSTALLING = free_in_children(threading.RLock())
 
 
 def dispatcher_of(module: nn.Module) -> Dispatcher | None:
-    """The dispatcher that lies on a module itself."""
+    """The dispatcher installed on the module itself, or ``None``."""
     found = module.__dict__.get(COMPILED_CALL)
     return found if isinstance(found, Dispatcher) else None
 
 
 @contextmanager
 def options_of(dispatcher: Dispatcher, options: DispatchOptions) -> Iterator[None]:
-    """Gives a dispatcher these options; what is raised inside takes them back."""
+    """Context that gives a dispatcher these options; an exception inside restores the previous ones."""
     before = dispatcher.options
     dispatcher.take(options)
     try:
@@ -37,9 +37,9 @@ def options_of(dispatcher: Dispatcher, options: DispatchOptions) -> Iterator[Non
 
 
 def install(module: nn.Module, dispatcher: Dispatcher) -> None:
-    """Puts a dispatcher on its module. One that another thread has put there meanwhile takes over what it has."""
+    """Installs a dispatcher on its module; one that another thread has installed meanwhile adopts the entries."""
     dispatcher.budget.clear()
-    with _INSTALLING:  # or one thread takes off, for the None that it has seen, what another one has put there since
+    with _INSTALLING:  # check and assignment are atomic: no thread overwrites another's dispatcher
         if module.__dict__.get(COMPILED_CALL) is None:
             module.__dict__[COMPILED_CALL] = dispatcher
         installed = module.__dict__[COMPILED_CALL]
@@ -50,7 +50,7 @@ def install(module: nn.Module, dispatcher: Dispatcher) -> None:
 
 
 def uninstall(module: nn.Module) -> None:
-    """Takes the dispatcher off a module."""
+    """Removes the dispatcher from a module."""
     if dispatcher_of(module) is not None:
         module.__dict__.pop(COMPILED_CALL, None)
-    unmark(module)  # where module.compile() has taken the dispatcher's place, too
+    unmark(module)  # also if module.compile() has replaced the dispatcher

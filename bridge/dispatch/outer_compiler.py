@@ -1,12 +1,12 @@
 """Graph break around a dispatched module inside a model that ``torch.compile`` compiles: it runs its own code.
 
-Dynamo does not ask ``_compiled_call_impl``: it goes straight to ``forward``, and the outer compiler would take the
-module over without a word. It does make the call as Python makes it where a module has hooks, and it tells so by the
-lengths of the hook dictionaries, those included that only say which hooks want keyword arguments. So a dispatched
-module has one entry in the latter that belongs to no hook. Eager PyTorch never looks it up.
+Dynamo ignores ``_compiled_call_impl`` and inlines ``forward``, so the outer compiler would silently take the module
+over. It makes an ordinary Python call for a module with hooks, which it recognizes by the lengths of the hook
+dictionaries, including the one that only records which hooks take keyword arguments. So a dispatched module has one
+entry there that belongs to no hook. Eager PyTorch never looks it up.
 
-The call then arrives at :func:`call_opaque`, which Dynamo may neither trace nor enter: a graph break on either side
-of the module, and under ``fullgraph=True`` an error that says why.
+The call then reaches :func:`call_opaque`, which Dynamo may neither trace nor enter: a graph break on either side of the
+module, and under ``fullgraph=True`` an error with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REASON = (
 
 
 class _Marked(OrderedDict):
-    """Hook dictionary of a dispatched module; copies and pickles are the ``OrderedDict`` that it was before."""
+    """Hook dictionary of a dispatched module; copies and pickles are plain ``OrderedDict``s without the mark."""
 
     def __init__(self, plain: OrderedDict):
         super().__init__(plain)
@@ -40,7 +40,7 @@ class _Marked(OrderedDict):
         self._plain = plain
 
     def unmarked(self) -> OrderedDict:
-        """The dictionary that this one was made of, with the hooks of now."""
+        """The original dictionary, with the current hooks."""
         self._plain.clear()
         self._plain.update((key, value) for key, value in self.items() if key != _KEY)
         return self._plain
@@ -50,7 +50,7 @@ class _Marked(OrderedDict):
 
 
 def mark(module: nn.Module) -> None:
-    """Makes Dynamo call ``module`` as Python does. Code that Dynamo compiled before knows nothing of it."""
+    """Makes Dynamo call ``module`` as Python does. Code that Dynamo compiled earlier is not affected."""
     hooks = module.__dict__[_HOOKS]
     if type(hooks) is not _Marked:
         module.__dict__[_HOOKS] = _Marked(hooks)
@@ -64,9 +64,9 @@ def unmark(module: nn.Module) -> None:
 
 
 def hide(function: FunctionType) -> FunctionType:
-    """Dynamo leaves the frames of ``function`` alone, and all that it calls: what ``torch.compiler.disable`` does.
+    """Makes Dynamo skip ``function`` and all that it calls, as ``torch.compiler.disable`` does.
 
-    That one wraps the function, which costs a microsecond at every call, and imports the whole of Dynamo.
+    ``disable`` wraps the function, which costs a microsecond at every call, and imports all of Dynamo.
     """
     return function if leave_frames_alone(function.__code__) else torch.compiler.disable(function)
 

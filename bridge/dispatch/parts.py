@@ -1,9 +1,8 @@
-"""Parts: a module that cannot be captured whole, and a sample → dispatchers on the largest modules inside that can be.
+"""Parts: a module that cannot be captured whole + a sample → dispatchers on the largest submodules that can be.
 
-From the outside in: a module that a refused one calls is tried with what it is called with; where it is refused too,
-what it calls is. A module that several call is dispatched once. Code between parts runs as Python runs it.
-
-Statistics of a model that is dispatched in parts: those of its parts, summed, and what stays eager.
+The search goes from the outside in: each module that a refused module calls is tried with its arguments in a run of the
+sample; if it is refused as well, its own callees are tried. A shared module is dispatched once. The code between parts
+runs eager. :class:`PartStats` sums the statistics of the parts.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class Eager:
     """A module whose own code stays eager.
 
     Attributes:
-        path: inside the model; empty for the model itself.
+        path: its path inside the model; empty for the model itself.
         module_name: its class.
-        problems: why.
+        problems: the reasons.
     """
 
     path: str
@@ -64,12 +63,12 @@ class Eager:
 
 @dataclass
 class DispatchedParts:
-    """What is dispatched inside one model, and what is not.
+    """The dispatched and the eager modules of one model.
 
     Attributes:
-        shares: by the path of a dispatched module, the share of an eager forward's time that is spent inside of it.
+        shares: path of a dispatched module → the share of an eager forward's time spent inside it.
         eager: modules whose own code stays eager, outermost first.
-        dispatchers: by path, those that were put there for this.
+        dispatchers: path → dispatcher, for dispatchers that :func:`add_parts` installed.
     """
 
     shares: dict[str, float] = field(default_factory=dict)
@@ -78,26 +77,26 @@ class DispatchedParts:
 
     @property
     def paths(self) -> set[str]:
-        """Of all modules that are dispatched, for this or by the user."""
+        """Paths of all dispatched modules, including the user's."""
         return {*self.shares, *self.dispatchers}
 
     @property
     def coverage(self) -> float:
-        """The share of an eager forward's time that is spent inside of dispatched modules."""
+        """The share of an eager forward's time spent inside dispatched modules."""
         return min(1.0, sum(self.shares.values()))
 
 
 _PARTS: weakref.WeakKeyDictionary[nn.Module, DispatchedParts] = weakref.WeakKeyDictionary()
-"""A registry: of each model that was dispatched in parts."""
+"""Registry: a model dispatched in parts → its parts."""
 
 
 def parts_of(module: nn.Module) -> DispatchedParts | None:
-    """The parts of a model that was dispatched so, or ``None``."""
+    """The parts of a model that was dispatched in parts, or ``None``."""
     return _PARTS.get(module)
 
 
 def remove_parts(module: nn.Module) -> None:
-    """Takes off the dispatchers that :func:`add_parts` has put on."""
+    """Removes the dispatchers that :func:`add_parts` installed."""
     parts = _PARTS.pop(module, None)
     for path, known in parts.dispatchers.items() if parts is not None else ():
         child = _inside(module, path)
@@ -114,11 +113,11 @@ def _inside(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def add_parts(call: SampleCall, refused: UnsupportedModule, options: DispatchOptions) -> None:
-    """Dispatches the largest modules inside of one that was refused.
+    """Dispatches the largest possible submodules of a module that was refused.
 
     Raises:
-        UnsupportedModule: ``refused``, where none can be dispatched.
-        CompilationError: a bug of this package; nothing is dispatched then.
+        UnsupportedModule: ``refused``, if no submodule can be dispatched.
+        CompilationError: a bug of this package; nothing is dispatched.
     """
     module = call.module
     with ExitStack() as undone:  # on any error, existing dispatchers are as they were
@@ -145,10 +144,10 @@ def add_parts(call: SampleCall, refused: UnsupportedModule, options: DispatchOpt
 
 
 class _Chosen:
-    """The search: from the outside in, which modules can be dispatched.
+    """Search for the modules that can be dispatched, from the outside in.
 
     Attributes:
-        found: by path, the dispatchers with their entries; those that lie on their modules already among them.
+        found: path → dispatcher with its entries, including dispatchers that are already installed.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class _Chosen:
             self._calls[call.parent][call.path].append(call)
 
     def descend(self, parent: str) -> None:
-        """Tries what a refused module calls."""
+        """Tries the modules that a refused module calls."""
         for path, calls in self._calls[parent].items():
             if path in self.found or path in self._refused:
                 continue
@@ -178,7 +177,7 @@ class _Chosen:
                 self.descend(path)
 
     def eager(self) -> list[Eager]:
-        """The modules that are refused, with what is not told of one inside."""
+        """The refused modules, each with the problems that no module inside it has."""
         found = []
         for path, problems in self._refused.items():
             inner = [
@@ -193,7 +192,7 @@ class _Chosen:
         return found
 
     def _problems(self, path: str, calls: list[InnerCall]) -> tuple[Unsupported, ...]:
-        """Why a module cannot be dispatched; nothing if it is."""
+        """Adds entries for a module's calls; returns the problems if there is no entry."""
         module, problems = self._root.get_submodule(path), ()
         own = dispatcher_of(module)
         dispatcher = own or Dispatcher(module, self._options)
@@ -248,7 +247,7 @@ def _known(root: nn.Module) -> Mapping[str, Any]:
 
 
 def _is_alone(entry: Entry, module: nn.Module) -> bool:
-    """Whether there is nothing to fuse: one operator, and no parameters."""
+    """Whether there is nothing to fuse: at most one operator, no parameters, no submodules."""
     captured = entry.lowered.captured
     calls = [node for node in captured.graph.nodes if node.op == "call_function"]
     operators = [node for node in calls if node.target is not operator.getitem]
@@ -256,7 +255,7 @@ def _is_alone(entry: Entry, module: nn.Module) -> bool:
 
 
 def _key(module: nn.Module, call: InnerCall) -> Any:
-    """What two calls have in common that are refused alike."""
+    """Key under which calls share a refusal: module tree, plain attributes, metadata of arguments, modes."""
     modules = tuple(
         (path, type(child), child.training, tuple((name, _plain(value)) for name, value in own_attributes(child)))
         for path, child in module.named_modules()
@@ -276,11 +275,11 @@ def _layout(leaf: Any) -> Any:
 
 
 class PartStats(DispatchStats):
-    """What became of the calls of the modules inside of one that are dispatched; sums are those of now.
+    """Statistics of a model dispatched in parts: live sums over the parts.
 
     Args:
         module: the model.
-        parts: what is dispatched in it.
+        parts: its parts.
     """
 
     def __init__(self, module: nn.Module, parts: DispatchedParts):
@@ -288,7 +287,7 @@ class PartStats(DispatchStats):
 
     @property
     def parts(self) -> dict[str, DispatchStats]:
-        """The statistics of each dispatched module, by its path; the model's own, if it is one, by ``""``."""
+        """Path → statistics of each dispatched module; ``""`` is the model itself, if it is dispatched."""
         found = {}
         for path, child in self._module.named_modules():
             dispatcher = dispatcher_of(child)
@@ -298,17 +297,17 @@ class PartStats(DispatchStats):
 
     @property
     def shares(self) -> dict[str, float]:
-        """By its path, the share of an eager forward's time, of the sample, that is spent inside of each part."""
+        """Path → the share of the sample's eager forward time spent inside each part."""
         return dict(self._parts.shares)
 
     @property
     def coverage(self) -> float:
-        """The share of an eager forward's time that is spent inside of parts: 0 to 1."""
+        """The share of the sample's eager forward time spent inside parts: 0 to 1."""
         return self._parts.coverage
 
     @property
     def eager(self) -> tuple[Eager, ...]:
-        """The modules whose own code stays eager, and why."""
+        """The modules whose own code stays eager, with reasons."""
         return self._parts.eager
 
     @property
@@ -326,7 +325,7 @@ class PartStats(DispatchStats):
 
     @property
     def eager_backwards(self) -> Counter[str]:
-        """As of :class:`DispatchStats`, of all parts."""
+        """Backwards that eager's operators computed, by reason, in all parts."""
         return sum((each.eager_backwards for each in self.parts.values()), Counter())
 
     @property
@@ -336,7 +335,7 @@ class PartStats(DispatchStats):
 
     @property
     def graphs(self) -> RecordedGraphs:
-        """Of the first part; each has its own (:attr:`parts`)."""
+        """Statistics of the first part's CUDA graphs; each part has its own (:attr:`parts`)."""
         return next((each.graphs for each in self.parts.values()), RecordedGraphs(False))
 
     def __repr__(self) -> str:

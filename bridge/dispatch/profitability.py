@@ -1,12 +1,12 @@
-"""Profitability of a small entry: a dispatched and an eager step, timed when the entry is added → words if eager wins.
+"""Profitability of a small entry: an entry and its call → seconds of a dispatched and an eager step; a warning.
 
-Step of an entry: a module's call → one forward and, where there is one, backward, on memory that nobody notices.
-The entry is given the module's tensors as leaves of their own that share its memory; buffers that a call writes are
-copies. So no gradient, hook, buffer or counter of the user's is touched; :func:`unnoticed` puts generators back.
+A call costs tens of microseconds before any kernel runs: the guard, an ``autograd.Function``, a launch per step. Fused
+kernels regain that, unless eager itself takes no longer. The user decides whether to dispatch: the timing changes no
+call.
 
-A call costs tens of microseconds before anything is computed: the guard, an ``autograd.Function``, a launch per step.
-Fused kernels earn that back, but not where eager itself takes no longer. The decision to dispatch stays the user's:
-nothing here changes what a call does.
+:class:`TimedStep` runs forward and backward without side effects: the entry gets detached leaves that share the
+module's memory, and copies of buffers that a call writes. So no gradient, hook, buffer or counter of the user changes;
+:func:`unnoticed` restores the generators.
 """
 
 from __future__ import annotations
@@ -34,22 +34,17 @@ __all__ = ["TOO_SMALL", "Profitability", "TimedStep", "measure_profitability", "
 _OURS, _EAGER = "dispatched", "eager"
 TOO_SMALL = "Dispatch a larger module around it, or leave it to eager"
 
-#: Numbers that a call reads and makes, above which the cost of a call does not matter.
+#: Number of elements that a call reads and makes, above which the overhead of a call does not matter.
 _SMALL = 1 << 18
 _STEPS = 64
 _PACE = Pace(fewest=6, most=6, warm_up=2)
-#: The part of our time that eager has to stay below to be worth a word.
+#: Eager wins clearly if it takes less than this share of the dispatched time.
 _CLEARLY = 1 / 1.2
 
 
 @dataclass(frozen=True)
 class Profitability:
-    """Seconds of a step (forward, and backward if there is one), the quickest of a few.
-
-    Attributes:
-        ours: dispatched.
-        eager: by PyTorch.
-    """
+    """Seconds of a step (forward, and backward if there is one), the quickest of a few: dispatched and eager."""
 
     ours: float
     eager: float
@@ -64,10 +59,7 @@ class Profitability:
 
 
 class TimedStep:
-    """One step; calling it runs it and returns when it is over.
-
-    Args:
-        entry: of the call; an attribute, too.
+    """One step without side effects; calling it runs it and waits for the device.
 
     Raises:
         GuardFailure: the entry does not serve the call.
@@ -93,14 +85,14 @@ class TimedStep:
             torch.cuda.synchronize(self._device)
 
     def results(self) -> list[torch.Tensor]:
-        """What the step computes: results, then the gradients that there are, of fixed random numbers."""
+        """Results of the step, then the existing gradients, for fixed random grad_outs."""
         with nullcontext() if self._wanted else torch.no_grad():
             made = self.entry(list(self._inputs), self._module)
         return _with_gradients(made, self._wanted, self._seeds)
 
 
 def _with_gradients(result: Any, wanted: Sequence[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a result, and the gradients of what is wanted that there are; grad_outs are made once."""
+    """The tensors of a result, then the existing gradients of ``wanted``; ``seeds`` caches the grad_outs."""
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     outputs = [leaf for leaf in leaves if leaf.requires_grad]
     outputs = [leaf for leaf in outputs if leaf.ndim == 0] or outputs  # as a training loop goes backward
@@ -112,7 +104,7 @@ def _with_gradients(result: Any, wanted: Sequence[torch.Tensor], seeds: list[tor
 
 
 def _seed(output: torch.Tensor) -> torch.Tensor:
-    """A grad_out: of ones, a normalization's gradients would be nothing but rounding."""
+    """A random grad_out: with ones, a normalization's gradients would be pure rounding error."""
     generator = torch.Generator(HOST).manual_seed(0)
     numbers = torch.randn(output.shape, generator=generator, device=HOST)
     return numbers.to(output.device, output.dtype)
@@ -120,7 +112,7 @@ def _seed(output: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def unnoticed(entry: Entry, module: nn.Module) -> Iterator[None]:
-    """Generators and the module's Python state are put back behind what runs inside."""
+    """Context that restores generators and the module's Python state at its end."""
     drawn = {default_generator(draw.device) for draw in entry.lowered.captured.draws}
     before = Snapshot(module)
     try:
@@ -131,10 +123,10 @@ def unnoticed(entry: Entry, module: nn.Module) -> Iterator[None]:
 
 
 def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | None:
-    """Times the call both ways; ``None`` where its work is not small, where it raises, or where it could be noticed.
+    """Times the call dispatched and eager; ``None`` if its work is not small, it raises, or it has side effects.
 
-    Generators and the module's Python state are put back. Nothing is added to any ``grad``. Calls that write buffers or
-    set places, and tensors with hooks, are left alone; so is a checkpoint around it, which counts what is saved.
+    Generators and the module's Python state are restored, no ``grad`` changes. Not timed: calls that write buffers or
+    set attributes, tensors with hooks, and calls inside a checkpoint, which counts saved tensors.
     """
     captured, module = entry.lowered.captured, call.module
     if captured.extents is not None:  # the sample's size is one of many
@@ -144,10 +136,10 @@ def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | Non
     if not _is_small(entry) or captured.mutated or captured.kept or has_global_hooks() or has_saved_tensors_hooks():
         return None
     if any(vars(child).get(COMPILED_CALL) is not None for child in module.modules() if child is not module):
-        return None  # eager would run, and count, what is compiled already
+        return None  # eager would run dispatched submodules and count their hits
     if entry.guard.reads.says:
         return None
-    if captured.draws and not is_alone():  # numbers that another thread draws meanwhile would come again
+    if captured.draws and not is_alone():  # another thread's draws would be repeated
         return None
     try:
         inputs = entry.guard.match(call)
@@ -159,10 +151,10 @@ def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | Non
     try:
         with unnoticed(entry, module):
             seeds: list[torch.Tensor] = []
-            steps = {_OURS: lambda: entry(list(inputs), module), _EAGER: call.forward}  # its own: others look otherwise
+            steps = {_OURS: lambda: entry(list(inputs), module), _EAGER: call.forward}
             runs = {name: lambda step=step: _with_gradients(step(), wanted, seeds) for name, step in steps.items()}
             seconds = shortest(_PACE.rounds(runs))
-    except Exception as error:  # noqa: BLE001 - eager's own, of numbers or of what has no derivative: for the call to raise
+    except Exception as error:  # noqa: BLE001 - eager's own error, which the call itself will raise
         swallowed(error)
         return None
     finally:

@@ -1,9 +1,8 @@
-"""The compiled programs of a call: the forward, and a backward for each pattern of grad_outs.
+"""The compiled programs of a call: the forward, and a backward for each set of outputs that got a grad_out.
 
-Frozen programs: a lowered call, frozen, and the module's tensors → the program of a call, with its constants bound.
-Two programs: one computes the constants from the module's tensors, when the entry is made and when a tensor has
-changed; the other one is a call, given the arguments. Neither holds a number of the module's, so equal modules share
-both.
+:class:`FrozenPrograms` has two programs: one computes the constants from the module's tensors, when the entry is made
+and after a tensor has changed; the other maps a call's arguments to results. Neither contains values of the module, so
+equal modules share both.
 """
 
 from __future__ import annotations
@@ -48,30 +47,30 @@ Holds = Callable[[Sizes], SizeGuard | None]
 Nodes = tuple[tuple[int, ...], ...]
 
 _LATER = free_in_children(threading.RLock())
-"""Held while a scope answers for sizes other than the sample's."""
+"""Held while a scope assumes sizes other than the sample's."""
 
 _MOST_LATER = 8
-"""Backwards of one pattern of grad_outs, by what they conclude about the sizes; the newest stay."""
+"""Most backwards for one set of outputs, which differ in their guards on sizes; the newest are kept."""
 
 
 class Programs:
-    """Forward and backwards of one call, compiled: for all sizes, or (:meth:`at`) for certain ones.
+    """Forward and backwards of one call, compiled: for all sizes, or (:meth:`at`) for given ones.
 
     Attributes:
-        forward: the forward, compiled.
-        num_outputs: results that the module returns; new buffer values and captures come after them.
-        differentiable: indices of the outputs that take a grad_out; ``not_differentiable``: the others.
-        device: that they run on; ``device_type``: as autocast names it.
-        masks: those that they compute; ``None``: there are none.
+        forward: the compiled forward.
+        num_outputs: number of results that the module returns; new buffer values and saved tensors follow them.
+        differentiable: indices of the outputs that take a grad_out; ``not_differentiable``: of the other outputs.
+        device: the programs' device; ``device_type``: its type, for autocast.
+        masks: recomputed dropout masks, or ``None``.
         is_frozen: whether the module's tensors are constants of the forward.
-        nodes: of each autograd node of a backward, in the order in which they run, the places among the inputs that
-            get a gradient of those whose it returns; most modules have one.
-        eager_backwards: how often eager's operators computed the gradients, by the reason.
-        sizes: by the names of the symbols; ``None``: all, or there are none.
+        nodes: per autograd node of a backward, in the order of execution, the places of its gradients among the inputs
+            that get one; most modules have one node.
+        eager_backwards: number of backwards by eager's operators, by reason.
+        sizes: symbol name → size; ``None``: all sizes, or static shapes.
 
     Args:
-        make: makes the backward for grad_outs of some outputs, and for sizes, if there are any.
-        expected: grad_outs that a training loop goes backward from.
+        make: compiles the backward for grad_outs of some outputs, and for sizes, if any.
+        expected: the outputs from which a training loop runs backward.
         eager: the backward by eager's operators.
     """
 
@@ -98,7 +97,7 @@ class Programs:
         self._backwards: dict[tuple[int, ...], BackwardRun] = {}
 
     def at(self, sizes: Sizes) -> Programs:
-        """The same for one combination of sizes, where extents are symbolic."""
+        """A copy for one combination of sizes of the symbolic extents."""
         found = copy(self)
         found.__dict__.pop("eager_backward", None)
         found.forward, found.sizes, found._backwards = self.forward.at(sizes), sizes, {}
@@ -106,16 +105,16 @@ class Programs:
 
     @cached_property
     def eager_backward(self) -> EagerBackward | None:
-        """The backward by eager's operators, which can be differentiated; ``None``: nothing requires grad."""
+        """The differentiable backward by eager's operators; ``None``: nothing requires grad."""
         return self._eager if self.sizes is None or self._eager is None else self._eager.at(self.sizes)
 
     @property
     def backward(self) -> BackwardRun | None:
-        """The backward for grad_outs of the outputs that a training loop goes backward from, or ``None``."""
+        """The backward for grad_outs of the outputs from which a training loop runs backward, or ``None``."""
         return self.backward_for(self._expected) if self.differentiable else None
 
     def backward_for(self, outputs: tuple[int, ...]) -> BackwardRun:
-        """The backward for a call in which these outputs got a grad_out; compiled when first asked for."""
+        """The backward for grad_outs of these outputs; compiled at first use."""
         found = self._backwards.get(outputs)
         if found is None:
             found = self._backwards[outputs] = self._make(outputs, self.sizes)
@@ -123,7 +122,7 @@ class Programs:
 
     @property
     def backwards(self) -> dict[tuple[int, ...], BackwardRun]:
-        """Those that were asked for, by the outputs that got a grad_out."""
+        """Outputs with a grad_out → backward, for the backwards used so far."""
         return dict(self._backwards)
 
 
@@ -136,11 +135,11 @@ def compile_programs(
     """Compiles forward and backward of a lowered call.
 
     Args:
-        graphs: whether they are recorded as graphs, and what becomes of that; ``None``: they are not.
+        graphs: control and statistics of CUDA graphs; ``None``: no graphs.
         addresses: see :class:`bridge.dispatch.recompute.RecomputedMasks`.
 
     Raises:
-        UnsupportedModule: there is no kernel for an operator.
+        UnsupportedModule: an operator has no kernel.
         CompilationError: compiling failed, a bug of this package.
     """
     name, num_outputs = lowered.captured.module_name, lowered.imported.num_outputs
@@ -157,7 +156,7 @@ def compile_programs(
     if not lowered.differentiable:
         made = Programs(forward, num_outputs, masks=masks)
     else:
-        make = _Backwards(lowered, options, masks, shared)  # before the forward ends, which is built in the background
+        make = _Backwards(lowered, options, masks, shared)  # while the forward compiles in the background
         _ = forward.program
         make.finish()
         eager = EagerBackward(lowered, masks)
@@ -170,10 +169,10 @@ def compile_programs(
 
 
 class _Backwards:
-    """Makes the backwards of one lowered call, by the outputs that got a grad_out, and sizes.
+    """Compiles the backwards of one lowered call, by the outputs that got a grad_out, and sizes.
 
-    What is compiled after the forward is compiled for the sizes of the call that asks for it. What that concludes about
-    them is no condition of calls that the forward serves already; where it does not hold, another is made.
+    A backward other than the expected one is compiled later, for the sizes of the call that needs it. Its guards on
+    sizes cannot become guards of the entry: if they fail for another call, another backward is compiled.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class _Backwards:
         self._made: dict[tuple[int, ...], list[tuple[Holds, BackwardRun]]] = {}
 
     def finish(self) -> None:
-        """Ends the compilation of the expected one, which decides on :attr:`nodes`."""
+        """Finishes the expected backward, which determines :attr:`nodes`."""
         lowered, program = self._lowered, self._expected.program
         self.nodes: Nodes = (tuple(range(len(lowered.wanted))),)
         if most_nodes(program) > 1:
@@ -214,7 +213,7 @@ class _Backwards:
         return Executable(source, name, "backward", options, self._masks, graphed)
 
     def _run(self, outputs: tuple[int, ...], executable: Executable) -> BackwardRun:
-        """Ends a compilation, but for machine code; cuts the program into a segment for each autograd node."""
+        """Finishes a compilation, except machine code; cuts the program into a segment per autograd node."""
         lowered, program = self._lowered, executable.program
         count, names, wanted = len(program.layout.params), input_names(lowered), lowered.wanted
         copied = program.shared_results(handed_on=range(count - len(outputs), count))
@@ -242,18 +241,17 @@ class _Backwards:
 
 
 def _always(sizes: Sizes | None) -> None:
-    """Nothing is broken, whatever the sizes."""
+    """The guard of static shapes: no sizes break it."""
 
 
 class BackwardRun:
-    """The backward of one pattern of grad_outs; called with saved tensors and grad_outs.
+    """The backward for one set of outputs: saved tensors + grad_outs → gradients.
 
     Attributes:
-        executable: its program; ``step``: what a call of it does.
+        executable: the compiled program; ``step``: its description as a call step.
 
     Args:
-        taken: of each autograd node, the places among the results of the gradients that it hands out; of one alone,
-            nothing.
+        taken: per autograd node, the places of its gradients among the results; empty for a single node.
     """
 
     def __init__(self, executable: Executable, step: Backward, taken: Sequence[Sequence[int | None]] = ()):
@@ -261,15 +259,15 @@ class BackwardRun:
 
     @property
     def program(self) -> Program:
-        """Its program, whole."""
+        """The whole program."""
         return self.executable.program
 
     def at(self, sizes: Sizes) -> BackwardRun:
-        """The same for one combination of sizes, where extents are symbolic."""
+        """A copy for one combination of sizes of the symbolic extents."""
         return BackwardRun(self.executable.at(sizes), self.step, self._taken)
 
     def wait(self) -> None:
-        """Waits for the machine code; raises what went wrong with it."""
+        """Waits for the machine code; raises its compilation errors."""
         _ = self.executable.segments if self._taken else self.executable.run
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -277,27 +275,27 @@ class BackwardRun:
         gradients = self.executable.run(inputs, consume=True)
         for place in self.step.copied:
             gradients[place] = gradients[place].clone()
-        for place in self.step.absent:  # in ascending order, so that the later places are still to come
+        for place in self.step.absent:  # ascending: a place counts the gradients inserted before it
             gradients.insert(place, None)
         return gradients
 
     def begin(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The first segment: the gradients of the first node, and a token with the pass that has begun. Empties
-        ``inputs``."""
+        """Runs the first segment → the first node's gradients, then a token with the run. Empties ``inputs``."""
         run = SegmentedRun(self.executable.segments, self._taken, self.step.copied, inputs)
         return [*run(0), make_token(self.program.backend.device, run)]
 
 
 class FrozenPrograms(Programs):
-    """The programs of a call without gradients whose module's tensors are frozen; there is no backward.
+    """The programs of a call without gradients, with the module's tensors frozen; there is no backward.
 
     Attributes:
-        constants: tensors → constants; ``weights``: places of constants that are computed factors of products.
-        frozen: the lowering's stages; ``None`` where it was compiled before.
+        constants: the program that computes the constants from the module's tensors.
+        weights: places of constants that are folded factors of products.
+        frozen: the lowering's stages; ``None`` for a loaded program.
 
     Args:
-        call: the forward, its constants among the parameters.
-        tensors: the module's, as the guard gives them.
+        call: the forward, with the constants as its last parameters.
+        tensors: the module's tensors, from the guard.
 
     Raises:
         UnsupportedModule: a folded weight is not finite.
@@ -314,18 +312,18 @@ class FrozenPrograms(Programs):
         tensors: Sequence[torch.Tensor],
         frozen: FrozenCall | None = None,
     ):
-        _ = constants.program  # both are made, which may measure, before one is built
+        _ = constants.program  # both programs, whose compilation may time candidates, before either's machine code
         super().__init__(call, num_outputs)
         self.constants, self.weights, self.frozen = constants, tuple(weights), frozen
         self._freeze(tensors)
 
     def renewed(self, tensors: Sequence[torch.Tensor]) -> FrozenPrograms:
-        """The same programs with the constants of these tensors. Raises as the class does."""
+        """The same programs with constants from these tensors. Raises as the class does."""
         found = copy(self)
         found._freeze(tensors)
         return found
 
-    @torch.inference_mode(False)  # what is made serves calls of any mode
+    @torch.inference_mode(False)  # the constants serve calls in any mode
     def _freeze(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             made = self.constants.run(list(map(as_parts, tensors)))
@@ -344,11 +342,11 @@ def freeze_programs(
     """Compiles a lowered call with the module's tensors as constants.
 
     Args:
-        tensors: the module's, as the guard gives them.
-        graphs: whether calls are recorded as graphs; ``None``: they are not.
+        tensors: the module's tensors, from the guard.
+        graphs: control and statistics of CUDA graphs; ``None``: no graphs.
 
     Raises:
-        UnsupportedModule: it cannot be frozen, or there is no kernel for an operator.
+        UnsupportedModule: the call cannot be frozen, or an operator has no kernel.
         CompilationError: compiling failed, a bug of this package.
     """
     name, outputs = lowered.captured.module_name, lowered.imported.num_outputs

@@ -1,10 +1,10 @@
-"""Recomputed numbers at a call: its inputs → counted dimensions, where forward would read what was compiled for; else a
-failure.
+"""Pre-call guard expressions: a call's inputs → data-dependent sizes; a failure if a number that forward reads differs.
 
-The operations are torch's, outside of autocast, whose casts are among them, and of autograd. They are run in the order
-in which forward reads, up to the first number that is another: what eager reads after it, eager may never come to.
+The expressions are torch operators, run without autograd and autocast (its casts are in the graph), in the order in
+which forward reads the numbers. The first number that differs ends the evaluation: eager may take another branch there
+and never read the rest.
 
-Computed masks: a lowered call and its backend → the dropout masks that its kernels compute, and where they enter.
+:class:`RecomputedMasks`: a lowered call and its backend → the dropout masks that the kernels recompute.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Read = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 def numbers_read(read: Sequence[PreCallExpression], device: torch.device) -> Read:
-    """A function of a call's inputs: these, and what has the counted dimensions.
+    """Expressions → a function: a call's inputs → the inputs, and a tensor for each data-dependent size.
 
-    It raises :class:`GuardFailure` where one of the other numbers is another than the one that was compiled for.
+    The function raises :class:`GuardFailure` for a number, not a size, that differs from the compiled one.
     """
     functions = [(each, _function(each)) for each in read]
     is_host, counts = device.type == HOST.type, any(each.sizes for each in read)
@@ -63,7 +63,7 @@ def numbers_read(read: Sequence[PreCallExpression], device: torch.device) -> Rea
 
 
 def _fits(each: PreCallExpression, now: tuple[int, ...]) -> bool:
-    """Whether numbers are those that were compiled for, or sizes that may vary."""
+    """Whether all numbers equal the compiled ones, except dynamic sizes."""
     if len(now) != len(each.sizes):
         return False
     pairs = zip(now, each.numbers, each.sizes, strict=True)
@@ -71,7 +71,7 @@ def _fits(each: PreCallExpression, now: tuple[int, ...]) -> bool:
 
 
 def _computed(each: PreCallExpression, compute: Compute, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The numbers of now. Where an operator raises, so does eager."""
+    """The current numbers. If an operator raises, eager raises as well."""
     try:
         return tuple(compute([inputs[index] for index in each.inputs]).reshape(-1).tolist())
     except Exception as error:
@@ -112,21 +112,21 @@ def _operator(operation: OperatorCall) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Observed:
-    """What eager draws and what it returns: with extents, or for certain sizes (:func:`bridge.compile.evaluator`)."""
+    """Eager's draws and results: with symbolic extents, or for given sizes (:func:`bridge.compile.evaluator`)."""
 
     draws: tuple[Draw, ...]
     outputs: tuple[Output, ...]
 
 
 class RecomputedMasks:
-    """The masks of one lowered call that its programs compute; the generator's state is their input, and is saved.
+    """The dropout masks of one lowered call that its programs recompute from the generator's state, which is saved.
 
     Args:
-        addresses: where the inputs that dropouts read lay in the sample, by place; of another one the mask is stored.
+        addresses: place → address of the sample's inputs of fused dropouts; without an address, the mask is saved.
 
     Attributes:
-        draws: indices of the observed draws that they are.
-        forward: how eager draws each, by place among the forward's parameters.
+        draws: indices of their draws among the observed draws.
+        forward: place among the forward's parameters → how eager draws the mask.
     """
 
     def __init__(self, lowered: LoweredCall, backend: Backend, addresses: Mapping[int, int] | None = None):
@@ -147,22 +147,22 @@ class RecomputedMasks:
 
     @property
     def backward(self) -> dict[int, DrawnMask]:
-        """How eager draws each, by place among a backward's parameters."""
+        """Place among a backward's parameters → how eager draws the mask."""
         return {place: self.forward[primal] for place, primal in enumerate(self._saved) if primal in self.forward}
 
 
 def _lies_well(draw: Draw, addresses: Mapping[int, int]) -> bool:
-    """Whether a fused dropout's input, if it reads one's memory, lies as :func:`computed_mask` takes it to lie."""
+    """Whether a fused dropout's input, if it has one, has the alignment that :func:`computed_mask` assumes."""
     of = None if draw.operand is None else draw.operand.of
     return of is None or (of in addresses and addresses[of] % alignment_of(draw) == 0)
 
 
 def alignments(draws: Sequence[Draw], computed: Collection[int]) -> dict[int, int]:
-    """Bytes at multiples of which inputs have to begin for computed masks to be eager's, by place.
+    """Place of an input → the alignment in bytes at which recomputed masks equal eager's.
 
     Args:
-        draws: what a call draws.
-        computed: indices of the masks that its programs compute.
+        draws: a call's draws.
+        computed: indices of the recomputed masks.
     """
     found: dict[int, int] = {}
     for draw in (draws[index] for index in computed):

@@ -1,13 +1,11 @@
-"""Results of a call: computed tensors and inputs → what eager returns, in its structure, aliases and strides.
+"""Results of a call: computed tensors and inputs → eager's result, with its structure, aliases and strides.
 
-Places of complex tensors among a call's inputs and results: programs know their parts alone.
+:func:`forward_orders`, :func:`backward_orders`: channels_last tensors of a call → layouts for its programs. A program
+reads a channels_last parameter in its memory layout, and any other layout through a contiguous copy. A gradient gets
+its input's layout, as in eager: autograd would copy it otherwise.
 
-Orders in memory: tensors of a call that lie as channels_last → what a forward and a backward are compiled for.
-
-A program reads such a parameter where it lies; of any other layout than the sample's, it reads a dense copy. A gradient
-is made to lie as what it is of, as eager's does: autograd copies what lies otherwise.
-
-Inputs on the host beside a GPU's: integers (lengths, say) → copies on the device, which a program takes.
+:func:`complex_places`: programs take complex tensors as real pairs. :func:`host_inputs`: integers on the host (lengths,
+say), which a GPU program takes as copies on the device.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ __all__ += ["relaid", "result_layouts"]
 def assembly(
     outputs: Sequence[Output], positions: Sequence[int | None], spec: pytree.TreeSpec
 ) -> Callable[[Any], None]:
-    """What makes the module's result of a call's computed tensors and inputs, and sets it.
+    """A function that assembles the module's result from a call's computed tensors and inputs, and sets it on the call.
 
     Args:
-        outputs: the leaves of the result as they were observed.
-        positions: for each leaf its place among the computed tensors; ``None`` for a constant or an alias.
-        spec: the result's structure.
+        outputs: metadata of the result's leaves.
+        positions: place of each leaf among the computed tensors; ``None`` for a constant or an alias.
+        spec: the result's pytree structure.
     """
     plain = list(positions) == list(range(len(outputs)))
     if plain and spec.is_leaf():
@@ -46,7 +44,7 @@ def assembly(
         return partial(_several, spec.type, len(outputs))
 
     def depth(leaf: int) -> int:
-        """How many results a result is a view of, one through the other: those come first."""
+        """Length of a result's chain of views on other results: shorter chains are assembled first."""
         alias = outputs[leaf].alias_of
         return 1 + depth(alias[1]) if alias and alias[0] == "output" else 0
 
@@ -74,7 +72,7 @@ def _several(kind: type, count: int, call: Any) -> None:
 
 
 def _leaf(observed: Output, position: int | None, computed: Any, inputs: list[torch.Tensor], leaves: list[Any]) -> Any:
-    """One leaf of the result: a constant, a computed tensor, or what eager returns: a view of something else."""
+    """One leaf of the result: a constant, a computed tensor, or a view of an input or another leaf."""
     if not observed.is_tensor:
         return observed.value
     if position is not None:
@@ -90,8 +88,9 @@ def _leaf(observed: Output, position: int | None, computed: Any, inputs: list[to
 
 
 def memory_orders(captured: Captured, positions: Sequence[int | None]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Places of the forward's results that it has in another order in memory, eager's, each with its axes in that
-    order, where sizes are known.
+    """The forward's results that the program writes in eager's non-row-major order: place and axes, outermost first.
+
+    Empty with dynamic shapes.
 
     Args:
         positions: as for :func:`assembly`.
@@ -115,14 +114,12 @@ def result_layouts(
     shared: Iterable[int],
     strides: Mapping[int, tuple[int, ...]],
 ) -> list[tuple[int, tuple[int, ...] | None]]:
-    """The results of the forward that do not look like eager's yet, each with eager's strides.
-
-    ``None``: with the strides that it has, but in memory that others can see.
+    """The forward's results to copy, each with eager's strides; ``None``: its own strides, out of shared memory.
 
     Args:
         outputs, positions: as for :func:`assembly`.
-        shared: places of the program's results in memory that others can see.
-        strides: of those of the program's results that are views.
+        shared: places of the program's results in shared memory.
+        strides: place → strides of the program's results that are views.
     """
     others = {
         position: stride
@@ -133,16 +130,16 @@ def result_layouts(
 
 
 def relaid(value: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
-    """A copy of a result in memory of its own, with these strides."""
+    """A copy of a result in new memory, with these strides."""
     if stride is None:
         return torch.clone(value)
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _other_order(observed: Output) -> tuple[int, ...] | None:
-    """The strides of a dense tensor whose order in memory is that of eager's result; ``None`` if it is row-major.
+    """Strides of a dense tensor with eager's memory order; ``None`` if that order is row-major.
 
-    The gaps of a slice of something larger are not returned. The order is: draws for a tensor like it follow it.
+    Gaps of a slice are not reproduced. The order is, since later ``*_like`` draws follow it.
     """
     plain = torch.empty(observed.shape, device="meta").stride()
     if plain == tuple(observed.stride):
@@ -158,7 +155,7 @@ def _other_order(observed: Output) -> tuple[int, ...] | None:
 def complex_places(
     captured: Captured, outputs: Sequence[Output], positions: Sequence[int | None]
 ) -> tuple[list[int], list[int]]:
-    """Where a call has complex tensors: among module tensors and arguments, and among the results that are computed.
+    """Places of a call's complex tensors: among module tensors and arguments, and among the computed results.
 
     Args:
         outputs, positions: as for :func:`assembly`.
@@ -173,24 +170,26 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def forward_orders(lowered: LoweredCall) -> dict[str, Any]:
-    """Fields of :class:`bridge.compile.CompileOptions`."""
+    """The layouts of a forward, as fields of :class:`bridge.compile.CompileOptions`."""
     captured = lowered.captured
     given = _orders(captured, range(len(captured.module_tensors) + len(captured.arguments)))
     return {"orders": memory_orders(captured, lowered.imported.output_of), "given_orders": given}
 
 
 def backward_orders(lowered: LoweredCall, outputs: tuple[int, ...]) -> dict[str, Any]:
-    """Likewise, of the backward for grad_outs of these outputs."""
+    """The layouts of the backward for grad_outs of these outputs, as fields of the same class."""
     captured, gradients = lowered.captured, lowered.gradients_for(outputs)
     made = _orders(captured, [index for index in lowered.wanted if index in gradients])
     return {"orders": made, "given_orders": _orders(captured, lowered.plan.saved_primals)}
 
 
 def _orders(captured: Captured, primals: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Of a program's first parameters, or of a backward's results, which are gradients of these, where sizes are known.
+    """The channels_last tensors among a program's parameters, or a backward's results: place and axes, outermost first.
+
+    Empty with dynamic shapes.
 
     Args:
-        primals: which of the call's they are: the module's tensors, the arguments, then others.
+        primals: index of each one's primal: the module's tensors, the arguments, then draws.
     """
     if captured.extents is not None:
         return ()
@@ -207,7 +206,7 @@ def _orders(captured: Captured, primals: Sequence[int]) -> tuple[tuple[int, tupl
 
 
 def host_inputs(captured: Captured) -> list[int]:
-    """The places among a call's inputs whose tensors may lie on the host, beside a GPU's."""
+    """Places of a GPU call's inputs that may be on the host."""
     first = len(captured.module_tensors)
     places = [first + index for index, each in enumerate(captured.arguments) if may_be_on_host(each)]
     return places if captured.device != HOST else []

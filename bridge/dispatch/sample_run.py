@@ -1,7 +1,7 @@
-"""Sample run: a module and a sample → the calls of the modules inside it, and how long an eager forward spends in them.
+"""Sample run: a module and a sample → the calls of its submodules, and their shares of an eager forward's time.
 
-It runs on a twin of the module and copies of the sample, with generators and Python state put back. The modules inside
-are watched where the dispatcher lies, so that hooks, names and code are as they were.
+It runs on a twin of the module and copies of the sample; generators and Python state are restored. Submodules are
+watched through the dispatcher's attribute, so that hooks, names and code are unchanged.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = ["InnerCall", "inner_calls", "shares_of"]
 _WHOLE = ""
 """The path of the module itself."""
 _SAME_RUNS, _MOST_RUNS = 3, 32
-"""Runs one after the other that call nothing new, after which no further draws are tried, unless one of a list's
-modules has never been called; runs in all."""
+"""Consecutive runs without a new call that end the search, once each partly called ``ModuleList`` was called in full;
+most runs."""
 _PACE = Pace(fewest=1, most=5, seconds=2.0)
 
 
@@ -45,9 +45,9 @@ class InnerCall:
     """The first call of a module inside another one, in one grad mode.
 
     Attributes:
-        path: of the module; ``parent``: of the module whose forward calls it.
-        args, kwargs: copies of the tensors that it was called with.
-        grad, autocast, cached: the modes of the call: grad mode, what autocast casts to, whether it caches casts.
+        path: the module's path; ``parent``: the path of the module whose forward calls it.
+        args, kwargs: its arguments, with copied tensors.
+        grad, autocast, cached: the modes of the call: grad mode, autocast's dtype, whether autocast caches casts.
     """
 
     path: str
@@ -60,18 +60,19 @@ class InnerCall:
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """A context in the modes of the call."""
+        """Context with the modes of the call."""
         with torch.set_grad_enabled(self.grad), autocast_to(self.autocast, cache_enabled=self.cached):
             yield
 
 
 def inner_calls(call: SampleCall, redraws: bool = False) -> list[InnerCall]:
-    """The calls of the modules inside, in order; of each, the first from each parent in each grad mode, and for each
-    choice of arguments that require grad.
+    """The calls of the submodules, in order: the first per module, parent, grad mode and set of arguments that require
+    grad.
 
-    With ``redraws``, of several runs, each with draws of its own: one run may leave out what another one calls.
+    ``redraws``: collect calls over several runs with different random draws, since the draws select the code to run.
 
-    Where some are without gradients in a call with them, a backward follows: a reentrant checkpoint calls them there.
+    If a call with gradients calls a module without, a backward runs as well: a reentrant checkpoint calls the module
+    there, with gradients.
     """
     found: list[InnerCall] = []
     known: set[tuple] = set()
@@ -99,7 +100,7 @@ def inner_calls(call: SampleCall, redraws: bool = False) -> list[InnerCall]:
             leaves = pytree.tree_leaves(copied.forward())  # hooks of the module are not the sample's
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if outputs and torch.is_grad_enabled() and not all(each.grad for each in found):
-                with suppress(Exception):  # whatever hooks and a user's functions raise: what was called is known
+                with suppress(Exception):  # errors of the user's hooks and functions do not affect the calls found
                     torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
             same = 0 if len(found) > before else same + 1
             called.update(map(copied.module.get_submodule, (each.path for each in found[before:])))
@@ -109,9 +110,9 @@ def inner_calls(call: SampleCall, redraws: bool = False) -> list[InnerCall]:
 
 
 def shares_of(call: SampleCall, paths: Sequence[str]) -> dict[str, float]:
-    """The share of an eager forward's time that is spent inside of each of some modules; medians of a few runs.
+    """Path → share of an eager forward's time spent inside the module: the median of a few runs.
 
-    Time inside of one that another one of them calls is the outer one's.
+    The time of a nested module counts for the outer one.
     """
     inside: list[str] = []
     is_gpus = current_device().type == "cuda" or any(each.is_cuda for each in call.module.parameters())
@@ -134,7 +135,7 @@ def shares_of(call: SampleCall, paths: Sequence[str]) -> dict[str, float]:
         return spans.seconds
 
     runs: list[dict[str, float]] = []
-    # as IsolatedRNG, which slows each operator down, where no other thread can draw meanwhile
+    # IsolatedRNG slows each operator down: only needed if other threads can draw meanwhile
     put_back = states_put_back([default_generator(HOST), *of_gpus()]) if is_alone() else IsolatedRNG()
     with _on_copies(call, enter) as copied, put_back:
         with IsolatedRNG() as drawn:
@@ -149,8 +150,7 @@ def shares_of(call: SampleCall, paths: Sequence[str]) -> dict[str, float]:
 
 @contextmanager
 def _on_copies(call: SampleCall, enter: Enter) -> Iterator[SampleCall]:
-    """A watched twin of a module and a sample, with copies of all tensors; Python state and Python's generators are put
-    back after it."""
+    """Context: a call → the call on a watched twin with copied tensors; restores Python state and generators."""
     copied = copier()
     twin = Twin(call.module, copied)
     _watch(call.module, twin.module, enter)
@@ -175,7 +175,7 @@ Enter = Callable[..., Any]
 
 
 class _Watcher:
-    """In the place of a module's dispatcher: calls ``enter`` with its path and itself for calls of this thread."""
+    """Replaces a module's dispatcher: passes this thread's calls to ``enter``, after the module's path and the module."""
 
     def __init__(self, module: nn.Module, path: str, enter: Enter):
         self._module, self._enter, self._thread = module, partial(enter, path, module), threading.get_ident()
@@ -190,7 +190,7 @@ class _Watcher:
 
 
 def _watch(root: nn.Module, twin: nn.Module, enter: Enter) -> None:
-    """Watches the modules inside of a twin, but for those that ``module.compile()`` compiled in the user's own."""
+    """Watches the submodules of a twin, except where the original was compiled by ``module.compile()``."""
     own = dict(root.named_modules())
     for path, child in twin.named_modules():
         known = own[path].__dict__.get(COMPILED_CALL)
