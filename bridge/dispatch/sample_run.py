@@ -175,7 +175,7 @@ Enter = Callable[..., Any]
 
 
 class _Watcher:
-    """Replaces a module's dispatcher: passes this thread's calls to ``enter``, after the module's path and the module."""
+    """Replaces a module's dispatcher: passes this thread's calls to ``enter``, with path and module prepended."""
 
     def __init__(self, module: nn.Module, path: str, enter: Enter):
         self._module, self._enter, self._thread = module, partial(enter, path, module), threading.get_ident()

@@ -1,8 +1,8 @@
-"""Guards: a call → whether an entry was compiled for it, and the first condition that it does not meet.
+"""Guards: a call → whether an entry serves it, or the first condition that fails.
 
-Each condition is stated once (what is read, what is expected, which values mean the same, the words for a failure);
-the quick path and the thorough one are both made of it. The conditions lie in :mod:`.interpreter`, :mod:`.arguments`,
-:mod:`.tensors` and :mod:`.module`; :mod:`.guard` puts them in order.
+Each condition is stated once (reader, expected value, equivalent values, message); the fast check and the thorough one
+are both generated from it. :mod:`.interpreter`, :mod:`.arguments`, :mod:`.tensors` and :mod:`.module` define the
+conditions, :mod:`.guard` their order.
 """
 
 from bridge.base.errors import GuardFailure

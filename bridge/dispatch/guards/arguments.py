@@ -1,13 +1,11 @@
 """Conditions on the arguments of a call: structure and constants, then tensors; arguments → argument tensors.
 
-Conditions on number inputs: any number of the kind fits, where a constant must be the very same.
+A constant must have the compiled value; a scalar input may be any number of its type.
 
-Spellings of a call: arguments by position, by name or by default → the sample's way of giving the same ones.
-
-``m(x, mask)``, ``m(x, mask=mask)`` and, where ``mask`` is the default, ``m(x)`` run forward with the same parameters.
-So a call is bound to forward's signature as Python binds it and given as the sample was. That is exact for a forward
-whose signature is its own: one with ``*args`` or ``**kwargs`` (a decorator's wrapper) may look at how it was called,
-and is matched as it is spelled.
+Signature binding: arguments by position, by name or by default → the sample's form. ``m(x, mask)``, ``m(x, mask=mask)``
+and, if ``mask`` is the default, ``m(x)`` run forward with the same parameters, so a call is bound to its signature as
+Python does. A forward with ``*args`` or ``**kwargs`` (a decorator's wrapper) can tell these forms apart, so its calls
+must have the sample's.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ __all__ = ["SAVED", "AnyNumber", "ArgumentGuard", "changed_number", "same_or_any
 
 @dataclass(frozen=True)
 class AnyNumber:
-    """Stands among expected values where the compiled code takes the number as an input, or only counts it up.
+    """Expected value of a scalar input, or of a counter that a call only increments.
 
     Attributes:
         kind: ``int`` or ``float``.
-        counts: whether it is a counter, which may have any size.
+        counts: whether it is a counter, which may be any ``int``.
     """
 
     kind: type
@@ -54,25 +52,25 @@ class AnyNumber:
 
 
 def same_or_any_number(now: Any, then: Any) -> bool:
-    """Whether a value is the expected one, or a number where any is."""
+    """Whether a value means the expected one, or is a number where :class:`AnyNumber` is expected."""
     if type(then) is not AnyNumber:
         return alike(now, then)
     return type(now) is int if then.counts else is_number(now, then.kind)
 
 
 def changed_number(now: Any, then: Any) -> bool:
-    """Whether a value differs from the expected one as two numbers of one kind do."""
+    """Whether both values are numbers of one type."""
     return is_number(now, type(then)) and is_number(then, type(now))
 
 
 SAVED = "tvm_dispatch_signature"
-"""Attribute of a forward that stands for another one: the signature of that, which says how calls may be spelled."""
+"""Attribute of a wrapper around a forward: the forward's signature, for signature binding."""
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:
-    """Forward's signature; ``None`` where it says nothing on how a call may be spelled."""
+    """Forward's signature for signature binding; ``None`` if calls cannot be bound exactly."""
     function = getattr(forward, "__func__", forward)
     if isinstance(saved := getattr(function, SAVED, None), inspect.Signature):
         return saved
@@ -86,12 +84,12 @@ class ArgumentGuard:
     """The conditions of one entry on the arguments.
 
     Args:
-        captured: what was compiled; its sample defines structure and constants.
+        captured: the captured call, whose sample defines structure and constants.
         tensors: the sample's argument tensors.
-        forward: the module's forward, whose signature says which calls give the same arguments.
+        forward: the module's forward, for signature binding.
         saves: whether autograd saves tensors of the call.
-        numbers: the kinds of the numbers among the arguments that the compiled code takes as inputs, by leaf.
-        kin: objects that are no arguments (:class:`bridge.guards.Reads`).
+        numbers: leaf → type of the arguments that are scalar inputs.
+        kin: objects that must not be arguments (:class:`bridge.guards.Reads`).
     """
 
     condition_names = ("keyword arguments", "structure", "constants", "tensor arguments")
@@ -121,7 +119,7 @@ class ArgumentGuard:
         names = [self.paths[i] for i in self.tensor_leaves]
         shapes = captured.argument_shapes[: len(captured.argument_shapes) - captured.counted]
         self._shapes = shapes or tuple(tuple(tensor.shape) for tensor in tensors)
-        #: Reads the sizes of the argument tensors; ``None`` where every extent is a number.
+        #: Reads the sizes of the argument tensors; ``None``: static shapes.
         self.sizes = argument_sizes(captured, names)
         self._given = argument_sizes(captured, names, counted=False) if captured.counted else self.sizes
         self._tensors = (TensorGuard if self.sizes is None else partial(SizedTensorGuard, sizes=self._given))(
@@ -134,7 +132,7 @@ class ArgumentGuard:
         )
 
     def write(self, source: CheckSource, inference: str) -> None:
-        """Writes the conditions: the arguments look exactly like the sample's. Leaves their tensors in ``tensors``."""
+        """Writes the conditions; the generated code assigns the argument tensors to ``tensors``."""
         self._structure.write(source)
         same, explain = (
             source.name(self._constants.same, "same"),
@@ -149,14 +147,14 @@ class ArgumentGuard:
         self._tensors.write(source, "tensors", inference, nested="tensors" if self.tensor_leaves else "")
 
     def leaves(self, call: SampleCall) -> list[Any]:
-        """All leaves, in the sample's order. :class:`GuardFailure` if the structure is another one."""
+        """All leaves, in the sample's order. :class:`GuardFailure` if the structure differs."""
         return self._structure.leaves(call.args, call.kwargs, thorough=True)
 
     def changed_numbers(self, call: SampleCall) -> dict[int, Any] | None:
-        """The constants that differ, by leaf: what they were; ``None`` if anything but numbers does.
+        """Leaf → compiled value, for the constants that differ; ``None`` if one of them is not a number.
 
         Raises:
-            GuardFailure: the structure is another one.
+            GuardFailure: the structure differs.
         """
         leaves = self.leaves(call)
         pairs = list(zip(self._constant_leaves, self._constants.expected, strict=True))
@@ -164,9 +162,9 @@ class ArgumentGuard:
         return changed if all(changed_number(leaves[i], then) for i, then in changed.items()) else None
 
     def compiled_shapes(self, call: SampleCall) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
-        """Of each tensor argument its name, the shape that was compiled and the tensor that is given.
+        """Name, compiled shape and current tensor of each tensor argument.
 
-        Nothing if the call differs in more than its tensors and in numbers.
+        Empty if the call differs in more than tensors and numbers.
         """
         try:
             leaves = self.leaves(call)
@@ -180,7 +178,7 @@ class ArgumentGuard:
         return list(zip((self.paths[i] for i in self.tensor_leaves), self._shapes, tensors, strict=True))
 
     def sizes_fit(self, call: SampleCall) -> bool:
-        """Whether all argument tensors have the shapes that were compiled; not to be asked of another structure."""
+        """Whether all argument tensors have the compiled shapes; the structure must match."""
         shapes = self.compiled_shapes(call)
         if self.sizes is not None:
             return bool(shapes) and self._given.failure([tensor for *_, tensor in shapes]) is None
@@ -192,10 +190,10 @@ class ArgumentGuard:
 
 
 class _Structure:
-    """The tree of tuples, lists and dicts that the arguments are.
+    """The arguments' pytree structure.
 
-    Both paths compare types, keys and lengths with the same ``spec``: the quick one walks down the values, which is
-    far quicker than ``pytree``; the thorough one flattens them with ``pytree``, which can say what differs.
+    Both checks compare types, keys and lengths with the same ``spec``: the fast one walks the values itself, quicker
+    than ``pytree``; the thorough one flattens them with ``pytree``, which can name the difference.
     """
 
     def __init__(self, spec: pytree.TreeSpec, forward: Callable[..., Any], kin: Sequence[Any]):
@@ -204,16 +202,16 @@ class _Structure:
         self._keywords = list(spec.child(1).context)
         self._shape = [_shape_of(part, i) for part in spec.children() for i in range(part.num_children)]
         self._is_flat = not any(self._shape)
-        #: Number of arguments where they are all positional leaves: then their number is all there is to compare.
+        #: Number of arguments if all are positional leaves: then only the number is compared.
         self.flat_count = self._num_positional if self._is_flat and not self._keywords else None
         self._signature = signature_of(forward)  # that forward stays the same is a condition on code
         parameters = {} if self._signature is None else self._signature.parameters
         self._positional = list(parameters)[: self._num_positional]
         self._defaults = {name: parameter.default for name, parameter in parameters.items()}
-        self._other_spellings: set[tuple] = set()  # in which calls came that matched
+        self._other_spellings: set[tuple] = set()  # other argument forms of calls that matched
 
     def write(self, source: CheckSource) -> None:
-        """Writes the condition. Leaves the leaves of the arguments in ``leaves``."""
+        """Writes the condition; the generated code assigns the arguments' leaves to ``leaves``."""
         find = f"leaves = {source.name(self.leaves, 'leaves of')}(args, kwargs, thorough)"
         if self.flat_count is None:
             source.add(find)
@@ -223,9 +221,9 @@ class _Structure:
         source.add("    if leaves is None:", "        return None")
 
     def leaves(self, args: tuple, kwargs: dict[str, Any], thorough: bool = False) -> list[Any] | None:
-        """The leaves if the structure is the sample's, spelled as it or as a call that matched before.
+        """The leaves if structure and form are the sample's, or the form is an earlier match's; else ``None``.
 
-        ``thorough``: spelled in any way; :class:`GuardFailure` if the structure is another one.
+        ``thorough``: binds any form to the signature; :class:`GuardFailure` if the structure differs.
         """
         if thorough:
             return self._flattened(args, kwargs)
@@ -266,9 +264,9 @@ class _Structure:
         return leaves
 
     def _as_sampled(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The call in the sample's spelling; as it is where it has none, or is none of forward's.
+        """Signature binding: the call's arguments in the sample's form; unchanged if they cannot be bound to it.
 
-        A parameter that the sample left out must have its default.
+        A parameter that the sample omitted must have its default.
         """
         if self._signature is None:
             return args, kwargs
@@ -292,7 +290,7 @@ def _shape_of(spec: pytree.TreeSpec, index: int) -> tuple | None:
 
 
 def _take(value: Any, shape: tuple | None, leaves: list[Any]) -> bool:
-    """Appends the leaves of ``value`` if it has this structure."""
+    """Appends the leaves of ``value`` if it has this structure; whether it has."""
     if shape is None:
         leaves.append(value)
         return True

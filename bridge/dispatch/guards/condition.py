@@ -1,9 +1,7 @@
-"""A condition of a guard: what is read, what is expected, which values mean the same, and the words for a failure.
+"""Conditions of a guard → one generated Python function: a call → its inputs, or ``None``.
 
-Generated check: the conditions of an entry → one Python function of a call, which gives its inputs or ``None``.
-
-The function is straight-line code over named objects, so a matching call is one Python frame, and what is printed is
-what runs. Asked to be ``thorough``, the same function takes what only means the same, and raises the first failure.
+The function is straight-line code over named objects: a matching call costs one Python frame, and its printed source is
+the code that runs. With ``thorough``, it also accepts equivalent values, and raises the first failure.
 """
 
 from __future__ import annotations
@@ -24,19 +22,19 @@ __all__ = ["Check", "CheckSource", "Condition", "differs"]
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """One condition on all the places that it speaks of: every argument, every submodule, every attribute.
+    """One condition on many places: every argument, every submodule or every attribute.
 
-    Values are read for all places at once, so that the quick path (:meth:`holds`) is a loop that runs in C; the
-    thorough one (:meth:`failure`) compares the same values one by one.
+    Values are read for all places at once, so that the fast check (:meth:`holds`) is a loop in C; the thorough one
+    (:meth:`failure`) compares the same values one by one.
 
     Attributes:
-        name: tells it from the other conditions of a guard.
-        read: what is guarded → a value per place, as many as expected. May raise ``KeyError`` where one is gone.
-        expected: the values at the time of compiling.
-        explain: the place, the expected value and the present one → the failure in the user's words.
-        exact: the quick path's comparison, a function in C. It never takes what ``same`` does not.
-        same: whether a value means what the expected one means.
-        quick: a quicker test of the source that holds only if all values are the expected ones, where there is one.
+        name: unique within a guard.
+        read: the guarded object → a value per place, as many as expected. May raise ``KeyError`` if one is gone.
+        expected: the values at compile time.
+        explain: place, expected value, current value → the failure in the user's words.
+        exact: the fast check's comparison, a function in C. It accepts no value that ``same`` rejects.
+        same: whether a value is equivalent to the expected one.
+        quick: optional quicker test of the object, which holds only if all values are the expected ones.
 
     Example:
         >>> names = ["a", "b"]
@@ -55,11 +53,11 @@ class Condition:
     quick: Callable[[Any], bool] | None = None
 
     def holds(self, source: Any) -> bool:
-        """The quick path: whether every value is exactly the expected one."""
+        """The fast check: whether every value is exactly the expected one."""
         return self.quick(source) if self.quick else all(map(self.exact, self.read(source), self.expected))
 
     def failure(self, source: Any) -> GuardFailure | None:
-        """The thorough path: the first place whose value does not mean the same, in words; ``None`` if all do."""
+        """The thorough check: the failure of the first place whose value is not equivalent, or ``None``."""
         for place, (now, then) in enumerate(zip(self.read(source), self.expected, strict=True)):
             if not self.same(now, then):
                 return self.explain(place, then, now)
@@ -72,20 +70,20 @@ def _agree(failure: GuardFailure | None) -> None:
 
 
 def differs(stage: int, field: str, then: Any, now: Any) -> GuardFailure:
-    """The failure of a field that has another value."""
+    """The failure of a field whose value differs."""
     return GuardFailure(stage, field, f"compiled for {then}, called with {now}")
 
 
 Check = Callable[..., "list[torch.Tensor] | None"]
-"""``check(module, args, kwargs, thorough=False)`` → inputs of the compiled code; ``None``: the call needs a closer
-look, which raises :class:`GuardFailure` instead."""
+"""``check(module, args, kwargs, thorough=False)`` → inputs of the compiled code; ``None``: only the thorough check,
+which raises :class:`GuardFailure`, can tell."""
 
 _WORDS = re.compile(r"[A-Za-z]\w*|\d+")
 _HEAD = "def check(module, args, kwargs, thorough=False):"
 
 
 class CheckSource:
-    """The source of a check in the making.
+    """Builder of a check's source.
 
     Example:
         >>> source = CheckSource()
@@ -99,7 +97,7 @@ class CheckSource:
         self._namespace: dict[str, Any] = {"agree": _agree}
 
     def name(self, value: Any, hint: str) -> str:
-        """The name by which the source knows an object: words in ``hint``, numbered where that is taken."""
+        """Binds an object to a name in the source: the words of ``hint``, numbered if taken; returns the name."""
         hint = "_".join(_WORDS.findall(hint))
         names = chain([hint], (f"{hint}_{i}" for i in count(2)))
         found = next(name for name in names if name not in self._namespace)
@@ -111,8 +109,11 @@ class CheckSource:
         self._lines += lines
 
     def refuse(self, condition: str, failure: str | None = None) -> None:
-        """A call for which the expression is true needs a closer look: at ``failure``, an expression for what the call
-        does not meet, ``None`` where it only looks otherwise."""
+        """Makes the check return ``None`` if ``condition`` is true.
+
+        ``failure``: expression that the thorough check evaluates instead: a :class:`GuardFailure` to raise, or ``None``
+        if the values are equivalent. Without it, the thorough check returns ``None`` as well.
+        """
         self.add(f"if {condition}:")
         if failure is None:
             self.add("    return None")
@@ -120,7 +121,7 @@ class CheckSource:
             self.add("    if not thorough:", "        return None", f"    agree({failure})")
 
     def returned(self, result: str) -> Check:
-        """The function; its text is attribute ``source``."""
+        """Compiles the check, which returns the expression ``result``; its attribute ``source`` is the text."""
         text = "\n".join([_HEAD, *(f"    {line}" for line in (*self._lines, f"return {result}")), ""])
         exec(compile(text, "<check>", "exec"), self._namespace)
         check = self._namespace.pop("check")

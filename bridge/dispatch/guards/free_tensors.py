@@ -1,8 +1,9 @@
-"""Tensors in containers: what forward read → where a call finds tensors that are no parameter, buffer or attribute.
+"""Free tensors: tensors that forward read from globals or containers → readers that find them at each call.
 
-A free one that lies in one place that is known, inside of lists, tuples and dictionaries of it or by itself, is an
-input that may be another tensor at each call; what is around it has to be the same. Any other has to be the very one.
-Where a parameter, buffer or attribute lies in such a place, too, that place has to lead to it.
+A free tensor is no parameter, buffer or tensor attribute. If it occurs in exactly one known place (directly, or nested
+in lists, tuples and dictionaries), it is an input that may be another tensor at each call, and the containers around it
+must be the same. Any other free tensor must be the same object. If a parameter, buffer or attribute also occurs in a
+known place, that place must still hold the same tensor (a tie).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from bridge.state import ModuleTensor, dict_of
 __all__ = ["Found", "free_tensors"]
 
 _DEEPEST = 4
-"""Containers in each other that are looked into."""
+"""Greatest depth of nested containers that are searched."""
 
 _PARTS: Mapping[type, Callable[[Any], Iterator[tuple[Any, Any]]]] = {
     list: lambda value: enumerate(list.__iter__(value)),
@@ -33,13 +34,13 @@ _PARTS: Mapping[type, Callable[[Any], Iterator[tuple[Any, Any]]]] = {
 
 
 class Found(NamedTuple):
-    """What is known of a list of tensors.
+    """The result of :func:`free_tensors`.
 
     Attributes:
-        tensors: with readers of those that may change.
-        attributes: that these answer for, by place of the module and name; ``places``: what holds those that they
-            answer for elsewhere, and the key there.
-        ties: further places of those that lie in a module: place in the list, name, reader.
+        tensors: the call's tensors, with readers of the free ones that may change.
+        attributes: attributes that these readers check, as (place of the module, name); ``places``: other checked
+            places, as (holder, key).
+        ties: further places of tensors of the module: place in the list, name, reader.
     """
 
     tensors: list[ModuleTensor]
@@ -56,13 +57,13 @@ def free_tensors(
     attributes: Sequence[tuple[int, str, Any]],
     reads: Reads,
 ) -> Found:
-    """Where tensors are in the places that forward read.
+    """Finds the call's tensors in the places that forward read → :class:`Found`.
 
     Args:
-        tensors: the call's, as they are ``now``, and where they ``lie``: registry, module, name.
-        attributes: of the modules: place of the module, name and value.
-        reads: what forward read. A tensor that it compared, or asked more than autograd and operators do, is the very
-            one.
+        tensors: the call's tensors; ``now``: the tensor objects; ``lie``: their registry, module and name.
+        attributes: the modules' attributes: place of the module, name and value.
+        reads: forward's recorded reads. A tensor that forward compared by identity, or whose Python attributes it read,
+            must be the same object.
     """
     place_of = {id(each): place for place, each in enumerate(now) if each is not None}
     asked = {part for kind, *key in reads.items if kind not in _OF_PLAIN for part in key if type(part) is int}
@@ -105,7 +106,7 @@ def _attribute(module: Callable[[], nn.Module | None], name: str) -> Any:
 
 
 def _inside(value: Any, deep: int = _DEEPEST) -> Iterator[tuple[Any, Any]]:
-    """All containers in a value, itself among them, with each of their keys."""
+    """Every (container, key) pair in a value, the value itself included."""
     for part, each in _parts(value) if deep else ():
         yield value, part
         yield from _inside(each, deep - 1)
@@ -116,7 +117,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _paths(value: Any, free: Collection[int], deep: int = _DEEPEST) -> Iterator[tuple]:
-    """The ways to the tensors."""
+    """The paths of keys to the tensors with these ids."""
     if id(value) in free:
         yield ()
     for part, each in _parts(value) if deep else ():
@@ -131,7 +132,7 @@ def _at(value: Any, path: tuple) -> Any:
 
 
 def _read(read: Callable[[], Any], path: tuple, fits: Callable[[Any], bool] | None) -> Any:
-    """The tensor that is there now; ``None`` where what is around it is not what it was."""
+    """The tensor currently at a path; ``None`` if the containers around it differ."""
     value = read()
     if fits is not None and not fits(value):
         return None
@@ -142,8 +143,8 @@ def _read(read: Callable[[], Any], path: tuple, fits: Callable[[Any], bool] | No
 
 
 class _Form(NamedTuple):
-    """A container: its class, its keys, and for each a form or value; ``_ANY`` or ``_PLAIN`` of a tensor that may
-    change, and may be any or has to be plain."""
+    """Template of a container: its class, its keys, and per key a template or value, or for a tensor that may change
+    ``_ANY`` (any tensor) or ``_PLAIN`` (a plain one)."""
 
     kind: type
     keys: list[Any]
@@ -152,16 +153,16 @@ class _Form(NamedTuple):
 
 _ANY, _PLAIN = object(), object()
 _OF_PLAIN = ("type", "name")
-"""What was asked of an object, its class and names in its dictionary, that is the same of all tensors without any."""
+"""Kinds of reads with equal results for all plain tensors: the class, and names in the object's dictionary."""
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor of torch's own class, without attributes of the user's."""
+    """Whether a value is a ``torch.Tensor``, no subclass, without attributes of the user's."""
     return type(value) is torch.Tensor and not dict_of(value)
 
 
 def _form(value: Any, free: Collection[int]) -> Any:
-    """A value, or a form of it where tensors inside of it may change."""
+    """A value, or its template if tensors in it may change."""
     if id(value) in free:
         return _PLAIN if _is_plain(value) else _ANY
     if not any(True for _ in _paths(value, free)):

@@ -1,7 +1,7 @@
-"""The guard of an entry: a call → the inputs of the compiled code, or the first condition that the call does not meet.
+"""The guard of an entry: a call → the inputs of the compiled code, or the first condition that fails.
 
-A pure function of the call. The conditions go from the cheap and global to the particular: the interpreter's modes, the
-arguments' structure, the argument tensors, the module tree, memory shared with what the call changes.
+A pure function of the call. The conditions go from cheap and global to specific: the interpreter's modes, the
+arguments' structure, the argument tensors, the module tree, memory shared with tensors that the call writes.
 :attr:`EntryGuard.check` answers the common case, a call exactly like the sample, in a few microseconds.
 """
 
@@ -31,21 +31,21 @@ from bridge.state import SampleCall
 __all__ = ["EntryGuard"]
 
 _BUT_FROZEN = 2
-"""Of a thorough check: frozen tensors may have changed."""
+"""Value of ``thorough`` for a check that ignores changes of frozen tensors."""
 
 
 class InputGuard:
-    """The conditions on all inputs of the compiled code together: identities, where they begin, shared memory.
+    """The conditions on all inputs of the compiled code together: identities, alignment, shared memory.
 
     Args:
-        names: of the inputs.
-        written: places of those that the call changes, with their names.
-        asked: what forward asked of tensors.
+        names: the inputs' names.
+        written: places and names of the inputs that the call writes.
+        asked: forward's recorded reads of tensors.
         addresses: see the attribute.
 
     Attributes:
-        addresses: of the inputs that fused dropouts read, in the sample, by place.
-        aligned: bytes at multiples of which inputs have to begin, by place, for eager's dropout of them.
+        addresses: place → address in the sample, for inputs of fused dropouts.
+        aligned: place → alignment in bytes that an input needs for eager's dropout mask.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class InputGuard:
             _refuse(source, shared, self._shared_memory)
 
     def _other_reads(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
-        """What forward read of a tensor, and that is another one."""
+        """A value that forward read of a tensor and that differs now."""
         what = self._asked.difference(inputs)
         return None if what is None else GuardFailure(ARGUMENTS, what)
 
     def _alignment(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
-        """An input that a dropout reads, and that begins elsewhere than the sample's."""
+        """A fused dropout's input without the compiled alignment."""
         for place, least in self.aligned.items():
             if beside := inputs[place].data_ptr() % least:
                 told = f"dropout reads it; compiled for multiples of {least} bytes, called with {beside} more"
@@ -85,7 +85,7 @@ class InputGuard:
         return None
 
     def _shared_memory(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
-        """Two inputs in one storage, one of which the call changes: eager reads the new values in both."""
+        """Two inputs in one storage, one of which the call writes: eager reads the new values in both."""
         storages = list(map(storage_id, inputs))
         for index, name in self._written:
             if storages.count(storages[index]) > 1 and inputs[index].numel():
@@ -99,25 +99,24 @@ class EntryGuard:
     """The conditions of one entry.
 
     Args:
-        module: the dispatched module as it is now.
-        captured: what was compiled; its sample defines the expected arguments.
-        arguments: the sample's argument tensors (their layouts are what is expected).
-        numbers: where the numbers are found that the compiled code takes as inputs, between module tensors and
-            arguments: attributes, then arguments.
-        frozen: where the compiled code has the module's tensors as constants, the places of those that eager writes
-            uncounted (:func:`bridge.dispatch.guards.tensors.uncounted_statistics`); ``None``: it has none.
-        reads: what the call read; ``None``: what the captured one did, which may be that of an equal module.
-        exact_modes: whether the grad mode has to be the very one, whatever the code says.
+        module: the dispatched module in its current state.
+        captured: the captured call, whose sample defines the expected arguments.
+        arguments: the sample's argument tensors, with the expected layouts.
+        numbers: places of the scalar inputs, which come between module tensors and arguments: attributes first.
+        frozen: if the module's tensors are constants, the places of tensors that eager writes without a version count
+            (:func:`bridge.dispatch.guards.tensors.uncounted_statistics`), else ``None``.
+        exact_modes: whether to require the current grad mode even if the code does not depend on it.
+        reads: the recorded reads of the call; ``None``: of the captured call, maybe of an equal module.
 
     Attributes:
         modes, settings: the conditions on the interpreter's modes, and on a GPU's settings if there is one.
-        inputs: those on all inputs together. ``tree``: those on the module, ``arguments``: on the arguments.
-        frozen: the condition that these have not changed; ``None`` where every call reads them.
-        reads: what the call read.
-        sizes: reads the sizes of the argument tensors; ``None`` where every extent is a number.
-        has_default_device: whether calls are made under a default device, which is none of the compiled code's.
-        settling: what the first call writes into attributes and other objects; :meth:`match` does it.
-        is_later: whether eager has to have made the first call, which does something else.
+        inputs: the conditions on all inputs together; ``tree``: on the module; ``arguments``: on the arguments.
+        frozen: the condition that frozen tensors are unchanged, or ``None``.
+        reads: the recorded reads.
+        sizes: reads the sizes of the argument tensors; ``None``: static shapes.
+        has_default_device: whether calls run under a default device, which must not affect compiled code.
+        settling: the writes of a first call into attributes and other objects; :meth:`match` performs them.
+        is_later: whether the entry serves later calls only, since the first call differs and must run eager.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class EntryGuard:
         saves = torch.is_grad_enabled() and requires_grad
         self.tree = ModuleGuard(module, captured, saves=saves, numbers=attributes, reads=self.reads)
         asks = self.reads.mentions("is_grad_enabled", "is_inference_mode_enabled", "is_inference")
-        exact = exact_modes or asks  # it may do different things
+        exact = exact_modes or asks  # the code may depend on the mode
         self.modes = modes_as_now(requires_grad, exact, captured.observation.reads_validation, captured.device)
         self.settings = settings_as_now(captured.device) if captured.device.type == "cuda" else None
         self.has_default_device = isinstance(function_modes(), torch.device)
@@ -163,7 +162,7 @@ class EntryGuard:
         names += [paths[i] for i in self.arguments.tensor_leaves]
 
         def among(place: int) -> int:
-            """A place among the run's tensors -> among the module's, the numbers and the arguments."""
+            """A place among module tensors and arguments → the place among the inputs, scalars included."""
             return place + len(numbers) if place >= len(owned) else place
 
         asked = [(among(place), name) for place, name in reads.tensors]
@@ -177,8 +176,8 @@ class EntryGuard:
 
     @cached_property
     def check(self) -> Check:
-        """The generated check: a call → the inputs of the compiled code if it is exactly like the sample, ``None`` to
-        ask :meth:`match`."""
+        """The generated check: a call → the inputs of the compiled code if it is exactly like the sample, else ``None``
+        (:meth:`match` decides)."""
         source = CheckSource()
         self.modes.write(source, "modes")
         inference, guard = f"modes[{INFERENCE}]", source.name(self, "guard")
@@ -202,12 +201,12 @@ class EntryGuard:
         ``changed``: frozen tensors may have changed.
 
         Raises:
-            GuardFailure: naming the first thing that differs.
+            GuardFailure: names the first difference.
         """
         settling, thorough = self.settling, _BUT_FROZEN if changed else 1
         if settling is None or not settling.is_before():
             inputs = self.check(call.module, call.args, call.kwargs, thorough)
-            if settling is not None:  # another entry's call has written it, or eager
+            if settling is not None:  # an eager call, or another entry's, has performed the writes
                 settling.done = True
             return inputs
         settling.do()
@@ -218,7 +217,7 @@ class EntryGuard:
             raise
 
     def holds(self, call: SampleCall) -> bool:
-        """Whether the call matches; no call is made."""
+        """Whether the call matches, without side effects."""
         try:
             with self.trial():
                 self.match(call)
@@ -228,7 +227,7 @@ class EntryGuard:
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """While active, what the first call writes is written."""
+        """Context in which the writes of a first call are in effect."""
         with self.trial():
             if self.settling is not None and self.settling.is_before():
                 self.settling.do()
@@ -236,7 +235,7 @@ class EntryGuard:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """While active, no call is made: what :meth:`match` does to objects of the user's is undone."""
+        """Context that undoes the writes of :meth:`match` to the user's objects at its end."""
         is_before = self.settling is not None and self.settling.is_before()
         try:
             yield
@@ -245,32 +244,31 @@ class EntryGuard:
                 self.settling.undo()
 
     def renewed(self, call: SampleCall) -> tuple[EntryGuard, list[torch.Tensor]]:
-        """The guard for the frozen tensors as they are now, and those.
+        """A guard for the current values of the frozen tensors, and these tensors.
 
         Raises:
-            GuardFailure: the call differs in more than these.
+            GuardFailure: the call differs in more than frozen tensors.
         """
         tensors = self.match(call, changed=True)[: len(self.frozen.tensors)]
         found = copy(self)
-        found.__dict__.pop("check", None)  # of the tensors that were frozen before
+        found.__dict__.pop("check", None)  # it checks the old values
         found.frozen, found.inputs = self.frozen.renewed(tensors), copy(self.inputs)
         return found, tensors
 
     def tensors(self, module: nn.Module) -> list[torch.Tensor]:
-        """The module's tensors as they are now, in the order of the inputs."""
+        """The module's current tensors, in the order of the inputs."""
         with self._settled():
             return self.tree.tensors(module)
 
     def module_failure(self, module: nn.Module) -> GuardFailure | None:
-        """In what the module is no longer as it was compiled, training flags apart."""
+        """The first condition on the module that fails, training flags aside."""
         with self._settled():
             return self.tree.failure(module)
 
     def changed_numbers(self, call: SampleCall) -> dict[NumberPlace, Any] | None:
-        """The numbers that differ from what was compiled, with what they were.
+        """Place → compiled value of the scalars that differ.
 
-        ``None`` if a constant differs that is no number, or the sizes do, or nothing does. What else differs is not
-        looked at.
+        ``None`` if another constant or a size differs, or nothing does. Other conditions are not checked.
         """
         try:
             leaves = self.arguments.changed_numbers(call)
@@ -299,6 +297,6 @@ class EntryGuard:
 
 
 def _refuse(source: CheckSource, asked: str, failure: Callable[[list[torch.Tensor]], GuardFailure | None]) -> None:
-    """Writes a condition on the inputs; it is asked where an expression is true."""
+    """Writes a condition on the inputs, evaluated if the expression ``asked`` is true."""
     source.add(f"failure = {source.name(failure, failure.__name__)}(inputs) if {asked} else None")
     source.refuse("failure is not None", "failure")

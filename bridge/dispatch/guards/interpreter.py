@@ -1,8 +1,7 @@
-"""Conditions on the interpreter: torch's global modes that change what a module computes.
+"""Conditions on the interpreter: torch's global modes that affect a module's results; on a GPU, torch's CUDA settings.
 
-Conditions on torch's settings for CUDA: how its kernels round, and which of them it takes; of entries on a GPU.
-
-Library calls follow the settings when they run, as eager does; what was chosen when the graph was traced does not.
+CUDA settings select kernels and their rounding. Library calls follow the settings at run time, as eager does; choices
+made while tracing do not, so the settings are guards.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ class Mode:
     """One global mode.
 
     Attributes:
-        name: in the words of a failure.
-        read: its value now, comparable with ``==``; a function in C where possible, since every call asks.
-        show: that value as it is told.
+        name: its name in messages.
+        read: returns its value, comparable with ``==``; a function in C if possible, since it runs at every call.
+        show: the value → its form in messages.
         is_capturable: whether a call can be captured while the mode is on.
-        is_on: a function in C that gives what ``read`` does where the mode is off, and something true elsewhere.
+        is_on: a function in C that returns ``read``'s value if the mode is off, else a true value.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Mode:
 _CUDA_MODES = (
     Mode("CUDA autocast", cuda_autocast_setting, is_capturable=True, is_on=partial(torch.is_autocast_enabled, "cuda")),
 )
-"""Of torch's CUDA builds."""
+"""Modes of torch's CUDA builds."""
 
 MODES = (
     Mode("grad mode", torch.is_grad_enabled, is_capturable=True),
@@ -90,8 +89,8 @@ _SHOWN = [(i, mode.show) for i, mode in enumerate(MODES) if mode.show is not _as
 
 
 def interpreter_state() -> tuple[tuple[str, Any], ...]:
-    """The global state that changes what a module computes: name and value of each mode, of each
-    setting for CUDA where that is in use."""
+    """The global state that affects a module's results: name and value of each mode, and of each CUDA setting once CUDA
+    is initialized."""
     values = [mode.read() for mode in MODES]
     for i, show in _SHOWN:
         values[i] = show(values[i])
@@ -100,19 +99,19 @@ def interpreter_state() -> tuple[tuple[str, Any], ...]:
 
 
 def active_modes() -> list[str]:
-    """Names of the modes that are on and under which no call can be captured: a default device is none of them."""
+    """Names of the active modes that forbid a capture; a default device does not."""
     values = [(mode, mode.read()) for mode in MODES if not mode.is_capturable]
     return [mode.name for mode, value in values if mode.show(value) and not isinstance(value, torch.device)]
 
 
 class ModeGuard:
-    """The conditions of one entry on some modes: the values of now, and those that make no difference to it.
+    """The conditions of one entry on some modes: the current values, and values that are equivalent for it.
 
     Args:
-        modes: which; ``accepted``: the values of each, the present one first.
+        modes: the modes; ``accepted``: the accepted values of each, the current one first.
 
     Attributes:
-        exact: whether the grad mode has to be the very one.
+        exact: whether the grad mode has to be the current one.
     """
 
     def __init__(self, modes: Sequence[Mode], accepted: Sequence[Sequence[Any]], exact: bool = False):
@@ -121,11 +120,11 @@ class ModeGuard:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """The modes that the entry was made under, by name."""
+        """Name → value of the modes under which the entry was compiled."""
         return {mode.name: values[0] for mode, values in zip(self._modes, self._accepted, strict=True)}
 
     def write(self, source: CheckSource, kind: str) -> None:
-        """Writes the conditions; leaves the values in a variable of this name."""
+        """Writes the conditions; the generated code assigns the values to the variable ``kind``."""
         reads = []
         for mode in self._modes:
             read = f"{source.name(mode.read, mode.name)}()"
@@ -143,14 +142,16 @@ class ModeGuard:
 
 
 def modes_as_now(requires_grad: bool, exact: bool, reads_validation: bool, device: torch.device = HOST) -> ModeGuard:
-    """Without gradients, ``no_grad`` and ``inference_mode`` are the same to the code; where nothing requires a
-    gradient, whether they are enabled is nothing to it either. The autocast of other devices casts nothing of its own.
+    """The conditions on the modes: their current values, and equivalent ones.
+
+    Without gradients, ``no_grad`` and ``inference_mode`` are equivalent; if no input requires grad, so is enabled grad
+    mode. Autocast of another device casts none of the entry's tensors.
 
     Args:
         requires_grad: whether some input requires a gradient.
-        exact: whether the module's code asks for the grad mode, and so may do different things.
-        reads_validation: whether the call asked if ``torch.distributions`` check arguments; Dynamo switches that off.
-        device: of its tensors.
+        exact: whether the module's code reads the grad mode, so that it may depend on it.
+        reads_validation: whether the call read torch.distributions' validation flag, which Dynamo turns off.
+        device: the device of the entry's tensors.
     """
     now = [mode.read() for mode in MODES]
     accepted: list[Sequence[Any]] = [(value,) for value in now]
@@ -167,7 +168,7 @@ def modes_as_now(requires_grad: bool, exact: bool, reads_validation: bool, devic
 
 
 def settings_as_now(device: torch.device) -> ModeGuard:
-    """The settings mean the same as those of now, on a GPU."""
-    settle_attention_order(device)  # or an entry would miss from the first attention on, whoever calls it
+    """The conditions on torch's CUDA settings: their current values, and equivalent ones."""
+    settle_attention_order(device)  # or the first attention call, which changes it, would make all entries miss
     settings = [Mode(name, read) for name, read in SETTINGS.items()]
     return ModeGuard(settings, [meaning_the_same(mode.read()) for mode in settings])

@@ -1,9 +1,9 @@
-"""Conditions on a module tree: a dispatched module → whether it is still as compiled, and its tensors.
+"""Conditions on a module tree: a dispatched module → its tensors, if the module is still as compiled.
 
 Tensors are looked up in the tree at every call, so optimizers, ``load_state_dict`` and replaced parameters just work.
-Most conditions speak of dictionaries (attributes, parameters, buffers, children), and CPython counts the writes to a
-dictionary. So the quick path checks those conditions only after a write; at every call it checks the types, the code,
-what has no such count, and how the tensors look.
+Most conditions are on dictionaries (attributes, parameters, buffers, children), and CPython counts the writes to a
+dictionary. So the fast check evaluates these conditions only after a write; at every call it checks types, code,
+objects without a write count, and the tensors' metadata.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _DICT = attrgetter("__dict__")
 
 
 class _Unwritten(NamedTuple):
-    """Dictionaries of a tree that were found as they should be.
+    """Dictionaries of a tree that were checked, with their write counts.
 
     Attributes:
-        versions: of the modules' own dictionaries, then of ``registries``, at that time; ``None`` if there are none.
-        registries: those of parameters, buffers and children that hold something, and settings.
-        empty: the other ones, and registries of hooks on inner modules that hold none: they must stay empty.
-        hooked: whether inner modules have hooks, which are looked at in every call.
-        holders, names: the registry and the name of each parameter and buffer that the compiled code reads.
+        versions: write counts of the modules' own dictionaries, then of ``registries``; ``None``: not available.
+        registries: the non-empty registries of parameters, buffers and children.
+        empty: the empty registries, and empty hook registries of inner modules: they must stay empty.
+        hooked: whether inner modules have hooks, which are checked at every call.
+        holders, names: registry and name of each parameter and buffer that the compiled code reads.
     """
 
     versions: list[int] | None
@@ -62,7 +62,7 @@ class _Unwritten(NamedTuple):
 def _names_looked_at(
     modules: Sequence[nn.Module], paths: Mapping[int, str], kept: Sequence[KeptPlace], reads: Reads
 ) -> list[Looked]:
-    """Of each module, the attributes that are looked at: what forward read, but for what a call sets and none reads."""
+    """Per module, the guarded attributes: the attributes that forward reads, unless a call sets them before any read."""
     set_on: dict[str, set[str]] = {}
     for each in kept:
         if each.path is not None and not each.is_read:
@@ -90,15 +90,17 @@ class ModuleGuard:
     """The conditions of one entry on the module tree: types, flags, plain attributes, hooks inside, tensors, code.
 
     Args:
-        root: the module as it is now; only its submodules are kept alive from here, since it owns its entries.
-        captured: what was compiled: the tensors that it reads, attributes that a call counts up, places that it sets.
+        root: the module in its current state. The guard keeps only its submodules alive: the root owns its entries.
+        captured: the captured call: its module tensors, counters and attributes that it sets.
         saves: whether autograd saves tensors of the call.
-        numbers: the kinds of the attributes that the compiled code takes as inputs, by path and name.
-        reads: what forward read.
+        numbers: path and name → type of the attributes that are scalar inputs.
+        reads: forward's recorded reads.
 
     Attributes:
-        sets_attributes: whether a call does, counters or places. ``reads``: the conditions on what lies outside.
-        types: of the modules; ``unwritten``: what spares :meth:`look`, ``None`` where nothing does.
+        sets_attributes: whether a call updates counters or sets attributes.
+        reads: the conditions on reads outside the tree.
+        types: the modules' classes.
+        unwritten: write counts that make :meth:`look` unnecessary, or ``None``.
     """
 
     def __init__(
@@ -146,18 +148,18 @@ class ModuleGuard:
 
     @property
     def training(self) -> dict[str, bool]:
-        """The expected training flag of each module, by its first path."""
+        """First path of each module → expected training flag."""
         return dict(zip(self._conditions.paths, self._conditions.training.expected, strict=True))
 
     @property
     def condition_names(self) -> tuple[str, ...]:
-        """Names of the conditions, those on single properties of tensors apart."""
+        """Names of the conditions, except conditions on single properties of tensors."""
         return (*(condition.name for condition in self._conditions.in_order), "reads")
 
     def write(self, source: CheckSource, inference: str) -> None:
-        """Writes the conditions: everything is exactly as it was. Leaves the module's tensors in ``owned``.
+        """Writes the conditions; the generated code assigns the module's tensors to ``owned``.
 
-        ``inference``: an expression of whether inference mode is on.
+        ``inference``: expression for whether inference mode is on.
         """
         tree, get = source.name(self, "tree"), source.name(getitem, "getitem")
         source.add(f"modules = [module, *{source.name(self._modules, 'submodules')}]")
@@ -176,7 +178,7 @@ class ModuleGuard:
             owners, names = zip(*self._attribute_places, strict=True)
             owners, names = source.name(owners, "owners"), source.name(names, "attribute names")
             found.append(f"*map({get}, map({get}, {source.name(repeat, 'repeat')}(dicts), {owners}), {names})")
-        if self._references:  # lie where no write is counted
+        if self._references:  # their holders have no write count
             held = [f"{source.name(reference, 'held tensor')}()" for reference in self._references]
             source.add(f"held = [{', '.join(held)}]")
             found.append("*held")
@@ -186,24 +188,25 @@ class ModuleGuard:
         source.refuse(f"not {unchanged}()", f"{reads}.match()")
 
     def other_types(self, modules: Sequence[nn.Module]) -> GuardFailure | None:
-        """The first module of another class; ``None``, and never again, where fully_shard gave it one of its own."""
+        """The failure of the first module of another class; ``None`` if only fully_shard replaced classes, which then
+        become the expected ones."""
         failure = self._conditions.types.failure(self._read(modules, list(map(_DICT, modules))))
         if failure is None:
             self.types = list(map(type, modules))
         return failure
 
     def look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]], thorough: bool) -> _Unwritten | None:
-        """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do.
+        """Checks the dictionaries' contents → their write counts, for a quick test at later calls; ``None``: changed.
 
-        ``thorough``: whether they hold what means the same; :class:`GuardFailure` where not.
+        ``thorough``: accepts equivalent contents; raises :class:`GuardFailure` otherwise.
         """
         tree = self._read(modules, dicts)
         if thorough and (failure := self._failure(tree)) is not None:
             raise failure
         registries = [*tree.parameters, *tree.buffers, *tree.children]
         written = list(filter(None, registries))
-        counted = not thorough and all(isinstance(each, dict) for each in written)  # a user's own mapping counts none
-        # before the look: what is written meanwhile is seen next time
+        counted = not thorough and all(isinstance(each, dict) for each in written)  # other mappings have no write count
+        # read before the check: a concurrent write is seen at the next call
         versions, found = dict_versions((*dicts, *written)) if counted else None, None
         with suppress(KeyError):
             if thorough or all(condition.holds(tree) for condition in self._conditions.watched):
@@ -216,7 +219,7 @@ class ModuleGuard:
         return found
 
     def _failure(self, tree: Tree, but: Condition | None = None) -> GuardFailure | None:
-        """The first condition that does not hold of a tree, ``but`` one that is not asked."""
+        """The first condition that fails for a tree; ``but``: a condition to skip."""
         for condition in self._conditions.before_tensors:
             if condition is not but and (failure := condition.failure(tree)) is not None:
                 return failure
@@ -226,11 +229,11 @@ class ModuleGuard:
         return next(filter(None, failures), None)
 
     def tensors(self, root: nn.Module) -> list[torch.Tensor]:
-        """The module's tensors as they are, in the order of the compiled code's inputs."""
+        """The module's current tensors, in the order of the compiled code's inputs."""
         return self._conditions.find_tensors(self._tree(root))
 
     def failure(self, root: nn.Module) -> GuardFailure | None:
-        """The first condition that does not hold now, training flags apart."""
+        """The first condition that fails now, training flags aside."""
         tree = self._tree(root)
         try:
             failure = self.other_types(tree.modules) or self._failure(tree, but=self._conditions.training)
@@ -239,12 +242,12 @@ class ModuleGuard:
             return failure
 
     def numbers(self, root: nn.Module) -> list[Any]:
-        """The attributes that the compiled code takes as inputs."""
+        """The current values of the attributes that are scalar inputs."""
         modules = [root, *self._modules]
         return [modules[owner].__dict__[name] for owner, name in self._number_places]
 
     def set_attributes(self, root: nn.Module, kept: Sequence[Any] = ()) -> None:
-        """Counts the counters up and sets the places, as a call of forward does."""
+        """Increments the counters and sets the attributes, as a call of forward does."""
         modules = [root, *self._modules]
         for owner, name, step in self._counters:
             modules[owner].__dict__[name] += step
@@ -252,7 +255,7 @@ class ModuleGuard:
             place.leave(value, place.original if owner is None else modules[owner].__dict__)
 
     def changed_numbers(self, root: nn.Module) -> dict[tuple[str, str], Any] | None:
-        """As :meth:`TreeConditions.changed_numbers`."""
+        """:meth:`TreeConditions.changed_numbers` of the current tree."""
         return self._conditions.changed_numbers(self._tree(root))
 
     def _tree(self, root: nn.Module) -> Tree:

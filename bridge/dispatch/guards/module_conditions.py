@@ -1,4 +1,4 @@
-"""The conditions on a module tree, each stated once: modules and dictionaries of a tree → values per place."""
+"""The conditions on a module tree: modules and their dictionaries → values per place, compared with the expected."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ __all__ = ["Looked", "Tree", "TreeConditions", "owned_attributes", "tensor_place
 _STATE = itemgetter("_parameters", "_buffers", "_modules", "training", *MODULE_HOOKS)
 _REGISTRY_OF = {"parameter": "_parameters", "buffer": "_buffers", "attribute": ""}
 _SHOWN = (bool, int, float, str, type(None))
-"""Of these both values are told."""
+"""Types whose values are part of a message."""
 _HELD = "held"
-"""In the place of a registry: a free tensor, whose place is a reference to it."""
+"""Pseudo-registry of free tensors: the name is a function that returns the tensor."""
 
 
 class Tree(NamedTuple):
-    """A module tree as it is at a call: a value per module, in the order of compiling.
+    """A module tree at a call: a value per module, in the order of the compilation.
 
     Attributes:
         dicts: the modules' ``__dict__``.
         parameters, buffers, children: their registries.
-        training: their flags; ``None`` where a module keeps none of its own.
-        hooks: registries of hooks on inner modules, kind by kind; the root's run around the compiled call.
+        training: their training flags; ``None`` for a module without one of its own.
+        hooks: hook registries of inner modules, kind by kind; the root's hooks run around the compiled call.
     """
 
     modules: Sequence[nn.Module]
@@ -47,7 +47,7 @@ class Tree(NamedTuple):
     hooks: Sequence[Mapping[int, Any]]
 
     def held(self, place: tuple[str, int, str]) -> Any:
-        """What a registry (``""``: the attributes) of a module holds under a name; ``None`` if nothing."""
+        """The value in a registry (``""``: the attributes) of a module under a name, or ``None``."""
         registry, owner, name = place
         if registry is _HELD:
             return name()
@@ -55,11 +55,11 @@ class Tree(NamedTuple):
 
 
 def tree_reader(modules: Sequence[nn.Module]) -> Callable[[Sequence[nn.Module], Sequence[dict[str, Any]]], Tree]:
-    """What makes a :class:`Tree` of these modules, as they are later, and their dictionaries."""
+    """A function that reads a :class:`Tree` from these modules, in a later state, and their dictionaries."""
     has_flags = all("training" in module.__dict__ for module in modules)
 
     def state(attributes: dict[str, Any]) -> tuple:
-        return _STATE({"training": None, **attributes})  # torch.compile's wrapper leaves its flag to the module inside
+        return _STATE({"training": None, **attributes})  # torch.compile's wrapper has no flag of its own
 
     def read(modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> Tree:
         columns = zip(*map(_STATE if has_flags else state, dicts), strict=True)
@@ -70,7 +70,7 @@ def tree_reader(modules: Sequence[nn.Module]) -> Callable[[Sequence[nn.Module], 
 
 
 class Looked(NamedTuple):
-    """The attributes of a module that forward looked up (``"*"``: all), ``but`` those that it sets itself before."""
+    """The attributes of a module that forward looked up (``"*"``: all); ``but``: attributes that it sets before."""
 
     names: Collection[str]
     but: Collection[str]
@@ -83,7 +83,7 @@ def was_read(looked: Looked, name: str) -> bool:
 
 
 def owned_attributes(modules: Sequence[nn.Module]) -> list[tuple[int, str, Any]]:
-    """The attributes that the user's code put on the modules: position of the module, name, value."""
+    """The attributes that the user's code set on the modules: position of the module, name, value."""
     return [(i, name, value) for i, module in enumerate(modules) for name, value in own_attributes(module)]
 
 
@@ -91,23 +91,23 @@ class TreeConditions:
     """The conditions of one entry on a tree.
 
     Args:
-        tree: as it is now.
-        paths: of the modules.
-        attributes: as :func:`owned_attributes` gives them.
-        reads: of each module, the names of its attributes that forward looked up (:func:`was_read`).
-        tensors: those that the compiled code reads.
-        index: the position of the module at each path, several paths of one module included.
-        numbers: the attributes of which any number will do, by position of the module and name.
+        tree: the current tree.
+        paths: the modules' paths.
+        attributes: the result of :func:`owned_attributes`.
+        reads: per module, the attributes that forward looked up (:func:`was_read`).
+        tensors: the module tensors that the compiled code reads.
+        index: path → position of the module, with several paths for a shared module.
+        numbers: position and name of the attributes that may be any number.
         ties: further places of tensors, with their names and readers.
 
     Attributes:
-        types: every module's class.
-        before_tensors, after_tensors: in the order of the reasons, around the conditions on single tensors.
-        watched: those that can only fail after a write to a dictionary.
-        hooks: on inner modules.
+        types: the condition on every module's class.
+        before_tensors, after_tensors: conditions in order, around the conditions on single tensors.
+        watched: the conditions that can only fail after a write to a dictionary.
+        hooks: the condition on hooks of inner modules; ``training``: on training flags.
         attribute_places: position and name of the tensors that are plain attributes.
-        references: to the free tensors, which lie in no module; what leads to them has conditions of its own.
-        paths: of the modules; ``training``: their flags.
+        references: functions that return the free tensors; their holders have conditions of their own.
+        paths: the modules' paths.
     """
 
     def __init__(
@@ -145,15 +145,15 @@ class TreeConditions:
 
     @property
     def in_order(self) -> list[Condition]:
-        """All conditions, in the order of the reasons."""
+        """All conditions, in order."""
         return [self.types, *self.watched]
 
     def find_tensors(self, tree: Tree) -> list[Any]:
-        """What lies where the compiled code's tensors lay."""
+        """The current values at the places of the compiled code's tensors."""
         return list(map(tree.held, self._places))
 
     def registered_tensors(self, tree: Tree) -> list[tuple[dict[str, torch.Tensor], str]]:
-        """Registry and name of each parameter and buffer. ``KeyError`` if one is not there."""
+        """Registry and name of each parameter and buffer. ``KeyError`` if one is gone."""
         own = [each for each in self._places if each[0] and each[0] is not _HELD]
         found = [(tree.dicts[owner][registry], name) for registry, owner, name in own]
         for registry, name in found:
@@ -161,7 +161,7 @@ class TreeConditions:
         return found
 
     def changed_numbers(self, tree: Tree) -> dict[tuple[str, str], Any] | None:
-        """The plain attributes that differ, by path and name: what they were; ``None`` if anything but numbers does.
+        """Path and name → compiled value of the plain attributes that differ; ``None`` if one of them is not a number.
 
         ``KeyError`` if one is gone.
         """
@@ -178,7 +178,7 @@ class TreeConditions:
         return _named(self.paths[i])
 
     def _types(self, tree: Tree) -> Condition:
-        """fully_shard gives a module a class of its own, which counts as the one that the user wrote."""
+        """fully_shard gives a module a new class, which counts as the user's class."""
         return Condition(
             "types",
             lambda tree: list(map(type, tree.modules)),
@@ -209,7 +209,7 @@ class TreeConditions:
         return Condition("order of submodules", read, read(tree), explain, eq, eq)
 
     def _hooks(self, tree: Tree) -> Condition:
-        """The very hooks that were traced, in their order; what they read is a matter of the code guard."""
+        """The same hook objects as traced, in their order; the guard on reads covers the state that they read."""
 
         def read(tree: Tree) -> list[list[tuple[int, Any]]]:
             return [list(hooks.items()) if hooks else [] for hooks in tree.hooks]
@@ -227,10 +227,10 @@ class TreeConditions:
         return Condition("training flags", lambda tree: tree.training, tree.training, explain)
 
     def _attribute_names(self, tree: Tree, reads: Sequence[Looked]) -> Condition:
-        """Which of the names that forward looks up are attributes of each module's own.
+        """Per module, the names looked up by forward that are the module's own attributes.
 
-        The quick path counts them first: the other conditions read every attribute that there was, and one that is
-        gone is a ``KeyError``. FSDP keeps things of its own beside them.
+        The fast check first compares the number of attributes: the other conditions read every old one, and raise
+        ``KeyError`` for a missing one. A different number alone is no failure: FSDP adds attributes.
         """
         counts = [len(held) - (COMPILED_CALL in held) for held in tree.dicts]
         counts[0] += 1  # a call comes here through the root's dispatcher
@@ -277,7 +277,7 @@ class TreeConditions:
         )
 
     def _tensor_attributes(self, owned: Sequence[tuple[int, str, torch.Tensor]]) -> Condition:
-        """All of them, also those that the compiled code does not read."""
+        """All tensor attributes, whether the compiled code reads them or not."""
 
         def explain(place: int, then: type, now: type) -> GuardFailure:
             i, name, _ = owned[place]
@@ -309,7 +309,7 @@ class TreeConditions:
         return Condition("absent tensors", lambda tree: map(tree.held, places), [None] * len(places), explain)
 
     def _nested(self, tensors: Sequence[ModuleTensor]) -> Condition:
-        """Looked at before the tensors are compared, see :func:`bridge.base.tensor_properties.is_nested`."""
+        """Checked before the tensors are compared, see :func:`bridge.base.tensor_properties.is_nested`."""
 
         def explain(place: int, then: bool, now: bool) -> GuardFailure:
             return GuardFailure(MODULE, f"layout of {tensors[place].kind} '{tensors[place].name}'", "a nested tensor")
@@ -322,7 +322,7 @@ class TreeConditions:
         )
 
     def _tied(self, tensors: Sequence[ModuleTensor]) -> Condition:
-        """Further names of a tensor lead to the very tensor that the first one leads to."""
+        """All names of a tied tensor hold the same object."""
 
         def explain(place: int, then: bool, now: bool) -> GuardFailure:
             first, _, name = self._ties[place]
@@ -350,7 +350,7 @@ class TreeConditions:
 def tensor_places(
     tensors: Sequence[ModuleTensor], index: Mapping[str, int]
 ) -> tuple[list[tuple[str, int, str]], list[tuple[int, tuple[str, int, str]]]]:
-    """Where each tensor lies (registry, position of the module, name), and where tied ones lie besides."""
+    """The place of each tensor (registry, position of the module, name), and further places of tied tensors."""
     places, ties = [], []
     for position, spec in enumerate(tensors):
         if spec.held is not None:

@@ -1,8 +1,8 @@
-"""Sizes of a call: argument tensors → the values of a scope's symbols, and whether the entry was compiled for them.
+"""Sizes of a call: argument tensors → the values of the symbols, or a failure if the entry does not serve them.
 
-Each symbol is read from one place: the first dimension of the arguments whose extent is the symbol, or a multiple of
-it plus a number. All other dimensions are compared with what their extents are for these sizes, so every dimension of
-every argument is looked at. What the lowering concluded about sizes is ``scope.broken()``.
+Each symbol is read from one dimension: the first whose extent is the symbol, or else a multiple of it plus a constant.
+All other dimensions of all arguments are compared with their extents' values for these sizes. The lowering's guards on
+sizes are checked by ``scope.broken()``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a symbol is read: ``tensor.shape[dimension] == factor * symbol + offset``."""
+    """The dimension that defines a symbol: ``tensor.shape[dimension] == factor * symbol + offset``."""
 
     tensor: int
     dimension: int
@@ -39,16 +39,16 @@ class ArgumentSizes:
     """The symbolic extents of the argument tensors of an entry.
 
     Args:
-        scope: of the extents.
+        scope: the scope of the extents.
         shapes, strides: of each argument tensor.
-        names: how a failure calls each tensor.
-        lines: of guards of the scope, where the question was asked.
-        proven: a tensor, a dimension of it, and the sizes that this may have: a growing collection. ``None``: any.
-        known: how many of the tensors there are before counted dimensions are (:mod:`bridge.capture.counted_dims`);
-            ``None``: all. What only later ones tell is not asked then.
+        names: of the tensors, for messages.
+        lines: guard of the scope → the source line that caused it.
+        proven: a tensor, one of its dimensions, and a growing collection of its allowed sizes; ``None``: any size.
+        known: number of tensors that exist before data-dependent sizes are computed
+            (:mod:`bridge.capture.counted_dims`); ``None``: all. Guards on the remaining sizes are not checked.
 
     Raises:
-        ValueError: a symbol that no dimension of an argument tells.
+        ValueError: no dimension of an argument defines a symbol.
 
     Example:
         >>> scope = ExtentScope()
@@ -82,16 +82,16 @@ class ArgumentSizes:
 
     @property
     def count(self) -> int:
-        """How many argument tensors there are."""
+        """Number of argument tensors."""
         return len(self._shapes)
 
     def _tells(self, symbols: Collection[Symbol]) -> bool:
-        """Whether the tensors have all that depends on these symbols."""
+        """Whether the known tensors define all these symbols."""
         return all(symbol.name in self._places for symbol in symbols)
 
     @cached_property
     def guards(self) -> tuple[SizeGuard, ...]:
-        """What the lowering has concluded; to be asked first when all of it is compiled, and the same from then on."""
+        """The lowering's guards on sizes; read first when the compilation has finished, and constant from then on."""
         return self.scope.guards
 
     @cached_property
@@ -99,20 +99,20 @@ class ArgumentSizes:
         return self.scope.broken([each for each in self.guards if self._tells(each.symbols)])
 
     def key(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The extents that tell the sizes; equal for two calls if and only if their sizes are."""
+        """The extents of the defining dimensions; equal for two calls if and only if their sizes are."""
         return tuple([tensors[tensor].shape[dimension] for tensor, dimension in self._read])
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Sizes:
-        """The sizes of a call whose argument tensors fit."""
+        """The sizes of a call whose argument tensors match."""
         found = zip(self._places.items(), self.key(tensors), strict=True)
         return self._samples | {name: (extent - place.offset) // place.factor for (name, place), extent in found}
 
     def failure(self, tensors: Sequence[torch.Tensor]) -> GuardFailure | None:
-        """How the shapes of dense tensors differ from those that were compiled; ``None`` if they do not."""
+        """The first mismatch of dense tensors' shapes, or ``None``."""
         return self.broken(tensors) or self._unproven(tensors)
 
     def broken(self, tensors: Sequence[torch.Tensor]) -> GuardFailure | None:
-        """The same, for sizes that are not proven yet, too."""
+        """:meth:`failure`, except that sizes need not be proven."""
         for shape, name, tensor in zip(self._shapes, self._names, tensors, strict=True):
             if tensor.dim() != len(shape):
                 return _another_shape(name, shape, tensor)
@@ -139,14 +139,14 @@ class ArgumentSizes:
         return GuardFailure(ARGUMENTS, f"shape of {name}", what)
 
     def strided(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether tensors whose shapes fit have the strides that were compiled for these sizes."""
+        """Whether tensors with matching shapes have the compiled strides for these sizes."""
         return all(
             same_strides(tensor.stride(), stride, tensor.shape)
             for tensor, (_, stride) in zip(tensors, self.layouts(tensors), strict=True)
         )
 
     def layouts(self, tensors: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Shape and strides that each of argument tensors should have for their sizes."""
+        """The expected shape and strides of each argument tensor for their sizes."""
         values = self._values(self.of(tensors))
         if not all(self._told):
             given = [each for tensor in tensors for each in (*tensor.shape, *tensor.stride())]
@@ -155,7 +155,7 @@ class ArgumentSizes:
         return [(_next(values, len(shape)), _next(values, len(shape))) for shape in self._shapes]
 
     def __str__(self) -> str:
-        """A line for each symbol, and one for each conclusion about them."""
+        """A line for each symbol, and one for each guard on sizes."""
         found = []
         for symbol, sample in self.scope.samples.items():
             place = self._places[symbol.name]
@@ -166,7 +166,7 @@ class ArgumentSizes:
         return "\n".join([*found, *(f"{guard}{self._asked(guard)}" for guard in self.guards)])
 
     def _asked(self, guard: SizeGuard) -> str:
-        """Who asked what became a conclusion, where that is known."""
+        """The source line that caused a guard, if known."""
         line = self._lines.get(guard)
         return f" (asked by {line})" if line else ""
 
@@ -177,7 +177,7 @@ class ArgumentSizes:
         return f"{low}{name}{high}"
 
     def _outside(self, broken: SizeGuard, sizes: Sizes) -> GuardFailure:
-        """The failure of sizes for which a conclusion of the lowering does not hold."""
+        """The failure of sizes that break a guard."""
         involved = sorted(symbol.name for symbol in broken.symbols)
         place = self._places[involved[0]]
         field = f"shape of {self._names[place.tensor]}"
@@ -191,14 +191,14 @@ class ArgumentSizes:
 
 
 def argument_sizes(captured: Captured, names: Sequence[str], *, counted: bool = True) -> ArgumentSizes | None:
-    """The symbolic extents of the argument tensors of a captured call, ``None`` where every extent is a number.
+    """The symbolic extents of a captured call's argument tensors; ``None``: static shapes.
 
     Args:
-        names: how a failure calls the tensors.
-        counted: whether the tensors of counted dimensions are there.
+        names: of the tensors, for messages.
+        counted: whether the tensors of data-dependent sizes exist already.
 
     Raises:
-        UnsupportedModule: a size that no argument tells.
+        UnsupportedModule: no argument defines a size.
     """
     if captured.extents is None:
         return None
@@ -216,7 +216,7 @@ def argument_sizes(captured: Captured, names: Sequence[str], *, counted: bool = 
 
 
 def _place_of(name: str, shapes: Sequence[Sequence[Dim]]) -> _Place:
-    """The first dimension that is the symbol; else the first that is a multiple of it plus a number."""
+    """The first dimension that is the symbol; else the first that is a multiple of it plus a constant."""
     found = None
     for tensor, shape in enumerate(shapes):
         for dimension, extent in enumerate(shape):

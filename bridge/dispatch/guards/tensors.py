@@ -1,13 +1,11 @@
-"""Conditions on tensors: each property that compiled code relies on, for arguments and a module's tensors alike.
+"""Conditions on tensors: each property that compiled code relies on, for arguments and module tensors alike.
 
-The quick path compares a list of tensors in one call (:mod:`bridge.base.tensor_properties`).
+The fast check compares a list of tensors in one call (:mod:`bridge.base.tensor_properties`).
 
-Conditions on frozen tensors: the module's tensors of a call → whether they are what was frozen, element by element.
-
-An element that changes is seen by torch's counter of the tensor's changes: optimizers, ``load_state_dict`` and every
-other change in place count, but for one: a batch norm writes its running statistics uncounted. Its layers in torch
-count the batch beside them; where nothing does, the statistics themselves are compared. Not seen is what else torch
-does not count: changes through ``.data``, NumPy or another process.
+:class:`FrozenTensors`: a call's module tensors → whether they are unchanged since they were frozen, by version counts.
+Optimizers, ``load_state_dict`` and all other in-place operations count, except a batch norm's update of its running
+statistics. Torch's own layers count batches in a buffer instead; otherwise the statistics themselves are compared. Not
+detected: other changes without a version count (through ``.data``, NumPy or another process).
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from bridge.dispatch.guards.sizes import ArgumentSizes
 
 __all__ = ["FrozenTensors", "SizedTensorGuard", "TensorGuard", "uncounted_statistics"]
 
-#: Sizes of which it is known how their tensors look; calls of others are looked at more closely.
+#: Most combinations of sizes for which tensors have a fast check; other calls take the thorough one.
 MAX_SIZES = 64
 
 
@@ -38,16 +36,16 @@ class TensorGuard:
     """The conditions of one entry on a list of tensors.
 
     Args:
-        tensors: those that it is compiled for.
-        kinds: the types that each may have.
-        names: how a failure calls each.
-        stage: of a failure.
-        saves: whether autograd saves them, which it does not do with inference tensors.
-        explain_type: a name and the value in that place → the failure of one of another type.
+        tensors: the sample's tensors.
+        kinds: the allowed types of each.
+        names: of the tensors, for messages.
+        stage: the stage of a failure.
+        saves: whether autograd saves them, which it refuses for inference tensors.
+        explain_type: name and value → the failure of a value of another type.
 
     Attributes:
-        alike: by whether inference mode is on: whether all of a list of tensors look exactly as expected; none of them
-            may be nested (:func:`bridge.base.tensor_properties.is_nested`).
+        alike: whether inference mode is on → fast check of a list of tensors, none of them nested
+            (:func:`bridge.base.tensor_properties.is_nested`).
     """
 
     condition_names = ("type", *(each.name for each in PROPERTIES), "inference tensor")
@@ -67,12 +65,13 @@ class TensorGuard:
         self._stage = stage
         self._saves = saves
         self._explain_type = explain_type
-        self.alike = {torch.is_inference_mode_enabled(): tensor_checks(tensors)}  # there, tensors look another way
+        self.alike = {torch.is_inference_mode_enabled(): tensor_checks(tensors)}  # metadata differs in inference mode
 
     def write(self, source: CheckSource, tensors: str, inference: str, nested: str = "") -> None:
-        """Writes that the tensors of an expression look exactly as expected; ``inference``: whether that mode is on.
+        """Writes the condition that the tensors of an expression have exactly the expected metadata.
 
-        ``nested``: an expression for those of them that may be nested by now, or no tensors.
+        ``inference``: expression for whether inference mode is on; ``nested``: expression for the tensors that may be
+        nested by now, or no tensors at all.
         """
         failure, otherwise = source.name(self._closer, "look closer at"), ""
         if nested:
@@ -86,14 +85,14 @@ class TensorGuard:
         return f"looks is None or not (looks.exact(*{tensors}) or looks.again({tensors}))"
 
     def _closer(self, tensors: Sequence[Any], inference: bool) -> GuardFailure | None:
-        """:meth:`failure`; how tensors look that mean the same is remembered, where that is not known yet."""
+        """:meth:`failure`; caches the metadata of equivalent tensors for the fast check."""
         failure = self.failure(tensors)
         if failure is None:
             self.learn(tensors, inference)
         return failure
 
     def failure(self, tensors: Sequence[Any]) -> GuardFailure | None:
-        """The first property of the first tensor that is not as expected; ``None`` if there is none."""
+        """The first property of a tensor that differs from the expected one, or ``None``."""
         return self._other_type(tensors) or self._difference(tensors, self._expected)
 
     def _other_type(self, tensors: Sequence[Any]) -> GuardFailure | None:
@@ -103,7 +102,7 @@ class TensorGuard:
         return None
 
     def _difference(self, tensors: Sequence[torch.Tensor], rows: Sequence[Sequence[Any]]) -> GuardFailure | None:
-        """The first property that is not as rows of expected values say."""
+        """The first property that differs from the rows of expected values."""
         for tensor, name, expected in zip(tensors, self._names, rows, strict=True):
             for each, then in zip(PROPERTIES, expected, strict=True):
                 now = each.read(tensor)
@@ -114,7 +113,7 @@ class TensorGuard:
         return None
 
     def learn(self, tensors: Sequence[torch.Tensor], inference: bool) -> None:
-        """Remembers how tensors that are as expected look in inference mode, if it is on."""
+        """In inference mode, caches the metadata of matching tensors."""
         if inference:
             self.alike[True] = tensor_checks(tensors)
 
@@ -122,11 +121,11 @@ class TensorGuard:
 class SizedTensorGuard(TensorGuard):
     """The conditions of one entry on argument tensors with symbolic extents.
 
-    What is expected follows from the sizes of the call. The thorough path evaluates it; the quick path knows how the
-    tensors of the latest sizes look, and takes the thorough one for others.
+    The expected layouts follow from the sizes of the call. The thorough check evaluates them; the fast check has the
+    tensors' metadata for the latest sizes, and takes the thorough one for other sizes.
 
     Args:
-        sizes: their extents.
+        sizes: the tensors' extents.
         given: further arguments of :class:`TensorGuard`.
     """
 
@@ -143,7 +142,7 @@ class SizedTensorGuard(TensorGuard):
     def _looks_as_known(self, looks: LeastRecentlyUsed[tuple, TensorChecks], tensors: Sequence[torch.Tensor]) -> bool:
         try:
             key = self.sizes.key(tensors)
-        except IndexError:  # other dimensions
+        except IndexError:  # another number of dimensions
             return False
         alike = looks.get(key)
         if alike is not None:
@@ -164,7 +163,7 @@ class SizedTensorGuard(TensorGuard):
         return self._difference(tensors, list(map(_laid_out, self._expected, layouts)))
 
     def learn(self, tensors: Sequence[torch.Tensor], inference: bool) -> None:
-        """Remembers how matching tensors of these sizes look."""
+        """Caches the metadata of matching tensors of these sizes."""
         self._looks[inference].put(self.sizes.key(tensors), tensor_checks(tensors))
 
 
@@ -173,14 +172,14 @@ _NESTED, _SHAPE, _STRIDES = PROPERTIES[_NAMES.index("nested")], _NAMES.index("sh
 
 
 def _laid_out(expected: Sequence[Any], layout: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Any]:
-    """Expected values of a tensor's properties for another layout."""
+    """A tensor's expected properties with another layout."""
     row = list(expected)
     row[_SHAPE], row[_STRIDES] = layout
     return row
 
 
 def _explain(each: Property, stage: int, what: str, then: Any, now: Any) -> GuardFailure:
-    """The failure of the tensor ``what`` in a property."""
+    """The failure of one property of a tensor."""
     field = f"{each.field or each.name} of {what}"
     if each.words:
         return GuardFailure(stage, field, each.words)
@@ -193,15 +192,12 @@ _ADDRESS = torch.Tensor.data_ptr
 
 
 class FrozenTensors:
-    """The tensors that one entry was frozen with, which it keeps alive.
+    """The tensors with which one entry was frozen; keeps them alive.
 
     Args:
-        tensors: the module's, in the order of the guard's inputs.
-        names: how a failure calls each.
-        uncounted: places of those that eager writes without counting it.
-
-    Attributes:
-        tensors: those.
+        tensors: the module's tensors, in the order of the guard's inputs.
+        names: of the tensors, for messages.
+        uncounted: places of tensors that eager writes without a version count.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str], uncounted: Collection[int] = ()):
@@ -212,15 +208,15 @@ class FrozenTensors:
 
     @property
     def uncounted(self) -> list[int]:
-        """The places that it was given."""
+        """Places of tensors that eager writes without a version count."""
         return list(self._numbers)
 
     def renewed(self, tensors: Sequence[torch.Tensor]) -> FrozenTensors:
-        """The conditions for other tensors of the same names, or the same ones as they are now."""
+        """The conditions for other tensors of the same names, or for the current values of the same ones."""
         return FrozenTensors(tensors, self._names, self._numbers)
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the frozen ones, unchanged; as many as were frozen."""
+        """Whether these are the frozen tensors, unchanged."""
         return (
             all(map(is_, tensors, self.tensors))
             and list(map(_CHANGES, tensors)) == self._changes
@@ -229,7 +225,7 @@ class FrozenTensors:
         )
 
     def failure(self, tensors: Sequence[torch.Tensor]) -> GuardFailure:
-        """Of tensors for which it does not hold: the first one that is another one or has changed."""
+        """The failure of the first tensor that was replaced or changed, if :meth:`holds` is false."""
         places = zip(tensors, self.tensors, self._names, self._changes, self._addresses, strict=True)
         for now, then, name, changes, address in places:
             if now is not then:
@@ -242,15 +238,15 @@ class FrozenTensors:
         return GuardFailure(MODULE, f"frozen {name}", "changed in place since it was frozen")
 
     def _rewritten(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """The first place whose numbers are others without having been counted."""
+        """The first place whose values changed without a version count, or ``None``."""
         others = (place for place, then in self._numbers.items() if not torch.equal(tensors[place], then))
         return next(others, None)
 
 
 def uncounted_statistics(module: nn.Module, captured: Captured) -> list[int]:
-    """Places of the module's tensors that a batch norm has as running statistics and that no layer counts batches for.
+    """Places of module tensors that are running statistics of a batch norm without a batch counter.
 
-    A layer of torch's own that tracks counts them in ``num_batches_tracked``, which is frozen beside.
+    Torch's own layers count batches in ``num_batches_tracked``, which is frozen as well.
     """
     found: set[int] = set()
     for node in captured.graph.nodes:
