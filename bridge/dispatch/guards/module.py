@@ -62,7 +62,7 @@ class _Unwritten(NamedTuple):
 def _names_looked_at(
     modules: Sequence[nn.Module], paths: Mapping[int, str], kept: Sequence[KeptPlace], reads: Reads
 ) -> list[Looked]:
-    """Per module, the guarded attributes: the attributes that forward reads, unless a call sets them before any read."""
+    """Per module, the guarded attributes: the attributes that forward reads, unless a call sets them before reading."""
     set_on: dict[str, set[str]] = {}
     for each in kept:
         if each.path is not None and not each.is_read:
