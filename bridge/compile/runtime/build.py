@@ -1,20 +1,16 @@
-"""Building: PrimFuncs → machine code, in one call of the compiler for all that the process has not built before.
+"""Building: PrimFuncs → machine code; one compiler call for all functions that the process has not built yet.
 
-Weak cache: source → what was made from an equal source and is still in use.
-Two functions are the same if they are structurally equal, so a cache is a table of hashes with a few candidates each.
-It holds what was made weakly: when the last module that uses a program is gone, so are its kernels' machine code and
-its arena.
+Weak cache: source → the product of an equal source that is still in use. Equality of functions is structural, so a
+cache is a hash table with a few candidates per hash. It holds products weakly: a program's machine code and arena go
+away with the last module that uses it.
 
-Background builds: a function runs in a thread of its own while Python goes on; its result is waited for when needed.
-LLVM works without the interpreter's lock, so on two processors its work costs no time of the compiler's own passes. One
-build runs at a time: LLVM's options belong to the process; while it waits for another compiler, the next one may begin.
-What needs no compiler is done before a build's turn. A fork waits for all of them, a child has none.
+Background builds: a function runs in a thread of its own; the result is awaited when needed. LLVM works without the
+interpreter's lock, so on two processors it costs the compiler's Python passes no time. One build runs at a time,
+because LLVM's options belong to the process; while it waits for another compiler, the next one may begin. Work without
+a compiler is done before a build's turn. A fork waits for all builds; a child has none.
 
-Library files: a module whose host code LLVM made ↔ the bytes of a shared library, with the modules that it imports.
-The imported ones, a GPU's machine code, lie in the library as data, where TVM's loader looks for them, as in a library
-that TVM exports.
-
-The compiler runs in the background (:mod:`bridge.compile.runtime.build`).
+Library files: a module whose host code LLVM made ↔ the bytes of a shared library, with the modules that it imports. The
+imported modules, a GPU's machine code, are data in the library, at the place where TVM's loader expects them.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ Value = TypeVar("Value")
 
 
 class LateMapping(Mapping[str, Value]):
-    """``read``: what makes each value, by its name; each is made once."""
+    """A mapping whose values are made on first access; ``read``: name → maker of the value."""
 
     def __init__(self, read: Mapping[str, Callable[[], Value]]):
         self._read = read
@@ -72,7 +68,7 @@ class LateMapping(Mapping[str, Value]):
 
 
 def some_of(values: Mapping[str, Value], names: Collection[str]) -> Mapping[str, Value]:
-    """Those of a mapping that are among ``names``, in its order; nothing is read for it."""
+    """The part of a mapping with keys in ``names``, in its order; makes no values."""
     if isinstance(values, LateMapping):
         return LateMapping({name: lambda name=name: values[name] for name in values if name in names})
     return {name: value for name, value in values.items() if name in names}
@@ -83,23 +79,23 @@ Made = TypeVar("Made")
 
 
 class WeakCache(Generic[Source, Made]):
-    """What was made from a source, found by a key and equality of the sources.
+    """Source → weakly held product, found by a key and equality of sources.
 
     Args:
         equal: whether two sources of one key are the same.
-        usable: whether something made may still be given out.
+        usable: whether a product may still be handed out.
 
-    Not synchronized: callers hold a lock of theirs around each call.
+    Not synchronized: callers hold a lock around each call.
     """
 
     def __init__(self, equal: Callable[[Source, Source], bool], usable: Callable[[Made], bool] = lambda made: True):
         self._equal = equal
         self._usable = usable
         self._entries: dict[Hashable, list[tuple[Source, weakref.ref[Made]]]] = {}
-        self._gone: deque[Hashable] = deque()  # filled whenever the garbage collector runs; emptied by the callers
+        self._gone: deque[Hashable] = deque()  # the garbage collector fills it; callers empty it
 
     def get(self, key: Hashable, source: Source) -> Made | None:
-        """What was made from an equal source and is in use, or ``None``."""
+        """The product of an equal source, if it is in use, or ``None``."""
         for known, reference in self._entries.get(key, ()):
             made = reference()
             if made is not None and self._usable(made) and self._equal(source, known):
@@ -107,18 +103,18 @@ class WeakCache(Generic[Source, Made]):
         return None
 
     def put(self, key: Hashable, source: Source, made: Made) -> None:
-        """Remembers what was made from a source until nobody uses it."""
+        """Remembers the product of a source while it is in use."""
         self._drop_gone()
         gone = self._gone
         reference = weakref.ref(made, lambda _: gone.append(key))
         self._entries.setdefault(key, []).append((source, reference))
 
     def clear(self) -> None:
-        """Forget everything; who uses it keeps it."""
+        """Forgets everything; products in use live on."""
         self._entries.clear()
 
     def __len__(self) -> int:
-        """Number of things in use."""
+        """The number of products in use."""
         self._drop_gone()
         return sum(map(len, self._entries.values()))
 
@@ -133,7 +129,7 @@ class WeakCache(Generic[Source, Made]):
 Result = TypeVar("Result")
 
 _POLL = 0.1
-"""Seconds between two looks for an interrupt."""
+"""Seconds between two checks for an interrupt."""
 
 _ONE_AT_A_TIME = threading.Lock()
 _RUNNING: set[threading.Thread] = set()
@@ -141,14 +137,14 @@ _THIS_THREAD = threading.local()
 
 
 class Build(Generic[Result]):
-    """One piece of work, begun when this is made.
+    """One piece of work in the background, started by the constructor.
 
     Attributes:
-        seconds: what it took, 0 before its end.
+        seconds: duration of the work, 0 before its end.
 
     Args:
-        work: one at a time.
-        first: what is done before that, beside other builds.
+        work: runs exclusively, one build at a time.
+        first: runs before ``work``, in parallel with other builds.
     """
 
     def __init__(self, work: Callable[[], Result], first: Callable[[], object] = lambda: None):
@@ -160,11 +156,11 @@ class Build(Generic[Result]):
         _RUNNING.add(self._thread)
         try:
             self._thread.start()
-        except RuntimeError:  # no more threads to be had, or the interpreter is ending
+        except RuntimeError:  # no thread available, or the interpreter is ending
             self._run()
 
     def result(self) -> Result:
-        """What the work returned; raises what it raised. Lets go of the wait where a SIGINT was deferred."""
+        """The work's return value; raises its exception. A deferred SIGINT interrupts the wait."""
         while self._thread.is_alive():
             self._thread.join(_POLL)
             raise_deferred()
@@ -174,7 +170,7 @@ class Build(Generic[Result]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the work has ended with an exception."""
+        """Whether the work raised an exception."""
         return self._error is not None
 
     def _run(self) -> None:
@@ -185,7 +181,7 @@ class Build(Generic[Result]):
                 watch = Stopwatch()
                 self._result = self._work()
                 self.seconds = watch.seconds
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - raised by result()
             self._error = error
         finally:
             self._work = self._first = None
@@ -194,14 +190,14 @@ class Build(Generic[Result]):
 
 
 def in_background(work: Callable[[], object]) -> None:
-    """Does, beside builds, what is only to be done sooner than somebody needs it, who meets whatever it raises."""
+    """Starts optional early work, in parallel with builds; a later use repeats it, and meets its exception."""
     Build(lambda: None, work)
 
 
 @contextmanager
 def others_may_build() -> Iterator[None]:
-    """While a build waits for what is not LLVM's."""
-    if not getattr(_THIS_THREAD, "builds", False):  # somebody compiles without one
+    """Lets other builds run while this one waits for a compiler other than LLVM."""
+    if not getattr(_THIS_THREAD, "builds", False):  # this thread compiles outside of a build
         yield
         return
     _ONE_AT_A_TIME.release()
@@ -212,7 +208,7 @@ def others_may_build() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Waits for all builds that have begun."""
+    """Waits for all builds that have started."""
     for thread in list(_RUNNING):
         if thread is not threading.current_thread() and thread.ident is not None:
             thread.join()
@@ -224,15 +220,15 @@ if hasattr(os, "register_at_fork"):
 
 try:
     import resource
-except ImportError:  # not on Windows, where there are no such files either
+except ImportError:  # Windows, which has no in-memory files either
     resource = None
 
 REFUSALS = (CannotLinkError, OSError, RuntimeError)
-"""What is raised where a module cannot be a file here, or a file not be loaded."""
+"""Exceptions for a module that cannot be a file here, or a file that cannot be loaded."""
 
 
 def library_bytes(module: Module) -> bytes:
-    """The machine code of a module of kind ``"llvm"``, linked, with its imports. Raises one of :data:`REFUSALS`."""
+    """The linked machine code of a module of kind ``"llvm"``, with its imports. Raises one of :data:`REFUSALS`."""
     code = _object_code(module)
     if not module.imports:
         return shared_library(code)
@@ -241,8 +237,8 @@ def library_bytes(module: Module) -> bytes:
 
 
 def loaded(content: bytes) -> Module:
-    """The module of :func:`library_bytes`; the same machine code. Raises one of :data:`REFUSALS`."""
-    # a file of its own for each: the loader tells libraries apart by name and place; it is not needed once loaded
+    """The module of :func:`library_bytes`, with the same machine code. Raises one of :data:`REFUSALS`."""
+    # a file of its own for each: the loader identifies libraries by path; it is not needed after loading
     with tempfile.TemporaryDirectory(prefix="bridge") as folder:
         path = Path(folder) / "kernels.so"
         path.write_bytes(content)
@@ -250,10 +246,10 @@ def loaded(content: bytes) -> Module:
 
 
 def _object_code(library: Module) -> bytes:
-    """The object file that LLVM writes, in memory: where a disk is full, LLVM ends the process.
+    """LLVM's object file, written in memory: on a full disk, LLVM ends the process.
 
     Raises:
-        OSError: there are no files in memory here, or no large ones are allowed.
+        OSError: no in-memory files here, or no large ones allowed.
     """
     if not hasattr(os, "memfd_create") or resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         raise OSError("no file in memory can be made here")
@@ -273,22 +269,21 @@ _SHARED: list[Built] = SESSION.cache("programs", [])
 
 
 def _library_of(name: str, func: PrimFunc) -> tuple[bool, str]:
-    """Whether a function is loops already, and what it shares a library with: its own name or all the others."""
+    """Whether a function consists of loops already, and its group of functions for one library."""
     return bool(func.attrs.get(LOOPS_ATTR, False)), name if func.attrs.get(SHARED_ATTR, False) else ""
 
 
 def build_kernels(
     funcs: Sequence[tuple[str, PrimFunc]], key: str, libraries: Libraries, *, together: bool = False
 ) -> list[Built]:
-    """Machine code for PrimFuncs given with names, made in the background.
-
-    Equal functions share it for as long as somebody holds it.
+    """Machine code for named PrimFuncs, built in the background; equal functions share it while it is in use.
 
     Args:
         funcs: names and functions.
         key: of the backend; functions of different backends share nothing.
-        libraries: makes one of functions.
-        together: all in one library, with what are no loops yet; ``libraries`` is then told that all are.
+        libraries: makes a library of functions.
+        together: one library for all, also for functions with schedulable blocks; ``libraries`` is told that all are
+            loops.
     """
     keys = [(key, structural_hash(func)) for _, func in funcs]
     with _LOCK:
@@ -313,7 +308,7 @@ def build_kernels(
                     made,
                     lambda name=name, made=made: getattr(made.result(), "keys_on_disk", {}).get(name),
                 )
-                held.append(built)  # alive until it is looked up below
+                held.append(built)  # keeps it alive until the lookup below
                 if alone:
                     _SHARED.append(built)
                 _KERNELS.put(own, func, built)

@@ -1,16 +1,16 @@
-"""Cutting of a program: places of results -> segments, each with what it takes from those before it.
+"""Cutting: a program and places between its steps → segments, each with the tensors it takes from earlier ones.
 
-Flow of a program's memory: instructions → of each tensor in memory of its own, when it is made, changed and read.
-A view shares the memory of its *root*: the parameter, constant, intermediate or result that it is a view of. What is
-said here about a root holds for all of its views.
+Liveness: instructions → for each tensor with memory of its own, the steps that make, change and read it. A view shares
+the memory of its *root*: the parameter, constant, intermediate or result that it is a view of. A statement about a root
+holds for all of its views.
 
-Views of results: steps at a program's end → right behind the steps that compute what they show.
-Who waits for a result, as for one gradient of many, waits for no more than that.
+Views of results: steps at a program's end → right after the steps that compute their base. A consumer of one result, as
+of one gradient of many, then waits only for that.
 
-Cutting: a program + places between its steps → segments: programs that, one after another, do what it does.
-The steps are the same, in the same order, on tensors of the same geometry, so every result has the same bits. A segment
-has an arena of its own; what a later one reads is among its results, and views are made again where they are read.
-Nothing is written on both sides of a cut.
+Segments are programs that, one after another, do the same as the whole. The steps are the same, in the same order, on
+tensors of the same geometry, so every result has the same bits. A segment has its own arena; tensors that later
+segments read are among its results, and views are made again in each segment. No memory is written on both sides of a
+cut.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = ["Liveness", "Segment", "brought_forward", "cut"]
 
 
 class Liveness:
-    """When the instructions of a program work on which memory.
+    """Which steps of a program use which memory.
 
     Attributes:
-        registers: of all roots but constants, by slot.
-        views: what makes the tensors in the slots of views, by slot.
+        registers: all roots except constants, by slot.
+        views: the view instructions, by slot.
         constants: slots of constants.
-        made: of each root that is no parameter and no constant, the first step that writes it; -1 for one without
-            elements, which no step writes.
-        born: of each slot but parameters', the step that fills it; -1 for what is there from the start.
-        changed: of each root the last step that writes it.
-        touched: of each root the last step that reads or writes it, through a view or not.
+        made: root that is no parameter and no constant → its first writing step; -1 for an empty tensor, which no step
+            writes.
+        born: slot that is no parameter → the step that fills it; -1 for a slot that is filled from the start.
+        changed: root → its last writing step.
+        touched: root → the last step that reads or writes it, also through a view.
         handed_out: roots of results.
     """
 
@@ -73,20 +73,20 @@ class Liveness:
         self.born |= {step.writes[0]: at for at, step in enumerate(program.steps) if isinstance(step, MakeView)}
 
     def name(self, slot: int) -> str:
-        """Of the tensor in a slot, for people."""
+        """A tensor's name, for messages."""
         if slot in self.views:
             return self.views[slot].outputs[0]
         return "a constant" if slot in self.constants else self.registers[slot].name
 
     def root(self, slot: int) -> int:
-        """The slot of the tensor whose memory this is."""
+        """The slot of the tensor that owns this slot's memory."""
         return self._roots.get(slot, slot)
 
     @property
     def boundaries(self) -> dict[int, int]:
-        """Places where the steps can be cut in two → bytes of intermediates that cross there, of the sample's sizes.
+        """Valid cuts: place between steps → bytes of intermediates live across it, at the sample's sizes.
 
-        Place ``p`` is in front of step ``p``. None lies between two steps that write the same memory.
+        Place ``p`` is before step ``p``. No place is between two steps that write the same memory.
         """
         inside = [0] * (self.num_steps + 1)
         crossing = [0] * (self.num_steps + 1)
@@ -109,8 +109,9 @@ class Liveness:
 
 
 def brought_forward(steps: Sequence[Instruction], first: int) -> tuple[list[Instruction], dict[int, int]]:
-    """The steps, and by the place of one in front of ``first``, and by that, where it is now. From there on, all are
-    views."""
+    """Moves views right after the step that makes their base; from ``first`` on, all steps are views.
+
+    Returns the steps, and old place → new place of the steps up to ``first``."""
     written = {slot: index for index, step in enumerate(steps[:first]) for slot in step.writes}
     behind: dict[int, list[Instruction]] = {}
     for view in steps[first:]:
@@ -128,10 +129,10 @@ class Segment:
     """One part of a program. Slots are the whole program's.
 
     Attributes:
-        program: takes the tensors in ``takes``, in this order, and returns those in ``gives``; ``None``: nothing to do.
-        takes: slots, each with whether nobody needs what is in it any more.
+        program: takes the tensors in ``takes``, returns the ones in ``gives``, in order; ``None``: nothing to do.
+        takes: ``(slot, whether this is the tensor's last use)``.
         gives: slots.
-        results: the whole program's results that are complete and that no later segment touches: place, slot.
+        results: ``(place, slot)`` of the whole program's results that are complete and that no later segment touches.
     """
 
     program: Program | None = field(repr=False)
@@ -141,15 +142,15 @@ class Segment:
 
 
 def cut(program: Program, places: Sequence[int], name: str) -> tuple[Segment, ...]:
-    """The segments of a program, one more than there are places to cut at.
+    """The segments of a program, one more than ``places``.
 
     Args:
-        places: ascending, each one of :attr:`Liveness.boundaries`, the beginning or the end;
-            equal ones leave a segment without steps.
+        places: ascending, each one of :attr:`Liveness.boundaries`, the beginning or the end; two equal places give a
+            segment without steps.
         name: of the segments' programs.
 
     Raises:
-        ValueError: a place that is none of these, or not in order.
+        ValueError: an invalid place, or places out of order.
     """
     flow, layout = Liveness(program), program.layout
     if list(places) != sorted(places) or not {0, flow.num_steps, *flow.boundaries}.issuperset(places):
@@ -180,7 +181,7 @@ def _touched(steps: Sequence[Instruction]) -> list[int]:
 
 
 class _Part:
-    """Steps of a program on their way to a program of their own, in slots of its own."""
+    """Makes a program of some steps of a program, with its own slots."""
 
     def __init__(
         self, whole: Program, flow: Liveness, steps: Sequence[Instruction], takes: Sequence[int], gives: Sequence[int]
@@ -256,7 +257,7 @@ class _Part:
         )
 
     def _slot(self, slot: int) -> int:
-        """Its number here."""
+        """The slot's number in this part."""
         return self._slots.setdefault(slot, len(self._slots))
 
     def _renumbered(self, step: Instruction) -> Instruction:
@@ -267,7 +268,7 @@ class _Part:
 
 
 class _Placed:
-    """A tensor of an arena to be planned."""
+    """A tensor to be placed in an arena."""
 
     def __init__(self, slot: int, register: Register) -> None:
         self.slot, self.nbytes = slot, register.nbytes

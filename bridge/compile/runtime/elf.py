@@ -1,10 +1,9 @@
-"""ELF linker: relocatable objects -> one shared object, without a process for the linker.
+"""ELF linker: a relocatable object file of LLVM → a shared library, as ``ld -shared`` makes it, in this process.
 
-Linker: an object file that LLVM made → a shared library, as ``ld -shared`` would make it.
-Machine code is kept on disk as a library, which the system's loader opens; no linker or compiler has to be installed.
-What is linked is one object of position-independent code: its sections are laid out in three segments (read-only,
-code, data), its own symbols are bound to itself, undefined ones go through a table that the loader fills at once.
-x86-64 only; what this linker does not know it refuses, and the object's code runs from memory as without a cache.
+Machine code is kept on disk as a library, which the system's loader opens; no linker or compiler need be installed. The
+input is one object of position-independent code: its sections are laid out in three segments (read-only, code, data),
+its own symbols are bound to itself, undefined symbols go through a table that the loader fills at once. x86-64 only;
+the linker refuses any unknown feature, and the object's code then runs from memory without the disk cache.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 _RELOCATION = struct.Struct("<QQq")
 
 _IDENT = b"\x7fELF\x02\x01\x01"
-"""64 bits, little endian, the one version that there is."""
+"""64 bits, little endian, ELF version 1."""
 _RELOCATABLE, _X86_64 = 1, 62
 _SYMTAB, _RELA, _NOBITS, _REL = 2, 4, 8, 9
 _INITIALIZERS = (14, 15, 16)
@@ -31,16 +30,16 @@ _POINTER = 8
 _RETURN = b"\xc3"
 _LAST_INDEX = 0xFF00
 _GLOBAL_OBJECT = 0x11
-"""Type and binding of a symbol of data."""
+"""Type and binding of a data symbol."""
 
 
 class CannotLinkError(Exception):
-    """An object file with something in it that this linker does not know."""
+    """An object file with a feature that this linker does not support."""
 
 
 @dataclass
 class ElfSection:
-    """A section that is in memory at run time; ``content`` is ``None`` for one of zeros."""
+    """A section that is in memory at run time; ``content`` is ``None`` for zeros."""
 
     name: str
     flags: int
@@ -60,11 +59,11 @@ class ElfSection:
 
 @dataclass(frozen=True)
 class ElfSymbol:
-    """``section`` is an index of :attr:`ElfObject.sections`; ``None`` where the symbol is undefined.
+    """``section``: an index of :attr:`ElfObject.sections`; ``None`` for an undefined symbol.
 
     Attributes:
         value: its offset in the section.
-        info: type and binding, as ELF has them.
+        info: type and binding, as in ELF.
     """
 
     name: str
@@ -80,7 +79,7 @@ class ElfSymbol:
 
 @dataclass(frozen=True)
 class Relocation:
-    """At ``offset`` of its section, the address of ``symbol`` plus ``addend``, in the form of ``kind``."""
+    """Writes the address of ``symbol`` plus ``addend`` at ``offset`` of its section, in the format of ``kind``."""
 
     offset: int
     kind: int
@@ -90,7 +89,7 @@ class Relocation:
 
 @dataclass(frozen=True)
 class ElfObject:
-    """``sections`` by their index in the file: those that are in memory, without the tables for unwinding."""
+    """``sections``: index in the file → section that is in memory, without unwinding tables."""
 
     sections: dict[int, ElfSection]
     symbols: list[ElfSymbol]
@@ -100,7 +99,7 @@ def read_object(content: bytes) -> ElfObject:
     """Reads an object file.
 
     Raises:
-        CannotLinkError: it is none for x86-64, or has thread-local memory, initializers or other rarities.
+        CannotLinkError: not x86-64, or it has thread-local memory, initializers or other unsupported features.
     """
     try:
         return _read(content)
@@ -109,7 +108,7 @@ def read_object(content: bytes) -> ElfObject:
 
 
 def with_data(known: ElfObject, data: Mapping[str, bytes]) -> ElfObject:
-    """The object with more sections that are only read, each with a global symbol of the given name."""
+    """Adds a read-only section for each of ``data``, with a global symbol of its name."""
     sections, symbols = dict(known.sections), list(known.symbols)
     for name, content in data.items():
         index = max(sections, default=0) + 1
@@ -158,7 +157,7 @@ def _read(content: bytes) -> ElfObject:
 
 
 def _does_nothing(initializers: ElfSection, sections: Mapping[int, ElfSection]) -> bool:
-    """Whether all functions that a loader would call return at once, as what LLVM makes without optimization does."""
+    """Whether all initializers return at once, as LLVM generates them without optimization."""
     found = []
     for each in initializers.relocations:
         code = sections.get(each.symbol.section)
@@ -178,9 +177,9 @@ def _string(strings: bytes, at: int) -> str:
 def _symbols(content: bytes, head: tuple, strings: bytes, sections: dict[int, ElfSection]) -> list[ElfSymbol]:
     found = []
     for name, info, _, index, value, size in _SYMBOL.iter_unpack(_of(content, head)):
-        if index >= _LAST_INDEX:  # absolute values (the name of the source file), common blocks: nothing may refer to
+        if index >= _LAST_INDEX:  # absolute values (the source file's name), common blocks: no reference allowed
             info, index = 0, -1
-        elif index and index not in sections:  # of debugging sections
+        elif index and index not in sections:  # debugging sections
             index = -1
         found.append(ElfSymbol(_string(strings, name), info, index if index else None, value, size))
     return found
@@ -189,7 +188,7 @@ def _symbols(content: bytes, head: tuple, strings: bytes, sections: dict[int, El
 _PAGE = 4096
 _ABS64, _PC32, _PLT32 = 1, 2, 4
 _GOT = (9, 41, 42)
-"""Relocations by the offset of a symbol's place in the table of addresses, with or without leave to do without it."""
+"""Relocations by the offset of a symbol's entry in the address table; some allow to bypass the table."""
 _GLOB_DAT, _RELATIVE = 6, 8
 _READ, _WRITE, _EXECUTE = 4, 2, 1
 _LOAD, _DYNAMIC, _STACK = 1, 2, 0x6474E551
@@ -204,16 +203,16 @@ _HEADERS = 5
 
 
 def shared_library(content: bytes, data: Mapping[str, bytes] | None = None) -> bytes:
-    """A shared library that defines an object file's global symbols, and further ones for ``data``, which is only read.
+    """A shared library that defines an object file's global symbols, and a read-only symbol for each of ``data``.
 
     Raises:
-        CannotLinkError: see :mod:`bridge.compile.runtime.elf`, or a relocation that is not known.
+        CannotLinkError: see :func:`read_object`, or an unknown relocation.
     """
     return _Link(with_data(read_object(content), data or {})).library()
 
 
 class _Link:
-    """One object on its way: places are file offsets, which are addresses as well."""
+    """Links one object; places are file offsets, which are addresses as well."""
 
     def __init__(self, object_file: ElfObject):
         self.sections = object_file.sections
@@ -228,7 +227,7 @@ class _Link:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Where everything lies."""
+        """Assigns a place to every part of the file."""
         symbols = [*self.imported, *self.exported]
         self.strings = b"\0" + b"\0".join([_NEEDED, *(symbol.name.encode() for symbol in symbols)]) + b"\0"
         absolute = sum(each.kind == _ABS64 for section in self.sections.values() for each in section.relocations)
@@ -255,7 +254,7 @@ class _Link:
 
     @staticmethod
     def _is_data(section: ElfSection) -> bool:
-        """Whether it is written to, if only by the loader."""
+        """Whether a section is written to, if only by the loader."""
         return section.is_written or any(each.kind == _ABS64 for each in section.relocations)
 
     def _place(self, name: str, end: int, size: int, align: int) -> int:
@@ -272,7 +271,7 @@ class _Link:
         return end
 
     def library(self) -> bytes:
-        """The file."""
+        """The bytes of the shared library."""
         made = bytearray(self.file_end)
         self._relocations = bytearray()
         for index, section in self.sections.items():
@@ -310,7 +309,7 @@ class _Link:
         made[at : at + 4] = (goal + each.addend - at).to_bytes(4, "little", signed=True)
 
     def _address(self, symbol: ElfSymbol) -> int:
-        """Of what is undefined, that of a stub that jumps there."""
+        """The symbol's address; for an undefined symbol, that of a stub that jumps to it."""
         if symbol.section is None:
             return self.at["stubs"] + _STUB * self.imported.index(symbol)
         return self.section_at[symbol.section] + symbol.value
@@ -326,15 +325,15 @@ class _Link:
         name = 1 + len(_NEEDED) + 1
         for symbol in (*self.imported, *self.exported):
             place = 0 if symbol.section is None else self._address(symbol)
-            # any index but 0 says that it is defined; there is no table of sections
+            # any index but 0 marks it as defined; there is no table of sections
             symbols += _SYMBOL.pack(name, symbol.info, 0, int(symbol.section is not None), place, symbol.size)
             name += len(symbol.name.encode()) + 1
         count = 1 + len(self.imported) + len(self.exported)
-        chain = [0, *range(2, count), 0][:count]  # of one bucket: all of them, one after another
+        chain = [0, *range(2, count), 0][:count]  # one bucket with all symbols
         dynamic = [(1, 1), (4, self.at["hash"]), (5, self.at["strings"]), (6, self.at["symbols"])]
         dynamic += [(10, len(self.strings)), (11, _SYMBOL.size)]
         dynamic += [(7, self.at["relocations"]), (8, len(self._relocations)), (9, 24)]
-        dynamic += [(24, 0), (30, 8), (0, 0)]  # all symbols are looked up when it is loaded
+        dynamic += [(24, 0), (30, 8), (0, 0)]  # resolves all symbols at load time
         return {
             "symbols": bytes(symbols),
             "hash": struct.pack(f"<{3 + count}I", 1, count, int(count > 1), *chain),

@@ -1,13 +1,13 @@
 """Executor: a program bound to callables: ``executor(inputs) -> results``.
 
-A run works on *registers*: a list with a slot for every tensor that the instructions touch. A run takes a block of the
+A run works on *registers*: a list with a slot for every tensor of the instructions. A run takes a block of the
 process's arena pool (:mod:`bridge.compile.runtime.layout`) and finds, or makes once, its registers there: slots of
-intermediates are filled with tensors in that block, those of constants with the constants. Slots of inputs, results and
-views of those are filled during a call and emptied after it. Who has the block has the registers that are bound to it,
-so concurrent and re-entrant calls never share them. Results are never in the block.
+intermediates hold tensors in that block, slots of constants the constants. Slots of inputs, results and their views are
+filled during a call and emptied after it. The registers belong to the block, so concurrent and re-entrant calls never
+share them. Results are never in the block.
 
-Binding: an instruction → a function of the registers, with everything else that it needs looked up once.
-Of constants: a program and tensors for its last parameters → the program of the other parameters.
+Binding: an instruction → a function of the registers, with all lookups done in advance.
+Constants: a program and tensors for its last parameters → the program of the other parameters.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ Action = Callable[[list], None]
 _ADDRESS = torch.Tensor.data_ptr
 
 Arrays = dict[tuple[int, ...], tuple[torch.Tensor, ctypes.c_void_p]]
-"""Integers as int64 in memory, and where that is."""
+"""Integers → an int64 tensor of them, and its address."""
 
 
 def bind(
     instruction: Instruction, functions: Mapping[str, Callable], arrays: Arrays, drive: Drive | None = None
 ) -> Action:
-    """The action of an instruction; ``functions`` are the program's kernels by name, ``arrays`` what its launches pass,
-    one for all that pass the same; ``drive`` runs the steps of loops.
+    """The action of an instruction.
 
-    ``KeyError`` for a kernel that is in neither ``functions`` nor :mod:`bridge.library`.
+    ``functions``: the program's kernels by name; ``arrays``: integers of launches, shared by equal launches; ``drive``:
+    runs the steps of loops. ``KeyError`` for a kernel that is in neither ``functions`` nor :mod:`bridge.library`.
     """
     match instruction:
         case MakeView():
@@ -70,7 +70,7 @@ def bind(
 
 
 def _frames(loop: RunLoop, functions: Mapping[str, Callable], arrays: Arrays, drive: Drive | None) -> LoopFrames | None:
-    """What runs a loop's launches by a driver; ``None`` if there is none, or they are not all."""
+    """Runs a loop by a driver; ``None`` without a driver, or if the loop is not launches alone."""
     launches = [step for step in loop.steps if isinstance(step, Launch) and not step.once]
     found = [(launch, functions[launch.name]) for launch in launches]
     if drive is None or not is_framed(found) or any(not isinstance(step, (Launch, MakeView)) for step in loop.steps):
@@ -80,7 +80,7 @@ def _frames(loop: RunLoop, functions: Mapping[str, Callable], arrays: Arrays, dr
 
 
 def last_uses(instructions: Sequence[Instruction], kept: Collection[int]) -> list[tuple[int, ...]]:
-    """After each instruction, the slots that it and no later one uses, but for those that are ``kept``."""
+    """After each instruction, the slots that it is the last to use, except ``kept`` ones."""
     needed = set(kept)
     uses = []
     for instruction in reversed(instructions):
@@ -90,8 +90,8 @@ def last_uses(instructions: Sequence[Instruction], kept: Collection[int]) -> lis
     return uses[::-1]
 
 
-# What an action needs is bound as arguments: a closure has an object for each thing in it, all of which the garbage
-# collector walks through, and there are as many as sizes times steps.
+# Actions bind their data as arguments: a closure would add a garbage-collected object for each captured variable, times
+# sizes times steps.
 
 
 def _view(view: MakeView) -> Action:
@@ -144,7 +144,7 @@ def _run_with_scalars(
 
 
 def _launch_at_addresses(launch: Launch, kernel: Callable, arrays: Arrays) -> Action:
-    """The geometry of views is in the scalars, so none of them is made at a call."""
+    """The scalars contain the geometry of views, so a call makes no view."""
     pick = picker((*launch.reads, *launch.writes))
     return partial(_run_at_addresses, kernel, pick, launch.offsets, *_array(launch.scalars, arrays))
 
@@ -168,11 +168,11 @@ def _array(scalars: tuple[int, ...], arrays: Arrays) -> tuple[torch.Tensor, ctyp
 
 
 Actions = Sequence[tuple[Action, tuple[int, ...]]]
-"""Instructions as functions of the registers, each with the slots that it is the last to use."""
+"""Actions of instructions, each with the slots that it is the last to use."""
 
 
 def bind_all(program: Program, drive: Drive | None = None) -> Actions:
-    """The instructions of a program, bound, for any of its executors; ``drive`` runs the steps of loops."""
+    """Binds the instructions of a program, for any of its executors; ``drive`` runs the steps of loops."""
     functions = {kernel: built.function for kernel, built in program.code.items()}
     kept = {*program.layout.filled, *(slot for slot, _ in program.constants), *program.layout.results}
     arrays: Arrays = {}
@@ -181,17 +181,17 @@ def bind_all(program: Program, drive: Drive | None = None) -> Actions:
 
 
 class Executor:
-    """Runs one program; safe to call from any thread.
+    """Runs one program; thread-safe.
 
     Attributes:
         name: of the program; ``steps``: its instructions.
 
     Args:
-        device: of the inputs, but for states of generators.
+        device: of the inputs, except states of generators.
         prepare: called before each run, in the thread that runs.
         empty: shape, strides, element type → memory of a result.
-        pool: of blocks on the device; the host's unless given.
-        actions: the instructions, bound: of another executor of the program, say. Its first run binds them else.
+        pool: of blocks on the device; by default, the host's.
+        actions: bound instructions, as of another executor of the program; by default, the first run binds them.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Executor:
 
     @cached_property
     def actions(self) -> Actions:
-        """The instructions, bound; waits for machine code."""
+        """The bound instructions; waits for machine code."""
         return bind_all(self._program)
 
     @cached_property
@@ -238,8 +238,8 @@ class Executor:
     ) -> list[torch.Tensor]:
         """See :meth:`bridge.compile.runtime.program.Program.__call__`.
 
-        ``fresh``: memory for the results in ``layout.fresh``, in their order, dense; new memory if ``None``.
-        ``user``: whose blocks the run works in; its own if ``None``.
+        ``fresh``: dense memory for the results in ``layout.fresh``, in order; ``None``: new memory. ``user``: the pool
+        user whose blocks the run works in; ``None``: the executor's own.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -262,7 +262,7 @@ class Executor:
                         registers[slot] = memory
                 self._act(registers)
                 results = [*self._results(registers)]
-                for i in self._viewed:  # autograd lets nobody write into an output that it knows as a view
+                for i in self._viewed:  # autograd forbids writing into an output that it knows as a view
                     results[i] = results[i].data
                 for i, tensor in passed_on:
                     results[i] = tensor
@@ -273,7 +273,7 @@ class Executor:
             user.give(block)
 
     def _act(self, registers: list) -> None:
-        """The actions, in order; slots are emptied after their last use."""
+        """Runs the actions in order; empties slots after their last use."""
         if profiler._is_profiler_enabled:
             self._act_recorded(registers)
             return
@@ -283,7 +283,7 @@ class Executor:
                 registers[slot] = None
 
     def _act_recorded(self, registers: list) -> None:
-        """The actions under a profiler: a range for the program, one for each instruction in it."""
+        """Runs the actions under a profiler, with a range for the program and one for each instruction."""
         with profiler.record_function(f"tvm: {self.name}"):
             for (action, last_used), step in zip(self.actions, self.steps, strict=True):
                 with profiler.record_function(f"tvm: {self.name}/{step.name}"):
@@ -292,12 +292,12 @@ class Executor:
                     registers[slot] = None
 
     def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
-        """Puts the inputs into their slots, dense. Some may require grad: nothing records it."""
+        """Puts the inputs into their slots, dense. Some may require grad: autograd is off."""
         registers[: len(inputs)] = self._forms.dense(inputs)
 
     @torch.inference_mode(False)  # its tensors serve calls of any mode
     def _bound_to(self, block: PoolBlock, key: int) -> tuple[list, list]:
-        """The registers of runs in a block, and what is in them between runs."""
+        """The registers of runs in a block, and their contents between runs."""
         registers: list = [None] * self._layout.size
         self._layout.fill(registers, block.memory)
         for slot, tensor in self._program.constants:
@@ -309,13 +309,13 @@ class Executor:
 
 
 def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program:
-    """The program with ``tensors`` as constants in the place of its last parameters, of the same kernels.
+    """The program with ``tensors`` as constants in place of its last parameters, with the same kernels.
 
-    Views of them are made once. Nothing is copied but tensors that are not dense (or, on a GPU, aligned): who changes
-    one changes what the program computes.
+    Views of them are made once. Copies only tensors that are not dense (or, on a GPU, not aligned): a later change of
+    any other tensor changes the program's results.
 
-    A factor that only products of the way "packed" read is laid out for them, in memory of its own, and one that
-    generated products read in panels is packed for them; where nothing else reads it, it is no constant then.
+    A factor that only "packed" products read is packed once for the library; a factor that generated products read in
+    panels is packed for them, and is no constant any more unless it has other consumers.
 
     Raises:
         ValueError: a tensor has another shape or element type than its parameter.
@@ -356,8 +356,8 @@ def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program
 def _in_panels(
     program: Program, steps: Sequence[Instruction], views: Sequence[MakeView], constants: dict[int, torch.Tensor]
 ) -> list[Instruction]:
-    """The instructions but for those that pack constants, which run now: panels become constants, in the place of what
-    only these read."""
+    """Runs the launches that pack constants now, and returns the others; panels become constants, and replace constants
+    that only these launches read."""
     wanted = {register.slot: register for register in program.layout.laid_out}
     packs = [step for step in steps if isinstance(step, Launch) and step.writes[0] in wanted]
     if not packs:
@@ -379,7 +379,7 @@ def _in_panels(
 def _packed_factors(
     steps: Sequence[Instruction], constants: Mapping[int, torch.Tensor], views: Sequence[MakeView]
 ) -> dict[int, torch.Tensor]:
-    """By slot, what takes the place of constants, and of views of them, that products read packed."""
+    """Slot of a constant, or of a view of one, that only packed products read → its packed form."""
     if not can_pack():
         return {}
     view_of = {view.writes[0]: view for view in views}
@@ -399,5 +399,5 @@ def _packed_factors(
 
 
 def _others(step: Instruction) -> Sequence[int]:
-    """Slots that an instruction reads in any other way than a packed factor."""
+    """Slots that an instruction reads other than as a packed factor."""
     return step.reads[:1] if isinstance(step, CallLibrary) and step.name == PACKED else step.reads

@@ -1,10 +1,9 @@
-"""Evaluator: data that holds symbolic extents → what gives the same data with numbers, for given sizes.
+"""Evaluator: data with symbolic extents → a function of the sizes that returns the same data with numbers.
 
-All that varies is written down once as a table of distinct numbers, evaluated by one function, and every part of the
-data picks its own from there.
+All distinct extents form one table, evaluated by one function; every part of the data picks its own numbers there.
 
-Instances: a program with symbolic extents + sizes → instructions, layout and constants of those sizes. The arena keeps
-the order of the sample's plan: what lies below what.
+Instances: a program with symbolic extents and sizes → instructions, layout and constants at these sizes. The arena
+keeps the vertical order of the sample's plan.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ __all__ = ["Instances", "evaluator"]
 
 
 def evaluator(value: Any, scope: ExtentScope) -> Callable[[Mapping[str, int]], Any]:
-    """What gives a value of lists, tuples and dataclasses for sizes of the scope's symbols: every extent in it is a
-    number then; what holds none is the very object."""
+    """A function of the sizes of the scope's symbols that evaluates every extent in a value of lists, tuples and
+    dataclasses. A part without extents stays the identical object."""
     places: dict[tuple, int] = {}
     extents: list[Extent] = []
     make = _maker(value, places, extents) or (lambda _: value)
@@ -37,13 +36,13 @@ def evaluator(value: Any, scope: ExtentScope) -> Callable[[Mapping[str, int]], A
 
 
 def _maker(value: Any, places: dict[tuple, int], extents: list[Extent]) -> Callable[[Sequence[int]], Any] | None:
-    """What makes the value of a table of numbers, those of extents that are collected; ``None`` if it holds none."""
+    """A function of the table of numbers that makes the value; collects its extents; ``None`` if it has none."""
     if isinstance(value, Extent):
         place = places.setdefault(value.terms, len(extents))
         if place == len(extents):
             extents.append(value)
         return itemgetter(place)
-    is_data = is_dataclass(value) and not isinstance(value, type | StepContents)  # those are of the sample
+    is_data = is_dataclass(value) and not isinstance(value, type | StepContents)  # contents describe the sample
     if not is_data and type(value) not in (list, tuple):
         return None
     parts = [getattr(value, field.name) for field in fields(value)] if is_data else value
@@ -57,10 +56,10 @@ def _maker(value: Any, places: dict[tuple, int], extents: list[Extent]) -> Calla
 
 
 class Instances:
-    """What parts of a program are for given sizes.
+    """Evaluates a program's parts at given sizes.
 
     Args:
-        scope: of all its extents.
+        scope: of all extents.
         steps, layout, positions: see :class:`~bridge.compile.runtime.program.Program`.
     """
 
@@ -79,7 +78,7 @@ class Instances:
     def __call__(
         self, sizes: Mapping[str, int]
     ) -> tuple[tuple[Instruction, ...], RegisterLayout, tuple[tuple[int, torch.Tensor], ...]]:
-        """Instructions, layout, constants that follow from the sizes."""
+        """Instructions, layout, and constants of dynamic size."""
         steps, params, arena, nbytes, fresh, views, positions = self._parts(sizes)
         offsets, total = self._placed(nbytes)
         placed = zip(arena, offsets, strict=True)
@@ -96,7 +95,7 @@ class Instances:
         return steps, layout, constants
 
     def _placed(self, sizes: Sequence[int]) -> tuple[list[int], int]:
-        """Offsets in the arena, each behind what the sample's plan has below it; bytes of the whole."""
+        """Offsets in the arena, each after the tensors below it in the sample's plan; total bytes."""
         offsets: list[int] = []
         ends: list[int] = []
         for size, below in zip(sizes, self._layout.below, strict=True):

@@ -1,13 +1,10 @@
-"""Instructions of a program but for loops: frozen data for people and for the executor.
+"""Instructions of a program except loops: frozen data for display and for the executor.
 
 An instruction works on *registers*, by slot: it reads the tensors in some slots and writes into, or fills, others.
-``inputs`` and ``outputs`` are the names of those tensors, for people.
+``inputs`` and ``outputs`` are these tensors' names, for display. The integers of a program for any sizes may be
+symbolic; only instructions with numbers are bound and run.
 
-The integers of a program for any sizes may be symbolic; only instructions of numbers are bound and run.
-
-Step contents, for people: nodes → operations by name, what they read and write, what that costs.
-
-Nothing here takes part in running a program.
+Step contents, for display only: nodes → operations by name, with operands, results and cost.
 """
 
 from __future__ import annotations
@@ -31,9 +28,9 @@ _PRODUCTS = ("mm", "mm_lt", "mm_wide", "mm_biased", "bmm", "bmm_wide", "addmm", 
 class Operation:
     """``result: dtype shape = op(operands)``.
 
-    Operands that are not results of the same step are named as the step's inputs; numbers are written out. A mark after
-    a name says how it is read: ``~`` broadcast, ``^`` permuted, ``/`` in part. ``binding`` is the variable of the Relax
-    function that the operation was made for.
+    Operands that are not results of the same step have the names of the step's inputs; numbers are written out. A mark
+    after a name shows its access: ``~`` broadcast, ``^`` permuted, ``/`` in part. ``binding``: the variable of the
+    Relax function that the operation was made for.
     """
 
     op: str
@@ -50,15 +47,15 @@ class Operation:
 
 @dataclass(frozen=True)
 class StepContents:
-    """What a step is made of.
+    """The operations of a step and their cost.
 
     Attributes:
         operations: in order.
         reads: names of the tensors it reads (parameters of the program or results of other steps), without views.
-        flops: arithmetic operations for the sample; a transcendental function counts as one. 0 where it is not known
-            (library calls other than products).
+        flops: arithmetic operations for the sample; a transcendental function counts as one. 0 if unknown (library
+            calls other than products).
         bytes: read and written for the sample, each tensor once.
-        plan: how generated code computes a matrix product; empty for other steps.
+        plan: of a generated matrix product; empty for other steps.
     """
 
     operations: tuple[Operation, ...] = ()
@@ -74,10 +71,10 @@ class StepContents:
 
 
 def contents(nodes: Sequence[Node], stored: Sequence[Value], name_of: Callable[[Value], str]) -> StepContents:
-    """Describes the nodes of one step.
+    """The contents of a step from its nodes.
 
     Args:
-        stored: the results that leave the step.
+        stored: the results that later steps read.
         name_of: the name of a value that the step reads or stores.
     """
     leaving = set(stored)
@@ -145,11 +142,11 @@ def _flops(node: Node) -> Dim:
 
 @dataclass(frozen=True)
 class Launch:
-    """A generated kernel: ``name(reads…, writes…)``; ``ops`` are the operators it fuses, in order.
+    """A generated kernel: ``name(reads…, writes…)``; ``ops``: its fused operators, in order.
 
-    ``writes`` are the slots of the outputs, then of scratch memory. ``scalars``, if there are any, reach the kernel as
-    an array of int64, its last argument. With ``offsets`` it takes addresses, that many bytes behind each tensor's own.
-    ``once``: what it makes lasts, so that a loop, all of whose steps read the same, launches it before the first one.
+    ``writes``: slots of the outputs, then of scratch memory. ``scalars``, if any, are the kernel's last argument, an
+    int64 array. With ``offsets``, it takes addresses: each tensor's own plus as many bytes. ``once``: a loop whose
+    steps all read the same result launches it only before the first step.
     """
 
     name: str
@@ -169,10 +166,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class CallLibrary:
-    """A kernel of torch by its name in :mod:`bridge.library`.
+    """A torch kernel, by its name in :mod:`bridge.library`.
 
-    One of ``OUT_KERNELS`` writes into the tensors of ``writes``; if ``allocates``, one of ``FUNCTIONS`` returns tensors
-    of its own, which fill those slots. ``attrs``: plain data, see :class:`bridge.compile.loop_ir.graph.LibraryCall`.
+    An ``OUT_KERNELS`` kernel writes into the tensors of ``writes``; if ``allocates``, one of ``FUNCTIONS`` returns new
+    tensors, which fill these slots. ``attrs``: plain data, see :class:`bridge.compile.loop_ir.graph.LibraryCall`.
     """
 
     name: str
@@ -191,7 +188,7 @@ class CallLibrary:
 
 @dataclass(frozen=True)
 class MakeView:
-    """A strided view: ``torch.as_strided`` of the dense tensor in ``reads[0]`` fills ``writes[0]``. No data moves."""
+    """A strided view: ``torch.as_strided`` of the dense tensor in ``reads[0]`` fills ``writes[0]``; copies no data."""
 
     name: str
     inputs: tuple[str, ...]
@@ -208,7 +205,7 @@ class MakeView:
 
 
 def roots_of(views: Iterable[MakeView]) -> dict[int, int]:
-    """Of each view's slot, that of the tensor whose memory it is; a view of a view comes after that one."""
+    """Slot of a view → slot of the tensor that owns its memory; a view of a view comes after its base."""
     roots: dict[int, int] = {}
     for view in views:
         (base,), (slot,) = view.reads, view.writes

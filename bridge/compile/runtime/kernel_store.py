@@ -1,10 +1,10 @@
 """Kernels on disk: PrimFuncs → their machine code, from the disk cache or built and kept there.
 
 A kernel's key is its canonical text with everything else that its machine code depends on: the backend, the target, the
-versions of the compilers and of this package. Kernels that are built together lie in one library; a small artifact for
-each says which. So a program of another size, or of another model, finds the kernels that it has in common.
+versions of the compilers and of this package. Kernels that are built together share one library; a small artifact maps
+each kernel to its library. So a program of another size or model finds common kernels.
 
-Functions of TVM ↔ canonical text, the same in every process.
+Canonical text: a function of TVM ↔ the same text in every process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SMALL_FLOAT = re.compile(r'"value":(-?\d[\d.]*e-3\d\d)\b')
 
 
 def canonical_text(functions: Sequence[Any]) -> str:
-    """The text of TIR or Relax functions; :func:`functions_of` reads it.
+    """The text of TIR or Relax functions; :func:`functions_of` parses it.
 
     Raises:
         ValueError: a literal that TVM's JSON cannot hold, a float64 below 2.3e-308.
@@ -48,7 +48,7 @@ def canonical_text(functions: Sequence[Any]) -> str:
 def functions_of(text: str) -> list[Any]:
     """The functions of a :func:`canonical_text` that this version of TVM wrote.
 
-    ``tvm.ir.load_json`` would look for what older versions wrote first, which takes several times as long.
+    ``tvm.ir.load_json`` would first search for older versions' formats, which takes several times as long.
     """
     return list(tvm_ffi.serialization.from_json_graph_str(text))
 
@@ -63,34 +63,34 @@ class KeptFunctions(dict[str, tvm_ffi.Function]):
     """Machine code by name.
 
     Attributes:
-        keys_on_disk: of those functions that are in the disk cache.
+        keys_on_disk: the functions' keys in the disk cache.
     """
 
     keys_on_disk: Mapping[str, str] = {}
 
 
 class Libraries(Protocol):
-    """Makes libraries of functions, and keeps them as bytes."""
+    """Builds libraries of functions, and serializes them."""
 
     @property
     def key(self) -> tuple[str, ...] | None:
-        """What their machine code depends on beside the backend's key; ``None`` where libraries cannot be kept."""
+        """The machine code's dependencies beside the backend's key; ``None`` if libraries cannot be kept."""
 
     def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
-        """One library; ``loops``: the functions are loops already."""
+        """Builds one library; ``loops``: the functions consist of loops already."""
 
     def build_bytes(self, functions: Mapping[str, PrimFunc], loops: bool) -> tuple[tvm.runtime.Module, bytes | None]:
-        """The same, and what :meth:`load` takes; ``None`` where this one cannot be kept."""
+        """The same, with the library's bytes for :meth:`load`; ``None`` if it cannot be kept."""
 
     def load(self, content: bytes) -> tvm.runtime.Module:
-        """A library from its bytes. ``RuntimeError`` or ``OSError`` where the system does not load it."""
+        """A library from its bytes. ``RuntimeError`` or ``OSError`` if the system cannot load it."""
 
 
 class KernelTexts:
-    """PrimFuncs by name, with their canonical texts, which no compiler is needed for.
+    """PrimFuncs by name, with their canonical texts, which need no compiler.
 
     Attributes:
-        store: where machine code is kept.
+        store: of machine code.
     """
 
     def __init__(self, functions: Mapping[str, PrimFunc]):
@@ -98,7 +98,7 @@ class KernelTexts:
 
     @cached_property
     def by_name(self) -> Mapping[str, str] | None:
-        """The texts; ``None`` where none are needed, or none hold the functions."""
+        """The texts; ``None`` if the store is unusable, or a literal has no text."""
         if not self.store.is_usable:
             return None
         try:
@@ -115,13 +115,13 @@ class KernelTexts:
 def stored_or_built(
     kernels: KernelTexts, loops: bool, backend: str, libraries: Libraries
 ) -> tvm.runtime.Module | KeptFunctions:
-    """Machine code by name. Of several processes that want the same functions at once, one builds them."""
+    """Machine code by name. If several processes want the same functions at once, one builds them."""
     functions, store, made_for, texts = kernels.functions, kernels.store, libraries.key, kernels.by_name
     if made_for is None or texts is None:
         return libraries.build(functions, loops)
     keys = {name: of_this_package(_KERNEL, backend, made_for, loops, text) for name, text in texts.items()}
     found = KeptFunctions(_stored(store, keys, libraries))
-    if len(found) < len(keys):  # a process that is just writing them puts the library first
+    if len(found) < len(keys):  # a process that is writing them writes the library first
         found.update(_of_library(store, key_of(_LIBRARY, sorted(keys.values())), keys, libraries) or {})
     found.keys_on_disk = keys
     missing = {name: func for name, func in functions.items() if name not in found}
@@ -174,8 +174,8 @@ def kept_kernels(
 
 @dataclass(frozen=True, eq=False)
 class _Loaded:
-    """Functions of libraries from the disk, in the place of their :class:`~bridge.compile.runtime.build.Build`:
-    the libraries are loaded for as long as this is held."""
+    """Functions of libraries from disk, in place of a :class:`~bridge.compile.runtime.build.Build`; keeps the libraries
+    loaded."""
 
     functions: tuple[tvm_ffi.Function, ...]
     seconds: float = 0.0
@@ -188,7 +188,7 @@ def _function(text: bytes) -> PrimFunc:
 
 
 def _stored(store: Store, keys: Mapping[str, str], libraries: Libraries) -> dict[str, Any]:
-    """Those functions that there are, in whatever libraries."""
+    """The functions that the store has, from any libraries."""
     at: dict[str, dict[str, str]] = {}
     for name, key in keys.items():
         entry = store.get(_KERNEL, key)

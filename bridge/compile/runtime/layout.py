@@ -1,13 +1,11 @@
-"""Layout of registers: parameters, intermediates, results -> slots, and offsets in an arena.
+"""Layout of registers: parameters, intermediates, results → slots, and offsets in an arena.
 
-Arena pool: memory for intermediates that all programs of a process share.
+Arena pool: memory for intermediates that all programs of a process share. Each run takes a *block* for itself and gives
+it back, so concurrent and re-entrant runs never share memory. Successive runs take the same block: the pool holds the
+largest arena, not the sum, once for each simultaneous run. Taking and giving back are single operations on a list,
+atomic under Python's global interpreter lock: no signal handler, finalizer or forked child can find a lock taken.
 
-A run takes a *block* and gives it back; nobody else has it meanwhile, so concurrent and re-entrant runs never share
-memory. Runs one after another take the same block: what is held is the largest arena, not the sum, once for each of the
-runs that were under way together. Taking and giving back are single operations on a list, which Python's global
-interpreter lock makes atomic: no lock that a signal handler, a finalizer or a forked child could find taken.
-
-Input forms: tensors given to a program → the same ones, dense; or a ``ValueError`` naming the one that differs.
+Input forms: tensors given to a program → the same tensors, dense; a ``ValueError`` names a mismatch.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class ArenaPlan:
 
 
 def plan_arena(lifetimes: Mapping[Value, tuple[int, int]]) -> ArenaPlan:
-    """Offsets for values alive from their first to their last step, both included, of the sample's sizes.
+    """Offsets for values alive from their first to their last step, inclusive, at the sample's sizes.
 
     Largest first, each at the lowest offset that is free during its life: within a few per cent of the lower bound on
     training graphs, and deterministic.
@@ -72,13 +70,13 @@ def plan_arena(lifetimes: Mapping[Value, tuple[int, int]]) -> ArenaPlan:
 
 
 def lying_below(lifetimes: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-    """Of each value, those right below it, by index; the values are given in the order of their offsets.
+    """For each value, the indices of the values directly below it; values are given in the order of their offsets.
 
-    A value that lies behind the ends of those overlaps none of all that lie below it and live when it does, whatever
-    the sizes are: each of them is one of those, or below one.
+    A value placed after the ends of these overlaps no lower value that is live at the same time, at any sizes: each
+    of them is directly below it, or below a value that is.
     """
     found: list[tuple[int, ...]] = []
-    beneath: list[int] = []  # all that a value is behind, as bits
+    beneath: list[int] = []  # per value, all values below it, as bits
     for index, (first, last) in enumerate(lifetimes):
         direct, covered = [], 0
         for other in range(index - 1, -1, -1):
@@ -93,10 +91,10 @@ def lying_below(lifetimes: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], 
 
 @dataclass(frozen=True)
 class Register:
-    """A dense tensor in a slot; one in the arena lies ``offset`` bytes behind its beginning.
+    """A dense tensor in a slot, ``offset`` bytes after the arena's beginning if it is in the arena.
 
     Attributes:
-        order: of a parameter: the slot has ``permute(order)`` of what a caller gives; ``None``: it has that.
+        order: a parameter's slot has ``permute(order)`` of the caller's tensor; ``None``: the tensor itself.
     """
 
     slot: int
@@ -108,14 +106,14 @@ class Register:
 
     @cached_property
     def given_form(self) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
-        """Shape and strides of what a caller gives where it lies as the slot has it."""
+        """Shape and strides of the caller's tensor if its memory has the slot's layout."""
         view = dense(self.shape)
         given = view if self.order is None else permute(view, inverse(self.order))
         return given.shape, given.strides
 
     @cached_property
     def given_kind(self) -> tuple[torch.Size, torch.dtype]:
-        """Shape, of numbers, and element type of what a caller gives, as a tensor has them."""
+        """Static shape and element type of the caller's tensor."""
         return torch.Size(self.given_form[0]), self.torch_dtype
 
     @property
@@ -128,7 +126,7 @@ class Register:
 
     @property
     def lies_on_host(self) -> bool:
-        """Whether it is the state of a GPU's generator: whoever computes on the GPU brings it there."""
+        """Whether it is the state of a GPU's generator, which the executor copies to the GPU."""
         return (self.shape, self.dtype) == GENERATOR_STATE
 
     @cached_property
@@ -141,16 +139,16 @@ class RegisterLayout:
     """Slots of the registers.
 
     Attributes:
-        size: how many there are.
+        size: their number.
         params: the inputs, in the first slots.
-        arena: intermediates, which lie in ``arena_bytes`` bytes; the sample's, where they are symbolic.
+        arena: intermediates in ``arena_bytes`` bytes; if those are symbolic, the sample's.
         fresh: results, in new memory at each call.
         views: of tensors in the arena and of constants, made once.
         results: slots of the results.
-        memory: of each result, the slot of the tensor whose memory it is, or is a view of.
-        below: where extents are symbolic, of each intermediate those right below it in the arena, by index.
-        allocated: what library calls return in memory of their own; with sizes bound, nothing is said about it.
-        laid_out: what is made once of constants, in memory of its own, when the program is bound to these.
+        memory: for each result, the slot of the tensor that owns its memory.
+        below: with symbolic extents, for each intermediate the indices of those directly below it in the arena.
+        allocated: results of library calls in memory of their own; empty once sizes are bound.
+        laid_out: packed constants, made once when the program is bound to its constants.
     """
 
     size: int
@@ -167,12 +165,12 @@ class RegisterLayout:
 
     @property
     def filled(self) -> set[int]:
-        """Slots of the arena and of views that stay filled between calls; those of constants also do."""
+        """Slots of the arena and of views that stay filled between calls, as do slots of constants."""
         return {*(register.slot for register in self.arena), *(view.writes[0] for view in self.views)}
 
     def fill(self, registers: list, memory: torch.Tensor) -> None:
-        """Puts the tensors of the arena, which is to lie in ``memory``, aligned uint8, into their slots."""
-        typed: dict[str, torch.Tensor] = {}  # all of the memory, by element type: then a slot is one view
+        """Puts the arena's tensors into their slots; ``memory``: aligned uint8."""
+        typed: dict[str, torch.Tensor] = {}  # the whole memory by element type, so that a slot is one view
         for placed in self.arena:
             if placed.dtype not in typed:
                 whole = len(memory) - len(memory) % itemsize(placed.dtype)
@@ -186,11 +184,11 @@ class RegisterLayout:
 
 
 _USES = 256
-"""So many times a block is taken before those that were free each time are let go."""
+"""Uses of a pool after which blocks that were free at each of them are dropped."""
 
 
 class PoolBlock:
-    """``memory``, uint8 [size], aligned; ``bound``: what users keep with it, by key."""
+    """``memory``: uint8 [size], aligned; ``bound``: key of a user → its data for this block."""
 
     __slots__ = ("__weakref__", "bound", "memory", "size")
 
@@ -207,7 +205,7 @@ class PoolUser:
 
     Attributes:
         key: in ``bound`` of a block.
-        take: gives a block, of its size at least, for the caller alone; ``give`` takes it back.
+        take: returns a block of at least its size, for the caller alone; ``give`` returns it to the pool.
     """
 
     __slots__ = ("__weakref__", "give", "key", "take")
@@ -217,10 +215,10 @@ class PoolUser:
 
 
 class ArenaPool:
-    """Blocks on a device for the runs of any number of users, each of whom needs up to a size of its own.
+    """Blocks on a device for the runs of any number of users, each with a maximum size.
 
-    Memory is given back to torch's allocator when a larger block takes a block's place, when blocks stay free for long
-    while others are taken, and when no living user needs one as large.
+    The pool returns memory to torch's allocator when a larger block replaces a block, when blocks stay free for long
+    while others are taken, and when no living user needs a block of its size.
 
     Attributes:
         give: takes a block back.
@@ -230,20 +228,20 @@ class ArenaPool:
         self._device = device
         self._free: list[PoolBlock] = []
         self.give: Callable[[PoolBlock], None] = self._free.append
-        self._blocks: list[weakref.ref[PoolBlock]] = []  # those in use too
+        self._blocks: list[weakref.ref[PoolBlock]] = []  # free ones and taken ones
         self._users: dict[int, tuple[weakref.ref, int]] = {}
         self._keys = itertools.count()
-        self._left, self._uses = _USES, 0  # the fewest blocks left free, among so many uses
+        self._left, self._uses = _USES, 0  # the least number of free blocks left, among the latest uses
 
     def enroll(self, size: int) -> PoolUser:
-        """Somebody who needs up to so many bytes; what is kept under its key is dropped when it is gone."""
+        """Registers a user of up to ``size`` bytes; its data in blocks is dropped with it."""
         key = next(self._keys)
         user = PoolUser(key, partial(self.take, size), self.give)
         self._users[key] = weakref.ref(user, lambda _: self._gone(key)), size
         return user
 
     def take(self, size: int) -> PoolBlock:
-        """A block of at least ``size`` bytes for the caller alone, to be given back."""
+        """A block of at least ``size`` bytes for the caller alone, which must give it back."""
         free = self._free
         try:
             block = free.pop()
@@ -262,15 +260,15 @@ class ArenaPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the blocks that nobody has."""
+        """Bytes of the free blocks."""
         return sum(block.size for block in tuple(self._free))
 
     def clear(self) -> None:
-        """Gives back the blocks that nobody has."""
+        """Drops the free blocks."""
         self._free.clear()
 
     def _choose(self, size: int) -> PoolBlock:
-        """The smallest free block that is large enough; if none is, the largest makes room for a new one."""
+        """The smallest free block that is large enough, or a new one in place of the largest free block."""
         block = self._fitting(size)
         return self._allocate(size) if block is None else block
 
@@ -280,11 +278,11 @@ class ArenaPool:
             if block.size >= size and self._out(block):
                 self._let_go()
                 return block
-        any(map(self._out, reversed(by_size)))  # up to the first that nobody else has taken
+        any(map(self._out, reversed(by_size)))  # up to the first that no other thread has taken
         return None
 
     def _out(self, block: PoolBlock) -> bool:
-        """Takes a certain block out of the free ones; false if somebody was faster."""
+        """Removes a block from the free list; ``False`` if another thread took it first."""
         try:
             self._free.remove(block)
         except ValueError:
@@ -292,7 +290,7 @@ class ArenaPool:
         return True
 
     def _let_go(self) -> None:
-        """Counts a use that left blocks free, and after enough of them drops the smallest of those never needed."""
+        """Counts a use that left blocks free; after ``_USES``, drops the smallest blocks that were never needed."""
         self._left = min(self._left, len(self._free))
         self._uses += 1
         if self._uses >= _USES:
@@ -311,7 +309,7 @@ class ArenaPool:
         return [block for reference in tuple(self._blocks) if (block := reference()) is not None]
 
     def _gone(self, key: int) -> None:
-        """Drops what a user kept, and free blocks that are larger than any living user needs."""
+        """Drops a user's data, and free blocks that are larger than any living user needs."""
         self._users.pop(key, None)
         for block in self._living():
             block.bound.pop(key, None)
@@ -325,20 +323,20 @@ ARENAS = SESSION.cache("programs", ArenaPool())
 """The host's pool."""
 
 _KIND, _DEVICE = attrgetter("shape", "dtype"), attrgetter("device")
-#: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode, or are strided.
+#: Variants of valid inputs that are remembered: requires grad, parameter, inference mode, strided.
 _MAX_LOOKS = 4
 
 Strided = tuple[tuple[int, tuple[int, ...]], ...]
-"""Places and strides of inputs that are not dense in the order of their slots."""
+"""Places and strides of inputs that are not dense in their slots' order."""
 
 
 class InputForms:
-    """Shapes, element types and the device of a program's inputs.
+    """Checks shapes, element types and devices of a program's inputs, and makes the inputs dense.
 
     Args:
         name: of the program.
         params: its parameters.
-        device: where those are that do not lie on the host.
+        device: of the parameters that are not on the host.
     """
 
     def __init__(self, name: str, params: Sequence[Register], device: torch.device):
@@ -349,11 +347,10 @@ class InputForms:
         self._looks: list[tuple[TensorChecks, Strided]] = []  # inputs that look like these fit
 
     def dense(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The inputs in the orders of their slots, those that lie otherwise as dense copies. Some may require grad:
-        nothing is to record it.
+        """The inputs in their slots' orders, copied if not dense. Some may require grad: autograd must be off.
 
         Raises:
-            ValueError: their number, a shape, an element type or a device is another one.
+            ValueError: a mismatch of their number, a shape, an element type or a device.
         """
         found = None
         if not any(map(is_nested, inputs)):
@@ -375,8 +372,8 @@ class InputForms:
         return turned
 
     def as_they_lie(self, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Strided]:
-        """The inputs, with the strides of those that lie otherwise than their slots have them; of too many kinds of
-        strides, copies that lie so. Raises what :meth:`dense` does."""
+        """The inputs, with the strides of those not dense in their slots' order; beyond ``_MAX_LOOKS`` variants, dense
+        copies. Raises like :meth:`dense`."""
         known = () if any(map(is_nested, inputs)) else self._looks
         strided = next((strided for alike, strided in known if alike(inputs)), None)
         strided = self._look(inputs) if strided is None else strided
@@ -388,7 +385,7 @@ class InputForms:
         return copies, ()
 
     def _look(self, inputs: Sequence[torch.Tensor]) -> Strided | None:
-        """Which of inputs of a new look are strided; ``None``: some may be, in one of too many ways."""
+        """The strided inputs of a new variant; ``None``: too many variants, some may be strided."""
         if list(map(_KIND, inputs)) != self._kinds or list(map(_DEVICE, inputs)) != self._devices:
             self._reject(inputs)
         in_order = self._in_order(inputs)

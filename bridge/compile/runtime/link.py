@@ -1,6 +1,6 @@
 """Linking: a loop graph → groups, kernels, slots, lifetimes, instructions: a program.
 
-Step kernels: groups that are launched as one → the kernel that computes them, its tensors and integers.
+Step kernels: horizontally fused groups, or a chain → their kernel, its tensors and integers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = ["assemble", "chained", "guard_indices", "kernel_apart", "kernel_of", 
 def chained(
     steps: Sequence[list[Group]], stored: Collection[Value], results: Collection[Value], rules: Rules
 ) -> list[list[Group]]:
-    """The steps, in an order of execution, with those of each chain in the place of its last one."""
+    """Launches in execution order, with each chain as one launch at the place of its last group."""
     chains = find_chains([step[0] for step in steps if len(step) == 1], stored, results)
     chains = {last: chain for last, chain in chains.items() if plan_chain(chain, stored, rules) is not None}
     early = {group for first, rows, _ in chains.values() for group in (first, rows)}
@@ -61,12 +61,12 @@ def chained(
 
 
 def _is_chain(step: Sequence[Group]) -> bool:
-    """Whether groups that are launched as one are a chain."""
+    """Whether the groups of a launch are a chain."""
     return len(step) > 1 and isinstance(step[0].nodes[0], Product)
 
 
 def guard_indices(reached: Iterable[Dim]) -> None:
-    """Guards that tensors of so many elements are within the reach of a short index, the largest ones only."""
+    """Guards that tensors of ``reached`` elements fit 32-bit indices; only the largest ones need a guard."""
     guarded: list[Extent] = []
     for count in sorted((count for count in reached if isinstance(count, Extent)), key=sample_of, reverse=True):
         if any(below(count - larger, 1) for larger in guarded):
@@ -77,7 +77,7 @@ def guard_indices(reached: Iterable[Dim]) -> None:
 
 
 def one(step: Sequence[Group]) -> Group:
-    """Groups that are launched together, as one whose nodes are theirs."""
+    """The groups of a launch, as one group with all their nodes."""
     if len(step) == 1:
         return step[0]
     made = {value: node for group in step for value, node in group.made.items()}
@@ -92,11 +92,11 @@ def kernel_of(
     apart: Callable,
     reached: dict[Dim, None],
 ) -> Kernel | LibraryCall | None:
-    """How groups are computed; ``None`` if all that one makes has no elements.
+    """The kernel of a launch's groups; ``None`` if all of its results are empty.
 
-    ``generate`` makes kernels of plans, ``apart`` makes two of one, see
-    :meth:`~bridge.compile.backend.Backend.apart`: the same of equal plans, which are compiled once.
-    ``reached`` collects the numbers of elements of tensors whose indices are short.
+    ``generate``: plan → kernel; ``apart``: plan → two kernels, see :meth:`~bridge.compile.backend.Backend.apart`. Both
+    return the same functions for equal plans, which are compiled once. ``reached`` collects the numbers of elements of
+    tensors with 32-bit indices.
     """
     group, node = step[0], step[0].nodes[0]
     if all(same(value.numel, 0) for value in group.made):
@@ -129,8 +129,7 @@ def kernel_of(
 
 
 def kernel_apart(planned: Planned[RowPlan], func: PrimFunc, finish: PrimFunc) -> Kernel:
-    """What of a launch's tensors is of which of the two that it is launched as, see
-    :meth:`~bridge.compile.backend.Backend.apart`."""
+    """Distributes a plan's tensors over its two launches, see :meth:`~bridge.compile.backend.Backend.apart`."""
     plan = planned.plan
     of_node = dict(zip(plan.outputs, planned.outputs, strict=True))
     part_of = dict(zip(plan.column_reductions, planned.scratch, strict=False))
@@ -141,7 +140,7 @@ def kernel_apart(planned: Planned[RowPlan], func: PrimFunc, finish: PrimFunc) ->
 
 
 _ALWAYS = 1 << 62
-"""The last step of a value that is alive in all."""
+"""The last step of a value that is alive throughout."""
 
 
 def assemble(
@@ -153,10 +152,10 @@ def assemble(
     scope: ExtentScope | None = None,
     bodies: Mapping[str, Program] | None = None,
 ) -> Program:
-    """Group, generate, build and plan for a backend. ``timings`` is extended by the seconds of each stage.
+    """Fuses, generates, builds and plans a graph for a backend. Adds the seconds of each stage to ``timings``.
 
-    ``variables``: names of the Relax function's parameters and bindings; ``scope``: that of its symbolic extents;
-    ``bodies``: the programs of loops' bodies, by their text.
+    ``variables``: names of the Relax function's parameters and bindings; ``scope``: of its symbolic extents;
+    ``bodies``: text → program of a loop's body.
     """
     clock = _Clock(timings)
     groups = fuse(graph, backend)
@@ -190,7 +189,7 @@ class _Clock:
 
 
 def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
-    """Values that are results or cross from one step to another; dead groups count for nothing."""
+    """Values that are results or that another group reads, ignoring dead groups."""
     stored = {operand.value for operand in graph.results}
     for group in reversed(groups):
         if any(value in stored for value in group.made):
@@ -199,7 +198,7 @@ def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
 
 
 class _Linker:
-    """Slots and steps under construction."""
+    """Assigns slots and builds the steps of a program."""
 
     def __init__(
         self,
@@ -224,7 +223,7 @@ class _Linker:
         self.functions: dict[str, PrimFunc] = {}
         self.kernel_names: dict[PrimFunc, str] = {}
         self.static_views: list[MakeView] = []
-        # What a product is added onto lives where the sum will: in the slot of the last sum of the chain.
+        # A value that a product accumulates into shares the slot of the chain's last sum.
         self.merged: dict[Value, Value] = {}
         for node in reversed(graph.nodes):
             if isinstance(node, Product) and node.onto is not None:
@@ -252,7 +251,7 @@ class _Linker:
         count = len(self.steps)
         self.returned = [self.operand(op) for op in graph.results]
         self.steps, places = brought_forward(self.steps, count)
-        for value, (begin, end) in self.lifetimes.items():  # packed factors are there always
+        for value, (begin, end) in self.lifetimes.items():  # packed factors last beyond the steps
             self.lifetimes[value] = places[begin], places.get(end, end)
 
     def slot(self, value: Value) -> int:
@@ -275,7 +274,7 @@ class _Linker:
         return slot
 
     def operand(self, operand: Operand) -> int:
-        """The slot of a value under a view; views of what changes from call to call become steps."""
+        """The slot of a value under a view; a view of a tensor that changes between calls becomes a step."""
         value, view = operand.value, operand.view
         base = self.slot(value)
         if alike(view.shape, value.shape) and alike(view.strides, dense(value.shape).strides) and same(view.offset, 0):
@@ -298,7 +297,7 @@ class _Linker:
         return self.label[self.slots[self.merged.get(value, value), None]]
 
     def _library(self, node: LibraryCall) -> None:
-        # Views first: they may be steps of their own. Then all slots again, so that everything is alive now.
+        # Views first: they may be steps of their own. Then all slots again, so that all lifetimes reach this step.
         for operand in node.operands:
             self.operand(operand)
         arguments = tuple(self.operand(operand) for operand in node.operands)
@@ -308,7 +307,7 @@ class _Linker:
         self.steps.append(CallLibrary(node.name, *names, arguments, results, node.attrs, node.allocates, inside))
 
     def _loop(self, node: LoopCall, body: Program) -> None:
-        """A loop has its body's kernels under names of its own, and its body's constants among the program's."""
+        """Adds a loop: renames its body's kernels, and adds the body's constants to the program's."""
         prefix = f"loop{sum(isinstance(step, RunLoop) for step in self.steps)}_"
         self.functions.update({f"{prefix}{name}": function for name, function in body.kernels.items()})
         steps = [_under(prefix, step) for step in body.steps]
@@ -365,7 +364,7 @@ class _Linker:
         self.steps.append(Launch(name, *names, kernel.ops, arguments, (result,), kernel.scalars, offsets, inside))
 
     def _chain(self, group: Group, kernel: Kernel) -> None:
-        """A chain reads its products' operands at addresses, as they do."""
+        """Adds a chain, which reads its products' operands at addresses, as products do."""
         arguments, results = (tuple(map(self.slot, values)) for values in (kernel.inputs, kernel.outputs))
         name = self.kernel_names.setdefault(kernel.func, self._kernel_name(kernel))
         self.functions[name] = kernel.func
@@ -377,7 +376,7 @@ class _Linker:
         self.steps.append(Launch(name, *names, kernel.ops, arguments, results, kernel.scalars, offsets, inside))
 
     def _packed(self, node: Product, b: int, scalars: tuple[Dim, ...]) -> int:
-        """The slot of a product's packed operand; one for all products that read it alike."""
+        """The slot of a product's packed operand, shared by products with the same access to it."""
         plan, label = node.plan, self.label[b]
         key = b, plan.geometry.b, plan.geometry.b_offset, plan.geometry.extents[3:]
         if key not in self.packed:
@@ -411,7 +410,7 @@ class _Linker:
             self._finish(kernel.finish, kernel.scalars)
 
     def _finish(self, finish: SecondStage, scalars: tuple[Dim, ...]) -> None:
-        """The second launch of a kernel that sums columns."""
+        """Adds the second launch of a kernel that sums columns."""
         parts, sums = (tuple(map(self.slot, values)) for values in (finish.parts, finish.outputs))
         name = self.kernel_names.setdefault(finish.func, f"k{len(self.functions)}_finish")
         self.functions[name] = finish.func
@@ -431,7 +430,7 @@ class _Linker:
         variables: tuple[str, ...],
         scope: ExtentScope | None,
     ) -> Program:
-        """The program of everything linked so far; ``built`` are its kernels' machine code."""
+        """The linked program; ``built``: its kernels' machine code."""
         constants = tuple((self.slot(value), constant) for value, constant in self.constants.items())
         laid_out = [value for value, _ in self.slots if value.source == "constant" and value not in self.constants]
         beside = self._leave_alone() if backend.limits.kernel.streams > 1 else None
@@ -470,7 +469,7 @@ class _Linker:
         )
 
     def _leave_alone(self) -> SecondStreamPlan:
-        """Memory that steps beside the critical path work on, for as long as they may; which these are."""
+        """Plans the second stream, and extends the lifetimes of memory that its steps use."""
         values = {slot: value for (value, _), slot in self.slots.items()}
         beside = second_stream_steps(self.steps, self.static_views)
         self.lifetimes = lasting(self.lifetimes, self.steps, beside, values.__getitem__)
@@ -481,7 +480,7 @@ class _Linker:
 
 
 def _under(prefix: str, step: Instruction) -> Instruction:
-    """A step of a loop's body, of kernels under other names."""
+    """A step of a loop's body, with its kernel names prefixed."""
     if isinstance(step, Launch):
         return replace(step, name=f"{prefix}{step.name}")
     if isinstance(step, RunLoop):

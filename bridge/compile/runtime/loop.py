@@ -1,16 +1,16 @@
 """Loops at run time: a loop instruction and its body's actions → a function of the registers.
 
-A part of a tensor with the steps in front is a view, and a kernel of the body writes a result straight into the part
-that it is. A carry that is such a part is read from there in the next step; another one is written by turns into two
-places, so that no step writes what it reads: the last step writes into the loop's result. What the step that is run
-last reads may be no part, but a tensor of its own.
+One step's part of a stacked tensor (steps first) is a view, and a kernel of the body writes a result straight into its
+part. The next step reads a carry there if the carry is also stacked; any other carry alternates between two places, so
+that no step overwrites its own input, and the last step writes into the loop's result. The last executed step may
+read a separate tensor instead of a part.
 
-Where the backend has a driver and the body is kernels alone, the driver runs the steps: then what is put into a slot is
-an address, see :mod:`bridge.compile.runtime.loop_frame`. Tensors of the memory that a loop works in are made once for
-each such memory: between the first products of a call and its steps, Python's caches are cold, and a tensor takes 4 us.
+If the backend has a driver and the body is kernels alone, the driver runs the steps with addresses in place of tensors,
+see :mod:`bridge.compile.runtime.loop_frame`. Tensors in a loop's scratch memory are made once per memory: making one
+takes 4 us when Python's caches are cold, as they are between a call's first products and its steps.
 
-Kernels on a GPU read vectors of 16 bytes. Where parts do not all begin at a multiple of that, they are those of a copy
-with gaps between them: one copy for all steps.
+Kernels on a GPU read vectors of 16 bytes. If the parts of a stack are not aligned to that, the loop uses one copy of
+the stack with padding between the parts.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = ["loop_action", "scratch_bytes"]
 Action = Callable[[list], None]
 
 _FEWEST_DRIVEN = 4
-"""Steps from which on a loop is worth a frame."""
+"""The least number of steps for which a frame pays."""
 
 
 def scratch_bytes(layout: RegisterLayout, carries: int) -> int:
-    """Memory that a loop needs beside what it reads and writes."""
+    """Bytes of scratch memory of a loop: its body's arena, and a second place for each carry."""
     return _aligned(layout.arena_bytes) + sum(_aligned(each.nbytes) for each in layout.params[:carries])
 
 
@@ -49,15 +49,15 @@ def _aligned(count: int) -> int:
 def loop_action(
     loop: RunLoop, actions: Sequence[Action], views: Sequence[Action], frames: LoopFrames | None = None
 ) -> Action:
-    """What runs a loop; ``actions`` are those of its steps, ``views`` make the views that stay the same, ``frames`` run
-    its launches where they are all that it does."""
+    """The action of a loop; ``actions``: of its steps, ``views``: of the views that stay the same, ``frames``: the
+    driver's frames if the body is launches alone."""
     return _LoopAction(loop, actions, views, frames)
 
 
 class _LoopAction:
-    """Pairs are of a slot of the body, and whose it is, by number; what is put in there at each step is looked up once.
+    """Runs a loop. Pairs are (number of a carry, x or y; slot of the body); each step's changes are looked up once.
 
-    Where a result is a view of all of a tensor that a kernel writes, in its order, that tensor is the y's part.
+    If a y is a contiguous view of a whole tensor that a kernel writes, that tensor is the y's part.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class _LoopAction:
                 home.setdefault(memory[slot], y)
         self._written = [(y, fresh[slot]) for slot, y in home.items()]
         self._copied = [(y, slot) for y, slot in enumerate(layout.results[carries:]) if home.get(memory[slot]) != y]
-        self._turns: list[tuple[int, int]] = []  # carries that are written into their places
-        self._kept: list[tuple[int, int]] = []  # those that lie somewhere where they stay
-        self._moved: list[tuple[int, int]] = []  # those that have to be copied into their places
+        self._turns: list[tuple[int, int]] = []  # carries written into their places
+        self._kept: list[tuple[int, int]] = []  # carries that stay where they are
+        self._moved: list[tuple[int, int]] = []  # carries that must be copied into their places
         taken = set(home)
         for carry, slot in enumerate(layout.results[:carries]):
             if memory[slot] in home or slot in lasting:
@@ -92,14 +92,12 @@ class _LoopAction:
                 taken.add(slot)
             else:
                 self._moved.append((carry, slot))
-        self._unplaced = [
-            register for register in layout.fresh if register.slot not in taken
-        ]  # of which results are views
+        self._unplaced = [register for register in layout.fresh if register.slot not in taken]  # with results as views
         self._following = dict((self._carried[carry], slot) for carry, slot in (*self._turns, *self._kept))
         self._first, self._actions, each = self._in_order(actions, views)
         self._each_view = [(step, action) for step, action in each if isinstance(step, MakeView)]
         types = {each.slot: each.torch_dtype for each in (*layout.params, *layout.arena, *layout.fresh)}
-        self._behind = {  # views: the slot of what they are of, and by how many bytes they begin behind it
+        self._behind = {  # slot of a view → slot of its base, and the view's offset in bytes
             view.writes[0]: (view.reads[0], view.offset and view.offset * types[view.reads[0]].itemsize)
             for view, _ in self._each_view
         }
@@ -112,8 +110,8 @@ class _LoopAction:
     def _in_order(
         self, actions: Sequence[Action], views: Sequence[Action]
     ) -> tuple[tuple[Action, ...], tuple[Action, ...], list[tuple[Instruction, Action]]]:
-        """What is done before the first step, and at each, then with the instructions; views that nobody looks at are
-        not made."""
+        """Actions before the first step, actions of each step, and the latter with their instructions; leaves out views
+        without consumers."""
         steps = self._loop.steps
         looked_at = {slot for step in steps for slot in step.reads}
         looked_at.update(slot for _, slot in (*self._copied, *self._kept, *self._turns, *self._moved))
@@ -170,12 +168,12 @@ class _LoopAction:
         places: Sequence[Sequence[torch.Tensor]],
         stacks: Sequence[torch.Tensor],
     ) -> None:
-        """All steps, one action after the other.
+        """Runs all steps, one action after the other.
 
         Args:
-            body: registers, all that is not a step's own filled.
-            wholes: by slot, the tensors of which each step reads or writes a part.
-            lasts: by slot, what the step that is run last reads in the place of one.
+            body: registers, all except per-step tensors filled.
+            wholes: slot → the stacked tensor of which each step reads or writes a part.
+            lasts: slot → the separate tensor that the last executed step reads.
             places: two of each carry.
             stacks: the ys.
         """
@@ -208,7 +206,7 @@ class _LoopAction:
         lasts: Mapping[int, torch.Tensor],
         turns: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
-        """All steps, by a driver; ``turns``: the places of carries, by slot."""
+        """Runs all steps by a driver; ``turns``: slot → the places of a carry."""
         length, end = self._loop.length, 0 if self._loop.reverse else -1
 
         def first() -> list:
@@ -242,7 +240,7 @@ class _LoopAction:
         wholes: Mapping[int, torch.Tensor],
         turns: Mapping[int, Sequence[torch.Tensor]],
     ) -> dict[int, Addresses]:
-        """Where these lie, step by step; ``body``: all that no step moves, and what the first one carries."""
+        """Addresses of the slots' tensors in each step; ``body``: the tensors that stay, and the first carries."""
         found: dict[int, Addresses] = {}
 
         def address(slot: int) -> Addresses:
@@ -275,7 +273,7 @@ class _LoopAction:
     def _last_addresses(
         self, addresses: Mapping[int, Addresses], lasts: Mapping[int, torch.Tensor]
     ) -> dict[int, Addresses]:
-        """Those of the step that is run last."""
+        """The addresses in the last executed step."""
         found = {}
         for slot, usual in addresses.items():
             of, count = slot, 0
@@ -287,13 +285,13 @@ class _LoopAction:
         return found
 
     def _steps_of(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The parts of a tensor with the steps in front, in the order of the steps."""
+        """The parts of a stacked tensor, in the order of execution."""
         parts = whole.unbind(0)
         return parts[::-1] if self._loop.reverse else parts
 
     @torch.inference_mode(False)  # they serve calls of any mode
     def _in_memory(self, scratch: torch.Tensor) -> tuple[list, list[torch.Tensor]]:
-        """The body's registers with those of its arena filled, and :meth:`_places`: kept as long as the memory is."""
+        """The body's registers with its arena filled, and :meth:`_places`; cached as long as ``scratch`` lives."""
         found = self._lying.get(scratch)
         if found is None:
             memory = scratch.data  # views of the tensor itself would keep it
@@ -303,7 +301,7 @@ class _LoopAction:
         return found
 
     def _places(self, scratch: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor for each carry, behind the body's arena."""
+        """A tensor for each carry, after the body's arena."""
         begin = _aligned(self._loop.layout.arena_bytes)
         places = []
         for register in self._loop.layout.params[: self._loop.carries]:
@@ -313,8 +311,8 @@ class _LoopAction:
 
 
 def _apart(whole: torch.Tensor) -> torch.Tensor:
-    """Memory like a tensor with the steps in front, whose parts are dense and begin where a kernel can read vectors;
-    the tensor itself where its own do."""
+    """New memory for a stacked tensor whose parts are dense and aligned for vector reads; the tensor itself if its
+    parts are."""
     part = whole[0]
     if whole.device == HOST or not part.nbytes % ACCESS:
         return whole
@@ -324,20 +322,20 @@ def _apart(whole: torch.Tensor) -> torch.Tensor:
 
 
 def _filled_apart(whole: torch.Tensor) -> torch.Tensor:
-    """That, with the tensor's values."""
+    """:func:`_apart` with the tensor's values."""
     apart = _apart(whole)
     return whole if apart is whole else apart.copy_(whole)
 
 
 def _shaped(whole: torch.Tensor, part: Sequence[int]) -> torch.Tensor:
-    """The parts of a tensor with the steps in front, which are dense, in another shape."""
+    """A stacked tensor with its dense parts in another shape."""
     if tuple(whole.shape[1:]) == tuple(part):
         return whole
     return whole.as_strided((len(whole), *part), (whole.stride(0), *dense_strides(part)))
 
 
 def _memory_of(slot: int, loop: RunLoop) -> int:
-    """The slot of the tensor of which this is a view of all elements, in their order; itself if there is none."""
+    """The slot of the fresh tensor that ``slot`` is a contiguous view of, in full; otherwise ``slot``."""
     views = {step.writes[0]: step for step in loop.steps if isinstance(step, MakeView)}
     fresh = {register.slot: register for register in loop.layout.fresh}
     view = views.get(slot)

@@ -1,9 +1,9 @@
-"""Loops as instructions: a body, its registers for one step, and what lies where between steps.
+"""Loops as instructions: a body, its registers for one step, and the tensors that pass from step to step.
 
-Loop frames: a step's launches as data in memory, which a driver runs for many steps without Python.
-A frame holds what the calling convention wants of a call: tensors' descriptions, arguments, calls. The addresses in it
-are put there for each step: from one step to the next they alternate between two places, or move on by a part of a
-tensor, or stay; so the address two steps later is this one and a constant more.
+Loop frames: a step's launches as data in memory, which a driver runs for many steps without Python. A frame holds the
+data of the calling convention: tensor descriptors, arguments, calls. The driver updates the addresses in it for each
+step: between steps, an address alternates between two places, advances by a part of a tensor, or stays; so the address
+two steps later is the current one plus a constant.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = ["Addresses", "Drive", "Instruction", "LoopFrames", "RunLoop", "inner_
 
 @dataclass(frozen=True)
 class RunLoop:
-    """A body that is run ``length`` times (an extent is known when the program is bound), from the last step to the
-    first with ``reverse``.
+    """Runs a body ``length`` times (an extent is known when the program is bound), from the last step to the first if
+    ``reverse``.
 
-    ``reads``: the initial carries, tensors with the steps in front, of which each step reads its part, what every step
-    reads, then ``constants`` that fill those slots of the body, then the parts of xs that lie ``apart`` (see
-    :class:`~bridge.compile.loop_ir.graph.LoopCall`). ``writes``: the last carries, tensors with the steps in
-    front, of which each step fills its part, and scratch memory: the body's arena and a place for each carry.
+    ``reads``: the initial carries, stacked tensors of which each step reads its part, tensors that every step reads,
+    then ``constants``, which fill these slots of the body, then separate parts of the xs ``apart`` (see
+    :class:`~bridge.compile.loop_ir.graph.LoopCall`). ``writes``: the last carries, stacked tensors of which each step
+    fills its part, and scratch memory: the body's arena and a place for each carry.
 
-    The body's registers are its own: parameters are carries, ``xs`` parts and what every step reads; results are the
-    next carries, then parts.
+    The body has its own registers: parameters are carries, parts of ``xs`` and tensors that every step reads; results
+    are the next carries, then parts.
     """
 
     name: str
@@ -63,7 +63,7 @@ Instruction = Launch | CallLibrary | MakeView | RunLoop
 
 
 def inner_steps(steps: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Instructions, each loop followed by those of its body."""
+    """All instructions, each loop followed by the instructions of its body."""
     for step in steps:
         yield step
         if isinstance(step, RunLoop):
@@ -71,28 +71,28 @@ def inner_steps(steps: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 Drive = Callable[[int, int, int, int, int], None]
-"""``drive(steps, calls, how many, places, how many)``: runs the calls so many times, addresses put into place before
-each time. Both are memory of int64: three a call (function, arguments, their number), five a place (where, the
-addresses of the first three steps, what two steps add from the second one on)."""
+"""``drive(steps, calls, number of calls, places, number of places)``: runs the calls once per step after updating the
+addresses. Calls and places are int64 memory: three numbers per call (function, arguments, their number), five per place
+(where, its values in the first three steps, the increment of two steps from the second one on)."""
 
 _POINTER, _TENSOR = 4, 7
-"""Of TVM's types of arguments: an address, a DLTensor's address."""
+"""TVM's type codes of arguments: an address, a DLTensor's address."""
 
 _WORDS = 6
-"""Of 8 bytes, of a DLTensor: address, device, dimensions and type, shape, strides, offset."""
+"""8-byte words of a DLTensor: address, device, dimensions and type, shape, strides, offset."""
 
 _KINDS = {
     **{torch.int8: 0, torch.int16: 0, torch.int32: 0, torch.int64: 0, torch.uint8: 1},
     **{torch.float16: 2, torch.float32: 2, torch.float64: 2, torch.bfloat16: 4, torch.bool: 6},
 }
-"""DLPack's numbers of kinds of elements."""
+"""DLPack's type codes."""
 
 _CPU = 1
-"""DLPack's number of the device."""
+"""DLPack's device code."""
 
 
 class Addresses(NamedTuple):
-    """Of a tensor in the first three steps, and what two steps add from the second one on."""
+    """A tensor's addresses in the first three steps, and the increment of two steps from the second one on."""
 
     first: int
     second: int
@@ -100,40 +100,40 @@ class Addresses(NamedTuple):
     added: int
 
     def behind(self, count: int) -> Addresses:
-        """Those of what lies so many bytes behind."""
+        """These addresses plus ``count`` bytes."""
         return Addresses(self.first + count, self.second + count, self.third + count, self.added)
 
     def at(self, step: int) -> int:
-        """The address in a step, by number."""
+        """The address in a step."""
         if not step:
             return self.first
         return (self.second if step % 2 else self.third) + (step - 1) // 2 * self.added
 
 
 def is_framed(launches: Sequence[tuple[Launch, Callable]]) -> bool:
-    """Whether the functions of these launches can be called by their addresses."""
+    """Whether a driver can call the functions of these launches by address."""
     return bool(launches) and all(isinstance(function, tvm_ffi.Function) for _, function in launches)
 
 
 class LoopFrames:
-    """The frames of one loop: one for each run that goes on at a time.
+    """The frames of one loop: one for each concurrent run.
 
     Attributes:
         slots: the registers that launches read and write.
     """
 
     def __init__(self, launches: Sequence[tuple[Launch, Callable, int | None]], drive: Drive):
-        """``launches``: each with its function and the address of its integers, ``None`` if it has none."""
+        """``launches``: each with its function and the address of its integers, or ``None``."""
         self._launches, self._drive = launches, drive
         self.slots = list(dict.fromkeys(slot for launch, *_ in launches for slot in (*launch.reads, *launch.writes)))
         self._free: list[_Frame] = []
 
     def run(self, steps: int, registers: Callable[[], Sequence], addresses: Mapping[int, Addresses]) -> None:
-        """Runs so many steps.
+        """Runs ``steps`` steps.
 
         Args:
-            registers: makes tensors of some step, for their shapes; called where a frame is made.
-            addresses: by slot, of each of ``slots``.
+            registers: makes the tensors of some step, for their shapes; called for a new frame.
+            addresses: of each of ``slots``.
         """
         try:
             frame = self._free.pop()
@@ -147,8 +147,8 @@ class LoopFrames:
 
 
 class _Frame:
-    """Attributes: ``calls``, ``places``: addresses of what a driver reads; ``moving``: each place's slot and the bytes
-    that it points behind the slot's address."""
+    """Attributes: ``calls``, ``places``: addresses of the driver's arguments; ``moving``: for each place, the slot and
+    the offset in bytes from the slot's address."""
 
     def __init__(self, launches: Sequence[tuple[Launch, Callable, int | None]], registers: Sequence):
         tensors = dict.fromkeys(
@@ -177,34 +177,34 @@ class _Frame:
         self._placed = (ctypes.c_int64 * (5 * len(wheres)))()
         self._placed[::5] = wheres
         self.places = ctypes.addressof(self._placed)
-        self._memory = memory  # alive as long as this
+        self._memory = memory  # keeps it alive
 
     def _moves(self, slot: int, behind: int, where: int, wheres: list[int]) -> None:
         self.moving.append((slot, behind))
         wheres.append(where)
 
     def place(self, addresses: Mapping[int, Addresses]) -> None:
-        """The addresses from the first step on."""
+        """Sets the addresses from the first step on."""
         found = [addresses[slot].behind(behind) if behind else addresses[slot] for slot, behind in self.moving]
         for word, numbers in enumerate(zip(*found, strict=True), start=1):
             self._placed[word::5] = numbers
 
 
 class _Memory:
-    """Numbers of 8 bytes in memory that stays."""
+    """Keeps 8-byte numbers in memory at fixed addresses."""
 
     def __init__(self) -> None:
         self._kept: list = []
 
     def put(self, words: Sequence[int]) -> int:
-        """The address of these numbers."""
+        """Stores numbers; returns their address."""
         array = (ctypes.c_int64 * max(len(words), 1))(*words)
         self._kept.append(array)
         return ctypes.addressof(array)
 
 
 def _described(tensor: torch.Tensor, memory: _Memory) -> list[int]:
-    """A DLTensor whose address is put into place later."""
+    """A DLTensor whose address is set later."""
     assert tensor.device == HOST, tensor.device
     bits = 8 * tensor.element_size()
     kind = tensor.ndim | _KINDS[tensor.dtype] << 32 | bits << 40 | 1 << 48

@@ -25,32 +25,32 @@ from bridge.library import NEVER_RAISE, TensorAt, TensorsAt
 __all__ = ["Program", "same_code"]
 
 _MOST_BOUND, _MOST_BOUND_BYTES = 256, 128 * 2**20
-"""Sizes that a program stays bound to, and what that may take."""
+"""Maximum number of sizes that a program stays bound to, and their maximum bytes."""
 
 _BYTES_OF_STEP, _BYTES_OF_SLOT = 2048, 1024
-"""Of an instruction and what it is bound to; of a register of each block that the program runs in."""
+"""Estimated bytes of a bound instruction, and of a register in each block that the program runs in."""
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """``program(inputs) -> results`` for one Relax function. Shared by equal functions; safe to call from any thread.
+    """``program(inputs) -> results`` for one Relax function. Equal functions share it; thread-safe.
 
-    Two programs are equal if their data are: all but ``stage_seconds``, ``ways`` and machine code.
+    Two programs are equal if their data are: all except ``stage_seconds``, ``ways`` and machine code.
 
     Attributes:
         steps: the instructions, in order.
-        layout: what is in the registers that they work on.
+        layout: of the registers.
         constants: tensors by slot.
         kernels: generated kernels by name; ``code``, their machine code for ``backend``, lives as long as this.
         results: the names of the results in ``steps``.
         variables: names of the function's parameters, then of its bindings.
-        stage_seconds: where Python's part of the compilation spent its seconds.
-        positions: constants that follow from the sizes, by slot.
-        scope: of the symbolic extents in all of the above; ``None`` for a program of one size. One that has it does not
-            run itself: :meth:`bind` gives what does.
-        bodies: what loops' bodies were made of, which lasts as long as a program that it is in.
-        ways: of its matrix products, that another process may choose otherwise, as plain data.
-        known_beside: :attr:`beside`, where whoever made the program knew it.
+        stage_seconds: seconds of the compilation's Python stages.
+        positions: constants of dynamic size, by slot.
+        scope: of the symbolic extents in all of the above; ``None`` for a static program. A program with a scope does
+            not run itself: :meth:`bind` returns the runnable instance.
+        bodies: sources of loops' bodies, kept alive as long as the program.
+        ways: algorithms of its matrix products that another process may choose otherwise, as plain data.
+        known_beside: :attr:`beside`, if already known at construction.
     """
 
     name: str
@@ -71,27 +71,27 @@ class Program:
 
     @property
     def timings(self) -> dict[str, float]:
-        """Where compilation spent its seconds; ``build`` went by in the background, for this program's libraries."""
+        """Seconds of compilation by stage; ``build``: in the background, for this program's libraries."""
         builds = {id(built.build): built.build for built in self.code.values() if built.build is not None}
         return {**self.stage_seconds, "build": sum(build.seconds for build in builds.values())}
 
     @cached_property
     def executor(self) -> Callable[..., list[torch.Tensor]]:
-        """The program bound to its machine code; calling it is calling the program."""
+        """The program bound to its machine code; calling it equals calling the program."""
         if self.scope is not None:
             raise ValueError(f"{self.name} is compiled for any {', '.join(self._symbols)}: bind it to sizes first")
         return self.backend.executor(self)
 
     def bind(self, sizes: Mapping[str, int]) -> Callable[..., list[torch.Tensor]]:
-        """The executor for given sizes of the symbols, by name; :attr:`executor` if there are none.
+        """The executor for given sizes of the symbols, by name; :attr:`executor` without symbols.
 
-        The latest used are kept, bounded in number and in bytes. ``ValueError`` for a size that is missing, or that the
-        program was not made for, naming the guard.
+        The most recently used executors are kept, bounded in number and in bytes. ``ValueError`` for a missing size,
+        or an invalid one, naming the guard.
         """
         return self.at(sizes).executor
 
     def at(self, sizes: Mapping[str, int]) -> Program:
-        """The program of given sizes, see :meth:`bind`: numbers in the place of all extents, the same kernels."""
+        """The program at given sizes, see :meth:`bind`: numbers instead of all extents, the same kernels."""
         if self.scope is None:
             return self
         try:
@@ -101,7 +101,7 @@ class Program:
         return self._bound.get(key) or self._bound.put(key, self._instance(sizes), self._instance_bytes)
 
     def _instance(self, sizes: Mapping[str, int]) -> Program:
-        guards = len(self.scope.guards)  # those of a backward come when it is compiled
+        guards = len(self.scope.guards)  # the backward's guards are added when it is compiled
         if guards not in self._conditions:
             self._conditions[guards] = self.scope.broken()
         broken = self._conditions[guards](sizes)
@@ -124,7 +124,7 @@ class Program:
 
     @cached_property
     def beside(self) -> SecondStreamPlan:
-        """What a recorded run launches on a second stream: the same for all sizes."""
+        """The steps that a recorded run launches on a second stream; the same for all sizes."""
         if self.known_beside is not None:
             return self.known_beside
         return (
@@ -135,7 +135,7 @@ class Program:
 
     @cached_property
     def _conditions(self) -> dict[int, Callable[[Mapping[str, int]], SizeGuard | None]]:
-        """What finds a broken guard, by the number of guards."""
+        """Number of guards → function that finds a broken guard."""
         return {}
 
     @cached_property
@@ -149,25 +149,24 @@ class Program:
 
     @property
     def _instance_bytes(self) -> int:
-        """Of Python's objects for one size, about."""
+        """Estimated bytes of Python objects for one size."""
         return _BYTES_OF_STEP * len(self.steps) + _BYTES_OF_SLOT * self.layout.size
 
     def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
-        """Run on inputs in parameter order, of any strides.
+        """Runs on inputs in parameter order, of any strides.
 
-        With ``consume``, ``inputs`` is a list that is emptied, and each input is let go after the last step that reads
-        it, so that its memory can serve again.
+        With ``consume``, ``inputs`` is a list that is emptied, and each input is released after its last reading step,
+        so that its memory can be reused.
 
-        Results are new dense tensors (views of one another only where one is a reshape of another), in the order of
-        memory that the options ask for, or the input object itself where a result is a parameter. Gradients are not
-        recorded. ``ValueError`` if the number, a shape an element type or the device of the inputs is not what the
-        program was compiled for.
+        Results are new dense tensors (views of one another only if one is a reshape of another), in the memory order of
+        the options, or the input object itself if a result is a parameter. Autograd records nothing. ``ValueError`` if
+        the inputs' number, a shape, an element type or a device differs from the compiled program's.
         """
         return self.executor(inputs, consume=consume)
 
     @property
     def can_fail(self) -> bool:
-        """Whether some step may raise because of the numbers it is given, such as an index out of range."""
+        """Whether a step may raise because of its inputs' values, such as an index out of range."""
         return any(isinstance(step, CallLibrary) and step.name not in NEVER_RAISE for step in inner_steps(self.steps))
 
     @property
@@ -176,10 +175,10 @@ class Program:
         return self.layout.arena_bytes
 
     def shared_results(self, handed_on: Iterable[int] = ()) -> list[int]:
-        """Results in memory that somebody else can see: a parameter, a constant of the program, an earlier result.
+        """Results in memory that is visible elsewhere: a parameter's, a constant's, an earlier result's.
 
-        ``handed_on``: parameters whose memory may become a result's, once (a grad_out that is a gradient, as in
-        eager's ``x + y``).
+        ``handed_on``: parameters whose memory one result may take over (a grad_out that is a gradient, as in eager's
+        ``x + y``).
         """
         taken = {slot for slot, _ in self.constants} | set(range(len(self.layout.params))) - set(handed_on)
         shared = []
@@ -191,21 +190,21 @@ class Program:
 
     @property
     def result_strides(self) -> dict[int, tuple[int, ...]]:
-        """Of each result that is a view of what is computed; of none where sizes vary."""
+        """Place → strides of each result that is a view of a computed tensor; empty for dynamic sizes."""
         if self.scope is not None:
             return {}
         views = {step.writes[0]: step for step in (*self.layout.views, *self.steps) if isinstance(step, MakeView)}
         return {place: views[slot].strides for place, slot in enumerate(self.layout.results) if slot in views}
 
     def launches(self, step: Launch) -> tuple[str, ...]:
-        """What a launch of ``steps`` runs on, in words: the sample's, where sizes vary; nothing on a processor."""
+        """Describes a launch of ``steps`` in words (threads, blocks), at the sample's sizes; may be empty."""
         return self.backend.launches(self.kernels[step.name], [sample_of(number) for number in step.scalars])
 
     def source(self, kernel: str, form: str = "tvmscript") -> str:
-        """A kernel named in ``steps`` as ``"tvmscript"``, or in a form of the backend's: ``"llvm"`` or ``"asm"``;
+        """A kernel named in ``steps`` as text: ``"tvmscript"``, or a form of the backend's: ``"llvm"`` or ``"asm"``;
         ``"cuda"``, ``"ptx"`` or ``"sass"``.
 
-        ``KeyError`` if there is none of that name, ``ValueError`` for another form.
+        ``KeyError`` for an unknown name, ``ValueError`` for another form.
         """
         if kernel not in self.kernels:
             raise KeyError(f"no kernel {kernel!r} in {self.name}; there are {', '.join(self.kernels)}")
@@ -217,7 +216,7 @@ class Program:
 
     @property
     def headline(self) -> str:
-        """The first line of the program as text."""
+        """The first line of the program's text."""
         seconds = ", ".join(f"{stage} {spent:.3f}" for stage, spent in self.timings.items())
         return f"program {self.name}: {len(self.steps)} steps, arena {self.arena_bytes} bytes, seconds: {seconds}"
 
@@ -238,17 +237,17 @@ class Program:
 
     @property
     def _plain(self) -> tuple:
-        """What compares by value."""
+        """The parts that are compared by value."""
         slots = tuple(slot for slot, _ in self.constants)
         kernels = tuple(self.kernels)
         parts: tuple = (self.steps, self.layout)
-        if self.scope is not None:  # as they are written: to ask extents would guard
+        if self.scope is not None:  # as text: comparing extents would add guards
             parts = (to_text((*parts, self.positions, state_of_scope(self.scope))),)
         return self.name, parts, slots, kernels, self.backend.key, self.results, self.variables
 
 
 def same_code(one: Program, other: Program) -> bool:
-    """Whether two programs run the same instructions and kernels, whatever their backends' numbers are."""
+    """Whether two programs run the same instructions and kernels, whatever their backends' limits."""
     if len(one.steps) != len(other.steps) or one.kernels.keys() != other.kernels.keys():
         return False
     if (one.steps, one.layout) != (other.steps, other.layout):
@@ -257,7 +256,7 @@ def same_code(one: Program, other: Program) -> bool:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """The same bits, NaN included."""
+    """Whether the bits are equal, NaN included."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
@@ -265,4 +264,4 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 written(CallLibrary, Launch, MakeView, Operation, Positions, Register, RegisterLayout, RunLoop, StepContents)
 written(TensorAt, TensorsAt, Composite, ScopeState, SizeGuard, Symbol)
-written_as(Extent, "Extent", ("terms",), lambda extent: (extent.terms,))  # the scope that it belongs to, a reader knows
+written_as(Extent, "Extent", ("terms",), lambda extent: (extent.terms,))  # without its scope, which the reader supplies

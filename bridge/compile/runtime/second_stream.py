@@ -1,13 +1,13 @@
-"""Steps beside: instructions → those that may run at the same time as the longest chain, and for how long.
+"""Second-stream scheduling: instructions → steps that may run in parallel with the critical path, and for how long.
 
-A backward's chain leads from the gradients of the results to those of the inputs. What a weight's gradient takes hangs
-on it and holds nothing up: a product of few rows leaves most of a GPU idle, which can compute the chain's next one
-meanwhile. So a program may be run on two streams: one for the critical path, one for what is not on it, each in the
-program's order. A step that the path waits for is beside it only where that is expected to be over earlier.
+A backward's critical path leads from the results' gradients to the inputs'. The computation of a weight's gradient
+hangs on it and delays nothing: a product of few rows leaves most of a GPU idle, which can meanwhile compute the next
+step of the path. So a program may run on two streams, one for the critical path and one for other steps, each in the
+program's order. A step that the path waits for is on the second stream only if it is expected to finish in time.
 
-Whoever runs steps beside others keeps to the program's order wherever two work on the same memory, of which one writes
-it. So values that a step beside works on have their memory to themselves for as long as it is expected to run: one of
-the two would wait otherwise, for memory that the other has for something else.
+The executor of two streams must keep the program's order for any two steps on the same memory of which one writes. So
+values of second-stream steps keep their memory for as long as the step is expected to run: otherwise reuse of the
+memory would make one stream wait for the other.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ __all__ = ["SecondStreamPlan", "lasting", "second_stream_steps"]
 Key = TypeVar("Key", bound=Hashable)
 
 _LAUNCH, _CALL, _BYTES, _FLOPS = 2e-6, 3.5e-6, 3e12, 1e14
-"""Seconds of the smallest kernel and of the smallest library call, bytes and operations of a second: a large GPU's,
-about. Only the sample's order of events is asked of them."""
+"""Seconds of the smallest kernel and of the smallest library call, bytes and operations per second: estimates for a
+large GPU. They only determine the sample's order of events."""
 
 _CROSSING = 1.5e-6
-"""Seconds that a step waits longer for one of the other stream."""
+"""Additional seconds that a step waits for one on the other stream."""
 
 _LEAST = 3e-6
-"""Seconds that are worth a second stream."""
+"""The least expected saving, in seconds, for which a second stream is used."""
 
 _PATH, _SECOND = 0, 1
 
 
 @dataclass(frozen=True)
 class SecondStreamPlan:
-    """What is to run on a second stream.
+    """The steps to run on a second stream.
 
     Attributes:
-        spans: by a step's index, the first and the last step of the first stream that are expected to run at the same
-            time.
-        saved: of the time that all steps take one after another, expected.
+        spans: a step's index → the first and the last step of the first stream that are expected to run meanwhile.
+        saved: expected saving, as a fraction of the time on one stream.
     """
 
     spans: Mapping[int, tuple[int, int]] = field(default_factory=dict)
@@ -52,10 +51,10 @@ class SecondStreamPlan:
 
 
 def second_stream_steps(steps: Sequence[Instruction], views: Iterable[MakeView] = ()) -> SecondStreamPlan:
-    """The steps that are to run beside the critical path; none if that would save hardly any time.
+    """The steps to run in parallel with the critical path; none if that would save hardly any time.
 
     Args:
-        views: of memory that steps work on, besides those among the steps.
+        views: of memory that steps use, beside the views among the steps.
     """
     before = _waited_for(steps, views)
     seconds = list(map(_seconds, steps))
@@ -92,7 +91,7 @@ def second_stream_steps(steps: Sequence[Instruction], views: Iterable[MakeView] 
 
 
 def _waited_for(steps: Sequence[Instruction], views: Iterable[MakeView]) -> list[set[int]]:
-    """For each step those whose results it reads or writes over."""
+    """For each step, the steps whose results it reads or overwrites."""
     roots = roots_of((*views, *(step for step in steps if isinstance(step, MakeView))))
     writers: dict[int, int] = {}
     before: list[set[int]] = []
@@ -105,7 +104,7 @@ def _waited_for(steps: Sequence[Instruction], views: Iterable[MakeView]) -> list
 
 
 def _critical_path(before: Sequence[Collection[int]], seconds: Sequence[float]) -> list[int]:
-    """The steps of the chain that takes longest, in order."""
+    """The longest chain of dependent steps by time, in order."""
     takes: list[float] = []
     for index, others in enumerate(before):
         takes.append(seconds[index] + max((takes[other] for other in others), default=0.0))
@@ -118,7 +117,7 @@ def _critical_path(before: Sequence[Collection[int]], seconds: Sequence[float]) 
 
 
 def _needed(before: Sequence[Collection[int]], wanted: Iterable[int]) -> set[int]:
-    """Steps that others wait for, directly or not, and these."""
+    """The wanted steps, and all steps they depend on."""
     needed, left = set(), list(wanted)
     while left:
         index = left.pop()
@@ -129,7 +128,7 @@ def _needed(before: Sequence[Collection[int]], wanted: Iterable[int]) -> set[int
 
 
 def _seconds(step: Instruction) -> float:
-    """What a step takes, roughly."""
+    """The estimated seconds of a step."""
     if isinstance(step, MakeView):
         return 0.0
     least = _CALL if isinstance(step, CallLibrary) else _LAUNCH
@@ -142,11 +141,11 @@ def lasting(
     beside: SecondStreamPlan,
     value_in: Callable[[int], Key],
 ) -> dict[Key, tuple[int, int]]:
-    """First and last steps of values, where those that steps beside work on last for all that these run beside.
+    """Extends the lifetimes of second-stream steps' values to all first-stream steps that run meanwhile.
 
     Args:
         lifetimes: first and last steps.
-        value_in: a slot → the value whose memory is in it.
+        value_in: slot → the value that owns its memory.
     """
     found = dict(lifetimes)
     for index, (since, until) in beside.spans.items():

@@ -1,8 +1,8 @@
 """Programs as artifacts: a program ↔ values, tensors and kernels, in one file of its own or in the disk cache.
 
-A file has kernels as TVM's JSON of their functions; reading builds them again. The disk cache has programs of one size
-whose kernels are all kept there, and these by their keys. What a program assumes beyond its key, the ways of matrix
-products that another process chose, is kept beside it, and has to fit this process.
+A file has kernels as TVM's JSON of their functions; loading builds them again. The disk cache has static programs whose
+kernels are all in the cache, and refers to kernels by key. A program's assumptions beyond its key (product algorithms
+that another process chose) are stored with it, and must fit this process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PARTS = ("name", "steps", "layout", "results", "variables", "positions")
 
 
 def texts(program: Program) -> dict[str, Any]:
-    """The program but for its constants' elements: equal programs have equal texts, in any process.
+    """The program without its constants' elements, as text: equal programs have equal texts, in any process.
 
     Raises:
         ValueError: a kernel has a literal that TVM's JSON cannot hold, a float64 below 2.3e-308.
@@ -57,17 +57,17 @@ def texts(program: Program) -> dict[str, Any]:
 
 
 def _text(program: Program) -> str:
-    """Instructions, layout and names; :func:`_arguments` reads it."""
+    """Instructions, layout and names; :func:`_arguments` parses it."""
     return to_text({name: getattr(program, name) for name in _PARTS})
 
 
 def _arguments(text: str, scope: ExtentScope | None = None) -> dict[str, Any]:
-    """Arguments of a :class:`Program` from their text, extents being ``scope``'s."""
+    """Arguments of a :class:`Program` from their text; extents belong to ``scope``."""
     return from_text(text, {} if scope is None else {"Extent": lambda terms: Extent(scope, terms)})
 
 
 def save(program: Program, path: str | os.PathLike) -> None:
-    """Writes a program to a file, which appears complete or not at all.
+    """Writes a program to a file, atomically.
 
     Raises:
         ValueError: see :func:`texts`.
@@ -78,11 +78,11 @@ def save(program: Program, path: str | os.PathLike) -> None:
 
 
 def load(path: str | os.PathLike, backend: Backend) -> Program:
-    """The program of a file that :func:`save` wrote: equal to the saved one, and the same bits when it runs.
+    """The program of a file that :func:`save` wrote: equal to the saved one, with the same bits when it runs.
 
     Args:
-        path: the file. Its kernels are code: take it only from where you would take a library.
-        backend: the one that the program was compiled for, or that one without its choices.
+        path: the file. Its kernels are code: trust it as you would trust a library.
+        backend: the backend that the program was compiled for, with or without its choices.
 
     Raises:
         ValueError: the file is no program, damaged, for another backend, or of other versions of torch, TVM or this
@@ -109,9 +109,9 @@ _LOG = channel("cache")
 
 
 def keep_program(key: str, digest: str, program: Program) -> None:
-    """Puts a program, whose machine code is there, into the disk cache, if its kernels are and its backend keeps any.
+    """Writes a built program to the disk cache, if its kernels are there and its backend keeps any.
 
-    ``digest``: of its function, by which :mod:`bridge.cache` finds the programs of a lowering.
+    ``digest``: of its function; :mod:`bridge.cache` finds the programs of a lowering by it.
     """
     if program.backend.kept({}) is None:
         return
@@ -123,7 +123,7 @@ def keep_program(key: str, digest: str, program: Program) -> None:
 
 
 def kept_program(key: str, backend: Backend, adopt: Callable[[Any], bool]) -> Program | None:
-    """The program of a key for a backend; ``adopt``: whether this process can make its choices (see
+    """The program of a key for a backend; ``adopt``: whether this process can make the same choices (see
     :meth:`~bridge.compile.schedule.chain_plan.ProductPolicy.adopt`)."""
     found = current_store().get(_KIND, key)
     if found is None:
