@@ -1,7 +1,7 @@
-"""torch's kernels as named functions with attributes: what compiled programs call, and reference interpreters run.
+"""torch's kernels as named functions with attributes, for compiled programs and reference interpreters.
 
-:data:`FUNCTIONS` holds ``library.<name>`` (see :mod:`autodiff.library`) by name, which return tensors of their own;
-:data:`OUT_KERNELS` the kernels that write into given tensors (:mod:`bridge.library.operators`). No name is in both.
+:data:`FUNCTIONS` holds ``library.<name>`` (see :mod:`autodiff.library`) by name: functions that return new tensors.
+:data:`OUT_KERNELS` holds kernels that write into given tensors (:mod:`bridge.library.operators`). No name is in both.
 """
 
 # Importing these registers their functions and kernels.

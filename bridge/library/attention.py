@@ -1,11 +1,9 @@
-"""Scaled dot-product attention by torch's fused kernels, and its VJP: the one for CPUs, those of CUDA.
+"""Scaled dot-product attention by torch's fused kernels (CPU and CUDA) and its VJP.
 
-Fused attention of CUDA: torch's kernels forward and backward by name, and the formula that they all compute.
-Dropout is drawn inside of a kernel, from its GPU's default generator. Backward, the kernel draws the same again, from
-the seed and the offset at which the generator was.
-
-On CUDA, which of its kernels eager takes is decided where the graph is traced; a call names it. What a kernel drops it
-draws from the GPU's default generator, which for that moment is put where it is at this place of the program.
+CUDA: torch's forward and backward kernels by name, and the formula that they all compute. The trace decides which of
+them eager uses; a call names it. Dropout is drawn inside a kernel, from its GPU's default generator, which is
+temporarily set to its state at this place of the program. The backward kernel draws the same numbers again, from that
+seed and offset.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from bridge.library.registry import library_function
 __all__ = ["FORMULA", "KERNELS", "SUMS", "AttentionKernel", "Dropout"]
 
 _ACCESS = 16
-"""Bytes of a kernel's widest access, and those that are left unused behind each row of keys."""
+"""Bytes of a kernel's widest access, and of the gap behind each row of padded keys."""
 
 
 class Dropout(NamedTuple):
-    """Which weights are dropped.
+    """Dropout of attention weights.
 
     Attributes:
         rate: the probability of a zero.
-        state: the generator's before the forward: seed and offset, uint64, on the host; backward, while a stream is
-            captured, on the device.
+        state: the generator's state before the forward: seed and offset, uint64, on the host; in the backward, on the
+            device under stream capture.
     """
 
     rate: float
@@ -43,13 +41,13 @@ class Dropout(NamedTuple):
 
 
 class AttentionKernel(NamedTuple):
-    """One of the kernels.
+    """A forward and a backward kernel.
 
     Attributes:
-        forward: ``(q, k, v, mask, is_causal, scale, dropout)`` → out, logsumexp, and more; what it drops it draws from
-            the default generator, where that is.
-        backward: ``(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout)`` → dq, dk, dv, and more; of
-            the formula, and of the kernel that has it, the mask's gradient comes next if ``of_mask``.
+        forward: ``(q, k, v, mask, is_causal, scale, dropout)`` → out, logsumexp, and more; draws its dropout from the
+            default generator's present state.
+        backward: ``(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout)`` → dq, dk, dv, and more; with
+            ``of_mask`` (only some kernels and the formula) the mask's gradient comes next.
     """
 
     forward: Callable[..., Any]
@@ -61,7 +59,7 @@ def _rate(dropout: Dropout | None) -> float:
 
 
 def _state_at(device: torch.device, dropout: Dropout) -> Tensor:
-    """Seed and offset on the device, without waiting for it."""
+    """Seed and offset on the device, without a synchronization."""
     return dropout.state if dropout.state.is_cuda else dropout.state.pin_memory().to(device, non_blocking=True)
 
 
@@ -82,7 +80,7 @@ def _efficient(q, k, v, mask, is_causal, scale, dropout=None):
 
 def _efficient_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None, of_mask=False):
     unread = q.new_empty((), dtype=torch.int64)
-    # seed and offset are read where they are wanted: on the host, or by a kernel that is captured
+    # seed and offset are read on the host, or by a captured kernel on the device
     state = [unread, unread] if dropout is None else dropout.state.view(torch.int64).unbind()
     wanted = [True, True, True, of_mask]
     return aten._scaled_dot_product_efficient_attention_backward(
@@ -91,15 +89,14 @@ def _efficient_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scal
 
 
 def _cudnn(q, k, v, mask, is_causal, scale, dropout=None):
-    q = _rows_outside(q)  # out lies as q does
+    q = _rows_outside(q)  # out takes q's layout
     return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, _rate(dropout), is_causal, False, scale=scale)
 
 
 def _cudnn_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
-    # torch keeps cuDNN's plans by the bytes of the rate and by the layout of q, k and v, each for an out and a grad_out
-    # that lie as in the call that made it, and reads others as if they lay so. Here these two lie as (batch, row, head,
-    # column), and the plan is none of eager's, which may be for another layout of theirs: the rate is -0.0, or keys lie
-    # as in no call of eager's.
+    # torch caches cuDNN's plans by the bytes of the rate and the layouts of q, k and v. A plan assumes the layouts that
+    # out and grad_out had in its first call. Here both are (batch, row, head, column), so the plan must not be one of
+    # eager's, which may assume others: the rate is -0.0, or the keys have a layout that eager never uses.
     q, v = map(_rows_outside, (q, v))
     k = _rows_outside(k) if dropout is None else _apart(k)
     unread = q.new_empty((), dtype=torch.int64)
@@ -110,14 +107,14 @@ def _cudnn_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, d
 
 
 def _rows_outside(x: Tensor) -> Tensor:
-    """``x`` of (batch, head, row, column) with its rows outside of the heads in memory, so that its gradient's are."""
+    """``x`` (batch, head, row, column) in a memory layout with rows outside of heads, which its gradient takes over."""
     steps = [x.stride(axis) for axis in (0, 2, 1, 3) if x.shape[axis] > 1]
     is_so = all(step > 0 for step in steps) and steps == sorted(steps, reverse=True) and _is_aligned(x)
     return x if is_so else _with_rows_outside(x)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """The same, and dense."""
+    """``x`` in the dense memory layout (batch, row, head, column)."""
     return x if x.transpose(1, 2).is_contiguous() and _is_aligned(x) else _with_rows_outside(x)
 
 
@@ -127,8 +124,9 @@ def _with_rows_outside(x: Tensor) -> Tensor:
 
 
 def _apart(x: Tensor) -> Tensor:
-    """A copy that lies as (batch, row, head, column), with 16 unused bytes behind each row. Behind the only batch, they
-    are a matter of its stride: there, nothing is copied.
+    """A copy in the layout (batch, row, head, column) with 16 unused bytes behind each row.
+
+    For a single batch it is a view with a larger batch stride.
     """
     batch, heads, rows, columns = x.shape
     unused = _ACCESS // x.element_size()
@@ -140,13 +138,13 @@ def _apart(x: Tensor) -> Tensor:
 
 
 def _copied(source: Tensor, target: Tensor) -> Tensor:
-    """``target`` with the source's numbers."""
+    """Copies ``source`` into ``target``; returns ``target``."""
     move(source, target)
     return target
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether what neighbours in a row are neighbours in memory, and rows are made of whole accesses."""
+    """Whether columns are contiguous, and rows consist of whole aligned accesses."""
     unit = _ACCESS // x.element_size()
     numbers = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
     return x.stride(-1) == 1 and not x.data_ptr() % _ACCESS and not any(number % unit for number in numbers)
@@ -160,7 +158,7 @@ def _scores(q, k, mask, is_causal, scale):
 
 
 def _of_all_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values of grouped heads, once for each head of the queries."""
+    """Keys or values of grouped heads, repeated for each query head."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
@@ -169,7 +167,7 @@ def _of_groups(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _noise(weights: Tensor, dropout: Dropout | None) -> Tensor | float:
-    """What weights are multiplied by: numbers of the formula's own, since only a kernel knows a kernel's."""
+    """The dropout factors of the weights: drawn by the formula, since a kernel's own numbers are not accessible."""
     if dropout is None:
         return 1.0
     generator = own_at(weights.device, dropout.state)
@@ -195,25 +193,25 @@ def _formula_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale,
 
 
 FORMULA = AttentionKernel(_formula, _formula_backward)
-"""What they all compute, for checks: in float64, which no kernel takes, and elsewhere than on a GPU."""
+"""The formula of all kernels, for checks: in float64, which no kernel supports, and off the GPU."""
 
 SUMS = {
     "flash": lambda sums: sums,
     "efficient": lambda sums: torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32)),
     "cudnn": lambda sums: sums.unsqueeze(-1),
 }
-"""The formula's logsumexp in each kernel's form."""
+"""The formula's logsumexp in each kernel's shape."""
 
 KERNELS = {
     "flash": AttentionKernel(_flash, _flash_backward),
     "efficient": AttentionKernel(_efficient, _efficient_backward),
     "cudnn": AttentionKernel(_cudnn, _cudnn_backward),
 }
-"""By the word that torch's operator has in its name."""
+"""By the word in the names of torch's operators."""
 
 
 def _attention_mask(has_mask: int, rest: tuple) -> tuple[Tensor | None, tuple]:
-    """The mask, which is among the arguments only if there is one, and the others."""
+    """The mask, if the arguments include one, and the other arguments."""
     return (rest[0], rest[1:]) if has_mask else (None, rest)
 
 
@@ -230,7 +228,7 @@ def flash_attention(q, k, v, has_mask, *rest):
 )
 def flash_attention_backward(grad_out, q, k, v, out, logsumexp, has_mask, *rest):
     mask, (dropout_p, is_causal, scale) = _attention_mask(has_mask, rest)
-    # the kernel wants out in the layout that the forward made it in: (batch, row, head, column)
+    # the kernel takes out in the forward's own layout: (batch, row, head, column)
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out, q, k, v, out, logsumexp, dropout_p, bool(is_causal), attn_mask=mask, scale=scale
@@ -238,7 +236,7 @@ def flash_attention_backward(grad_out, q, k, v, out, logsumexp, has_mask, *rest)
 
 
 _ALIGNMENT = 16
-"""Bytes that rows of a mask begin at a multiple of."""
+"""Alignment of a mask's rows, in bytes."""
 
 
 @library_function("attention")
@@ -255,7 +253,7 @@ def attention_backward(kernel, grad_out, q, k, v, out, logsumexp, has_mask, *res
 
 @library_function("dropping_attention")
 def dropping_attention(kernel, q, k, v, has_mask, *rest):
-    """``RuntimeError`` where the generator does not move by ``advance``: draws after it would not be eager's."""
+    """``MovedOtherwise`` where the generator does not move by ``advance``: later draws would not be eager's."""
     mask, (is_causal, scale, rate, advance, state) = _attention_mask(has_mask, rest)
     with _drawing(q.device, advance, state) if _kernel(kernel, q) is not FORMULA else nullcontext():
         return _forward(kernel, q, k, v, mask, is_causal, scale, Dropout(rate, state))
@@ -270,12 +268,12 @@ def dropping_attention_backward(kernel, grad_out, q, k, v, out, logsumexp, has_m
 
 
 class MovedOtherwise(RuntimeError):
-    """A kernel drew another count of random numbers than eager's; the call is eager's."""
+    """A kernel drew another count of random numbers than eager's kernel; the call falls back to eager."""
 
 
 @contextmanager
 def _drawing(device: torch.device, advance: int, state: Tensor) -> Iterator[None]:
-    """While active, a device's default generator is in this state; then it has moved by ``advance`` and is put back."""
+    """While active, a device's default generator is in this state; at the end checks its move, and restores it."""
     generator, (seed, offset) = default_generator(device), state.tolist()
     with at_state(generator, seed, offset):
         yield
@@ -306,14 +304,14 @@ def _kernel(name: str, q: Tensor) -> AttentionKernel:
 
 
 def _dense_columns(x: Tensor) -> Tensor:
-    """Neighbours in a row are neighbours in memory: the kernels read nothing else."""
+    """``x`` with contiguous columns, as the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _aligned(mask: Tensor | None) -> Tensor | None:
-    """The mask with rows that begin as the kernels want them, in memory that is padded where need be.
+    """The mask with aligned rows, in padded memory if necessary.
 
-    Eager pads it likewise; a program's own values are dense.
+    Eager pads it as well; a program's own values are dense.
     """
     if mask is None:
         return None

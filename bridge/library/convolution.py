@@ -1,13 +1,11 @@
-"""Convolutions and their VJPs; those named ``last`` give torch's channels_last; other ways to the same numbers.
+"""Convolutions, padding, interpolation, pooling and their VJPs; other algorithms with the same results.
 
-Other ways to the numbers of a convolution and its VJPs on the CPU, with the arguments of :mod:`.convolution`.
-Which is quickest depends on the sizes and on the processor: tuning tries them. One that is not for the arguments that
-it is given raises ``ValueError``.
+Functions named ``last`` return channels-last results (torch's memory format). Algorithm variants of convolutions on the
+CPU give the same numbers to rounding; the fastest depends on the sizes and the processor: tuning tries them. A variant
+that does not support its arguments raises ``ValueError``.
 
-Padding, interpolation and pooling, and their VJPs.
-
-Pooling and its VJPs: maximum, average, adaptive; 2-D where there are two window extents, else 3-D.
-Those named ``last`` are 2-D, with channels behind in the results' shapes: torch's channels_last.
+Pooling: maximum, average, adaptive; 2-D with two window extents, else 3-D. ``last`` functions are 2-D, with channels
+last in the results' shapes.
 """
 
 from __future__ import annotations
@@ -44,14 +42,17 @@ def convolution_into(outs, x, weight, *geometry):
 
 
 def _telling(x):
-    """A dense tensor with the strides that its extents tell. torch takes its layout from the strides, those of extents
-    of 1 among them: a weight of one pixel may be in both, and then its result is in the other one."""
+    """A dense tensor with canonical strides.
+
+    torch derives the memory format from the strides, also for extents 1: a 1x1 weight may be in both formats, and then
+    selects another result format.
+    then selects another result format.
+    """
     return x.view(-1).view(x.shape) if 1 in x.shape and x.is_contiguous() else x
 
 
 def _by_cudnn_into(out, x, weight, geometry):
-    """cuDNN's convolution into ``out``, whose layout is the one that cuDNN is asked in; ``False`` if torch would not
-    take cuDNN."""
+    """cuDNN's convolution into ``out``, in the memory format of ``out``; ``False`` if torch would not use cuDNN."""
     stride, padding, dilation, output_padding, transposed, groups = geometry
     options = stride, padding, dilation
     if transposed or not convolves_by_cudnn(x, weight, *options, False, output_padding, groups):
@@ -91,14 +92,14 @@ def convolution_last(x, weight, *geometry):
 @into_given("convolution_last", aten.cudnn_convolution)
 def convolution_last_into(outs, x, weight, *geometry):
     out, weight = outs[0].permute(0, 3, 1, 2), _channels_last(weight)
-    # torch does not tell the layouts of a single channel apart, and has cuDNN convolve float64 in the other one
+    # torch does not tell the formats of a single channel apart, and runs cuDNN in the other one for float64
     is_asked_so = x.dtype != torch.float64 and weight.shape[1] > 1 and out.shape[1] > 1
     return is_asked_so and _by_cudnn_into(out, x, weight, geometry)
 
 
 @library_function("convolution_last_backward_input", aten.convolution_backward)
 def convolution_last_backward_input(grad, weight, extents, *geometry):
-    """VJP with respect to ``x``, whose shape is ``extents``: its channels are behind."""
+    """VJP with respect to ``x``, of shape ``extents``; channels last."""
     # its numbers are not read, but grad is copied into its layout
     x = torch.empty(extents, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
     return _backward_input(grad, _channels_last(weight), x, geometry).permute(0, 2, 3, 1)
@@ -106,14 +107,14 @@ def convolution_last_backward_input(grad, weight, extents, *geometry):
 
 @library_function("convolution_last_backward_weight", aten.convolution_backward)
 def convolution_last_backward_weight(grad, x, extents, *geometry):
-    """VJP with respect to the weight, whose shape is ``extents``: its inner channels are behind."""
+    """VJP with respect to the weight, of shape ``extents``; inner channels last."""
     outer, inner, height, width = extents
-    weight = grad.new_empty(outer, height, width, inner).permute(0, 3, 1, 2)  # only its shape and its layout are read
+    weight = grad.new_empty(outer, height, width, inner).permute(0, 3, 1, 2)  # only its shape and layout are read
     return _convolution_backward(grad, x, weight, geometry, [False, True, False])[1].permute(0, 2, 3, 1)
 
 
 def _channels_last(weight: Tensor) -> Tensor:
-    """A weight in the layout that makes torch take it for the convolution: also one of a pixel, which is in both."""
+    """A weight in the layout that selects torch's channels-last convolution, also a 1x1 weight, which is in both."""
     outer, inner, height, width = weight.shape
     weight = weight.permute(0, 2, 3, 1).contiguous()
     return weight.as_strided((outer, inner, height, width), (inner * height * width, 1, inner * width, inner))
@@ -131,7 +132,7 @@ FORMS: Mapping[str, tuple[str, ...]] = {
         "convolution_backward_weight_by_product",
     ),
 }
-"""By the name of a library function, those of the same arguments that give its results, to rounding."""
+"""A library function → its algorithm variants: functions of the same arguments with the same results, to rounding."""
 
 
 def _last(x: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ def convolution_backward_weight_in_channels_last(grad, x, extents, *geometry):
 
 
 def _patches(x: Tensor, kernel: Sequence[int], geometry: Sequence) -> Tensor:
-    """What each place of the result reads: ``(batch, channels and places of the kernel, places)``."""
+    """The input patch of each output position: ``(batch, channels * kernel positions, output positions)``."""
     stride, padding, dilation, _, _, _ = geometry
     if (*kernel, *stride, *padding) == (1, 1, 1, 1, 0, 0):
         return x.flatten(2)
@@ -207,16 +208,16 @@ def convolution_backward_input_by_convolution(grad, weight, extents, *geometry):
 
 
 _WIDER = torch.complex128, torch.complex64, torch.int32
-"""As which types rows are moved, the widest one that divides them."""
+"""Types to move rows as; the widest one that divides them is used."""
 _SHORT_ROW = 1024
-"""Bytes of a row below which a processor fills all of it as soon as a number at its end."""
+"""Bytes of a row below which a processor fills the whole row as fast as only its end."""
 
 
 def pad_into(out: Tensor, x: Tensor, begins: Sequence[int], number: float = 0) -> None:
-    """Writes a tensor of as many axes from ``begins`` on, and ``number`` into all that is before and behind it.
+    """Writes a tensor into ``out`` from the positions ``begins`` on, and ``number`` into the rest.
 
     Args:
-        out: dense, on the tensor's device and of its element type; where it has room for it.
+        out: dense, on the tensor's device and of its dtype, with as many axes and enough room.
     """
     whole = not out.is_cuda and out.shape[-1] != x.shape[-1] and out.shape[-1] * out.element_size() < _SHORT_ROW
     inside = out.fill_(number) if whole else out
@@ -230,7 +231,7 @@ def pad_into(out: Tensor, x: Tensor, begins: Sequence[int], number: float = 0) -
 
 
 def move(source: Tensor, target: Tensor) -> None:
-    """Copies rows, by as many numbers at once as divide them."""
+    """Copies a tensor in the widest type that divides its rows."""
     for kind in _WIDER:
         unit = kind.itemsize // source.element_size()
         if all(_is_of(unit, each) for each in (source, target)):
@@ -240,7 +241,7 @@ def move(source: Tensor, target: Tensor) -> None:
 
 
 def _is_of(unit: int, x: Tensor) -> bool:
-    """Whether rows begin, and end, at multiples of so many numbers."""
+    """Whether rows begin and end at multiples of ``unit`` elements."""
     if unit == 0 or x.ndim == 0 or x.stride(-1) != 1:
         return False
     numbers = x.shape[-1], *x.stride()[:-1], x.storage_offset(), x.data_ptr() // x.element_size()
@@ -248,7 +249,7 @@ def _is_of(unit: int, x: Tensor) -> bool:
 
 
 def _upsampling(mode: str, direction: str, align_corners: int, scales: tuple[float, ...]) -> tuple[Any, list[Any]]:
-    """The operator, and the options behind the sizes: ``align_corners`` but for nearest, then one scale per axis."""
+    """The operator, and its arguments after the sizes: ``align_corners`` but for nearest, then one scale per axis."""
     prefix = "_" if "exact" in mode or mode.endswith("aa") else ""
     operator = getattr(aten, f"{prefix}upsample_{mode}{direction}").default
     given = [scale or None for scale in scales]
@@ -293,14 +294,14 @@ def max_pool_backward(grad, positions, extents, kernel_size, stride, padding, di
 
 @library_function("max_pool_last", aten.max_pool2d_with_indices)
 def max_pool_last(x, *geometry):
-    """That of planes, with channels behind in the results' shapes."""
+    """``max_pool`` with channels last in the results' shapes."""
     return tuple(each.permute(0, 2, 3, 1) for each in max_pool(x, *geometry))
 
 
 @into_given("max_pool_last", aten.max_pool2d_with_indices)
 def max_pool_last_into(outs, x, kernel_size, stride, padding, dilation, ceil_mode):
     y, positions = (each.permute(0, 3, 1, 2) for each in outs)
-    # torch's kernel writes in the layout that the strides of x tell, whatever the memory's is
+    # torch's kernel derives the format of its results from the strides of x, whatever the memory is
     if not x.is_contiguous(memory_format=torch.channels_last):
         return False
     _, channels, height, width = x.shape
@@ -311,14 +312,14 @@ def max_pool_last_into(outs, x, kernel_size, stride, padding, dilation, ceil_mod
 
 
 def _image(grad, extents):
-    """Memory in channels_last of which a kernel reads the shape and the layout alone."""
+    """A channels-last tensor of which kernels read only the shape and the layout."""
     batch, channels, height, width = extents
     return grad.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
 @library_function("max_pool_last_backward", aten.max_pool2d_with_indices_backward)
 def max_pool_last_backward(grad, positions, extents, kernel_size, stride, padding, dilation, ceil_mode):
-    """VJP with respect to ``x``, whose shape is ``extents``: its channels are behind."""
+    """VJP with respect to ``x``, of shape ``extents``; channels last."""
     given = (grad, _image(grad, extents), kernel_size, stride, padding, dilation, bool(ceil_mode), positions)
     return aten.max_pool2d_with_indices_backward(*given).permute(0, 2, 3, 1)
 
@@ -367,7 +368,7 @@ def avg_pool_last(x, *geometry):
 
 @library_function("avg_pool_last_backward", aten.avg_pool2d_backward)
 def avg_pool_last_backward(grad, extents, kernel_size, stride, padding, ceil_mode, include_pad, divisor):
-    """VJP with respect to ``x``, whose shape is ``extents``: its channels are behind."""
+    """VJP with respect to ``x``, of shape ``extents``; channels last."""
     given = (grad, _image(grad, extents), kernel_size, stride, padding, bool(ceil_mode), bool(include_pad))
     return aten.avg_pool2d_backward(*given, divisor or None).permute(0, 2, 3, 1)
 

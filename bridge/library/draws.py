@@ -1,4 +1,4 @@
-"""Random draws inside a program: eager's operator, from a generator in the state that eager's is in at its place."""
+"""Random draws inside a program: eager's operator, from a generator in eager's state at that place."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__: list[str] = []
 
 @library_function("draw")
 def draw(name, description, state, *given):
-    """What eager's operator draws from a generator in this state, and the state that it leaves."""
+    """The result of eager's random operator for a generator's state, and the state afterwards."""
     generator = torch.Generator()
-    # torch reads the state where the tensor's storage begins
+    # torch reads the state from the beginning of the tensor's storage
     generator.set_state(state.clone() if state.storage_offset() else state)
     return _drawn(name, description, generator, given), generator.get_state()
 
 
 @library_function("draw_at_offset")
 def draw_at_offset(name, description, advance, state, *parameters):
-    """What eager's operator draws from a GPU's generator at this seed and offset.
+    """The result of eager's random operator for a GPU generator's seed and offset.
 
     Raises:
-        RuntimeError: it moves the generator by something else than ``advance``: draws after it would not be eager's.
+        RuntimeError: the generator does not move by ``advance``: later draws would not be eager's.
     """
     generator = own_at(parameters[0].device, state)
     before = offset_of(generator)
@@ -40,10 +40,9 @@ def draw_at_offset(name, description, advance, state, *parameters):
 
 
 def _drawn(name, description, generator, given):
-    """What an operator draws, on the generator's device.
+    """The result of a random operator on the generator's device.
 
-    Parameters have the types that they have in eager, which decide about the bits, also where a check computes what is
-    around in float64.
+    Parameters keep eager's dtypes, which decide the bits, also where a check computes everything else in float64.
     """
     _, packet, overload = name.split(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload)
@@ -75,13 +74,13 @@ def _drawn(name, description, generator, given):
 
 
 def _fills(operator: Any) -> bool:
-    """Whether the operator's first tensor only says what to fill."""
+    """Whether the operator's first tensor is only filled."""
     name = schema(operator).name
     return name.endswith(("_", "_like")) or str(operator) == "aten.bernoulli.p"
 
 
 def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
-    """The tensor with eager's strides, which decide which element is drawn first."""
+    """The tensor with eager's strides, which decide the order of the draws."""
     if list(tensor.stride()) == stride:
         return tensor
     once = tensor[tuple(slice(0, 1) if not step else slice(None) for step in stride)]

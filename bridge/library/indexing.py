@@ -1,8 +1,7 @@
 """Indexing by tensors, order statistics, and elementwise functions that torch computes more exactly.
 
-Indexing by tensors: embeddings, ``x[indices]``, ``index_put``, ``index_select`` and its kin, and their VJPs.
-``x[indices]`` and ``index_put`` count negative indices from the end; the others take none. Each raises torch's error
-for an index outside of its tensor.
+``x[indices]`` and ``index_put`` count negative indices from the end; embeddings, ``index_select`` and its kin take
+none. Each raises torch's error for an index outside of its tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def embedding(weight, indices, padding_idx, scale_grad_by_freq):
 
 @into_given("embedding", aten.embedding)
 def embedding_into(outs, weight, indices, padding_idx, scale_grad_by_freq):
-    """As torch's function does it."""
+    """Embedding into a given tensor, as torch's function computes it."""
     torch.index_select(weight, 0, indices.reshape(-1), out=outs[0].view(indices.numel(), weight.shape[1]))
     return True
 
@@ -34,7 +33,7 @@ def embedding_backward(grad, indices, num_weights, padding_idx, scale_grad_by_fr
 
 
 def _at(rank: int, dims: list[int], indices: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """One entry per dimension: its index tensor, or ``None`` for all of it."""
+    """One entry per dimension: its index tensor, or ``None`` for the whole dimension."""
     places: list[torch.Tensor | None] = [None] * rank
     for dim, index in zip(dims, indices, strict=True):
         places[dim] = index
@@ -48,7 +47,7 @@ def index(x, dims, indices):
 
 @into_given("index", aten.index)
 def index_into(outs, x, dims, indices):
-    """Where the indices' dimensions come first, as in the result."""
+    """Indexing into a given tensor, where the indices' dimensions come first, as in the result."""
     if list(dims) != list(range(len(dims))):
         return False
     aten.index.Tensor_out(x, _at(x.dim(), dims, indices), out=outs[0])
@@ -58,13 +57,13 @@ def index_into(outs, x, dims, indices):
 @library_function("index_backward", aten._index_put_impl_)
 def index_backward(grad, extents, dims, indices):
     zeros = grad.new_zeros(extents)
-    unsafe = True  # that indices are in range has been checked forward
+    unsafe = True  # the forward has checked that indices are in range
     return aten._index_put_impl_(zeros, _at(len(extents), dims, indices), grad, True, unsafe)
 
 
 @library_function("sorted_keys")
 def sorted_keys(indices, table, dtype):
-    """Keys ``index * length + place`` of places of rows, sorted, and one behind them that is larger than all."""
+    """Keys ``index * length + position`` of rows, sorted, with a larger sentinel at the end."""
     places, dtype = indices.reshape(-1), getattr(torch, dtype)
     length = len(places)
     keys = torch.arange(length, dtype=dtype, device=places.device).add_(places, alpha=length)
@@ -108,7 +107,7 @@ def cummin(x, axis):
 
 
 def _along(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function along an axis that is kept as extent 1."""
+    """The function along an axis, which it keeps as extent 1."""
     return lambda x, axis: tuple(function(x, axis, keepdim=True))
 
 
@@ -134,5 +133,5 @@ def divide_trunc(a, b):
 
 @library_function("binary_cross_entropy", aten.binary_cross_entropy)
 def binary_cross_entropy(x, target):
-    """Of each element; its logarithms are bounded below by -100."""
+    """The loss of each element; its logarithms are bounded below by -100."""
     return aten.binary_cross_entropy(x, target, None, 0)

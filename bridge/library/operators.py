@@ -1,9 +1,7 @@
-"""Any ATen operator by name, its VJP by torch's autograd, and its form that writes into given tensors.
+"""Any ATen operator by name, and its VJP by torch's autograd; torch's kernels that write into given tensors.
 
-torch's kernels that write into given tensors, by name: ``kernel(outs, args, *attributes)``, outs and args tensors.
-Outs are dense; args may have any strides.
-
-Matrix products by torch's kernels into given tensors: several ways to the same numbers, to rounding.
+Kernels by name: ``kernel(outs, args, *attributes)``, outs and args tensors. Outs are dense; args may have any strides.
+Matrix products have several variants, equal to rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ __all__ = ["waits_for_the_device"]
 
 @library_function("ran")
 def ran(x: torch.Tensor) -> torch.Tensor:
-    """That something has been computed."""
+    """A true flag that depends on ``x``: it has been computed."""
     return torch.ones((), dtype=torch.bool, device=x.device)
 
 
@@ -37,9 +35,9 @@ _WAITING = frozenset(
 
 
 def waits_for_the_device(name: str, attributes: Sequence[Any]) -> str | None:
-    """The operator that a call of this file's functions runs, if cuSOLVER asks the device meanwhile how far it is.
+    """The operator of a call, if cuSOLVER synchronizes with the device meanwhile; ``None`` otherwise.
 
-    A stream that is captured refuses that, and cuSOLVER fails once more in the thread's next call, whosever that is.
+    Stream capture refuses that, and cuSOLVER then fails once more in the thread's next call.
     """
     if name not in ("operator", "operator_vjp"):
         return None
@@ -74,7 +72,7 @@ def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> t
 
 @library_function("operator")
 def operator(name, arguments, *tensors):
-    """The operator's results on arguments written as JSON."""
+    """The results of an ATen operator on arguments written as JSON."""
     return _operator(name, arguments, tensors)
 
 
@@ -82,8 +80,8 @@ def operator(name, arguments, *tensors):
 def operator_vjp(name, arguments, wanted, outputs, *given):
     """VJP with respect to tensor ``wanted`` from gradients of ``outputs``, indices of the results.
 
-    Zeros where the results do not depend on it. Of results that are saved the formula reads what is given: what they
-    are computed from may have changed meanwhile.
+    Zeros where the results do not depend on it. The formula reads saved results as they are given: their recomputation
+    might differ, since its inputs may have changed meanwhile.
     """
     saved = json.loads(arguments)[2]
     grads = given[len(given) - len(outputs) :]
@@ -119,14 +117,14 @@ def custom_gradient(count, *tensors):
 Tensors = Sequence[torch.Tensor]
 
 _FEW_COPIES = 4
-"""For which as many launches take less time than one that moves as many elements alone."""
+"""The number of copies up to which separate launches are faster than one element-by-element kernel."""
 
 
 @out_kernel("cat")
 def _cat(outs: Tensors, args: Tensors, axis: int) -> None:
-    """The args one after another along an axis.
+    """Concatenates the args along an axis.
 
-    On a GPU, torch's kernel moves parts of tensors element by element; a few are copied by what divides their rows.
+    On a GPU, torch's kernel moves parts of tensors element by element; a few parts are copied in wider units instead.
     """
     if not args[0].is_cuda or len(args) > _FEW_COPIES or all(each.is_contiguous() for each in args):
         torch.cat(list(args), axis, out=outs[0])
@@ -139,38 +137,38 @@ def _cat(outs: Tensors, args: Tensors, axis: int) -> None:
 
 @out_kernel("copy")
 def _copy(outs: Tensors, args: Tensors) -> None:
-    """The only arg's elements in order."""
+    """A dense copy of the arg."""
     outs[0].copy_(args[0])
 
 
 @out_kernel("stack")
 def _stack(outs: Tensors, args: Tensors, axis: int) -> None:
-    """The args along a new axis."""
+    """Stacks the args along a new axis."""
     torch.stack(list(args), axis, out=outs[0])
 
 
 @out_kernel("flip")
 def _flip(outs: Tensors, args: Tensors, axis: int) -> None:
-    """The only arg's elements along an axis, the last one first."""
+    """Reverses the arg along an axis."""
     aten.flip.out(args[0], [axis], out=outs[0])
 
 
 @out_kernel("cumsum")
 def _cumsum(outs: Tensors, args: Tensors, axis: int, exclusive: bool) -> None:
-    """Sums up to each element along an axis, in the out's type; an exclusive one leaves the element itself out."""
+    """Cumulative sums along an axis, in the out's type; ``exclusive``: without the element itself."""
     _scan(torch.cumsum, outs[0], args[0], axis, 0 if exclusive else None)
 
 
 @out_kernel("cumprod")
 def _cumprod(outs: Tensors, args: Tensors, axis: int, exclusive: bool) -> None:
-    """Products up to each element along an axis, in the out's type; an exclusive one leaves the element itself out."""
+    """Cumulative products along an axis, in the out's type; ``exclusive``: without the element itself."""
     _scan(torch.cumprod, outs[0], args[0], axis, 1 if exclusive else None)
 
 
 def _scan(
     function: Callable[..., torch.Tensor], out: torch.Tensor, x: torch.Tensor, axis: int, first: int | None
 ) -> None:
-    """An inclusive scan, or one that starts with ``first`` and leaves the last element out."""
+    """An inclusive scan, or an exclusive one that starts with ``first``."""
     if first is None:
         function(x, axis, dtype=out.dtype, out=out)
     elif count := x.shape[axis]:
@@ -187,43 +185,43 @@ def _gather(outs: Tensors, args: Tensors, axis: int) -> None:
 
 @out_kernel("scatter")
 def _scatter(outs: Tensors, args: Tensors, axis: int) -> None:
-    """``args = (x, index, source)``: ``x`` with elements replaced by those of ``source``."""
+    """``args = (x, index, source)``: ``x`` with elements replaced by elements of ``source``."""
     torch.scatter(args[0], axis, args[1], args[2], out=outs[0])
 
 
 @out_kernel("scatter_add")
 def _scatter_add(outs: Tensors, args: Tensors, axis: int) -> None:
-    """``args = (x, index, source)``: ``x`` with those of ``source`` added to its elements."""
+    """``args = (x, index, source)``: ``x`` with elements of ``source`` added."""
     torch.scatter_add(args[0], axis, args[1], args[2], out=outs[0])
 
 
 @out_kernel("take")
 def _take(outs: Tensors, args: Tensors, axis: int) -> None:
-    """``args = (x, index)``, index 1-D, int32 or int64. ``IndexError`` from torch for one outside of the tensor."""
+    """``args = (x, index)``, index 1-D, int32 or int64. torch's ``IndexError`` for an index outside of the tensor."""
     torch.index_select(args[0], axis, args[1], out=outs[0])
 
 
 @out_kernel("mm")
 def _mm(outs: Tensors, args: Tensors) -> None:
-    """A product of matrices."""
+    """A matrix product."""
     torch.mm(args[0], args[1], out=outs[0])
 
 
 _ZEROS: dict[tuple[torch.device, int], torch.Tensor] = SESSION.cache("programs", {})
-"""By their number, a power of two. None goes: recorded graphs read them at their addresses."""
+"""Zero vectors by (device, length, a power of two). Never freed: recorded graphs read them at their addresses."""
 
 
 @out_kernel("pad")
 def _pad(outs: Tensors, args: Tensors, begins: Sequence[int] = (0, 0), number: float = 0) -> None:
-    """A tensor from ``begins`` on, and ``number`` around it; unless told otherwise, a matrix before zeros."""
+    """Pads a tensor to the out's shape, with ``number``; ``begins`` defaults to the beginning of a matrix."""
     pad_into(outs[0], args[0], begins, number)
 
 
 @out_kernel("mm_lt")
 def _mm_lt(outs: Tensors, args: Tensors) -> None:
-    """A product of float32 matrices by cuBLASLt, which torch calls for a product with a bias: here it is zero.
+    """A float32 matrix product by cuBLASLt, which torch calls for a product with a bias: here a zero bias.
 
-    Where a stream is captured by somebody before this has run, torch's own: zeros made there would not last.
+    Under a foreign stream capture before the first run it is torch's plain product: zeros made there would not last.
     """
     count, device = args[1].shape[1], args[0].device
     key = device, 1 << (count - 1).bit_length()
@@ -237,25 +235,25 @@ def _mm_lt(outs: Tensors, args: Tensors) -> None:
 
 @out_kernel("mm_biased")
 def _mm_biased(outs: Tensors, args: Tensors) -> None:
-    """A vector that is added to each row of a product of matrices, before the sum is rounded."""
+    """A matrix product plus a row vector, added before rounding."""
     torch.addmm(args[0], args[1], args[2], out=outs[0])
 
 
 @out_kernel("mm_wide")
 def _mm_wide(outs: Tensors, args: Tensors) -> None:
-    """A product of matrices of a half type with a float32 result, on a GPU."""
+    """A matrix product of half-precision operands with a float32 result, on a GPU."""
     torch.mm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
 
 
 @out_kernel("bmm")
 def _bmm(outs: Tensors, args: Tensors) -> None:
-    """A product of two equally long batches of matrices."""
+    """A batched matrix product."""
     torch.bmm(args[0], args[1], out=outs[0])
 
 
 @out_kernel("bmm_wide")
 def _bmm_wide(outs: Tensors, args: Tensors) -> None:
-    """A product of batches of matrices of a half type with a float32 result; off a GPU of what is cast before."""
+    """A batched product of half-precision operands with a float32 result; off a GPU the operands are cast first."""
     if args[0].is_cuda:
         torch.bmm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
     else:
@@ -264,20 +262,20 @@ def _bmm_wide(outs: Tensors, args: Tensors) -> None:
 
 @out_kernel("mm_swapped")
 def _mm_swapped(outs: Tensors, args: Tensors) -> None:
-    """A product of matrices, as the transposed product of the transposes: BLAS cuts the two differently."""
+    """A matrix product computed as the transposed product of the transposes, which BLAS tiles differently."""
     outs[0].copy_(torch.mm(args[1].t(), args[0].t()).t())
 
 
 @out_kernel("linear")
 def _linear(outs: Tensors, args: Tensors) -> None:
-    """A product of matrices by oneDNN's linear layer, whose weight is the transpose of the second."""
+    """A matrix product by oneDNN's linear layer, whose weight is the transpose of the second operand."""
     outs[0].copy_(linear_pointwise(args[0], args[1].t(), None, "none", [], ""))
 
 
 @out_kernel("packed")
 def _packed(outs: Tensors, args: Tensors, rows: int) -> None:
-    """A product of float32 matrices whose second one is a constant that MKL has laid out, for so many rows of the
-    first; torch's own where it lies as it was given."""
+    """A float32 matrix product whose second operand, a constant, MKL has packed for ``rows`` rows of the first; torch's
+    product where it is not packed."""
     if args[1].ndim == 1:
         multiply_packed(args[0], args[1], outs[0])
     else:

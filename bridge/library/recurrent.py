@@ -1,24 +1,18 @@
 """Recurrent layers: one direction of one layer over a whole sequence, or all layers by cuDNN, and their VJPs.
 
-Recurrent layers step by step: one direction of one layer over a whole sequence, and its VJP.
-What eager runs as a loop of small operators (a GRU, a plain RNN, an LSTM in float64 or with a projection). Here the
-input's part of all gates is one product, each step is one product and a few operators that write in place, and the
-backward multiplies by derivatives that are computed for all steps at once; the weights' gradients are one product
-each. The arithmetic is eager's up to the order of sums.
+One layer: an LSTM in float32 or bfloat16 is oneDNN's kernel, whose workspace goes to its own backward. All other cells
+and types run step by step (eager: a loop of small operators). There the input's part of all gates is one product, each
+step is one product and a few in-place operators, and the backward multiplies by derivatives that are computed for all
+steps at once; each weight gradient is one product. The arithmetic is eager's up to the order of sums.
 
 A cell's functions take ``x`` [steps, batch, inputs], :class:`Weights` and states [batch, hidden]:
 
-    forward(x, weights, states, order) -> y, last states, what the backward reads
+    forward(x, weights, states, order) -> y, last states, saved tensors
     backward(y, weights, states, saved, dy, d_states, order) -> d_gates_x, d_gates_h, d_states, [d_projection]
 
-Recurrent layers on a GPU: cuDNN's kernels of all layers and directions at once, and their VJP.
-cuDNN takes the weights of all layers in one buffer, and hands its backward a workspace. Parameters of torch's layers
-lie as in that buffer from the start (``flatten_parameters``); others are copied into one. Where there is no cuDNN (what
-is compiled for a GPU is looked at on the host), torch's layers and autograd stand in for it.
-
-Recurrent layers: one direction of one layer over a whole sequence, and its VJP, as eager computes them.
-An LSTM in float32 or bfloat16 is oneDNN's kernel, whose workspace is handed to its own backward; everything else, and
-what that kernel does not know, goes step by step (:mod:`bridge.library.recurrent`).
+All layers and directions on a GPU: cuDNN's kernels and their VJP. cuDNN takes the weights of all layers in one buffer,
+and hands its backward a workspace. Parameters of torch's layers form this buffer (``flatten_parameters``); others are
+copied into one. Without cuDNN (a program for a GPU inspected on the host), torch's layers and autograd replace it.
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ __all__ = ["CELLS", "FUSED_TYPES", "RecurrentCell", "Weights", "backward", "forw
 
 
 class Weights(NamedTuple):
-    """Of one layer in one direction; gates in torch's order, biases and projection ``None`` if there are none."""
+    """Weights of one layer in one direction; gates in torch's order, absent biases and projection ``None``."""
 
     of_input: Tensor
     of_hidden: Tensor
@@ -49,7 +43,7 @@ class Weights(NamedTuple):
 
 
 class RecurrentCell(NamedTuple):
-    """Forward and backward of one kind of cell; ``states``: how many it has."""
+    """Forward and backward of a kind of cell; ``states``: the number of its states."""
 
     forward: Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]]
     backward: Callable[..., tuple[Tensor, Tensor, list[Tensor], list[Tensor]]]
@@ -61,7 +55,7 @@ def _of_input(x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
 
 
 def _before(y: Tensor, first: Tensor, order: Sequence[int]) -> Tensor:
-    """The state before each step, from those after it."""
+    """The state before each step, from the states after each step."""
     return torch.cat([y[1:], first[None]] if order[0] else [first[None], y[:-1]])
 
 
@@ -191,7 +185,7 @@ CELLS = {
     "rnn_tanh": RecurrentCell(_plain(torch.tanh_), _plain_backward(lambda y: 1 - y * y), 1),
     "rnn_relu": RecurrentCell(_plain(torch.relu_), _plain_backward(lambda y: (y <= 0).logical_not().to(y.dtype)), 1),
 }
-"""By the name of torch's operator for whole layers."""
+"""By the names of torch's operators for whole layers."""
 
 
 def _order(steps: int, reverse: bool) -> range:
@@ -201,7 +195,7 @@ def _order(steps: int, reverse: bool) -> range:
 def forward(
     cell: RecurrentCell, reverse: bool, x: Tensor, weights: Weights, states: list[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Outputs [steps, batch, hidden] in the order of the input, last states, what :func:`backward` reads."""
+    """Outputs [steps, batch, hidden] in the order of the input, last states, and saved tensors for :func:`backward`."""
     y, last, saved = cell.forward(x, weights, states, _order(len(x), reverse))
     return y, [state.clone() for state in last], saved
 
@@ -243,7 +237,7 @@ def _read(kind: type[_Options], options: str) -> _Options:
 
 
 class _Layers(NamedTuple):
-    """The options of a call, read: see ``recurrent_layers`` in :mod:`autodiff.library`."""
+    """The parsed options of a call: see ``recurrent_layers`` in :mod:`autodiff.library`."""
 
     cell: str
     layers: int
@@ -251,14 +245,14 @@ class _Layers(NamedTuple):
     biases: bool
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The input, the weights and the states, in order among the tensors."""
+        """The input, the weights and the states among the tensors."""
         x, *rest = (tensor.contiguous() for tensor in tensors)
         count = len(rest) - (2 if self.cell == "lstm" else 1)
         return x, rest[:count], rest[count:]
 
     @property
     def of_layer(self) -> int:
-        """Weights of one layer in one direction."""
+        """The number of weights of one layer in one direction."""
         return 4 if self.biases else 2
 
     def settings(self, size: int) -> list[object]:
@@ -287,7 +281,7 @@ def recurrent_layers(options, states, *tensors):
 
 @library_function("recurrent_layers_backward", aten._cudnn_rnn_backward)
 def recurrent_layers_backward(options, count, *given):
-    """VJPs with respect to the first ``count`` tensors, from the forward's results and the gradients of its own."""
+    """VJPs with respect to the first ``count`` tensors, from the forward's results and their gradients."""
     layers = _read(_Layers, options)
     tensors, given = given[:count], given[count:]
     x, weights, states = layers.parts(tensors)
@@ -301,7 +295,7 @@ def recurrent_layers_backward(options, count, *given):
     (h, *c), (dh, *dc) = states, d_last
     c, dc = (c[0], dc[0]) if c else (None, None)
     rest = layers.settings(h.shape[2])
-    workspace = workspace.clone()  # cuDNN writes into it, and there may be another backward
+    workspace = workspace.clone()  # cuDNN writes into it, and another backward may follow
     buffer, wanted = _in_a_row(layers, x, weights), [True, True, c is not None, True]
     dx, dh, dc, d_weights = aten._cudnn_rnn_backward(
         x, weights, layers.of_layer, buffer, h, c, y, dy, dh, dc, *rest, workspace, wanted
@@ -310,7 +304,7 @@ def recurrent_layers_backward(options, count, *given):
 
 
 def _in_a_row(layers: _Layers, x: Tensor, weights: list[Tensor]) -> Tensor:
-    """cuDNN's buffer of these weights: the memory that they lie in, where that is one, else a copy."""
+    """cuDNN's buffer of these weights: their own memory, if they lie in it as cuDNN requires, else a copy."""
     shapes = tuple(tuple(weight.shape) for weight in weights)
     count, offsets = _places(layers, x.shape[2], shapes, x.dtype, x.device)
     first, size = weights[0], x.element_size()
@@ -331,7 +325,7 @@ def _in_a_row(layers: _Layers, x: Tensor, weights: list[Tensor]) -> Tensor:
 def _places(
     layers: _Layers, inputs: int, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[int, tuple[int, ...]]:
-    """Elements of cuDNN's buffer, and where each weight begins in it; cuDNN tells of weights that it puts there."""
+    """The number of elements of cuDNN's buffer, and the offset of each weight in it, as cuDNN places them."""
     weights = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
     mode, size, *_ = layers.settings(shapes[1][1])
     options = [inputs, mode, size, 0, layers.layers, False, layers.both_ways]
@@ -344,11 +338,11 @@ FUSED_TYPES = (torch.float32, torch.bfloat16)
 """Element types of oneDNN's kernel."""
 
 _LSTM = 2
-"""oneDNN's number of the kind of cell."""
+"""oneDNN's number of the cell kind."""
 
 
 class _Layer(NamedTuple):
-    """The options of a call, read: see ``recurrent_layer`` in :mod:`autodiff.library`."""
+    """The parsed options of a call: see ``recurrent_layer`` in :mod:`autodiff.library`."""
 
     cell: str
     reverse: bool
@@ -356,7 +350,7 @@ class _Layer(NamedTuple):
     fused: bool
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Weights, list[Tensor]]:
-        """The input, the weights and the states, in order among the tensors; a projection is the last weight."""
+        """The input, the weights and the states among the tensors; a projection is the last weight."""
         x, of_input, of_hidden, *rest = (tensor.contiguous() for tensor in tensors)
         count = len(rest) - CELLS[self.cell].states
         weights, states = rest[:count], rest[count:]
@@ -364,11 +358,11 @@ class _Layer(NamedTuple):
         return x, Weights(of_input, of_hidden, *biases, *(weights or [None])), states
 
     def is_fused(self, x: Tensor) -> bool:
-        """Whether oneDNN computes it: not where a check computes in float64 what was compiled in float32."""
+        """Whether oneDNN computes it; not where a check runs a float32 program in float64."""
         return self.fused and x.dtype in FUSED_TYPES
 
     def arguments(self, x: Tensor, weights: Weights) -> tuple[list[Tensor], int]:
-        """Input and weights as oneDNN's operators take them, and the size of a state."""
+        """Input and weights as arguments of oneDNN's operators, and the size of a state."""
         size = weights.of_hidden.shape[1]
         biases = weights[2:4] if self.biases else [x.new_zeros(4 * size)] * 2
         return [x, weights.of_input, weights.of_hidden, *biases], size
@@ -376,14 +370,14 @@ class _Layer(NamedTuple):
 
 @library_function("recurrent_layer", aten.mkldnn_rnn_layer)
 def recurrent_layer(options, states, *tensors):
-    """Outputs, last ``states`` states, and what the backward reads."""
+    """Outputs, last ``states`` states, and the saved tensors of the backward."""
     layer = _read(_Layer, options)
     x, weights, first = layer.parts(tensors)
     if not layer.is_fused(x):
         y, last, saved = forward(CELLS[layer.cell], layer.reverse, x, weights, first)
         return (y, *last, *saved)
     given, size = layer.arguments(x, weights)
-    with torch.enable_grad():  # or it would make no workspace
+    with torch.enable_grad():  # otherwise it makes no workspace
         return aten.mkldnn_rnn_layer(
             *given, *first, layer.reverse, [], _LSTM, size, 1, layer.biases, False, False, True
         )
@@ -391,7 +385,7 @@ def recurrent_layer(options, states, *tensors):
 
 @library_function("recurrent_layer_backward", aten.mkldnn_rnn_layer_backward)
 def recurrent_layer_backward(options, count, *given):
-    """VJPs with respect to the first ``count`` tensors, from the forward's results and the gradients of its own."""
+    """VJPs with respect to the first ``count`` tensors, from the forward's results and their gradients."""
     layer = _read(_Layer, options)
     tensors, given = given[:count], given[count:]
     x, weights, states = layer.parts(tensors)

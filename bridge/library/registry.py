@@ -1,8 +1,8 @@
 """Library functions: names → functions of decoded arguments that torch's kernels compute.
 
-The calling conventions are those of :mod:`autodiff.library`. A function takes tensors, Python numbers and strings,
-lists of integers (shapes) and lists of tensors (tuples); what is no tensor is an attribute of the call. It returns the
-result, or a tuple of results; :func:`invoke` puts them in memory of their own.
+The calling conventions are described in :mod:`autodiff.library`. A function takes tensors, Python numbers and strings,
+lists of integers (shapes) and lists of tensors (tuples); arguments other than tensors are attributes of the call. It
+returns the result, or a tuple of results; :func:`invoke` puts them in memory of their own.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ += ["TensorsAt", "dense", "into_given", "invoke", "invoke_into", "librar
 Function = Callable[..., Any]
 
 ALIGNMENT = 16
-"""Bytes, of the widest access of a kernel on a GPU."""
+"""Bytes of the widest access of a GPU kernel."""
 
 FUNCTIONS: dict[str, Function] = {}
 """``library.<name>`` by name: ``function(*arguments)`` returns tensors."""
 
 OUT_KERNELS: dict[str, Function] = {}
-"""Kernels that write into given tensors, by name: ``kernel(outs, args, *attributes)``. None is named as a function."""
+"""Kernels that write into given tensors, by name: ``kernel(outs, args, *attributes)``; disjoint from the functions."""
 
 INTO_GIVEN: dict[str, Function] = {}
-"""Of some of these functions, one that writes the very results into tensors that it is given, where it can:
+"""For some of these functions, a variant that writes the same results into given tensors, where it can:
 ``function(outs, *arguments)`` returns whether it has."""
 
 NEVER_RAISE = frozenset(
@@ -42,14 +42,14 @@ NEVER_RAISE = frozenset(
     "scaled_dot_product_flash_attention recurrent_layer recurrent_layers sort sorted_keys topk "
     "erfc atan2 ran".split()
 )
-"""Calls, of functions and of kernels that write into given tensors, that take any numbers."""
+"""Calls of functions and kernels that raise for no numbers in their arguments."""
 
 DRAWS_AT_OFFSET = frozenset({"draw_at_offset", "dropping_attention"})
-"""Calls that draw random numbers of a GPU, from the state of its generator that they are given on the host."""
+"""Calls that draw random numbers of a GPU, from a generator state that they take on the host."""
 
 REDRAWS = frozenset({"dropping_attention_backward"})
-"""Calls whose kernel draws again what another's has drawn, from a state on the host or, where a stream is captured, on
-the GPU."""
+"""Calls whose kernel repeats another call's draws, from a generator state on the host or, under stream capture, on the
+GPU."""
 
 DRAWS = DRAWS_AT_OFFSET | REDRAWS | {"draw"}
 """Calls that draw random numbers."""
@@ -67,8 +67,7 @@ def library_function(name: str, *operators: object) -> Callable[[Function], Func
 
 
 def into_given(name: str, *operators: object) -> Callable[[Function], Function]:
-    """Registers what writes the results of ``library.<name>`` into given tensors, unless this version of torch lacks
-    one of the ``operators``."""
+    """Registers a variant of ``library.<name>`` that writes into given tensors, if torch has the ``operators``."""
 
     def register(function: Function) -> Function:
         if not any(isinstance(operator, AbsentOperator) for operator in operators):
@@ -96,7 +95,7 @@ def _unused(name: str) -> str:
 
 @dataclass(frozen=True)
 class TensorAt:
-    """An argument: one of the call's tensors."""
+    """An argument that is one of the call's tensors."""
 
     position: int
 
@@ -110,7 +109,7 @@ class TensorAt:
 
 @dataclass(frozen=True)
 class TensorsAt:
-    """An argument: a list of the call's tensors."""
+    """An argument that is a list of the call's tensors."""
 
     first: int
     count: int
@@ -127,10 +126,10 @@ def invoke(function: Function, arguments: Sequence[Any], tensors: Sequence[torch
     """Runs a library function on tensors.
 
     Args:
-        arguments: in order; :class:`TensorAt` and :class:`TensorsAt` stand for tensors, anything else for itself.
+        arguments: in order; :class:`TensorAt` and :class:`TensorsAt` stand for tensors, other values for themselves.
 
     Returns:
-        its results, dense, each in memory of its own: none is part of an input, or of another result.
+        its results, dense, each in memory of its own: none shares memory with an input or another result.
     """
     made = function(*_decoded(arguments, tensors))
     found: list[torch.Tensor] = []
@@ -143,7 +142,7 @@ def invoke(function: Function, arguments: Sequence[Any], tensors: Sequence[torch
 def invoke_into(
     function: Function, outs: Sequence[torch.Tensor], arguments: Sequence[Any], tensors: Sequence[torch.Tensor]
 ) -> bool:
-    """As :func:`invoke`, one of ``INTO_GIVEN`` with dense memory for its results; whether they are there."""
+    """Runs an ``INTO_GIVEN`` variant, as :func:`invoke`, into dense memory; returns whether it wrote the results."""
     return function(outs, *_decoded(arguments, tensors))
 
 
@@ -152,8 +151,8 @@ def _decoded(arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[
 
 
 def _own(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Dense memory that is no input's, as a derivative may be that is a view of the gradient; on a GPU, where kernels
-    read vectors, it begins at a multiple of 16 bytes."""
+    """The value in dense memory shared with no input (a derivative may be a view of the gradient), aligned to 16 bytes
+    on a GPU, whose kernels read vectors."""
     storage = storage_id(value)
     if any(storage_id(given) == storage for given in inputs):
         return value.clone(memory_format=torch.contiguous_format)
@@ -165,6 +164,6 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:
-    """A tensor as kernels read it: the very memory where that is dense and, on a GPU, aligned; else a copy."""
+    """A tensor in dense memory and, on a GPU, aligned: itself, or a copy."""
     value = value.contiguous()
     return value.clone() if value.is_cuda and value.data_ptr() % ALIGNMENT else value

@@ -1,6 +1,6 @@
 """ATen interpreter: a traced graph and tensors → results and values, by torch's own kernels and autograd.
 
-Draws of a traced graph, replayed: inputs of the imported function → what eager draws at each node.
+Draws of the graph are replayed: inputs of the imported function → eager's draw at each node.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = ["Drawn", "MarkedLoop", "interpret_graph", "marked_loops", "needed_nod
 
 
 class Drawn:
-    """The draws of one run.
+    """The random draws of one run.
 
     Args:
-        draws: what eager draws, in order.
-        given: of those that are made before the program, the tensor by index; of placed ones the generator's state; of
-            the first computed one as well, from which it and those after it are made (:mod:`bridge.aten.draws`).
+        draws: eager's draws, in order.
+        given: by index: the tensor of a draw that is made before the program; the generator's state of a placed draw
+            and of the first computed one, which makes itself and all later ones from it (:mod:`bridge.aten.draws`).
     """
 
     def __init__(self, draws: Sequence[Draw], given: Mapping[int, torch.Tensor]):
@@ -59,7 +59,7 @@ class Drawn:
         self._first, self._state = self._next, given.get(self._next)
 
     def at(self, index: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """A draw, with these parameters if it is computed; ``None`` if it is no input of the function."""
+        """A draw; a computed one with these parameters; ``None`` if it is no input of the function."""
         if index < self._first:
             return self._given.get(index)
         for unused in range(self._next, index):
@@ -78,7 +78,7 @@ _FIRST, _PART, _LAST, _STEPS = LOOP_MARKS
 
 
 class MarkedLoop:
-    """One loop: its marks and its body, in order; ``depending``: what depends on a step; ``marks``: all of its own."""
+    """A loop: its marks and body, in order; ``depending``: nodes that depend on a step; ``marks``: all its marks."""
 
     def __init__(self, nodes: list[fx.Node], number: int):
         self.marks = own = [node for node in nodes if _number(node) == number]
@@ -96,7 +96,7 @@ class MarkedLoop:
         *_, self.length, self.reverse = self.first[0].args
 
     def run(self, env: Mapping[fx.Node, Any], call: Callable[[fx.Node, Mapping], Any]) -> dict[fx.Node, Any]:
-        """The values of the marks after the last step, and those of its body."""
+        """The values of the final marks and of the body, after the last step."""
         inner = dict(env)
         inner.update((node, env[node.args[0]]) for node in self.first)
         after: dict[fx.Node, fx.Node] = {
@@ -123,40 +123,40 @@ def marked_loops(graph: fx.Graph) -> list[MarkedLoop]:
 
 
 def _number(node: fx.Node) -> int | None:
-    """Of the loop that a mark belongs to."""
+    """The number of the loop that a mark belongs to."""
     return node.args[2 if node.target is _FIRST else 1] if node.target in LOOP_MARKS else None
 
 
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
 _ATTENTION = (aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default)
-"""Whose fifth argument says whether they compute what their backward reads."""
+"""Operators whose fifth argument tells whether they compute the tensors for their backward."""
 _SCATTERS = {
     aten.slice_scatter.default: aten.slice.Tensor,
     aten.select_scatter.default: aten.select.int,
     aten.diagonal_scatter.default: aten.diagonal.default,
 }
-"""Writes into a part of a tensor, and what shows that part."""
+"""Functional writes into a part of a tensor → the view of that part."""
 _VIEWS = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     aten.view_as_complex.default: lambda x: aten.view_as_complex.default(x.contiguous()),
     aten.view.dtype: lambda x, dtype: aten.view.dtype(x.contiguous(), dtype),
 }
-"""Views that torch makes of tensors with some strides only, and what gives their numbers for any."""
+"""Views that torch supports only for some strides → functions with the same numbers for any strides."""
 _OURS = "tvm_dispatch"
 _LAYERS = (RECURRENT_LAYERS, PACKED_LAYERS)
 _TORCH_HAS = (STOP_GRADIENT, OVERWRITTEN, CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT)
 _TORCH_HAS += (*_LAYERS, *WHOLE_FUNCTIONS, *LOOP_MARKS)
-"""Operators of ours that torch's are run for."""
+"""Operators of this package that run as torch's own."""
 _RUNNING = 3, 4
-"""Places of the running statistics among its arguments, and of the new ones among its results."""
+"""Positions of the running statistics among the arguments, and of the new ones among the results."""
 
 
 def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[torch.Tensor]) -> InterpretedRun:
-    """Runs the graph; results and values as the imported function has them.
+    """Runs the graph; returns the results and values of the imported function.
 
-    ``primals``: module tensors, arguments, random draws, dropout masks, as for the Relax stages. What the graph draws
-    is taken from there.
+    ``primals``: module tensors, arguments, random draws, dropout masks, as for the Relax stages; the graph's draws are
+    taken from them.
     """
     env = _run(captured, imported, primals, captured.graph.nodes)
     _overwrite(captured, env, {index: as_parts(env[captured.mutated[at][1]]) for at, index in captured.left.items()})
@@ -166,7 +166,7 @@ def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[to
 
 
 def run_graph(captured: Captured, imported: Imported, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results of :func:`interpret_graph` alone. ``ValueError`` if there are not as many primals as wanted."""
+    """The results of :func:`interpret_graph`. ``ValueError`` for a wrong number of primals."""
     return interpret_graph(captured, imported, primals).results
 
 
@@ -178,16 +178,16 @@ def outputs_at(
     cut: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType({}),
     now: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> list[torch.Tensor]:
-    """Some of the results of :func:`run_graph`, complex as they are; no others are computed. Autograd follows these.
+    """Some results of :func:`run_graph`, which autograd follows; computes no others. Complex tensors stay complex.
 
     Args:
-        primals: as there; what :func:`needed_nodes` has not may be ``None``.
-        places: among the imported function's outputs.
-        cut: what is made of some outputs, by their places, for the others to be computed from.
-        now: of inputs that forward overwrites behind autograd's back, what a backward reads in their memory.
+        primals: as there; ``None`` allowed where :func:`needed_nodes` has no use of one.
+        places: positions among the imported function's outputs.
+        cut: by position of an output: a function applied to it, whose result the other outputs are computed from.
+        now: by input that forward overwrites behind autograd's back: the memory's contents that a backward reads.
 
     Raises:
-        RuntimeError: they are computed with an operator of ours that has no form in torch's.
+        RuntimeError: they are computed with an operator of this package that torch has no counterpart of.
     """
     node_of = {position: node for node, position in _results(captured, imported) if position is not None}
     roots = [node_of[place] for place in places]
@@ -203,7 +203,7 @@ def outputs_at(
 
 
 def _overwrite(captured: Captured, env: Mapping[fx.Node, Any], now: Mapping[int, torch.Tensor]) -> None:
-    """What lay in overwritten memory shows what is there now: to autograd, which has saved it."""
+    """Copies the present contents of overwritten memory into the values that autograd has saved."""
     for node, value in env.items():
         name = node.args[1] if node.target is OVERWRITTEN else node.name
         if (memory := now.get(captured.placeholders.get(name))) is not None:
@@ -211,15 +211,15 @@ def _overwrite(captured: Captured, env: Mapping[fx.Node, Any], now: Mapping[int,
 
 
 def needed_nodes(captured: Captured, roots: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes that these are computed from, in order: what draws after one that is among them follows its state.
+    """The nodes that ``roots`` are computed from, in order; all draws as well, if one is computed from generator state.
 
-    A batch normalization that normalizes with the batch's own statistics is not computed from the running ones.
+    A batch normalization with the batch's own statistics does not depend on the running ones.
     """
     marked: set[fx.Node] = set()
     if any(draw.is_computed for draw in captured.draws):
         marked.update(node for node in captured.graph.nodes if node.name in captured.draw_of)
     marked.update(roots)
-    for loop in marked_loops(captured.graph):  # a loop is run whole
+    for loop in marked_loops(captured.graph):  # a loop runs as a whole
         marked.update(loop.marks)
     for node in reversed(captured.graph.nodes):
         if node in marked:
@@ -243,8 +243,8 @@ def _run(
     functions: Iterable[OwnCall] = (),
     cut: Mapping[fx.Node, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType({}),
 ) -> dict[fx.Node, Any]:
-    """The values of nodes. ``functions``: the user's own, whose backward autograd is to follow; ``cut``: what is made
-    of the values of some nodes."""
+    """The values of nodes. ``functions``: custom autograd Functions whose backward autograd follows; ``cut``: functions
+    applied to the values of some nodes."""
     given = len(captured.module_tensors) + len(captured.arguments)
     wanted = given + len(imported.input_draws) + len(imported.dropout_draws)
     if len(primals) != wanted:
@@ -284,7 +284,7 @@ def _placeholder(captured: Captured, node: fx.Node, primals: Sequence[torch.Tens
     if node.name in captured.placeholders:
         given = primals[captured.placeholders[node.name]]
         if captured.placeholders[node.name] in captured.observation.overwritten:
-            given = given.clone()  # who saves it reads in it, in the end, what is there then
+            given = given.clone()  # autograd saves the copy, which ``_overwrite`` updates
         return as_complex(given) if node.meta["val"].dtype.is_complex else given
     if node.name in captured.literals:
         return captured.literals[node.name].detach().clone()
@@ -304,13 +304,13 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return with_own_gradient(*args)
     if node.target is CUSTOM_GRADIENT:
         return own_gradient(node, env, lambda each, values: _call(captured, each, values, drawn))
-    if node.target is aten._embedding_bag_forward_only.default:  # traced where nothing goes backward, as attention is
+    if node.target is aten._embedding_bag_forward_only.default:  # traced without a backward, as attention is
         return aten._embedding_bag.default(*args, **kwargs)
     if node.target in _ATTENTION:
         args = (*args[:4], True, *args[5:])
     if node.target is aten.copy.default:  # torch has no derivative of its functional form
         return args[1].to(args[0].device, args[0].dtype).expand(args[0].shape)
-    if node.target is aten.as_strided_scatter.default:  # torch's derivative passes on what was written over
+    if node.target is aten.as_strided_scatter.default:  # torch's derivative lets the overwritten elements through
         written = args[0].clone(memory_format=torch.preserve_format)
         if written.stride() == args[0].stride():
             written.as_strided(*args[2:]).copy_(args[1])
@@ -321,7 +321,7 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return written
     if node.target is _BATCH_NORM and args[3] is None:
         return (*aten.native_batch_norm.default(*args[:3], None, None, *args[5:]), None, None)
-    if node.target in WHOLE_FUNCTIONS:  # ours has no second derivative, torch's is its own, or an error
+    if node.target in WHOLE_FUNCTIONS:  # ours has no second derivative; torch's has one, or raises
         return WHOLE_FUNCTIONS[node.target](*args)
     if node.target is PACKED_LAYERS:
         return packed_layers(*args)
@@ -329,13 +329,13 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         cell, x, states, weights, biases, layers, both_ways, batch_first = args
         layered = getattr(aten, cell).input
         first = states if cell == "lstm" else states[0]
-        # without dropout, training only tells cuDNN to keep what a backward reads
+        # without dropout, training only makes cuDNN keep the tensors for a backward
         return layered(x, first, weights, biases, layers, 0.0, True, both_ways, batch_first)
     if node.name in captured.draw_of:
         index = captured.draw_of[node.name]
         count = len([arg for arg in captured.draws[index].args if isinstance(arg, Parameter)])
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)] if count else []
-        if node.target in SLOPE_DRAWS:  # what is only filled comes behind the parameter; elsewhere before it
+        if node.target in SLOPE_DRAWS:  # a tensor to be filled follows the parameter; elsewhere it precedes it
             tensors = tensors[:1]
         parameters = tensors[len(tensors) - count :]
         draw = drawn.at(index, parameters)
@@ -349,13 +349,13 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
             return x * (draw.to(x.dtype) * scale).to(x.dtype), draw
         if draw is not None:
             return _as_drawn(node, args, draw)
-    if node.target in _VIEWS:  # what is traced may lie otherwise than here: behind functions of the user's own
+    if node.target in _VIEWS:  # layouts may differ from the trace's, behind custom autograd Functions
         return _VIEWS[node.target](*args, **kwargs)
     return node.target(*args, **kwargs)
 
 
 def _as_drawn(node: fx.Node, args: tuple, draw: torch.Tensor) -> Any:
-    """What a node gives that draws this."""
+    """The result of a node that makes this draw."""
     if node.target in SLOPE_DRAWS:
         slopes = draw.to(args[0].dtype)
         return args[0] * slopes, slopes
@@ -364,7 +364,7 @@ def _as_drawn(node: fx.Node, args: tuple, draw: torch.Tensor) -> Any:
 
 
 def _attention(args: tuple, kwargs: dict[str, Any], kept: torch.Tensor) -> torch.Tensor:
-    """The efficient kernel's result, with the weights that its mask keeps: see its conversion."""
+    """The efficient kernel's result, with the weights kept by its mask: see its conversion."""
     query, key, value, mask, _, rate, is_causal = (*args, False)[:7]
     scale = kwargs.get("scale")
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -374,13 +374,13 @@ def _attention(args: tuple, kwargs: dict[str, Any], kept: torch.Tensor) -> torch
     nothing = (scores * math.log2(math.e)).amax(-1, keepdim=True) == -torch.inf
     weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
     result = (weights * kept / (1 - rate)) @ value
-    return result.transpose(1, 2).contiguous().transpose(1, 2)  # as eager's lies
+    return result.transpose(1, 2).contiguous().transpose(1, 2)  # eager's layout
 
 
 def _placed(
     node: fx.Node, draw: Draw, args: tuple, kwargs: dict[str, Any], parameters: list[torch.Tensor], state: torch.Tensor
 ) -> Any:
-    """What is drawn inside of the program, from the generator's state at its place."""
+    """The result of a draw inside the program, from the generator's state at its place."""
     if parameters:
         made = FUNCTIONS["draw_at_offset"](draw.op, described_draw(draw)[0], draw.advance, state, *parameters)
         return _as_drawn(node, args, made)

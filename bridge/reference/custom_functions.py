@@ -1,14 +1,15 @@
-"""A user's own Function in an interpreted graph: torch's autograd runs the backward that the graph holds.
+"""Custom autograd Functions in an interpreted graph: autograd runs the backward that the graph holds.
 
-A user's own Function in a graph whose gradients are differentiated again: an ``autograd.Function`` of its two parts.
-Its forward's operators run without autograd, as in eager; its backward's run when autograd asks, on what eager's
-backward reads: the Function's arguments and outputs, which autograd follows, and what forward made on its way, which is
-a constant. So the derivative of the backward is torch's, of the user's own operators.
+For gradients that are differentiated again, each Function becomes an ``autograd.Function`` of its two parts. Its
+forward runs without autograd, as in eager; its backward runs on eager's inputs: the Function's arguments and outputs,
+which autograd follows, and intermediate values of forward, which are constants. So torch differentiates the operators
+of the user's own backward.
 
-Linearity: nodes of a traced graph and some of their inputs → whether what they compute is linear in these.
+Linearity: nodes of a traced graph and some of their inputs → whether the nodes are linear in these inputs.
 
-A backward is called once for each gradient that arrives in a graph, and what it gives is summed. Where part of a graph
-is computed by other nodes than eager's, gradients arrive apart that eager adds up first: the same for what is linear.
+Autograd calls a backward once for each gradient that arrives in a graph, and sums the results. Where other nodes than
+eager's compute a part of the graph, gradients arrive separately that eager adds up first: the same result if the
+backward is linear.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _OF_THE_FIRST = _overloads(
     *"select index index_select gather flip roll cumsum constant_pad_nd tril triu unfold diagonal repeat".split(),
     *"conj real imag view_as_real view_as_complex _conj trace contiguous".split(),
 ) | {STOP_GRADIENT, operator.getitem}
-"""Linear in the first argument, whatever the others are, which may not depend on it."""
+"""Linear in the first argument, while the others do not depend on it."""
 _PRODUCTS = _overloads("mul", "mm", "bmm", "matmul", "mv", "dot", "convolution")
 """Linear in each of two operands."""
 _SUMS = _overloads("add", "sub", "rsub")
-"""Linear in two operands that both are linear."""
+"""Jointly linear in two operands."""
 _QUOTIENTS = _overloads("div")
 _CASTS = _overloads("_to_copy")
 _CHOICES = frozenset({aten.where.self})
@@ -49,7 +50,7 @@ _IGNORED = _overloads("_assert_tensor_metadata")
 
 
 def is_linear(steps: Sequence[fx.Node], inputs: Iterable[fx.Node], results: Iterable[fx.Node] = ()) -> bool:
-    """Whether each node of ``steps``, in order, is linear in ``inputs`` or does not depend on them; ``results`` do."""
+    """Whether each of ``steps``, in order, is linear in ``inputs`` or independent; ``results`` must depend on them."""
     depending = set(inputs)
     for node in steps:
         read = [source for source in node.all_input_nodes if source in depending]
@@ -71,7 +72,7 @@ def _is_linear(node: fx.Node, depending: set[fx.Node]) -> bool:
         return [first, *rest].count(True) == 1
     if node.target in _SUMS:
         return first and rest[0]
-    if node.target in _QUOTIENTS:  # not one that is rounded
+    if node.target in _QUOTIENTS:  # not a rounded one
         return first and not any(rest) and node.kwargs.get("rounding_mode") is None
     if node.target in _CASTS:
         value = node.meta.get("val")
@@ -100,7 +101,7 @@ _ZEROS = _overloads("zeros", "zeros_like", "new_zeros")
 _FILLED = _overloads("full", "full_like", "scalar_tensor", "new_full")
 
 Evaluate = Callable[[fx.Node, Mapping[fx.Node, Any]], Any]
-"""A node, and the values of those that it reads → its value."""
+"""(a node, the values of its inputs) → its value."""
 
 
 class _Own(torch.autograd.Function):
@@ -127,7 +128,7 @@ class _With(torch.autograd.Function):
 
 
 def own_gradient(node: fx.Node, env: Mapping[fx.Node, Any], evaluate: Evaluate) -> tuple[torch.Tensor, ...]:
-    """The value of a ``custom_gradient`` node; backward, what depends on its tangents is computed from gradients."""
+    """The value of a ``custom_gradient`` node; its backward recomputes the tangents' dependents from the gradients."""
     inputs, gradients, tangents = node.args
     known = {each: value.detach() if isinstance(value, torch.Tensor) else value for each, value in env.items()}
 
@@ -151,11 +152,11 @@ def with_own_gradient(output: torch.Tensor, gradient: torch.Tensor | None) -> to
 
 
 class OwnCall:
-    """One application of a Function.
+    """An application of a custom autograd Function.
 
     Attributes:
-        forward: its nodes that run before; ``backward``: those that autograd runs; ``outputs``: what comes after it
-            reads these.
+        forward: its nodes that run before; ``backward``: its nodes that autograd runs; ``outputs``: its results, read
+            by later nodes.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class OwnCall:
             self._problem = "is not seen to be linear in its gradients"
 
     def run(self, env: Mapping[fx.Node, Any], evaluate: Evaluate) -> dict[fx.Node, torch.Tensor]:
-        """The values of :attr:`outputs`, once forward's are there; autograd follows them."""
+        """The values of :attr:`outputs`, after forward's; autograd follows them."""
         tensors = [each for each in self._reads if isinstance(env[each], torch.Tensor)]
         plain = {each: env[each] for each in self._reads if each not in tensors}
 
@@ -225,12 +226,12 @@ class _Once(_Again):
 
 
 def own_calls(nodes: Collection[fx.Node]) -> list[OwnCall]:
-    """The Functions among the nodes of a graph that autograd follows.
+    """The custom autograd Functions among the nodes of a graph that autograd follows.
 
-    A backward that is not exactly eager's when it is differentiated again raises then.
+    A backward whose derivative would not be exactly eager's raises when it is differentiated.
 
     Raises:
-        RuntimeError: the graph does not tell the parts of one.
+        RuntimeError: the graph does not show the parts of a Function.
     """
     forward: dict[str, set[fx.Node]] = {}
     backward: dict[str, list[fx.Node]] = {}

@@ -1,7 +1,7 @@
 """Relax interpreter: a function and tensors → results and values, operator by operator on torch.
 
-An operator that :mod:`bridge.reference.relax_operators` does not spell out is run by TVM: its default legalization of
-that one operator, in the Relax VM. Library functions are torch's kernels, as in compiled programs.
+TVM runs an operator that :mod:`bridge.reference.relax_operators` does not define: its default legalization, in the
+Relax VM. Library functions are torch's kernels, as in compiled programs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DROPOUT = "relax.nn.dropout"
 
 @dataclass(frozen=True)
 class InterpretedRun:
-    """What a function computed: its results, and every variable's value by name (a tuple's as a tuple)."""
+    """The results of a function, and each variable's value by name (a tuple's as a tuple)."""
 
     results: list[torch.Tensor]
     values: Mapping[str, Any]
@@ -58,11 +58,11 @@ class InterpretedRun:
 def interpret(function: Function, inputs: Sequence[torch.Tensor]) -> InterpretedRun:
     """Runs a function in flat form on one tensor per parameter.
 
-    A function with dropouts takes their masks, in the order of its bindings, behind the parameters. Autograd records
-    what happens if it is enabled and inputs require grad. What it makes is on the device of the inputs.
+    A function with dropouts takes their masks behind the parameters, in the order of its bindings. Autograd records the
+    run if it is enabled and inputs require grad. Results are on the inputs' device.
 
     Raises:
-        ValueError: the number, a shape or an element type of the inputs is not what the function takes.
+        ValueError: a wrong number, shape or dtype of inputs.
         NotImplementedError: an operator that neither torch's definition nor TVM's legalization computes.
     """
     params = list(function.params)
@@ -92,7 +92,7 @@ def _check_input(param: Var, tensor: torch.Tensor) -> None:
 
 
 def _typed(var: Var, value: Any) -> Any:
-    """The value in its declared type: torch sums integers in int64, Relax in their own type."""
+    """The value in its declared dtype: torch sums integers in int64, Relax in their own type."""
     types = list(var.ty.fields) if isinstance(var.ty, TupleType) else [var.ty]
     fields = list(value) if isinstance(value, tuple | list) else [value]
     made = []
@@ -162,7 +162,7 @@ def _dropout(call: Call, x: torch.Tensor, masks: Iterator[torch.Tensor]) -> tupl
 
 
 def _legalized(call: Call, env: Mapping[Var, Any]) -> Any:
-    """One operator by TVM alone."""
+    """Runs one operator by TVM."""
     params: dict[Var, Var] = {}
 
     def parameter(arg: Expr) -> Expr:
@@ -186,7 +186,7 @@ def _legalized(call: Call, env: Mapping[Var, Any]) -> Any:
 
 
 def _scan(call: Call, env: Mapping[Var, Any]) -> tuple[torch.Tensor, ...]:
-    """The body of a scan, step by step."""
+    """Runs the body of a scan, step by step."""
     scan, tensors = scan_of(call)
     given = [_read(tensor, env) for tensor in tensors]
     carries, xs = given[: scan.carries], given[scan.carries : scan.carries + scan.xs]

@@ -1,8 +1,8 @@
-"""Reference semantics: each Relax operator in torch, which compiled code and passes are held against.
+"""Reference semantics: each Relax operator in torch, as the reference of compiled code and passes.
 
-Each entry is a function ``(call, shape, *arguments)`` where ``shape`` is the result's declared shape and arguments are
-tensors, numbers, strings, lists of integers (shapes) and tuples. It is written from the operator's definition and
-shares nothing with the code generator. Where torch knows the derivative, autograd runs through it.
+Each entry is a function ``(call, shape, *arguments)``: ``shape`` is the result's declared shape; arguments are
+tensors, numbers, strings, lists of integers (shapes) and tuples. It follows the operator's definition and shares
+nothing with the code generator. Autograd runs through it where torch knows the derivative.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LIBRARY", "OPERATORS"]
 Meaning = Callable[..., Any]
 
 OPERATORS: dict[str, Meaning] = {}
-#: Library functions that compiled programs generate code for instead of calling the library.
+#: Library functions for which compiled programs contain generated code instead of a call.
 LIBRARY: dict[str, Meaning] = {
     "library.log1p": torch.log1p,
     "library.expm1": torch.expm1,

@@ -1,24 +1,20 @@
-"""Masks of a GPU's dropout: observed dropouts → masks by eager's own kernels, or which of them kernels compute.
+"""Masks of a GPU's dropout: observed dropouts → masks by eager's own kernels, or rules for computing them in kernels.
 
-Masks of fused dropout by torch: an observed ``native_dropout``, a GPU's dropout → its mask, by eager's own kernel.
-The kernel takes a tensor, whose type, strides and 16-byte alignment decide which element gets which number. So it is
-run on one of eager's layout, with whatever numbers; the mask, and what it adds to the generator's offset, are eager's.
+Fused dropout (``native_dropout``): eager's own kernel takes a tensor whose dtype, strides and 16-byte alignment decide
+which element gets which number. It runs on a tensor of eager's layout, with arbitrary values; the mask and the
+generator's advance are eager's.
 
-Masks of attention's weights by torch: an observed dropout inside of the efficient kernel → what it drops.
-The kernel keeps its mask to itself, and gives it away where each key's value is a row of its own: with equal scores, a
-result's element says whether the weight of that key was kept. So the mask and what it adds to the generator's offset
-are eager's own. Where kernels compute masks (:mod:`bridge.rng.computed`), only the check of the rule asks for it.
+Dropout inside efficient attention: the kernel does not return its mask, but it can be read off. With equal scores and
+an identity matrix as values, an element of the result is nonzero if the weight of that key was kept. Where kernels
+compute masks, only the check of the rule needs it.
 
-Which masks kernels compute: observed dropouts of a GPU → how eager draws each, where that is known to the bit.
-It is known for dense tensors of the usual types, on a GPU that draws as the formula says
-(:mod:`bridge.rng.computed`): in memory of the call's own, and in an input's that begins where torch's allocator
-would have it begin, which is then a condition of the entry (:func:`alignment_of`). Every other mask is drawn by torch
-before the program runs, and stored.
+Computed masks: observed dropouts of a GPU → eager's rule, where it is known to the bit: for dense tensors of the usual
+dtypes, on a checked GPU, in memory of the call's own, or in an input that begins at an aligned address, which is then a
+condition of the entry (:func:`alignment_of`). torch draws every other mask before the program runs, and it is stored.
 
-Check of a GPU's masks: masks by the kernels of this package and by eager, bit for bit, once per device and process.
-
-Which numbers eager's dropout takes is no documented rule of torch's: it depends on the kernel, the GPU's size and how
-elements are loaded. A GPU, or a torch, that draws otherwise has its masks drawn by torch.
+Check: masks by the kernels of this package and by eager, bit for bit, once per device and process. The numbers of
+eager's dropout follow no documented rule: they depend on the kernel, the GPU's size and the width of loads. On a GPU,
+or with a torch, that draws differently, torch draws the masks.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ __all__ += ["checked_gpu", "computed_mask", "mask_at", "mask_of_attention"]
 NATIVE_DROPOUT = "aten.native_dropout.default"
 
 _ALIGNED = 16
-"""Bytes that a thread reads at once at most; torch's allocator gives multiples of more."""
+"""The most bytes that a thread reads at once; torch's allocator aligns to multiples of it."""
 
 
 class FusedDropout:
@@ -66,8 +62,8 @@ class FusedDropout:
         """The mask, from the device's default generator.
 
         Args:
-            generator: another one is moved on as far, and the mask is not drawn: the operator takes none.
-            inputs: module tensors and arguments: the dropout may read in the memory of one.
+            generator: if given, only advances this generator: the operator takes none.
+            inputs: module tensors and arguments: the dropout may read the memory of one.
         """
         if generator is not None:
             self._move(generator)
@@ -92,10 +88,10 @@ class FusedDropout:
 
 
 class FusedSteps:
-    """The masks of a loop's steps, which are one draw: a row for each step.
+    """The masks of a loop's steps as one draw: a row for each step.
 
     Args:
-        draw: whose steps have dropouts.
+        draw: a draw with ``steps``.
     """
 
     def __init__(self, draw: Draw):
@@ -103,17 +99,17 @@ class FusedSteps:
         self._dropouts = [FusedDropout(each) for each in draw.steps.dropouts]
 
     def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As :meth:`FusedDropout.draw`, one after the other."""
+        """See :meth:`FusedDropout.draw`; the steps' masks in order."""
         masks = [mask.reshape(-1) for each in self._dropouts for mask in each.draw(generator, inputs)]
         return [torch.cat(masks).reshape(self._shape)] if masks else []
 
 
 _UNIT = 8
-"""Elements of a row at a multiple of which rows begin: 16 bytes of any type."""
+"""Alignment of rows in elements: 16 bytes or more of any dtype."""
 
 
 def mask_of_attention(shape: Sequence[int], rate: float, device: torch.device) -> torch.Tensor:
-    """The mask that the efficient kernel draws for weights of (batch, head, row, column); it moves the generator."""
+    """The efficient kernel's mask for weights of (batch, head, row, column); advances the default generator."""
     batch, heads, rows, columns = shape
     query, key = (torch.zeros(batch, heads, each, _UNIT, device=device) for each in (rows, columns))
     value = torch.eye(columns, -(-columns // _UNIT) * _UNIT, device=device).expand(batch, heads, -1, -1)
@@ -125,7 +121,7 @@ class AttentionMask:
     """The mask of one attention's weights, in memory.
 
     Args:
-        draw: whose ``is_attention_mask`` is true.
+        draw: an attention mask (``is_attention_mask``).
     """
 
     def __init__(self, draw: Draw):
@@ -135,7 +131,7 @@ class AttentionMask:
         """The mask, from the device's default generator.
 
         Args:
-            generator: another one is moved on as far, and nothing is drawn: the operator takes none.
+            generator: if given, only advances this generator: the operator takes none.
         """
         draw = self._draw
         if generator is not None:
@@ -147,16 +143,16 @@ class AttentionMask:
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST = 16
-"""Bytes that a thread of eager's kernel loads at once, at most."""
+"""The most bytes that a thread of eager's kernel loads at once."""
 
 
 def computed_mask(draw: Draw, gpu: Callable[[], Gpu | None]) -> DrawnMask | None:
-    """How eager draws a mask; ``None``: it is to be stored.
+    """Eager's rule for a mask, by which a kernel computes it; ``None``: the mask is to be stored.
 
-    Where it reads an input's memory, that holds for memory that begins at a multiple of :func:`alignment_of` it.
+    A rule for an input's memory holds at addresses that are multiples of :func:`alignment_of` it.
 
     Args:
-        gpu: the size of the GPU, asked for last; ``None`` where it does not draw as expected.
+        gpu: the GPU's size, called last; ``None`` where it does not draw as expected.
     """
     if draw.device.type != "cuda" or draw.is_computed:
         return None
@@ -175,15 +171,15 @@ def computed_mask(draw: Draw, gpu: Callable[[], Gpu | None]) -> DrawnMask | None
 
 
 def alignment_of(draw: Draw) -> int:
-    """Bytes: how many elements a thread of eager's kernel loads at once changes with addresses below these alone."""
+    """The address alignment, in bytes, that decides the load width of eager's kernel."""
     size = draw.operand.dtype.itemsize
     return (_width(_count(draw), 0, size) or _WIDEST // size) * size
 
 
 def mask_at(draw: Draw, state: torch.Tensor) -> torch.Tensor:
-    """A mask that kernels compute, by torch, from the generator's state before the draw. The generator is not moved."""
+    """A computed mask, drawn by torch from the generator's state before the draw. Restores the generator."""
     if not draw.is_attention_mask and draw.operand.of is not None:
-        draw = replace(draw, operand=replace(draw.operand, of=None))  # it begins where memory of the call's own would
+        draw = replace(draw, operand=replace(draw.operand, of=None))  # aligned as memory of the call's own
     make = AttentionMask(draw) if draw.is_attention_mask else FusedDropout(draw)
     with at_state(default_generator(draw.device), *state.tolist()):
         (mask,) = make.draw(None, ())
@@ -191,7 +187,7 @@ def mask_at(draw: Draw, state: torch.Tensor) -> torch.Tensor:
 
 
 def _count(draw: Draw) -> Dim:
-    """Elements of a draw."""
+    """The number of a draw's elements."""
     count: Dim = 1
     for extent in draw.shape:
         count = count * extent
@@ -208,7 +204,7 @@ def _is_dense(shape: Sequence[Dim], stride: Sequence[Dim]) -> bool:
 
 
 def _width(count: Dim, offset: Dim, size: int) -> int | None:
-    """How many elements of so many bytes a thread loads at once; ``None`` if that depends on sizes that vary."""
+    """The load width of a thread for elements of ``size`` bytes; ``None`` if it depends on dynamic sizes."""
     width = _WIDEST // size
     while width > 1 and not (divides(width, count) and divides(width * size, offset)):
         if not isinstance(count, int) or not isinstance(offset, int):
@@ -230,16 +226,16 @@ _CASES = (
     (torch.float32, 2, 2),
     (torch.float16, 4, 4),
 )
-"""Type, elements that a thread loads at once, first element of the tensor in its memory."""
+"""(dtype, load width in elements, first element of the tensor in its memory)."""
 _ATTENTIONS = ((2, 3, 37, 45), (1, 2, 130, 200))
-"""Weights of attention: whole blocks of its kernel and parts of them; rows that begin anywhere in a call's four."""
+"""Shapes of attention weights: whole and partial blocks of its kernel; rows at each position in a group of four."""
 
 _BEGUN: dict[torch.device, Compilation | None] = {}
-"""The check's program on its way; ``None`` behind the check."""
+"""The check's program during its compilation; ``None`` after the check."""
 
 
 def begin_check(device: torch.device) -> None:
-    """Begins to compile what :func:`checked_gpu` runs, in the background, if nobody has: it will be asked soon."""
+    """Begins to compile the program of :func:`checked_gpu` in the background, unless begun: it is needed soon."""
     if device not in _BEGUN:
         _BEGUN[device] = begun = _compilation(device)
         begun.finish()
@@ -247,7 +243,7 @@ def begin_check(device: torch.device) -> None:
 
 @functools.cache
 def checked_gpu(device: torch.device) -> Gpu | None:
-    """A GPU's size if it draws its masks as kernels compute them; ``None`` if not, which is logged."""
+    """A GPU's size if it draws its masks as kernels compute them; otherwise logs a warning and returns ``None``."""
     gpu = gpu_of(device)
     if _draws_alike(device, gpu):
         return gpu
@@ -260,7 +256,7 @@ def checked_gpu(device: torch.device) -> Gpu | None:
 
 
 def _draws_alike(device: torch.device, gpu: Gpu) -> bool:
-    """Masks and the generator's offset, over several launches of several rounds, from a seed of 64 bits."""
+    """Compares masks and the generator's offset, over several launches of several rounds, from a 64-bit seed."""
     counts = [_numbers(gpu, width, place) for place, (_, width, _) in enumerate(_CASES)]
     states, masks = [], []
     generator = default_generator(device)
@@ -289,18 +285,18 @@ def _draws_alike(device: torch.device, gpu: Gpu) -> bool:
 
 def _side(device: torch.device) -> torch.Generator:
     side = torch.Generator(device).manual_seed(_SEED)
-    side.set_offset(2**34 - 4)  # calls are counted beyond 32 bits
+    side.set_offset(2**34 - 4)  # calls are counted in more than 32 bits
     return side
 
 
 def _numbers(gpu: Gpu, width: int, place: int) -> int:
-    """Elements of which a thread loads ``width`` at once, and no more: two rounds of all threads, or a part of one."""
+    """A number of elements that a thread loads in exactly this width: two rounds of all threads, or a part of one."""
     rounds = 2 * gpu.most_threads * max(width, 4) if place % 2 else 1000 * width
     return rounds + (width if width < 8 else 0)
 
 
 def _compilation(device: torch.device) -> Compilation:
-    """States → masks of all cases, as kernels compute them."""
+    """The program: states → masks of all cases, as kernels compute them."""
     gpu = gpu_of(device)
     widths = [width for _, width, _ in _CASES] + [IN_A_ROW] * len(_ATTENTIONS)
     counts = [_numbers(gpu, width, place) for place, (_, width, _) in enumerate(_CASES)]

@@ -1,20 +1,19 @@
-"""Compiled Bernoulli draws: masks and a CPU generator → PyTorch's bits and PyTorch's state afterwards.
+"""Compiled Bernoulli draws: masks and a CPU generator → PyTorch's bits, and PyTorch's state afterwards.
 
 PyTorch draws Bernoulli masks one element after another. Here a vectorized Mersenne Twister
-(:mod:`bridge.compile.cpu.mt19937`) takes the generator's own lock, as PyTorch's draws do, fills the masks and
-advances the generator's engine in place; large masks on all threads. Whatever other threads draw, it is before or
-after.
+(:mod:`bridge.compile.cpu.mt19937`) takes the generator's own lock, as PyTorch's draws do, fills the masks and advances
+the generator's engine in place; large masks on all threads. Other threads' draws come before or after.
 
-Both the memory that it works in (:mod:`bridge.rng.engine`) and the rule that it follows are PyTorch's own, not
-documented ones, and other builds have others (on Intel's processors a generator of MKL). So the code is compared with
-PyTorch before it is used: :func:`compiled`. Where it cannot be, PyTorch draws.
+Both the generator's memory (:mod:`bridge.rng.engine`) and the rule are undocumented, and other builds differ (on
+Intel's processors a generator of MKL). So :func:`compiled` compares the code with PyTorch before its use; where they
+differ, PyTorch draws.
 
-Streams of masks: distances in words → jump polynomials; sizes, thresholds, threads → tables of chunks.
+Streams of masks: sizes, thresholds, threads → tables of chunks, with a jump polynomial for the distance to each.
 
 Jump polynomials of the Mersenne Twister: a distance in words → ``x^distance`` modulo its characteristic polynomial.
 Polynomials over GF(2) of degree below 19937 are uint8 arrays of their coefficients, lowest first. Products are made by
-fast Fourier transform: a coefficient is a count below 2^15, computed to 1e-10, so rounding is exact. What is left of a
-product after division by P is found with P's reciprocal (Barrett's reduction, exact for polynomials).
+fast Fourier transform: a coefficient is a count below 2^15, computed to 1e-10, so rounding is exact. The remainder of a
+product modulo P is found with P's reciprocal (Barrett's reduction, exact for polynomials).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from bridge.rng.engine import LOCK, EngineOffsets, functions, layout_for
 __all__ = ["Kernels", "Mask", "MaskRun", "Stream", "chunks_of", "compiled", "draw_by_torch", "power", "stream", "terms"]
 __all__ += ["times"]
 
-_LENGTH = 40960  # of a transform: more than the coefficients of a product, and a product of small primes
+_LENGTH = 40960  # length of a transform: exceeds a product's coefficients; a product of small primes
 _WORDS, _SHIFT, _SEPARATION, _MATRIX = 624, 397, 31, 0x9908B0DF  # the twister's n, m, r, a
 
 Bits = np.ndarray
@@ -65,7 +64,7 @@ def times(a: Bits, b: Bits) -> Bits:
 
 
 def terms(polynomials: Sequence[Bits]) -> tuple[np.ndarray, list[int]]:
-    """The exponents of the polynomials, one after the other, as uint16; where each begins, and the end."""
+    """The concatenated exponents of the polynomials, as uint16; the beginning of each, and the end."""
     exponents = [np.flatnonzero(polynomial).astype(np.uint16) for polynomial in polynomials]
     ends = np.cumsum([len(each) for each in exponents], dtype=np.int64)
     return np.concatenate([np.zeros(0, np.uint16), *exponents]), [0, *ends.tolist()]
@@ -132,15 +131,15 @@ def _remainder(v: Bits) -> Bits:
 
 
 _JUMP = 2000
-"""A jump to a chunk takes as long as this many blocks of a mask, 0.15 ms on Zen 5."""
+"""The time of a jump to a chunk, in blocks of a mask: 0.15 ms on Zen 5."""
 
 _LEAST = 1000
-"""Blocks that a thread jumps for."""
+"""The fewest blocks that a thread jumps for."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Tables of int64, and of uint16 for the terms; see :func:`bridge.compile.bernoulli_function`."""
+    """Tables (int64, uint16 for the terms) of chunked draws; see :func:`bridge.compile.bernoulli_function`."""
 
     count: int
     chunks: np.ndarray = field(repr=False)
@@ -149,15 +148,15 @@ class Stream:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
-        """Of the tables, and the number of chunks: the last arguments of a compiled draw."""
+        """Addresses of the tables, and the number of chunks: the last arguments of a compiled draw."""
         return self.chunks.ctypes.data, self.segments.ctypes.data, self.terms.ctypes.data, self.count
 
 
 def chunks_of(elements: int, threads: int) -> list[int]:
-    """Where chunks begin, in blocks: one a thread, all of a size but for the first, which needs no jump, and the last.
+    """The first blocks of chunks, one per thread. The first chunk, without a jump, is longer; the last may be shorter.
 
-    There are eight sizes from one power of two to the next, so that masks of many sizes share the jumps, each of which
-    takes some 20 ms to find.
+    There are eight sizes between two powers of two, so that masks of many sizes share the jumps, each of which takes
+    some 20 ms to find.
     """
     blocks = -(-elements // PER_BLOCK)
     count = min(threads, (blocks - _JUMP) // _LEAST)
@@ -170,7 +169,7 @@ def chunks_of(elements: int, threads: int) -> list[int]:
 
 
 def stream(sizes: Sequence[tuple[int, int]], threads: int) -> Stream:
-    """How to draw masks of ``(elements, threshold)`` one after the other on so many threads."""
+    """The tables for drawing masks of ``(elements, threshold)`` one after the other on ``threads`` threads."""
     elements = sum(count for count, _ in sizes)
     begins = chunks_of(elements, threads)
     exponents, places = _terms(tuple(begins))
@@ -190,7 +189,7 @@ def stream(sizes: Sequence[tuple[int, int]], threads: int) -> Stream:
 
 @functools.lru_cache(maxsize=32)
 def _terms(begins: tuple[int, ...]) -> tuple[np.ndarray, list[int]]:
-    """The terms of the jumps to chunks that begin there; none for the first."""
+    """The terms of the jumps to chunks with these first blocks; none for the first."""
     found: list[np.ndarray] = []
     if len(begins) > 1:
         block = 2 * PER_BLOCK
@@ -210,7 +209,7 @@ log = channel("mt19937")
 class Mask:
     """A mask to draw: one byte per element, true with ``probability``, a float64 in [0, 1].
 
-    Elements are drawn in the order of the memory; ``dtype`` is that of the tensor that eager draws into.
+    Elements are drawn in memory order; ``dtype`` is that of eager's tensor.
     """
 
     shape: tuple[int, ...]
@@ -224,17 +223,17 @@ class Mask:
 
     @cached_property
     def count(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @cached_property
     def threshold(self) -> int:
-        """What a 53-bit integer must be below for a true element: ``k * 2**-53 < p`` without rounding."""
+        """The bound of the 53-bit integers that give true: ``k * 2**-53 < p`` without rounding."""
         return math.ceil(math.ldexp(self.probability, 53))
 
     @cached_property
     def dense(self) -> bool:
-        """Whether the elements fill their memory, in whatever order of dimensions."""
+        """Whether the elements fill their memory, in any order of dimensions."""
         below = 1
         for stride, extent in sorted(zip(self.stride, self.shape, strict=True)):
             if extent != 1:
@@ -250,14 +249,14 @@ class Mask:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled functions of :mod:`bridge.compile.cpu.mt19937`, and where they find lock and engine."""
+    """The compiled functions of :mod:`bridge.compile.cpu.mt19937`, and the offsets of lock and engine."""
 
     serial: Built = field(repr=False)
     layout: EngineOffsets
 
     @cached_property
     def parallel(self) -> Built:
-        """For a stream of several chunks; compiled when first asked for."""
+        """The function for a stream of several chunks; compiled at first use."""
         (built,) = host_backend().build([("bridge_bernoulli_parallel", bernoulli_function(True))])
         return built
 
@@ -274,7 +273,7 @@ class MaskRun:
     """Dense masks that are drawn one after the other.
 
     Args:
-        kernels: what :func:`compiled` gave.
+        kernels: the result of :func:`compiled`.
     """
 
     def __init__(self, kernels: Kernels, masks: Sequence[Mask]):
@@ -303,7 +302,7 @@ class MaskRun:
         return found
 
     def _checked(self, threads: int) -> Stream:
-        """The stream on so many threads, if it gives what it gives on one, bits and state."""
+        """The stream for these threads if it gives the same bits and state as on one thread; else the serial one."""
         sizes = [(mask.count, mask.threshold) for mask in self._masks]
         tables, serial = stream(sizes, threads), stream(sizes, 1)
         if tables.count == 1:
@@ -318,7 +317,7 @@ class MaskRun:
 
 
 def draw_by_torch(mask: Mask, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The mask as PyTorch draws it, in eager's dtype where that decides about the bits; bool."""
+    """The mask drawn by PyTorch, in eager's dtype where that decides the bits; bool."""
     if _same_bits(mask.dtype):
         return mask.empty().bernoulli_(mask.probability, generator=generator)
     drawn = torch.empty_strided(mask.shape, mask.stride, dtype=mask.dtype, device=HOST)
@@ -327,7 +326,7 @@ def draw_by_torch(mask: Mask, generator: torch.Generator | None = None) -> torch
 
 @functools.cache
 def _same_bits(dtype: torch.dtype) -> bool:
-    """Whether PyTorch's Bernoulli numbers are the same in a tensor of bytes."""
+    """Whether PyTorch's Bernoulli numbers in this dtype equal its numbers in bytes."""
     generators = [torch.Generator().manual_seed(_SEED) for _ in range(2)]
     pairs = zip((torch.bool, dtype), generators, strict=True)
     ours, theirs = (torch.empty(1000, dtype=kind).bernoulli_(0.7, generator=g).to(torch.bool) for kind, g in pairs)
@@ -335,9 +334,9 @@ def _same_bits(dtype: torch.dtype) -> bool:
 
 
 def compiled() -> Kernels | None:
-    """The compiled draws, or ``None`` where this build of PyTorch draws otherwise or hides its lock (logged once).
+    """The compiled draws; ``None`` where this build of PyTorch draws differently or hides its lock (logged once).
 
-    Compiled when first asked for, and compared with PyTorch, lock, bits and states, on generators of their own.
+    Compiled at first use, and compared with PyTorch (lock, bits and states) on new generators.
     """
     serial, hold = functions()
     layout = layout_for(hold)
@@ -357,18 +356,18 @@ def _checked(serial: Built, layout: EngineOffsets) -> Kernels | None:
 
 _SEED = 20
 _CHECKS = ((1, 0.9), (311, 0.5), (2, 0.1), (1000, 0.9), (0, 0.5), (313, 1.0), (624, 0.0), (5, 1 / 3))
-"""(elements, probability): the draws of a check, one after the other, so that they start all over the block."""
+"""(elements, probability): the consecutive draws of a check, which begin at different positions of the block."""
 
 
 def _draws_as_torch(kernels: Kernels) -> bool:
-    """Whether bits and states are PyTorch's from a fresh seed, and when an odd number of outputs has been used.
+    """Whether bits and states are PyTorch's, from a fresh seed and after an odd number of outputs.
 
-    A normal number that torch has kept for later is part of the state.
+    A normal number that torch has cached is part of the state.
     """
     for used in (0, 1, 622):
         ours, theirs = (torch.Generator().manual_seed(_SEED + used) for _ in range(2))
         for generator in (ours, theirs):
-            torch.rand(used, generator=generator)  # one output an element
+            torch.rand(used, generator=generator)  # one output per element
             torch.randn(used, generator=generator)
             torch.randn(used % 2, dtype=torch.float64, generator=generator)
         if not _equal_states(ours, theirs):

@@ -1,11 +1,9 @@
 """Random draws at call time: observed draws → tensors from torch's generators, in eager's order and memory layout.
 
-Each is made on its device, from that device's default generator. On the CPU, Bernoulli draws that follow each other,
-dropout masks first of all, are made by compiled code (:mod:`bridge.rng.cpu`) where that is faster and gives torch's
-bits; a GPU's dropout masks by the kernel that eager's dropout is (:mod:`bridge.rng.computed`,
-:mod:`bridge.rng.computed`); everything else by torch.
-Where the program computes a GPU's mask, or makes a GPU's draw in its place, the generator's state is made instead
-(:mod:`bridge.rng.engine`).
+Each draw is made on its device, from that device's default generator. On the CPU, compiled code (:mod:`bridge.rng.cpu`)
+makes consecutive Bernoulli draws, mainly dropout masks, where it is faster and gives torch's bits. A GPU's dropout
+masks come from eager's own kernel (:mod:`bridge.rng.computed`), other draws from torch. Where the program computes a
+GPU's mask, or makes a GPU's draw at its place, the generator's state is returned instead (:mod:`bridge.rng.engine`).
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ __all__ = ["Draws", "undo_draws"]
 def undo_draws(
     before: torch.Tensor, draw_again: Callable[[torch.Generator], object], device: torch.device = HOST
 ) -> None:
-    """Puts a device's default generator back to ``before`` if it is where the draws leave it.
+    """Restores a device's default generator to ``before`` if it is in the state that the draws leave.
 
-    If it is not, another thread has drawn, before, between or after them, and its numbers must not come again. A GPU's
-    generator has no lock that we could take: another thread can draw between the comparison and the replacement.
+    Otherwise another thread has drawn, before, between or after them, and its numbers must not repeat. A GPU's
+    generator has no accessible lock: another thread can draw between the comparison and the replacement.
 
     Args:
         before: the generator's state before the draws.
-        draw_again: makes the same draws once more, from a generator.
+        draw_again: repeats the draws from a generator.
     """
     twin = torch.Generator(device)
     twin.set_state(before)
@@ -52,27 +50,27 @@ def undo_draws(
 
 
 _WORTH = 300
-"""Elements of consecutive Bernoulli draws from which compiled code is faster: a call of it takes 3 us, torch 5 ns for
-an element."""
+"""Number of elements of consecutive Bernoulli draws from which compiled code is faster: its call takes 3 us, torch 5 ns
+per element."""
 
 _BERNOULLI = "aten.bernoulli_.float"
 _STATE = "the generator's state"
 
 _Maker = Callable[[torch.Generator | None, Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Makes one draw, or several that follow each other, from a generator, torch's default one if ``None``; inputs of the
-call decide where a GPU's dropout takes its numbers."""
+"""(a generator, or ``None`` for torch's default one; the call's inputs) → one draw, or consecutive ones; the inputs'
+addresses decide the numbers of a GPU's dropout."""
 
 
 class Draws:
     """All draws of one call of a module.
 
     Args:
-        draws: what eager draws, in order; all of them are made, used or not, to leave the generators in eager's state.
-            From the first that is computed on, the program makes them: in its place is the generator's state.
-        masks: indices of those that are dropout masks (drawn as ``bool``).
+        draws: eager's draws, in order; all are made, used or not, to leave the generators in eager's state. From the
+            first computed draw on, the program makes them, from the generator's state in its place.
+        masks: indices of dropout masks (drawn as ``bool``).
         used: indices of the draws that the compiled code takes, in the order of its parameters.
-        computed: indices of the masks that it computes: it takes the generator's state before each.
-        device: where it takes what is used: a module on a GPU may draw on the host.
+        computed: indices of masks that the program computes, from the generator's state before each.
+        device: the device of the used draws: a module on a GPU may draw on the host.
 
     Raises:
         UnsupportedModule: for an operator that cannot be replayed.
@@ -101,7 +99,7 @@ class Draws:
             for index, draw in enumerate(draws)
             if draw.device != device and not draw.is_placed and index not in computed
         }
-        values = set(used).difference(masks)  # those that have to be of the draw's dtype
+        values = set(used).difference(masks)  # must have the draw's dtype
         chained = next((index for index, draw in enumerate(draws) if draw.is_computed), None)
         draws = draws[:chained]
 
@@ -133,8 +131,8 @@ class Draws:
             inputs: module tensors and arguments of the call.
 
         Raises:
-            GuardFailure: a CUDA graph is being captured, and the program takes the generator's state: a replay would
-                find that of now again and again. Nothing is drawn yet.
+            GuardFailure: before any draw, under stream capture if the program takes the generator's state: replays
+                would repeat the present one.
         """
         if self._reads_state:
             self._refuse_capture()
@@ -142,16 +140,16 @@ class Draws:
         return [made[index] if index not in self._moved else made[index].to(self._device) for index in self._used]
 
     def undo(self, inputs: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
-        """What takes back the draws that are made next, with these inputs (:mod:`bridge.rng.draws`).
+        """A function that takes back the next draws with these inputs.
 
         Raises:
-            GuardFailure: a CUDA graph is being captured: the state is then not to be read.
+            GuardFailure: under stream capture, where the state must not be read.
         """
         self._refuse_capture()
         before = [(device, default_generator(device).get_state()) for device in self._devices]
 
         def take_back() -> None:
-            with no_torch_function():  # a default device is for the user's factories
+            with no_torch_function():  # a default device applies only to the user's factories
                 for device, state in before:
                     undo_draws(state, partial(self._draw_again, device, inputs), device)
 
@@ -172,7 +170,7 @@ def _state(generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) ->
 
 
 def _bernoullis(run: list[tuple[Draw, bool]]) -> list[_Maker]:
-    """What makes a run of draws, each a mask or, if wanted so, a tensor of the draw's dtype."""
+    """Makers of consecutive Bernoulli draws, each a mask or, where flagged, a tensor of the draw's dtype."""
     masks = [mt19937.Mask(draw.shape, draw.stride, draw.args[0], draw.dtype) for draw, _ in run]
     dtypes = [draw.dtype if wanted else torch.bool for draw, wanted in run]
     if sum(mask.count for mask in masks) >= _WORTH and all(mask.dense for mask in masks):
@@ -189,7 +187,7 @@ def _bernoullis(run: list[tuple[Draw, bool]]) -> list[_Maker]:
 def _steps_by_torch(
     mask: mt19937.Mask, steps: StepMasks, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The masks of all steps, drawn one after the other: by other rules than torch's serial one, it is not one draw."""
+    """The masks of all steps, drawn one after the other: only torch's serial rule makes them one draw."""
     whole = mask.empty()
     for row in whole:
         for part in row.split(steps.counts):

@@ -1,16 +1,14 @@
-"""A CPU generator's memory: where its mutex and its engine lie, and compiled functions that work on it in place.
+"""A CPU generator's memory: the addresses of its mutex and engine, and compiled functions that work on it in place.
 
-A CPU generator's memory: where its mutex and its engine lie in the C++ object, looked up and tried out.
-torch's draws lock the mutex and then advance the engine. Python has no way to the mutex, so compiled code goes there by
-its address (:mod:`bridge.compile.cpu.mt19937`). That is torch's, the C++ library's and the interpreter's private
-business, so nothing is trusted: the engine is searched for by the words that ``get_state`` gives, in memory that is
-read through the kernel, which does not fail where there is none; the mutex has to be a free one, and to stop another
-thread's ``torch.rand`` while it is held.
+torch's draws lock the mutex and then advance the engine. Python has no access to the mutex, so compiled code uses its
+address (:mod:`bridge.compile.cpu.mt19937`). The layout is private to torch, the C++ library and the interpreter, so it
+is verified: the engine is found by the words of ``get_state``, in memory that is read through the kernel, which does
+not fault on unmapped pages; the mutex must be free, and must stop another thread's ``torch.rand`` while it is held.
 
 Generator states: draws that programs make by themselves → seed and offset before each.
-A CUDA generator's seed and offset are read, and the offset is moved on as eager's kernel would, without waiting for the
-device. Library functions read the states of placed draws on the host; those that kernels compute masks from
-(:mod:`bridge.compile.codegen.philox`) get to the device as a kernel's argument (:mod:`bridge.compile.cuda.copies`).
+A CUDA generator's seed and offset are read, and the offset is advanced as by eager's kernel, without waiting for the
+device. Library functions read the states of placed draws on the host; states of computed masks
+(:mod:`bridge.compile.codegen.philox`) reach the device as a kernel's argument (:mod:`bridge.compile.cuda.copies`).
 """
 
 from __future__ import annotations
@@ -49,36 +47,36 @@ __all__ += ["swap_state"]
 
 _STATE_BYTES = 5056
 _HANDLE = 16
-"""Where a Python object, behind its head, has the address of the C++ object."""
+"""Offset of the C++ object's address in the Python object, behind its header."""
 _LOCK = 16
-"""Where that has its mutex: behind the table of virtual functions and the reference counts."""
+"""Offset of the mutex in the C++ object: behind the virtual table pointer and the reference counts."""
 _LOCK_BYTES = 40
 _FARTHEST = 512
-"""Where an engine may begin at most."""
+"""The greatest offset of an engine."""
 
 
 @dataclass(frozen=True)
 class EngineOffsets:
-    """Offsets, in bytes: of the C++ object's address in the Python object, of mutex and engine in the C++ object."""
+    """Offsets in bytes: of the C++ object's address in the Python object; of mutex and engine in the C++ object."""
 
     handle: int
     lock: int
     engine: int
 
     def addresses(self, generator: torch.Generator) -> tuple[int, int]:
-        """Of a CPU generator's mutex and engine, for as long as the generator lives."""
+        """Addresses of a CPU generator's mutex and engine, valid while the generator lives."""
         start = ctypes.c_uint64.from_address(id(generator) + self.handle).value
         return start + self.lock, start + self.engine
 
 
 def find_layout() -> EngineOffsets | None:
-    """The layout of this torch's generators, or ``None`` if something is not as expected."""
+    """The layout of this torch's generators, or ``None`` if a check fails."""
     if sys.platform != "linux" or sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     if torch.Generator.__basicsize__ < _HANDLE + 8:
         return None
     found = set()
-    for used in (0, 1, 623, 1000):  # outputs of a fresh block, of one in the middle, of one that is used up
+    for used in (0, 1, 623, 1000):  # outputs: a fresh block, the middle of one, an exhausted one
         generator = torch.Generator().manual_seed(1 + used)
         torch.rand(used, generator=generator)
         state = generator.get_state()
@@ -100,7 +98,7 @@ def find_layout() -> EngineOffsets | None:
 
 
 def _engine_at(memory: bytes, state: torch.Tensor) -> int | None:
-    """Where the engine that ``get_state`` speaks of is in the memory, if anywhere."""
+    """The offset of the engine with the state of ``get_state`` in the memory, or ``None``."""
     seed, left, seeded, following, *words = struct.unpack_from("<QiiQ624Q", bytes(state.tolist()))
     _, double, _, has_double, single, has_single = struct.unpack_from("<dQdQII", bytes(state.tolist()), 8 * 627)
     at = memory.find(struct.pack("<624I", *words)) - 4 * WORDS
@@ -118,7 +116,7 @@ def _engine_at(memory: bytes, state: torch.Tensor) -> int | None:
 
 
 def _read(address: int, size: int) -> bytes:
-    """Memory as far as it is mapped: a pipe's writer is told where it is not."""
+    """A copy of the memory up to the first unmapped page: writing it to a pipe reports that page instead of a fault."""
     page = os.sysconf("SC_PAGESIZE")
     write = ctypes.CDLL(None).write
     write.restype, write.argtypes = ctypes.c_ssize_t, (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
@@ -139,7 +137,7 @@ def _read(address: int, size: int) -> bytes:
 
 
 def is_the_lock(hold: Callable[[int, int], int], layout: EngineOffsets) -> bool:
-    """Whether another thread's ``torch.rand`` waits while the mutex is held, and goes on rightly afterwards.
+    """Whether another thread's ``torch.rand`` waits while the mutex is held, and then draws the right numbers.
 
     Args:
         hold: :func:`bridge.compile.hold_function`, compiled.
@@ -160,7 +158,7 @@ def is_the_lock(hold: Callable[[int, int], int], layout: EngineOffsets) -> bool:
         other.start()
         waited = hold(lock, ctypes.addressof(stage))
     finally:
-        stage.value = stage.value or 2  # whatever happened, the other thread ends
+        stage.value = stage.value or 2  # always lets the other thread end
     other.join()
     wanted = [torch.rand(3, generator=twin), twin.get_state()]
     return bool(waited and drawn) and all(map(torch.equal, [*drawn, ours.get_state()], wanted))
@@ -169,7 +167,7 @@ def is_the_lock(hold: Callable[[int, int], int], layout: EngineOffsets) -> bool:
 log = channel("mt19937")
 
 LOCK = free_in_children(threading.RLock())
-"""Held around every call of a function that locks a generator, so that none is locked when the process forks."""
+"""Held around every call of a function that locks a generator, so that none is locked during a fork."""
 
 
 @functools.cache
@@ -177,13 +175,13 @@ def functions() -> tuple[Built, Built]:
     """``bernoulli_function`` on one thread and ``hold_function``, in one call of the compiler."""
     wanted = [("bridge_bernoulli", bernoulli_function(False)), ("bridge_hold", hold_function())]
     bernoulli, hold = host_backend().build(wanted)
-    hold.function.release_gil = True  # whatever the default: the other thread needs it
+    hold.function.release_gil = True  # the other thread needs it
     return bernoulli, hold
 
 
 @functools.lru_cache(maxsize=1)
 def layout_for(hold: Built) -> EngineOffsets | None:
-    """The layout of torch's generators, if what is found is their lock; else ``None`` (logged once)."""
+    """The layout of torch's generators, if the found mutex is their lock; else ``None`` (logged once)."""
     layout = find_layout()
     if layout is not None and is_the_lock(hold.function, layout):
         return layout
@@ -192,9 +190,9 @@ def layout_for(hold: Built) -> EngineOffsets | None:
 
 
 def swap_state(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Moves torch's default generator to ``after`` if it is at ``before``; whether it did.
+    """Moves torch's default generator to ``after`` if it is at ``before``; returns whether it did.
 
-    Both as ``get_state`` gives them. In one go under the generator's lock; where that was not found, another thread
+    Both are results of ``get_state``. Atomic under the generator's lock; where the lock was not found, another thread
     can draw in between.
     """
     layout, generator = layout_for(functions()[1]), torch.default_generator
@@ -219,19 +217,19 @@ def _swap(
 
 @functools.lru_cache(maxsize=1)
 def _checked(layout: EngineOffsets) -> Built | None:
-    """The compiled function, if it works."""
+    """The compiled function, if it passes its test."""
     (swap,) = host_backend().build([("bridge_swap", swap_function())])
     return swap if _works(swap, layout) else None
 
 
 def _works(swap: Built, layout: EngineOffsets) -> bool:
-    """Tried on generators of its own: states that differ a little are told apart, and replaced by each other."""
+    """A test on new generators: the function tells similar states apart, and replaces them by each other."""
     states = []
     for used, double, single in ((0, 0, 0), (1, 0, 0), (1, 5, 0), (1, 6, 0), (1, 0, 5), (1, 0, 6), (1, 5, 5)):
         generator = torch.Generator().manual_seed(3)
         torch.rand(used, generator=generator)
         state = generator.get_state()
-        # the normal numbers that are kept: a float64, whether there is one, a float32 and whether there is one
+        # the cached normal numbers: a float64 and its flag, a float32 and its flag
         state.view(torch.int64)[[628, 630, 631]] = torch.tensor([double, double > 0, (single > 0) << 32 | single])
         states.append(state)
     for now, before, after in itertools.product(states, repeat=3):
@@ -244,10 +242,10 @@ def _works(swap: Built, layout: EngineOffsets) -> bool:
 
 
 class GeneratorStates:
-    """The states before draws that follow each other on one device.
+    """The states before consecutive draws on one device.
 
     Args:
-        draws: placed ones, and dropouts whose masks kernels compute.
+        draws: placed draws, and dropouts whose masks kernels compute.
     """
 
     def __init__(self, draws: Sequence[Draw]):
@@ -262,10 +260,10 @@ class GeneratorStates:
         return gpu_of(self._device).advance(torch.Size(draw.shape).numel())
 
     def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Seed and offset of each, from the device's default generator: uint64 on the host.
+        """Seed and offset before each draw, from the device's default generator: uint64 on the host.
 
         Args:
-            generator: another one is moved on as far, and nothing is made.
+            generator: if given, only advances this generator.
         """
         if generator is not None:
             generator.set_offset(generator.get_offset() + self._advance_of_all)
