@@ -1,11 +1,11 @@
-"""Higher-order operators: ``torch.cond``, ``while_loop``, ``scan``, ``map`` → the Python that they mean.
+"""Higher-order operators: ``torch.cond``, ``while_loop``, ``scan``, ``map`` → the Python control flow that they mean.
 
-In eager Dynamo traces their functions, and an ``autograd.Function`` runs what it found. In a recorded run the functions
-are called themselves: a predicate is a number that forward reads, loops are recorded step by step, and what functions
-read is noted as all that forward reads. Two things are eager's alone, and the run on real numbers asks Dynamo's trace
-for them (:func:`bridge.base.torch_higher_order.lifted_operands`): which functions it refuses, and which tensors that
-Function takes. These get zeros for a gradient where the way that was gone does not use them, and the results follow
-them.
+In eager, Dynamo traces their functions, and an ``autograd.Function`` runs the graphs. A recorded run calls the
+functions directly: a predicate is a number that forward reads, loops are recorded step by step, and reads by the
+    functions are
+noted as forward's. Two facts come from Dynamo's trace, which the real run makes
+(:func:`bridge.base.torch_higher_order.lifted_operands`): the functions that Dynamo refuses, and the operands of eager's
+Function. Operands that the taken branch does not use get zero gradients, and make the results require grad.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["AsPython", "HigherOrder"]
 
 
 class _NotExactError(Exception):
-    """Why a call cannot be recorded."""
+    """A call cannot be recorded exactly; the message is the reason."""
 
 
 def _cond(_: bool | None, pred: Any, true_fn: Callable, false_fn: Callable, operands: Sequence) -> Any:
@@ -40,7 +40,8 @@ def _cond(_: bool | None, pred: Any, true_fn: Callable, false_fn: Callable, oper
 def _while_loop(
     is_followed: bool | None, cond_fn: Callable, body_fn: Callable, carried: Sequence, additional: Sequence, **_: Any
 ) -> Any:
-    """Eager's backward takes what is carried for a constant, at each step, where autograd did not follow it before."""
+    """``while_loop`` as a loop; at each step, eager's backward treats a carry as constant that did not require grad
+    before the loop."""
     values, is_run, grads = carried, False, torch.is_grad_enabled()
     constant = [grads and isinstance(each, torch.Tensor) and not each.requires_grad for each in carried]
     while cond_fn(*values, *additional):
@@ -50,7 +51,7 @@ def _while_loop(
         return values
     if grads and not is_run and is_followed is not False:
         raise _NotExactError("its body does not run, where eager's backward is that of one step")
-    form = torch.contiguous_format if is_followed else torch.preserve_format  # of a row of what was stacked
+    form = torch.contiguous_format if is_followed else torch.preserve_format  # eager returns a row of a stack
     return tuple(each.clone(memory_format=form) if isinstance(each, torch.Tensor) else each for each in values)
 
 
@@ -75,12 +76,12 @@ def _stacked(trees: Sequence[Any]) -> Any:
 
 
 _FORMS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "map_impl": _map, "scan": _scan}
-"""Higher-order operators by their names → what is called in their place: whether autograd follows it (``None``: it is
-inside of another one), and the operator's arguments → its result."""
+"""Name of a higher-order operator → its replacement, which takes whether autograd tracks the operator (``None``: it is
+inside of another one) and the operator's arguments."""
 
 
 class AsPython(TorchFunctionMode):
-    """While active, higher-order operators run as the Python that they mean, where Dynamo traces no frames."""
+    """While active, higher-order operators run as Python control flow, without Dynamo."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if not isinstance(func, HigherOrderOperator) or func.name() not in _FORMS:
@@ -90,7 +91,7 @@ class AsPython(TorchFunctionMode):
 
 
 class Followed(torch.autograd.Function):
-    """Results of a higher-order operator → the same, whose gradient is also zeros for operands that it does not use."""
+    """Results of a higher-order operator → the same, with zero gradients for its unused operands."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -107,7 +108,7 @@ class HigherOrder:
     """The higher-order operators that a run calls.
 
     Args:
-        recorder: of this run.
+        recorder: the run's recorder.
     """
 
     def __init__(self, recorder: OperatorRecorder) -> None:
@@ -116,15 +117,15 @@ class HigherOrder:
     def called(
         self, op: Any, args: tuple, kwargs: dict[str, Any], call: Callable[..., Any], mode: TorchFunctionMode
     ) -> Any:
-        """What an operator returns, whose form ``call(form, args, kwargs)`` calls.
+        """Runs an operator's replacement by ``call(form, args, kwargs)`` → its result.
 
         Args:
-            mode: of torch functions, of this run; kept here it would be a cycle, in which weak references to
+            mode: the run's mode of torch functions; an attribute would make a cycle, in which weak references to
                 parameters outlive the run.
 
         Raises:
-            UnsupportedModule: it is another one, is inside of a transform, eager refuses its functions, or does
-                something else in its backward than in its forward.
+            UnsupportedModule: the operator is unknown or inside of a transform, Dynamo refuses its functions, or its
+                backward in eager differs from its forward.
         """
 
         def run(*given: Any) -> Any:
@@ -160,12 +161,12 @@ class HigherOrder:
             return result if numbers is None else self._followed(result, operands, numbers, start)
 
     def _followed(self, result: Any, operands: Sequence[torch.Tensor], numbers: list[int], start: int) -> Any:
-        """The result of an operator that autograd follows.
+        """The result of an operator that autograd tracks, linked to its unused operands.
 
         Args:
-            operands: in the run on real numbers, the tensors that eager's Function takes.
-            numbers: those of their values whose gradients are zeros; to be found in that run.
-            start: the row from which on its functions ran.
+            operands: in the real run, the tensors that eager's Function takes.
+            numbers: values of operands with zero gradients; the real run appends them.
+            start: the first row of its functions.
         """
         recorder, is_first = self._recorder, self._recorder.answers is None
         leaves, spec = pytree.tree_flatten(result)
@@ -192,14 +193,14 @@ def _traced(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     try:
         with functions_of_torchs():
             return lifted_operands(op, args, kwargs)
-    except Exception as error:  # what Dynamo raises of a user's function
+    except Exception as error:  # Dynamo may raise any error for a user's function
         swallowed(error)
         said = next(iter(str(error).strip().splitlines()), "")
         raise _NotExactError(f"is refused by Dynamo, by which eager runs it: {type(error).__name__}: {said}") from error
 
 
 def _unreached(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The operands that no gradient of results comes to."""
+    """The operands that the results' autograd graphs do not reach."""
     edge_of = torch.autograd.graph.get_gradient_edge
     wanted = {(each.node, each.output_nr): operand for operand in operands for each in [edge_of(operand)]}
     edges = [(each.node, each.output_nr) for result in results if result.requires_grad for each in [edge_of(result)]]

@@ -1,11 +1,11 @@
-"""Opened operators: those that are recorded as what they call, since eager decides there what no graph repeats.
+"""Opened operators: operators that the record replaces by the operators they call, because eager decides inside them.
 
-    what autocast casts                     the casts, of which eager keeps some, and the operator on these
-    what is composed of that                a recurrent layer, ``einsum``
-    attention whose mask autograd follows   the kernel that has a gradient for it
+    operators that autocast casts           the casts, of which eager caches some, and the operator on their results
+    composites of them                      a recurrent layer, ``einsum``
+    attention whose mask requires grad      the kernel that has a gradient for the mask
     recurrent layers of half types          steps that round, on the host
 
-What they call goes through torch's dispatcher once more, so the recorder sees it as it sees forward's own calls.
+The inner calls pass torch's dispatcher again, so the recorder sees them like forward's own calls.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from bridge.capture.rows import Record, Row, ValueRef, values_in, written
 __all__ = ["CAST", "LAYERED", "Opening", "casts_first", "opening"]
 
 CAST = aten.to.dtype
-"""What autocast calls to cast."""
+"""The operator that autocast calls to cast."""
 LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-"""What ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call."""
+"""The operators that ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call."""
 _CONVERSIONS = (aten.to, aten.type_as)
-"""The user's own casts, composite ones in which autocast has no part."""
+"""The user's casts: composite operators that autocast leaves alone."""
 _ATTENTION, _MASK = aten.scaled_dot_product_attention.default, "attn_mask"
 
 
 @dataclass
 class Opening:
-    """An operator while it is opened.
+    """The state of an operator while it is opened.
 
     Attributes:
-        tensors: among its operands, in order.
-        is_certain: whether it is opened whatever is found inside.
-        has_cast: whether autocast has called something inside.
+        tensors: its tensor operands, in order.
+        is_certain: whether it is opened in any case.
+        has_cast: whether autocast has called an operator inside.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -49,12 +49,12 @@ class Opening:
 
     @property
     def is_open(self) -> bool:
-        """Whether what was recorded inside takes its place."""
+        """Whether the rows recorded inside take its place."""
         return self.is_certain or self.has_cast
 
 
 def opening(func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Opening | None:
-    """How an operator with these operands is opened; ``None``: it is recorded itself."""
+    """The opening of an operator with these operands; ``None`` if the operator itself is recorded."""
     if torch.is_autocast_enabled(current_device().type) and not is_below_autocast():
         if any(each.is_floating_point() for each in tensors):
             if has_casts(func):
@@ -70,13 +70,13 @@ def opening(func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dic
 
 
 def _is_composed(func: Any) -> bool:
-    """Whether an operator does what others do, and has no kernel of its own on the device (``_fused_rms_norm`` has)."""
+    """Whether an operator is composite without its own kernel on the device (``_fused_rms_norm`` has one)."""
     return implements_composite(func) and not has_own_kernel(func, current_device())
 
 
 def casts_first(record: Record) -> Record:
-    """A record with casts of its inputs, as autocast keeps them, in front: else the step of a loop that is the first to
-    read a weight would be another than the later ones."""
+    """A record with the casts of inputs that autocast caches moved to its front: otherwise the first step of a loop,
+    which casts a weight, would differ from later steps."""
     casts = Counter(number for row in record.rows if (number := _input_cast(row, record)) is not None)
     memory = {record.memory[number] for row in record.rows for number in values_in(written(row))}
     kept = {number for number, count in casts.items() if count == 1 and record.memory[number] not in memory}
@@ -86,6 +86,6 @@ def casts_first(record: Record) -> Record:
 
 
 def _input_cast(row: Row, record: Record) -> int | None:
-    """The input that a row casts, if it does."""
+    """The input that a row casts, or ``None``."""
     source = row.args[0] if row.op is CAST else None
     return source.number if type(source) is ValueRef and source.number < record.inputs else None

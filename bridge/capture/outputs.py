@@ -1,6 +1,6 @@
-"""Outputs: what a run of forward returns → metadata of each leaf: memory it shares, layout, what autograd reaches.
+"""Output metadata: the result of a run → each leaf's aliases, layout and the inputs that its autograd graph reaches.
 
-And of what the run was given: whether it has another geometry, version or buffers afterwards.
+Also checks for inputs whose geometry changed and for buffers that forward replaced.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from bridge.capture.rows import Form, ValueRef
 __all__ = ["describe_outputs", "geometry_of", "judge_replaced"]
 __all__ += ["unknown_results", "values_of", "whole_tensors", "with_wholes"]
 
-"""How the reason begins why a buffer cannot be set that gets another shape or type, maybe at the first call alone."""
 _CONTENTS = "return tensors, or a tuple, a list, a dict or a dataclass of them"
 
 
 def unknown_results(leaves: Sequence[Any]) -> list[Unsupported]:
-    """Leaves of a result that a later call cannot make anew, and that may be others or changed by then."""
+    """Refusals of result leaves that a compiled call cannot make: opaque objects, tensors that are not dense."""
     where, reason = "the module's result", "not a type that a compiled call can make anew"
     others = [leaf for leaf in leaves if not (is_plain(leaf) or isinstance(leaf, torch.Tensor))]
     found = [Unsupported(f"a result of type {each.__name__}", where, reason, _hint(each)) for each in map(type, others)]
@@ -51,13 +50,13 @@ def describe_outputs(
     applied: Applied,
     saved: tuple[Collection[int], Collection[int]],
 ) -> None:
-    """Appends an :class:`Output` for each leaf of a result to the observation, and what stands in the way of it.
+    """Appends an :class:`Output` for each leaf of a result, and refusals, to the observation.
 
     Args:
-        leaves: of the result.
+        leaves: the leaves of the result.
         inputs: the module's tensors and the arguments, in the order that indices refer to.
-        applied: what the user's own Functions left behind.
-        saved: indices of the leaves whose memory autograd saves, and of those that it saves themselves.
+        applied: the traced custom autograd Functions.
+        saved: (indices of leaves whose memory autograd saves, indices of leaves that it saves themselves).
     """
     by_storage = {storage_id(tensor): ("input", index) for index, tensor in reversed(list(enumerate(inputs)))}
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
@@ -101,7 +100,7 @@ def describe_outputs(
 
 
 def _refused(leaf: torch.Tensor, base: torch.Tensor, is_alias: bool, same: bool, applied: Applied) -> list[Unsupported]:
-    """What cannot be returned of a leaf, a view of ``base`` where that is another tensor."""
+    """Refusals of a leaf; ``base``: the tensor that it is a view of, or the leaf itself."""
     found: list[tuple[str, ...]] = []
     if leaf.requires_grad and leaf.grad_fn is None and not same:
         found.append(("requires_grad_", "returns a new leaf that requires grad"))
@@ -121,9 +120,8 @@ def _refused(leaf: torch.Tensor, base: torch.Tensor, is_alias: bool, same: bool,
 def whole_tensors(
     leaves: Sequence[Any], recorder: OperatorRecorder, inputs: Sequence[torch.Tensor], rules: InPlaceRules
 ) -> dict[int, torch.Tensor]:
-    """What results overlap in: leaves of a result → by its value, each tensor that is not returned, and of which some
-    are parts whose elements lie in the same places (``expand``, sliding windows): what is written to one of them is
-    written to others. A compiled call returns views of the whole."""
+    """Result leaves that overlap (``expand``, sliding windows) in a tensor that is not returned → value of that tensor
+    and the tensor. A compiled call returns the leaves as views of it, so that a write to one shows in the others."""
     given, record, found = set(map(storage_id, inputs)), recorder.record, {}
     parts: dict[int, dict[int, torch.Tensor]] = {}
     for leaf in leaves:
@@ -145,7 +143,7 @@ def whole_tensors(
 
 
 def _is_whole(form: Form, part: torch.Tensor) -> bool:
-    """Whether a tensor of this form is all of the memory that a part of it lies in."""
+    """Whether a tensor with this metadata is dense and spans the whole memory of ``part``."""
     plain = form.dtype == part.dtype and not (form.is_conj or form.is_neg)
     size = torch.Size(form.shape).numel() * form.dtype.itemsize
     dense = is_dense(torch.empty_strided(form.shape, form.stride, device="meta"))
@@ -153,7 +151,7 @@ def _is_whole(form: Form, part: torch.Tensor) -> bool:
 
 
 def with_wholes(result: Any, wholes: Collection[Any], dims: Sequence[Any] = ()) -> Any:
-    """A result with whole tensors beside it, if there are any; ``dims``: the dimensions whose sizes vary."""
+    """A result with whole tensors beside it, if there are any; refused if ``dims`` has dynamic dimensions."""
     if wholes and dims:
         reason = "returns a tensor whose elements share memory, of a size that varies"
         raise UnsupportedModule("", [Unsupported("a view", "the module's result", reason, "return a clone")])
@@ -161,7 +159,7 @@ def with_wholes(result: Any, wholes: Collection[Any], dims: Sequence[Any] = ()) 
 
 
 def values_of(leaves: Sequence[Any], recorder: OperatorRecorder, wholes: Collection[int]) -> list[Any]:
-    """Leaves of a result with values for tensors; the last ones are whole tensors, of which the values are known."""
+    """Leaves of a result with values for tensors; ``wholes``: the values of the last leaves, whole tensors."""
     own = leaves[: len(leaves) - len(wholes)]
     return [
         *(recorder.values.of(each) if isinstance(each, torch.Tensor) else each for each in own),
@@ -170,9 +168,9 @@ def values_of(leaves: Sequence[Any], recorder: OperatorRecorder, wholes: Collect
 
 
 def _spanning_output(leaf: torch.Tensor, position: int, leaves: Sequence[Any]) -> tuple[str, int] | None:
-    """The output that owns the memory and covers all of it, so that ``leaf`` is a view of it.
+    """The output that spans the memory of ``leaf``, as ``("output", index)``, so that ``leaf`` is a view of it.
 
-    Of several, the first of those that require grad, if any does. ``None`` for that one itself.
+    Prefers outputs that require grad, then the first. ``None`` if there is none, or if it is ``leaf`` itself.
     """
     group = [
         (index, other)
@@ -195,12 +193,10 @@ def _spans(tensor: torch.Tensor) -> bool:
 def _reachable(
     leaf: torch.Tensor, inputs: Sequence[torch.Tensor], rules: InPlaceRules, applied: Applied
 ) -> tuple[frozenset[int], set[tuple[Any, int]]]:
-    """Indices of the inputs whose gradient ``leaf`` contributes to, and the edges of its graph on the way there.
+    """Indices of the inputs whose gradient ``leaf`` contributes to, and the edges of its autograd graph.
 
-    Complains about Functions that were not traced.
-
-    A leaf that forward makes itself, as wav2vec2's encoder does for its checkpoints, takes a gradient that nobody sees;
-    it counts only where nothing else makes the result require grad.
+    Refuses Functions that were not traced. A tensor that forward itself makes require grad (wav2vec2's encoder, for its
+    checkpoints) has an invisible gradient; it is refused only if the result reaches no input.
     """
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
     computed = {_edge_of(tensor): index for index, tensor in enumerate(inputs) if tensor.grad_fn is not None}
@@ -242,7 +238,7 @@ def _edge_of(tensor: torch.Tensor) -> tuple[Any, int]:
 
 
 def _others_at(edges: set[tuple[Any, int]], index: int, leaves: Sequence[Any]) -> frozenset[int]:
-    """The other leaves of a result that lie on these edges."""
+    """Indices of the other leaves of a result on these edges."""
     return frozenset(
         other
         for other, each in enumerate(leaves)
@@ -251,7 +247,7 @@ def _others_at(edges: set[tuple[Any, int]], index: int, leaves: Sequence[Any]) -
 
 
 def _looked_through(outputs: Sequence[Output]) -> list[Unsupported]:
-    """Results that others are computed from, which a compiled call makes as views of something else."""
+    """Refusals of results that are views and from which other results are computed."""
     read = {leaf for output in outputs for leaf in output.through}
     if not any(outputs[leaf].alias_of and not outputs[leaf].is_same_object for leaf in read):
         return []
@@ -262,8 +258,9 @@ def _looked_through(outputs: Sequence[Output]) -> list[Unsupported]:
 def judge_replaced(
     name: str, before: torch.Tensor, after: Any, inputs: Sequence[torch.Tensor], rules: InPlaceRules
 ) -> None:
-    """A buffer that forward sets to another tensor, ``self.mean = self.mean * 0.9``: a compiled call writes the numbers
-    where the old one lies, which is the same for those who read them under this name alone."""
+    """Refuses a buffer that forward sets to another tensor (``self.mean = self.mean * 0.9``) if it changes dtype or
+    shape, or if the old or the new memory has another name. A compiled call writes the numbers into the old memory,
+    which is exact for reads under this name only."""
     others = {storage_id(each) for each in inputs if each is not before}
     if not isinstance(after, torch.Tensor) or (before.dtype, before.shape) != (after.dtype, after.shape):
         form = f"{after.dtype} of shape {tuple(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
@@ -278,6 +275,7 @@ def judge_replaced(
 
 
 def geometry_of(tensor: torch.Tensor) -> tuple:
-    """What an in-place change of a tensor's own description alters; a write of numbers has its own rules."""
+    """A tensor's shape, strides, offset, memory and whether it is a leaf that requires grad: in-place operations may
+    change them. Writes of numbers have their own rules."""
     is_leaf_with_grad = tensor.grad_fn is None and tensor.requires_grad
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), storage_id(tensor), is_leaf_with_grad

@@ -1,9 +1,9 @@
-"""Packed sequences for tracing: ``pack_padded_sequence``, recurrent layers, ``pad_packed_sequence`` → padded rows.
+"""Packed sequences: ``pack_padded_sequence``, recurrent layers, ``pad_packed_sequence`` → operators on a padded batch.
 
-A packed batch has as many rows as its lengths say in all. Here it stays padded, with the steps in front and zeros
-behind the end of each sequence, so that lengths are data; that of the longest one is a number that forward reads. A
-layer keeps a sequence's state behind its end (:data:`PACKED_LAYERS`). Recurrent layers and
-``pad_packed_sequence`` alone may look at such rows: anything else would see other ones than in eager.
+In eager a packed batch has as many rows as the sum of its lengths. Here it stays padded, with steps first and zeros
+after the end of each sequence. So the lengths are data, and only the greatest one is a number that forward reads. A
+layer keeps a sequence's state after its end (:data:`PACKED_LAYERS`). Only recurrent layers and
+``pad_packed_sequence`` may use packed rows: other functions would see other rows than in eager.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _WIDE = ({torch.float32}, {torch.float64})
 _OWN = os.path.dirname(__file__)
 _ASKED = {each.__get__ for each in (torch.Tensor.dtype, torch.Tensor.device, torch.Tensor.requires_grad)}
 _ASKED.add(torch.Tensor.dim)
-"""What may be asked of packed rows, beside their last extent."""
+"""Attributes of packed rows that forward may read, beside their last extent."""
 
 
 def _caller() -> FrameType:
-    """The frame that calls a torch function under a mode."""
+    """The innermost frame outside of this package."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
@@ -42,12 +42,13 @@ def _caller() -> FrameType:
 
 
 class PackedUseError(NotImplementedError):
-    """What is done with a packed sequence depends on its rows, or draws for them."""
+    """Forward uses a packed sequence in a way that depends on its rows, or draws for them."""
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """A packed batch: the rows in their padded form, [steps * batch, ...], and its lengths; ``sizes``: batch_sizes."""
+    """A packed batch: padded ``rows`` [steps * batch, ...], ``lengths`` [batch], ``sizes`` (``batch_sizes``) [steps],
+    and ``active`` [steps, batch], which is true up to the end of each sequence."""
 
     rows: torch.Tensor
     lengths: torch.Tensor
@@ -56,11 +57,11 @@ class _Packed:
 
     @property
     def padded(self) -> torch.Tensor:
-        """[steps, batch, ...]"""
+        """The rows as [steps, batch, ...]."""
         return self.rows.unflatten(0, self.active.shape)
 
     def where(self, x: torch.Tensor, padding: float) -> torch.Tensor:
-        """[steps, batch, ...] with another number behind the ends."""
+        """``x`` [steps, batch, ...] with ``padding`` after the sequences' ends."""
         active = self.active.reshape(*self.active.shape, *[1] * (x.dim() - 2))
         return torch.where(active, x, x.new_full((), padding))
 
@@ -69,28 +70,28 @@ class PackedSequences:
     """Packed sequences that a run makes, which stay padded.
 
     Args:
-        count: which number (of :data:`bridge.capture.scalar_guards.COUNTS`) of which tensor → that number.
+        count: a key of :data:`bridge.capture.scalar_guards.COUNTS` and a tensor → the count.
     """
 
     def __init__(self, count: Callable[[str, torch.Tensor], int]):
         self._count = count
         self._packed: dict[int, _Packed] = {}  # by the id of their rows
-        self._sizes: dict[int, _Packed] = {}  # by that of their batch sizes
+        self._sizes: dict[int, _Packed] = {}  # by the id of their batch sizes
         self._batch: dict[int, tuple[torch.Tensor, int]] = {}  # first sizes, tensors and numbers
 
     def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a torch function gives; ``call(func, args, kwargs)`` calls it where it has nothing to do with these."""
+        """Calls a torch function in its padded form, or by ``call(func, args, kwargs)`` → its result."""
         if func == pack_padded:
             return self._pack(*args, **kwargs)
         if func is torch.sort and current_device() != HOST and _caller().f_code is pack_padded_sequence.__code__:
-            kwargs = {**kwargs, "stable": True}  # any order of equal lengths will do, and this is one on any device
+            kwargs = {**kwargs, "stable": True}  # any order of equal lengths is right; this one is the same everywhere
         if not self._packed:
             return call(func, args, kwargs)
         if func in _CELLS and id(args[0]) in self._packed:
             return self._layers(_CELLS[func], *args, **kwargs)
         if func == pad_packed and id(args[0]) in self._packed:
             return self._pad(*args, **kwargs)
-        if func is _ZEROS:  # the first states of a layer: as many as the first step has rows
+        if func is _ZEROS:  # the first states of a layer, one for each row of the first step
             args = pytree.tree_map(lambda leaf: self._batch.get(id(leaf), (None, leaf))[1], args)
         elif not (func in _ASKED or (func == torch.Tensor.size and args[1:] == (-1,))):
             self.refuse((args, kwargs))
@@ -100,7 +101,7 @@ class PackedSequences:
         return made
 
     def refuse(self, values: Any) -> None:
-        """Raises :class:`PackedUseError` if there are packed rows among the values."""
+        """Raises :class:`PackedUseError` if ``values`` contain packed rows."""
         if any(id(leaf) in self._packed for leaf in pytree.tree_leaves(values)):
             raise PackedUseError("the rows of a packed sequence are used")
 
@@ -156,14 +157,14 @@ class PackedSequences:
             raise PackedUseError("rows of a packed sequence with other batch sizes")
 
 
-# Recurrent layers over packed sequences: ``tvm_dispatch::packed_layers``, on padded ones and their lengths.
+# Recurrent layers over packed sequences: ``tvm_dispatch::packed_layers``, on padded sequences and their lengths.
 #
 #     packed_layers(cell, x, lengths, states, weights, biases, layers, both_ways) -> (y, h, c)
 #
-# ``x``: [steps, batch, inputs], zeros behind the end of each sequence; ``lengths``: from the longest one down. A state
-# behind the end is that at the end, and ``y`` is zero there. ``c`` is empty for cells without one. Its kernel is
-# torch's operator on the packed rows. What autograd and the fake runs need of it is here; a compiled program has loops
-# instead (:mod:`bridge.aten.recurrent`).
+# ``x``: [steps, batch, inputs], zeros after the end of each sequence; ``lengths``: [batch], in descending order. After
+# a sequence's end, the state stays, and ``y`` is zero. ``c`` is empty for cells other than LSTM. The kernel is torch's
+# operator on the packed rows. Its derivative and its shapes are here; a compiled program has loops instead
+# (:mod:`bridge.aten.recurrent`).
 
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
@@ -183,7 +184,7 @@ def packed_layers(
     layers: int,
     both_ways: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """The operator by torch's own: autograd follows it, any number of times."""
+    """The operator by torch's operators, differentiable any number of times; shapes as above."""
     rows, sizes = aten._pack_padded_sequence(x, lengths.to(HOST), False)
     first = list(states) if cell == "lstm" else states[0]
     y, *last = getattr(aten, cell).data(rows, sizes, first, weights, biases, layers, 0.0, True, both_ways)

@@ -1,8 +1,7 @@
-"""Pre-hooks of a dispatched module: a sample → what forward is called with, in the state that the hooks leave.
+"""Forward pre-hooks of a dispatched module: a sample → forward's call, in the state that the hooks leave.
 
-A module's own hooks run around the compiled call, so an attribute that one of them sets (a normalized weight, a mask)
-is there when forward begins, and forward gets the argument that one of them returns. Adding a sample runs them once,
-and undoes that when it ends.
+A module's own hooks run around the compiled call. So forward sees the attributes that they set (a normalized weight, a
+mask) and the arguments that they return. Adding a sample runs the hooks once, and undoes their changes at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = ["after_pre_hooks"]
 
 @contextmanager
 def after_pre_hooks(call: SampleCall) -> Iterator[SampleCall]:
-    """Gives the call of forward; attributes that the module's own forward pre-hooks set are set meanwhile."""
+    """Yields forward's call; while active, the attributes that the module's forward pre-hooks set are set."""
     module = call.module
     args, kwargs = _as_called(module, *unpacked((call.args, call.kwargs)))
     hooks = module._forward_pre_hooks
@@ -58,11 +57,11 @@ def after_pre_hooks(call: SampleCall) -> Iterator[SampleCall]:
 
 
 class _Given(BaseException):
-    """The arguments of a call; no handler of errors takes it."""
+    """The arguments of a call; no ``except Exception`` catches it."""
 
 
 def _as_called(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """What ``nn.Module.__call__`` is given in a call, where the module's class has a ``__call__`` around it."""
+    """The arguments that ``nn.Module.__call__`` gets, if the module's class overrides ``__call__``."""
     if type(module).__call__ is nn.Module.__call__:
         return args, kwargs
     thread, own = threading.get_ident(), module.__dict__
@@ -79,7 +78,7 @@ def _as_called(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[
             module(*args, **kwargs)
     except _Given as found:
         return found.args
-    except Exception as error:  # noqa: BLE001 - eager's own, which the capture tells
+    except Exception as error:  # noqa: BLE001 - eager's own error, which the capture reports
         swallowed(error)
     finally:
         own[COMPILED_CALL] = before
@@ -98,8 +97,8 @@ def _hooked(module: nn.Module, keywords: bool, hook: Any, args: tuple, kwargs: d
 
 
 class _Aside(IsolatedRNG):
-    """While active, draws come from other generators; what operators write is undone at the end, but for memory that
-    they make themselves."""
+    """While active, draws come from private generators; at the end, the memory that operators have written is
+    restored."""
 
     def __init__(self) -> None:
         super().__init__()

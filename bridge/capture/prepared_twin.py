@@ -1,7 +1,7 @@
-"""Prepared twin: a module → the twin that a run of forward is made on, with the few layers that run another forward.
+"""Prepared twin: a module → the twin on which forward runs, in which some layers have another forward.
 
-The outermost module has no hooks, which run around the compiled call as they do around forward. Hooks of inner modules
-are part of what is recorded.
+The outermost module of the twin has no hooks, because they run around the compiled call. Hooks of inner modules are
+recorded.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class PreparedTwin:
 
     Args:
         module: the module, or an earlier twin in the state that a run has left.
-        replace: a tensor of the module's → what the twin has in its place.
+        replace: a tensor of the module → the twin's tensor.
+        watched: whether to take a snapshot of the twin's Python state.
 
     Attributes:
         module: the twin.
-        before: its Python state before anything runs; ``None`` where that is not ``watched``.
-        twin: what it has in the place of what.
+        before: its Python state before the run; ``None`` if it is not ``watched``.
+        twin: the map between originals and copies.
     """
 
     def __init__(
@@ -69,15 +70,15 @@ class PreparedTwin:
 
     @in_its_place
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward, past a ``__call__`` of the class's own, which will run around the compiled call.
+        """Runs forward without the class's own ``__call__``, which runs around the compiled call.
 
-        Context variables that it sets are the run's own. Objects are made of nodes among the arguments.
+        Context variables that forward sets stay inside of the run. Packed objects among the arguments are unpacked.
         """
         args, kwargs = unpacked((args, kwargs))
         return copy_context().run(nn.Module.__call__, self.module, *args, **kwargs)
 
     def finish(self) -> None:
-        """Puts back what was there before it was prepared: the twin may be the start of another one."""
+        """Restores the layers' own forward: the twin may be copied again."""
         for layer in self._layers:
             del layer.__dict__["forward"]
 
@@ -85,11 +86,11 @@ class PreparedTwin:
 # Batch normalization with ``momentum=None``: running averages over all batches seen so far.
 #
 # torch's module reads the number of batches as a Python number to divide by it, which a graph cannot hold. While a
-# module is traced, such layers run a forward that divides in a tensor.
+# module is traced, these layers run a forward that divides in a tensor.
 
 
 def averages_cumulatively(layer: nn.Module) -> bool:
-    """Whether :func:`cumulative_forward` has to stand in for the layer's own forward."""
+    """Whether :func:`cumulative_forward` must replace the layer's forward."""
     if not isinstance(layer, BatchNormBase) or type(layer).forward is not BatchNormBase.forward:
         return False
     counts = layer.num_batches_tracked is not None
@@ -97,10 +98,10 @@ def averages_cumulatively(layer: nn.Module) -> bool:
 
 
 def cumulative_forward(self: BatchNormBase, x: Tensor) -> Tensor:
-    """``_BatchNorm.forward`` with the share of the new batch, ``1 / num_batches_tracked``, as a tensor.
+    """``_BatchNorm.forward`` with the new batch's weight, ``1 / num_batches_tracked``, as a tensor.
 
-    As torch's kernel, it computes statistics of half types in float32, and leaves the running ones as they are where
-    there are no elements.
+    Like torch's kernel, it computes statistics of half types in float32, and keeps the running statistics for an empty
+    batch.
     """
     self._check_input_dim(x)
     self.num_batches_tracked.add_(1)
@@ -117,20 +118,20 @@ def cumulative_forward(self: BatchNormBase, x: Tensor) -> Tensor:
     return y
 
 
-# Arguments of a run's own: argument tensors → leaves of the same numbers and layout, each in memory of its own.
+# Private arguments of a run: argument tensors → leaves with the same numbers and layout, each in separate memory.
 #
-# A result that lies in the memory of an argument is a view of that very one. In the sample two arguments may share
-# memory, or one with a parameter, and in later calls need not: which of them a result belongs to is told by what is
-# made of them, which their memory tells only where it is not shared.
+# A result in an argument's memory is a view of that argument. In the sample two arguments may share memory, or an
+# argument and a parameter, and later calls need not. With separate memory, the memory of a result identifies the
+# argument that it belongs to.
 
 
 def own_leaves(args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments with new leaves for tensors; those that share memory with the module's, or with an earlier one,
-    are copies."""
+    """The arguments with new leaves for tensors; a tensor that shares memory with the module's tensors, or with an
+    earlier argument, is copied."""
     taken = {storage_id(tensor) for tensor in owned if has_storage(tensor)}
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        leaf = tensor.data  # with a count of writes of its own
+        leaf = tensor.data  # with its own version counter
         if has_storage(leaf):
             leaf = _copy(leaf) if leaf.numel() and storage_id(leaf) in taken else leaf
             taken.add(storage_id(leaf))
@@ -140,8 +141,8 @@ def own_leaves(args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor
 
 
 def copier() -> Callable[[torch.Tensor], torch.Tensor]:
-    """Tensor → a copy of it, one for each object; of tensors in one memory, copies in one memory, but for computed ones
-    that autograd follows: such a copy is computed, too, so that it may be written."""
+    """Returns a function: tensor → its copy, one for each object. Tensors that share memory get copies that share
+    memory, except computed tensors that autograd tracks: their copy is computed as well, so that it may be written."""
     memory: dict[int, Any] = {}
     copies: dict[int, torch.Tensor] = {}
 
@@ -170,7 +171,7 @@ def copier() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def with_attributes(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the attributes that a user has set on another one."""
+    """``made`` with the attributes that the user has set on ``tensor``."""
     made.__dict__.update((name, value) for name, value in tensor.__dict__.items() if not hasattr(made, name))
     return made
 
@@ -181,16 +182,13 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-# Protected memory: what a run of forward may write and is not its own → its numbers are put back afterwards.
-
-
 class Protected:
-    """Memory that a run may write and that is not its own: put back afterwards, with torch's counts of writes.
+    """Memory that a run may write but does not own: restored after the run, with torch's version counters.
 
     Args:
         parameters: the memory of parameters.
         others: further tensors.
-        inner: arguments that are leaves in the run, and are none in the caller's graph: eager may write them.
+        inner: arguments that are leaves in the run but computed in the caller's graph: eager may write them.
     """
 
     def __init__(self, parameters: set[int], others: Sequence[torch.Tensor], inner: Sequence[torch.Tensor]):
@@ -200,12 +198,13 @@ class Protected:
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     def add(self, tensor: torch.Tensor) -> None:
-        """A tensor from elsewhere is read."""
+        """Protects the memory of a tensor from elsewhere."""
         if (memory := memory_of(tensor)) is not None:
             self._memory.add(memory)
 
     def note(self, tensor: torch.Tensor) -> None:
-        """A tensor is about to be written. :class:`UnsupportedModule` for what only eager could write here."""
+        """Saves the memory of a tensor before a write; :class:`UnsupportedModule` for a tensor that only eager may
+        write."""
         memory = memory_of(tensor)
         if memory in self._inner and tensor.requires_grad and torch.is_grad_enabled():
             where = user_line(stack_of(threading.get_ident())) or "forward"
@@ -220,5 +219,5 @@ class Protected:
     def restore(self) -> None:
         for storage, before in self._before.values():
             storage.copy_(before)
-        for tensor, version in reversed(self._versions):  # the first one counts; views have their base's
+        for tensor, version in reversed(self._versions):  # ends with the first one; views have their base's counter
             set_version_counters((tensor,), (version,))

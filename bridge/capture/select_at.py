@@ -1,9 +1,10 @@
-"""Select at a number: ``x[t]``, ``x[t] = v`` with a 0-d integer tensor ``t`` → an operator whose position is data.
+"""Select at a tensor position: ``x[t]``, ``x[t] = v`` with a 0-d integer tensor ``t`` → an operator with ``t`` as data.
 
-Eager reads the number and takes a view there. Recorded like that, an entry would serve the sample's number alone. Here
-forward calls ``tvm_dispatch::select_at(x, dim, t)``, which is that view in eager, and on fake tensors the one at
-position 0. In the training graph it becomes ``index(x, t)``, a copy; what is written into one of the two then is copied
-to the other. What depends on where the view lies (which elements two results share) is refused (:func:`shared_views`).
+Eager reads the number and takes a view there. An entry that recorded the view would serve only the sample's number.
+Here forward calls ``tvm_dispatch::select_at(x, dim, t)``: this view on real tensors, the view at position 0 on fake
+ones. In the training graph it becomes ``index(x, t)``, a copy; later writes to the view or to ``x`` are copied to the
+other. Results that depend on the view's position (on elements that two results share) are refused
+(:func:`shared_views`).
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ _library.impl("select_at", _select_at, "CompositeImplicitAutograd")
 SELECT_AT = torch.ops.tvm_dispatch.select_at.default
 
 _INDEX_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
-"""An index of one uint8 or bool is a mask."""
+"""Dtypes of positions; a uint8 or bool index is a mask."""
 _GETITEM = operator.getitem
 _AS_STRIDED = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
 
 
 def selected(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, tuple]:
-    """A tensor and an index → a view of the tensor, at the numbers of the index, and the index without them."""
+    """A tensor and an index → (the view at the index's 0-d integer tensors, the index without them)."""
     rest = index if isinstance(index, tuple) else (index,)
     while (found := _last_number(x, rest)) is not None:
         dim, number, rest = found
@@ -55,7 +56,7 @@ def _is_number(item: Any) -> bool:
 
 
 def _last_number(x: torch.Tensor, items: tuple) -> tuple[int, torch.Tensor, tuple] | None:
-    """The last 0-d integer tensor of an index, with the axis that it is for and the rest of the index."""
+    """The last 0-d integer tensor of an index, as (its axis, the tensor, the rest of the index)."""
     place = max((place for place, item in enumerate(items) if _is_number(item)), default=None)
     if place is None:
         return None
@@ -66,7 +67,7 @@ def _last_number(x: torch.Tensor, items: tuple) -> tuple[int, torch.Tensor, tupl
 
 
 def _axes(item: Any) -> int:
-    """How many axes an item of an index is for; those of an ellipsis are left over by the others."""
+    """The number of axes that an item of an index consumes; 0 for an ellipsis, which takes the axes left over."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     is_mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
@@ -74,7 +75,7 @@ def _axes(item: Any) -> int:
 
 
 def shared_views(bases: Collection[int], results: Sequence[tuple[torch.Tensor, Output]]) -> list[Unsupported]:
-    """Why tensors that the call returns cannot be had: parts of memory of which the caller sees others too.
+    """Refusals of returned views at tensor positions in memory that the caller sees otherwise as well.
 
     ``bases``: the memory in which positions were selected.
     """
@@ -88,12 +89,12 @@ def shared_views(bases: Collection[int], results: Sequence[tuple[torch.Tensor, O
 
 
 def spell_selections(graph: fx.Graph) -> list[Unsupported]:
-    """Selections in a training graph → copies of what is there, and copies back after writes; changes it in place.
+    """Selections in a training graph → copies, and copies back after writes; changes the graph in place.
 
-    Exact: between two writes a view and a copy are the same numbers, and autograd's derivative of either is the same.
+    Exact: between two writes a view and a copy have the same numbers, and their derivatives are equal.
     """
     problems: list[Unsupported] = []
-    for node in reversed(graph.nodes):  # of a selection in another one, first that one
+    for node in reversed(graph.nodes):  # a selection inside another one first
         if node.target is SELECT_AT:
             problems += _spell(graph, node)
     return problems
@@ -120,7 +121,7 @@ def _spell(graph: fx.Graph, node: fx.Node) -> Iterator[Unsupported]:
         if each.target in _AS_STRIDED and views.intersection(each.all_input_nodes):
             yield Unsupported(str(each.target), where, "looks at memory around a position that a tensor gives")
         elif aliased(each) in views and each not in views and not written(each):
-            with graph.inserting_after(each):  # it copies a view that lies like this, and would not copy a copy
+            with graph.inserting_after(each):  # it copied a strided view, and would return the copy itself
                 own = graph.call_function(aten.clone.default, (each,))
                 own.meta = dict(each.meta)
             each.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
@@ -154,7 +155,7 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _source(node: fx.Node, memory: int | None) -> fx.Node | None:
-    """The argument of which a node is another view of this memory."""
+    """The argument in ``memory`` that a node makes another view of, or ``None``."""
     if node.op != "call_function" or memory not in (_memory(node), *map(_memory, _items(node))):
         return None
     there = [each for each in node.all_input_nodes if memory in (_memory(each), *map(_memory, _items(each)))]
@@ -167,7 +168,7 @@ def _items(node: fx.Node) -> list[fx.Node]:
 
 
 def _with_items(node: fx.Node) -> fx.Node:
-    """The last node that belongs to an operator's call: the items of its results."""
+    """The last node of an operator's call, including the items of its results."""
     while node.next.target is _GETITEM:
         node = node.next
     return node

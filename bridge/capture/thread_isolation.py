@@ -1,10 +1,10 @@
-"""Thread isolation: one thread captures a module, the others go on as if nothing happened.
+"""Thread isolation: one thread captures a module, other threads see no change.
 
-A call of the module itself, or of one inside it, waits in any other thread until the capture is over, since
-``forward`` may keep things on the module. Dynamo compiles under the same lock, for its tracers change the same things.
-What is replaced in torch meanwhile (the table of docs/capture.md) asks which thread calls, or does for all of them what
-it did before. What is left is a trace that the user starts beside a capture: ``torch.export``, ``torch.fx``
-and ``torch.jit`` take no lock.
+In other threads, a call of the module, or of a module inside it, waits until the capture is over, because ``forward``
+may set attributes. Dynamo compiles under the same lock, because its tracers patch the same objects. The patches of
+torch during a capture (the table of docs/capture.md) check the calling thread, or behave as before for all threads. Not
+isolated is a trace that the user starts beside a capture: ``torch.export``, ``torch.fx`` and ``torch.jit`` take no
+    lock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ += ["as_loud_as_eager", "quiet", "recording"]
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Around the runs of a module's twin: dispatched modules that this thread calls run eager, uncounted."""
+    """Context of the runs of a module's twin: the dispatched modules that this thread calls run eager, uncounted."""
     with ExitStack() as stack:
         stack.enter_context(one_capture_at_a_time())
         stack.enter_context(generators_put_back())
@@ -54,10 +54,10 @@ def recording() -> Iterator[None]:
 
 @contextmanager
 def _seeds_put_back() -> Iterator[None]:
-    """Undoes what a seed set by the traced code does to the default generators, those of GPUs included.
+    """Restores the default generators of CPU and GPUs that the traced code has seeded.
 
-    Fake tensors draw nothing. A generator that has merely moved on was moved by another thread: put back, it would give
-    the same numbers again.
+    Fake tensors draw nothing. A generator that has only advanced was moved by another thread: restoring it would repeat
+    that thread's numbers.
     """
     before = [(generator, generator.initial_seed(), generator.get_state()) for generator in _defaults()]
     changed_before = changes_of_generators()
@@ -78,7 +78,7 @@ def _defaults() -> list[torch.Generator]:
     return [torch.default_generator, *of_gpus()]
 
 
-# Tracing state: whether this thread traces a module now; a dispatched module inside then runs as plain PyTorch.
+# Tracing state: whether this thread traces a module; a dispatched module inside then runs as plain PyTorch.
 
 
 class _Thread(threading.local):
@@ -88,8 +88,8 @@ class _Thread(threading.local):
 
 
 CAPTURES = _Thread()
-"""Its ``depth``: how many captures of this package the calling thread is in; ``unwarned``: whether it is neither shown
-warnings nor raised them; ``warnings_go_to``: what Python showed them by before."""
+"""Per thread. ``depth``: how many captures of this package it is in; ``unwarned``: whether its warnings are ignored;
+``warnings_go_to``: the function that showed warnings before."""
 
 
 def is_capturing() -> bool:
@@ -99,7 +99,7 @@ def is_capturing() -> bool:
 
 @contextmanager
 def marked_capturing() -> Iterator[None]:
-    """While active, :func:`is_capturing` in this thread."""
+    """While active, :func:`is_capturing` is true in this thread."""
     CAPTURES.depth += 1
     try:
         yield
@@ -108,7 +108,7 @@ def marked_capturing() -> Iterator[None]:
 
 
 def note_change_of_generator() -> None:
-    """To be called when the traced code seeds a generator of torch's, or sets its state."""
+    """Notes that the traced code seeds one of torch's generators, or sets its state."""
     CAPTURES.changes = changes_of_generators() + 1
 
 
@@ -118,7 +118,7 @@ def changes_of_generators() -> int:
 
 
 def is_traced_here() -> bool:
-    """Whether torch traces what the calling thread does: ``torch.compiler.is_compiling`` is the whole process's."""
+    """Whether torch traces the calling thread; ``torch.compiler.is_compiling`` speaks for the whole process."""
     if is_capturing() or torch.jit.is_tracing() or torch.compiler.is_dynamo_compiling():
         return True
     if not torch.compiler.is_compiling():
@@ -131,36 +131,36 @@ _capturing = free_in_children(threading.RLock())
 
 @contextmanager
 def one_capture_at_a_time() -> Iterator[None]:
-    """The lock of those who trace, which a thread may take again: one module is captured, or one of Dynamo's graphs."""
-    # Here, since this imports Dynamo, which remembers what it finds in nn.Module, where a capture replaces it.
+    """Holds the reentrant lock of tracing: one module at a time is captured, or one of Dynamo's graphs."""
+    # imports Dynamo before any patch, because Dynamo caches the members of nn.Module that a capture replaces
     with ExitStack() as importing:
         if "torch._dynamo" not in sys.modules:
             importing.enter_context(collection_paused())
         dynamos = compile_lock()
         with held(_capturing), held(dynamos):
-            if getattr(CAPTURES, "holds", False):  # to ask for frozen objects is to count them all
+            if getattr(CAPTURES, "holds", False):  # freezing the collector's objects again would count them all
                 importing.close()
                 yield
                 return
             CAPTURES.holds = True
             try:
                 with only_new_objects_collected(), _unwarned():
-                    importing.close()  # what was imported is among what there was before
+                    importing.close()  # the imported objects count as old ones
                     yield
             finally:
                 CAPTURES.holds = False
 
 
-# Warnings: of what is no run of the user's → neither shown nor raised, whatever the user's filters say.
+# Warnings of the capture's own work → neither shown nor raised, whatever the user's filters say.
 #
-# No count of filters moves, by which Python would forget what it has shown already.
+# The version of the filters stays, so that Python keeps its memory of warnings that it has shown.
 
 
 class _OfThisThread:
-    """A filter's pattern, which every warning of a thread matches that is not warned."""
+    """A filter's pattern that matches every warning in a thread whose warnings are ignored."""
 
     def match(self, _text: str) -> bool:
-        return CAPTURES.unwarned and _recorder() is CAPTURES.warnings_go_to  # else forward itself collects them
+        return CAPTURES.unwarned and _recorder() is CAPTURES.warnings_go_to  # otherwise forward collects warnings
 
 
 def _recorder() -> Any:
@@ -184,7 +184,7 @@ def _unwarned() -> Iterator[None]:
 
 
 def as_loud_as_eager() -> AbstractContextManager[None]:
-    """Around the run on real numbers: what it warns of is what eager warns of."""
+    """While active, warnings of this thread are shown: the real run warns as eager does."""
     return _warned_of(True)
 
 
@@ -197,9 +197,8 @@ def _warned_of(shown: bool) -> Iterator[None]:
         CAPTURES.unwarned = before
 
 
-# Quiet runs: a run that eager does not make → it prints, logs and warns nothing.
-#
-# Other threads find what was there before, since each call asks which thread it is of.
+# Quiet runs: a run that eager does not make prints and logs nothing. Other threads are unaffected, because each call
+# checks its thread.
 
 
 _print = print
@@ -215,7 +214,7 @@ def quiet() -> Iterator[None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != here or kwargs.get("file") not in (None, sys.stdout, sys.stderr):
                 return spoken(*args, **kwargs)
-            if spoken is _print:  # what is printed is read
+            if spoken is _print:  # formats the arguments, which may read numbers
                 spoken(*args, **{**kwargs, "file": io.StringIO()})
             elif isinstance(args[-1], logging.LogRecord):
                 args[-1].getMessage()

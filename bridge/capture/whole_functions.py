@@ -1,9 +1,9 @@
-"""Whole functions: functions of torch's whose traces need numbers → operators of ours, computed by torch's own.
+"""Whole functions: torch functions whose traces read numbers → custom operators with torch's function as kernel.
 
-Neither a fake run nor ``torch.export`` gets past a composite function that reads numbers on its way (a check of its
-arguments, a mask that is in the shape alone), or one that has a further result whose shape they decide. Where the shape
-of what it returns does not depend on them, the whole of it is one operator: torch's function is its kernel, and
-autograd's derivative of that its derivative.
+A fake run fails in a composite function that reads numbers (to check arguments, to build a mask that depends only on
+the shape), or that has a further result with a data-dependent shape. If the shape of the wanted result does not depend
+on numbers, the function becomes one operator. Its kernel is torch's function, its derivative autograd's derivative of
+it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 
 @dataclass(frozen=True)
 class WholeFunction:
-    """What an operator of ours computes.
+    """The kernel of a custom operator.
 
     Attributes:
-        operator: torch's; or a function of torch's operators, which the program then calls by the name of ours.
-        keywords: names of its last arguments where it takes them by keyword; ours takes all by position.
+        operator: torch's operator, or a function of torch's operators, which a program calls by the custom name.
+        keywords: names of its last arguments if it takes them by keyword; the custom operator takes all by position.
     """
 
     operator: Any
     keywords: tuple[str, ...] = ()
 
     def call(self, args: tuple) -> tuple[tuple, dict[str, Any]]:
-        """Arguments of ours as torch's operator takes them."""
+        """The custom operator's arguments → (args, kwargs) of torch's operator."""
         count = len(args) - len(self.keywords)
         return tuple(args[:count]), dict(zip(self.keywords, args[count:], strict=True))
 
@@ -51,19 +51,19 @@ class WholeFunction:
 
 
 WHOLE_FUNCTIONS: dict[Any, WholeFunction] = {}
-"""Operators of ours and what they compute."""
+"""Custom operator → its kernel."""
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""Functions of torch's → what is called in their place while forward is traced."""
+"""torch function → its replacement while forward is traced."""
 
 
 def define_whole(schema: str, computed: WholeFunction, like: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Defines an operator of one result and registers it.
+    """Defines and registers a custom operator with one result.
 
     Args:
         schema: as in ``"cov(Tensor input, int correction) -> Tensor"``.
-        computed: its kernel, and what its derivative is of.
-        like: its arguments → an empty tensor of the result's form.
+        computed: its kernel, which autograd differentiates.
+        like: its arguments → an empty tensor with the result's metadata.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -126,7 +126,7 @@ _ctc_of_lists = _define_ctc("ctc_loss_of_lists", "int[]", WholeFunction(aten.ctc
 def _ctc_loss(
     func, log_probs, targets, input_lengths, target_lengths, blank=0, reduction="mean", zero_infinity=False
 ) -> torch.Tensor:
-    """The whole loss, reduction included, computed by torch."""
+    """CTC loss with its reduction as one operator, computed by torch."""
     lengths = input_lengths, target_lengths
     reduction = _REDUCTIONS.get(reduction, reduction)
     if reduction not in _REDUCTIONS.values():
@@ -164,7 +164,7 @@ _FIELDS = ("solution", "residuals", "rank", "singular_values")
 
 
 class LeastSquares:
-    """What ``torch.linalg.lstsq`` returns; fields other than the solution are computed where they are read."""
+    """The result of ``torch.linalg.lstsq``; fields other than the solution are computed when they are read."""
 
     def __init__(self, solution: torch.Tensor, everything: Callable[[], tuple] | None):
         self._solution, self._everything = solution, everything
@@ -190,13 +190,13 @@ class LeastSquares:
     test="tests/bridge/aten/test_any_operator.py",
 )
 def _lstsq(A, B=None, rcond=None, *, b=None, driver=None) -> LeastSquares:
-    """The solution is a whole operator; a forward that reads other fields calls torch's function, which is refused."""
+    """``lstsq`` with its solution as one operator; reading another field calls torch's function, which is refused."""
     other = b if B is None else B
     rest = partial(aten.linalg_lstsq.default, A, other, rcond, driver=driver)
     return LeastSquares(_solve(A, other, rcond, driver), rest)
 
 
-pytree.register_pytree_node(  # who watches the call sees a tensor in its result
+pytree.register_pytree_node(  # makes the solution a tensor leaf of the result
     LeastSquares,
     lambda found: ([found[0]], found._everything),
     lambda leaves, everything: LeastSquares(*leaves, everything),
@@ -208,7 +208,7 @@ HANDLERS[torch.linalg.lstsq] = _lstsq
 
 
 def _define_quantile(name: str) -> Callable[..., torch.Tensor]:
-    """Of a tensor of levels. Without numbers it is torch's as well, which asks for those of the CPU alone."""
+    """Defines a quantile of a tensor of levels; its meta function is torch's, which reads numbers only on the CPU."""
     schema = f"{name}(Tensor input, Tensor q, int? dim, bool keepdim, str interpolation) -> Tensor"
     computed = WholeFunction(getattr(aten, name).default, ("interpolation",))
     return define_whole(schema, computed, computed)
@@ -222,12 +222,12 @@ def _define_quantile(name: str) -> Callable[..., torch.Tensor]:
     test="tests/bridge/aten/test_any_operator.py",
 )
 def _quantile(function, operator, input, q, dim=None, keepdim=False, *, interpolation="linear", **others):
-    """A whole operator, whose kernel still asks at each call."""
+    """Quantile as one operator, whose kernel still checks the levels at each call."""
     is_tensor = isinstance(q, torch.Tensor)
-    if input.device != HOST or others or not (is_tensor or 0 <= q <= 1):  # of a level that is none, torch's error
+    if input.device != HOST or others or not (is_tensor or 0 <= q <= 1):  # a wrong level: torch's error
         return function(input, q, dim, keepdim, interpolation=interpolation, **others)
     levels = q if is_tensor else input.new_full((), q)
-    levels = levels if interpolation == "linear" else levels.detach()  # which of two numbers it is has no derivative
+    levels = levels if interpolation == "linear" else levels.detach()  # a choice between numbers has no derivative
     return operator(input, levels, dim, keepdim, interpolation)
 
 
@@ -364,9 +364,9 @@ _as_strided_scatter_whole = define_whole(
     test="tests/bridge/parity/test_aliasing.py",
 )
 def _as_strided_scatter(function, input, src, size, stride, storage_offset=None):
-    """Forward's own call is a whole operator with eager's derivative.
+    """Forward's own call as one operator with eager's derivative.
 
-    Places count from the start of a contiguous input's memory, which every copy of it has as well.
+    Offsets count from the start of a contiguous input's memory, which is equal in every copy of it.
     """
     if input.storage_offset() or not input.is_contiguous() or input.is_conj() or input.is_neg():
         return function(input, src, size, stride, storage_offset)
@@ -385,7 +385,7 @@ for _function in (torch.as_strided_scatter, torch.Tensor.as_strided_scatter):
 )
 def _max_pool1d(function, input, *args, **kwargs):
     made = function(input, *args, **kwargs)
-    if not isinstance(made, torch.Tensor):  # positions, too: one kernel in every case
+    if not isinstance(made, torch.Tensor):  # with positions there is one kernel in every case
         return made
     is_followed = input.requires_grad and torch.is_grad_enabled()
     return made if is_followed or input.device != HOST else made.contiguous()
@@ -396,7 +396,7 @@ for _function in (torch.max_pool1d, F.max_pool1d):
 
 
 def _cast_for_cudnn(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the casts of autocast on a GPU spelled out: to float16, whatever else is cast to."""
+    """The function with explicit casts for autocast on a GPU: to float16, whatever autocast's dtype is."""
 
     def layers(*args: Any, **kwargs: Any) -> Any:
         if ambient_autocast() is None or current_device() == HOST or isinstance(args[3], list | tuple):
