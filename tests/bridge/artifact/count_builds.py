@@ -1,7 +1,7 @@
-"""A module that is dispatched and run: what was compiled for it, and the bits of its outputs, gradients and buffers.
+"""A module that is dispatched and run: its compiled functions, and the bits of its outputs, gradients and buffers.
 
-:func:`main` prints that as JSON; :func:`in_children` says it of forked processes,
-which have nothing compiled, and need no time to start.
+:func:`main` prints them as JSON; :func:`in_children` returns them for forked processes, which start with nothing
+compiled and without loading time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def digest(tensors) -> str:
 
 @contextmanager
 def captures() -> Iterator[list[int]]:
-    """While active, calls that are captured are counted: one that is found by what its runs did is none."""
+    """While active, captured calls are counted; a call that is found by its record key is not captured."""
     captured: list[int] = []
     capture = RecordedCall.captured
 
@@ -64,7 +64,7 @@ def captures() -> Iterator[list[int]]:
 
 
 def counted(rows: int = 48) -> dict[str, Any]:
-    """Two steps of the block: what LLVM was given for them, and all bits that they left."""
+    """Two steps of the block: names of the functions that LLVM compiled for them, and all bits that they left."""
     given: list[str] = []
     compiled = build._compiled
 
@@ -104,14 +104,14 @@ def forget_all() -> None:
 
 
 def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
-    """What ``work`` returns in processes that begin at once and in which nothing is compiled."""
+    """Results of ``work`` in processes that begin at once and in which nothing is compiled."""
     forget_all()
     started = []
     for _ in range(count):
         end, begin = os.pipe()
         child = os.fork()
         if child == 0:
-            gc.freeze()  # collecting what is inherited would copy the pages that it lies in
+            gc.freeze()  # collecting inherited objects would copy their pages
             try:
                 os.close(end)
                 with open(begin, "w") as file:
@@ -136,6 +136,6 @@ def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
 
 
 def main() -> None:
-    """Prints what :func:`counted` finds."""
+    """Prints the result of :func:`counted`."""
     products.measured = lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0}
     json.dump(counted(), sys.stdout)

@@ -1,14 +1,14 @@
 """Stress of the disk cache: processes that are killed while they use it, flipped bytes, a full disk; the bits stay.
 
-Killed are processes at work, at any moment of it (``kills``), and processes that do nothing but write what the work
-keeps, again and again (``writes``): nearly each of these dies in the middle of a file.
+It kills processes at work, at any moment (``kills``), and processes that only write the work's artifacts, again and
+again (``writes``): nearly each writer dies in the middle of a file.
 
     python -m tests.bridge.artifact.stress --kills 200
     python -m tests.bridge.artifact.stress --kills 25 --seed 3 --only looped --checks kills
     python -m tests.bridge.artifact.stress --seconds 60 --only gpu --checks kills     # as many as that time allows
 
-After each kill every file of the cache is whole; what later processes compute has the bits of a process that found an
-empty cache. Works are those of :mod:`tests.bridge.artifact.works`; processes are forked, and compile nothing before.
+After each kill every file of the cache is whole; results of later processes have the bits of a process that found an
+empty cache. Works are in :mod:`tests.bridge.artifact.works`; processes are forked, and compile nothing before.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ SIZES = (0, 500, 2000, 8000, 32000)
 """Bytes above which a file does not fit on a disk that is full."""
 
 TURNS, WRITERS = 5, 25
-"""Kills of workers, and of writers, between two runs that come to their end, and see what was left."""
+"""Kills of workers, and of writers, between two complete runs that check the files."""
 
 LONGEST_WRITE = 0.05
 """Seconds after which a writer is killed at the latest."""
 
 
 def bits_on(folder: Path, work: Work, largest_file: int = resource.RLIM_INFINITY) -> str:
-    """What a process computes with its cache in a folder, on a disk that takes files of so many bytes at most."""
+    """The bits that a process computes with its cache in a folder, where files have at most ``largest_file`` bytes."""
     return in_children(1, partial(_work_on, folder, work, largest_file))[0]
 
 
@@ -88,7 +88,7 @@ def flip(path: Path, rng: random.Random) -> None:
 def kill_at_random(work: Work, count: int, rng: random.Random, seconds: float = math.inf) -> Counter:
     """Kills so many processes at work; how often that left something unfinished, or a claim.
 
-    ``seconds``: after which no further one is killed; those since the last look at the bits are looked at, too.
+    ``seconds``: after which no further one is killed; a last complete run checks the files that the last kills left.
 
     Raises:
         AssertionError: a file is not whole, or another process computes other bits.
@@ -119,7 +119,7 @@ def kill_at_random(work: Work, count: int, rng: random.Random, seconds: float = 
 
 
 def kill_writers(work: Work, count: int, rng: random.Random, seconds: float = math.inf) -> Counter:
-    """Kills so many processes that write what a work keeps; how many in the middle of a file, and files seen whole.
+    """Kills so many processes that write a work's artifacts; how many in the middle of a file, and files seen whole.
 
     Arguments and errors as of :func:`kill_at_random`.
     """
@@ -153,7 +153,7 @@ def kill_writers(work: Work, count: int, rng: random.Random, seconds: float = ma
 
 
 def _write(kept: Sequence[tuple[str, str, Mapping, Mapping]], folder: Path) -> str:
-    """Puts artifacts into the cache until somebody ends that."""
+    """Puts artifacts into the cache until the process is killed."""
     while True:
         for kind, key, header, parts in kept:
             current_store().put(kind, key, parts, header["note"])

@@ -1,4 +1,4 @@
-"""The codec: values come back equal and of their type; what has no form and what no codec wrote is refused by name."""
+"""The codec: values come back equal and of their type; values without a form and foreign bytes are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NVRTC makes is kept by source, architecture and version."""
+"""NVRTC's results are kept by source, architecture and version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOURCE = 'extern "C" __global__ void __launch_bounds__(256) k0_add(float* a) {}\
 
 @pytest.fixture
 def asked(monkeypatch, used_cache):
-    """What NVRTC was asked for, by everybody."""
+    """All requests to NVRTC: source, architecture, form."""
     found = []
 
     def compile_source(source, arch, form):
@@ -27,7 +27,7 @@ def asked(monkeypatch, used_cache):
 
 def test_another_process_asks_nvrtc_nothing(asked, monkeypatch):
     first = nvrtc.compiled(SOURCE, "sm_90")
-    SESSION.reset("programs")  # what another process has
+    SESSION.reset("programs")  # as in another process
     assert nvrtc.compiled(SOURCE, "sm_90") == first and len(asked) == 1
     others = [
         nvrtc.compiled(SOURCE + " ", "sm_90"),

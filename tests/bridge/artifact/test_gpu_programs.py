@@ -1,4 +1,4 @@
-"""Programs and libraries for GPUs on disk, without a GPU: another process finds what was compiled for its kind."""
+"""Programs and libraries for GPUs on disk, without a GPU: another process finds the code compiled for its kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MASK = DrawnMask(0.1, 4, 1024)
 
 @pytest.fixture
 def seen(monkeypatch, used_cache):
-    """What was built and loaded; TVM's CUDA run time, which wants a driver, is stood in for."""
+    """Counts of builds, and loaded libraries; a stand-in replaces TVM's CUDA run time, which wants a driver."""
     found = {"built": 0, "graphs": 0, "loaded": []}
 
     def count(what, result):

@@ -28,7 +28,7 @@ def measured(monkeypatch, used_cache):
 
 
 def chosen(threads=1, shape=SHAPE):
-    SESSION.reset("choices")  # what another process has
+    SESSION.reset("choices")  # as in another process
     return host_backend().products(threads, False).choose(shape)
 
 

@@ -32,7 +32,7 @@ def cold(folder):
 
 
 def compiled():
-    """A function with a product and a reduction: what was built for it, and its result."""
+    """A function with a product and a reduction: the names of its built kernels, and the bits of its results."""
     given = []
     build = CpuLibraries.build_bytes
 

@@ -45,7 +45,7 @@ PATTERNS = (("loss",), ("hidden",), ("loss", "hidden"))
 
 
 def ran(p=0.25, grad=True, patterns=PATTERNS):
-    """What was captured, the bits of a training step for each pattern of grad_outs, and what explain says."""
+    """The count of captures, the bits of a training step for each pattern of grad_outs, and the text of explain."""
     torch.manual_seed(0)
     module, x = Outputs(p), torch.randn(10, 12)
     found = []
@@ -134,7 +134,7 @@ class Reading(nn.Module):
 
 
 class AskingAndReading(Asking):
-    """In eager alone numbers decide, as about a mask that is left out where it hides nothing."""
+    """Branches on numbers in eager alone, as transformers do about a mask that hides nothing."""
 
     def forward(self, x):
         hidden = super().forward(x)
@@ -164,8 +164,8 @@ def asked(make=Asking):
 
 @pytest.mark.parametrize("make", sampled([Asking, Looping, Reading, AskingAndReading], [AskingAndReading]))
 def test_what_the_runs_did_is_found_in_a_pack(used_cache, monkeypatch, tmp_path, make):
-    """By what it does in eager's branches, by one step of each loop, or by numbers that it reads, in a later process on
-    another machine."""
+    """By its operators in eager's branches, by one step of each loop, or by numbers that it reads, in a later process
+    on another machine."""
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
     found = in_children(1, partial(asked, make))
     assert cache.main(["pack", make.__name__, str(tmp_path / "file")]) == 0

@@ -1,4 +1,4 @@
-"""Of processes that need the same artifact at once, one makes it; one that is killed keeps nobody."""
+"""Processes that need the same artifact at once: one makes it; if it is killed, another one does."""
 
 from __future__ import annotations
 

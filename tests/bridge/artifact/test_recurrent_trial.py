@@ -137,7 +137,7 @@ def test_both_forms_run_and_nobody_notices(monkeypatch):
 
 
 def test_the_forms_of_a_trial_do_the_same(tried):
-    """What a trial times is the layer: outputs, and gradients of all that has one."""
+    """Both candidates of a trial compute the layer's outputs and all its gradients."""
     forms(lstm(), sample())
     (functions,) = tried
     kernel, loop = ([each.clone() for each in step()] for step in functions.values())

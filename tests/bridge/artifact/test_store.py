@@ -1,4 +1,4 @@
-"""The store: what is put is got, whole or not at all, whatever happens to files, disk and processes."""
+"""The store: get returns the value that was put, whole or not at all, whatever happens to files, disk and processes."""
 
 from __future__ import annotations
 

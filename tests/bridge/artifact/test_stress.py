@@ -16,7 +16,7 @@ from tests.bridge.artifact.works import looped, tuned
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 
 
-@pytest.mark.sweep  # killed writers, and claims of who was killed, are in test_store.py and test_once.py
+@pytest.mark.sweep  # test_store.py and test_once.py kill writers and holders of claims
 def test_a_process_that_is_killed_leaves_whole_files():
     assert kill_at_random(looped, 2, random.Random(0))["killed"] >= 2
 

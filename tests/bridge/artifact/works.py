@@ -1,4 +1,4 @@
-"""Works: what a process may be doing when the disk cache fails it → the bits of all that it computed.
+"""Works: tasks of a process while the disk cache fails → the bits of all its results.
 
 Each adds a dispatch and makes a training step, so that it reads and writes every kind of file of the cache.
 """
@@ -37,7 +37,7 @@ class Cell(nn.Module):
 
 
 class Reading(nn.Module):
-    """Numbers of an argument and of a parameter decide, in eager alone."""
+    """Branches on numbers of an argument and of a parameter, in eager alone."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ def looped(folder: Path) -> str:
 
 
 def reading(folder: Path) -> str:
-    """Branches that numbers decide about, which eager alone takes: a lowering with its readings, and what marks it."""
+    """A forward that branches on numbers and on ``is_compiling()``: a lowering with its scalar guards."""
     torch.manual_seed(0)
     module, x = Reading(), torch.randn(3, 8)
     return step(bridge.add_tvm_dispatch(module, x.clone().requires_grad_()), x)
@@ -125,4 +125,4 @@ GPU = "gpu"
 WORKS: dict[str, Callable[[Path], str]] = {"plain": plain, "looped": looped, "reading": reading, "tuned": tuned}
 WORKS[GPU] = on_gpu
 WITHOUT_A_DISK = {tuned: untuned}
-"""What a work computes where nothing can be kept, if that is another one."""
+"""Works with another result where nothing can be kept → the work that computes it."""

@@ -1,4 +1,4 @@
-"""Operators without a conversion: torch's own kernel and derivative; what is not functional is refused by name."""
+"""Operators without a conversion: torch's own kernel and derivative; non-functional operators are refused."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ _ALIKE = {
     "correlations",
     "condition",
 }
-"""Of whose kind another one is here: in which results are differentiated, what they are given."""
+"""Operators whose kind another case covers: arguments, and which results are differentiated."""
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.sampling import sampled
 
 
 class Net(nn.Module):
-    """A residual block, with a grouped and a depthwise convolution, and what follows it."""
+    """A residual block, with a grouped and a depthwise convolution, followed by ``then``."""
 
     def __init__(self, then):
         super().__init__()
@@ -60,7 +60,7 @@ class Sizes(Net):
 
 
 class Before(Net):
-    """A batch normalization of what is given, before any convolution."""
+    """A batch normalization of the argument, before any convolution."""
 
     def forward(self, x):
         y = nn.functional.batch_norm(x, None, None, training=True).relu()
@@ -68,7 +68,7 @@ class Before(Net):
 
 
 class Grouped(Net):
-    """Normalizations of groups of channels: of what is given, between convolutions, of a copy in the other order (as a
+    """Normalizations of groups of channels: of the argument, between convolutions, of a copy in the other order (as a
     GPU makes it of all), one with a channel a group."""
 
     def forward(self, x):

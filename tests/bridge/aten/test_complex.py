@@ -109,7 +109,7 @@ def test_models(name, in_float64):
 
 
 def compare(module, *args):
-    """Results, and gradients of inputs and parameters, beside those of the same module in eager."""
+    """Asserts that results, and gradients of inputs and parameters, equal eager's."""
     eager, given = copy.deepcopy(module), [each.detach().clone().requires_grad_() for each in args]
     wanted, found = eager(*given), add_tvm_dispatch(module, args)(*args)
     assert stats(module).hits == 1
@@ -164,7 +164,7 @@ FUNCTIONS = {
 
 AT_ZERO = ("size", "sign")
 ALIKE = ("add with a factor", "subtract from a number", "divide", "conjugate", "index")
-"""What they do, another one or a test of special points does as well."""
+"""Functions that another case or a test of special points covers."""
 OTHERS = [name for name in FUNCTIONS if name not in (*AT_ZERO, *ALIKE)]
 
 
@@ -228,7 +228,7 @@ SPECIAL = {
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_parts_that_are_not_finite(name):
-    """Values and gradients are eager's wherever a part is zero of either sign, infinite or nan; all pairs of such."""
+    """Values and gradients are eager's for all pairs of parts that are zero of either sign, infinite or nan."""
     function = SPECIAL[name]
     parts = [math.inf, -math.inf, math.nan, 1.0, 0.0, -0.0, -2.0]
     every = torch.tensor([complex(a, b) for a in parts for b in parts], dtype=torch.complex128)

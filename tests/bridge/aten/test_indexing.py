@@ -145,11 +145,11 @@ def tensor_of(shape):
 
 
 def outcome(module, shape, index):
-    """Result and gradient, or what was raised."""
+    """Result and gradient, or the error's type and first line."""
     x = tensor_of(shape)
     try:
         y = module(x, index)
-    except Exception as error:  # noqa: BLE001 - which exception it is, is what is compared
+    except Exception as error:  # noqa: BLE001 - the test compares the exceptions
         return type(error), str(error).partition("\n")[0]
     if y.requires_grad:
         y.backward(torch.arange(1.0, y.numel() + 1, dtype=y.dtype).reshape(y.shape))
@@ -251,7 +251,7 @@ def test_what_depends_on_where_a_number_points(function, words):
 
 
 def test_a_number_is_no_constant():
-    """Entries of equal calls share what was compiled: one at position 0 and one at a number that is 0 are not equal."""
+    """Entries of equal calls share programs: one at position 0 and one at a number that is 0 are not equal."""
     x = tensor_of(TALL)
     functions = (lambda x, t: x[0] * 2 + t), (lambda x, t: x[t] * 2 + t), (lambda x, t: x[0] * 2 + t)
     modules = [add_tvm_dispatch(Indexing(function), (x, torch.tensor(0))) for function in functions]

@@ -1,4 +1,4 @@
-"""Embeddings, dropouts and other draws, losses, einsum, sorting, triangles; what is refused."""
+"""Embeddings, dropouts and other draws, losses, einsum, sorting, triangles; refusals."""
 
 import copy
 import itertools
@@ -167,7 +167,7 @@ def test_dropouts(layer, p):
 
 
 class Branches(nn.Module):
-    """Two independent branches that draw, a draw nobody uses, and stochastic depth."""
+    """Two independent branches that draw, an unused draw, and stochastic depth."""
 
     def __init__(self):
         super().__init__()
@@ -245,7 +245,7 @@ def test_the_loss_of_logits_has_the_type_of_its_flags(of_x, of_flags, reduction)
     assert stats(module).hits == 1
     wide = 1e-2 if of_x == torch.bfloat16 else 1e-5
     for eager, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, eager, rtol=wide, atol=wide)  # types, too
+        torch.testing.assert_close(ours, eager, rtol=wide, atol=wide)  # also types
 
 
 @pytest.mark.sweep  # tests of loops have norms, gates and dropout in steps

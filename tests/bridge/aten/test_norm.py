@@ -93,7 +93,7 @@ def test_the_formula_of_instance_norm_on_a_gpu(tracked, from_images, affine):
     for formula in (torch.instance_norm, instance_norm):
         moved = [each.clone() for each in running] if tracked else [None, None]
         y = formula(x, *scale, *moved, from_images, 0.3, 1e-4, True)
-        if formula is instance_norm and tracked:  # a frozen module refuses what it writes
+        if formula is instance_norm and tracked:  # a frozen module refuses its writes
             assert all((each._version > 0) is from_images for each in moved)
         found.append([y, *torch.autograd.grad(y.sin().sum(), x), *(each for each in moved if tracked)])
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-13)

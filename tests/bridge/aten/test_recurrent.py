@@ -262,7 +262,7 @@ def test_without_gradients(dtype):
 
 @pytest.mark.parametrize("name", sampled(marked(["lstm_deep", "gru_both_ways"]), ["gru_both_ways"]))
 def test_steps_are_not_unrolled(name):
-    """Neither in the program nor in what is captured: unrolled, 200 steps would take minutes to add."""
+    """Neither in the program nor in the captured graph: unrolled, 200 steps would take minutes to add."""
     lowered = [lower(LAYERS[name](), leaf(3, steps, 3)) for steps in (4, 200)]
     few, many = (len(each.forward.body.blocks[0].bindings) for each in lowered)
     assert many <= few

@@ -1,4 +1,4 @@
-"""What is refused around the conversion of operators: element types that enter, computed draws that nobody uses."""
+"""Refusals around the conversion of operators: element types of inputs, computed draws without a use."""
 
 from __future__ import annotations
 

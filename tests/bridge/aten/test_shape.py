@@ -1,4 +1,4 @@
-"""Tensors that are moved about: rolled and padded as eager's, and by what compiles well in both directions."""
+"""Rolls and pads equal eager's, and become operators that compile well in both directions."""
 
 from __future__ import annotations
 

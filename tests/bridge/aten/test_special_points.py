@@ -1,4 +1,4 @@
-"""Operators at zeros, ties, infinities, nan, subnormals and overflow give what eager gives: a part of the sweep.
+"""Operators at zeros, ties, infinities, nan, subnormals and overflow equal eager's: a part of the sweep.
 
 All of it: ``python -m tests.sweep --suite special --out special.csv``.
 """

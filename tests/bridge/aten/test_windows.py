@@ -67,7 +67,7 @@ CASES = {
 
 
 POSITIONS = re.compile(r"library\.index(?!_select)|R\.(scatter|gather|index|take)")
-"""Operators that write or add at positions that a tensor holds, and those that read at unknown ones."""
+"""Operators that write or add at positions that a tensor holds, and operators that read at unknown ones."""
 
 
 KNOWN = {
@@ -90,7 +90,7 @@ FEW = {
     "one very often": (lambda x: x[..., [1, 1, 1, 1, 1, 1, 1, 2]], images),
     "other integers": (lambda x: x[:, torch.tensor([0, 2, 2], dtype=torch.int32)], images),
 }
-"""Positions that are known, too, at which is added."""
+"""Positions that are also known, for additions."""
 
 
 def function(name):

@@ -1,4 +1,4 @@
-"""Whether another thread could draw: those of this package's pools do not, whatever package's frames they wait in."""
+"""Whether another thread could draw: threads of this package's pools do not, whatever package's frames they wait in."""
 
 from __future__ import annotations
 

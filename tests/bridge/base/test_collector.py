@@ -19,7 +19,7 @@ _HAS_FROZEN = collector._has_frozen
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_is_frozen():
-    """As in a process of a user's; the tests' own freezes what it has collected, and knows it (conftest.py)."""
+    """The collector's state as in a user's process; conftest.py freezes the objects of the test process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collector, "_has_frozen", _HAS_FROZEN)
         gc.unfreeze()
@@ -35,7 +35,7 @@ class Cycle:
 
 def test_what_was_there_is_passed_over_and_collected_afterwards():
     gc.collect()  # Python 3.12 has frozen objects of its own after it
-    with collection_paused():  # no collection but those that are asked for
+    with collection_paused():  # no automatic collection
         old = weakref.ref(Cycle())
         with only_new_objects_collected():
             new = weakref.ref(Cycle())

@@ -21,7 +21,7 @@ def test_torchs_own(of_torch):
 
 @pytest.mark.parametrize("package", ["_geometric", "vision", "metrics", "-like"])
 def test_packages_whose_names_begin_like_torchs_are_the_users(package):
-    """``torch_geometric``: what it reads is watched, and its lines are told."""
+    """``torch_geometric``: its reads are watched, and its lines are named."""
     file = os.path.join(TORCH + package, "nn", "models.py")
     assert is_user_file(file) and not is_library(file)
 

@@ -29,7 +29,7 @@ class ByNumpy(nn.Module):
 
 
 class UsersError(Exception):
-    """What a handler of the user's raises."""
+    """The error that a user's handler raises."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_is_raised_at_the_next_boundary(way, in_the_middle, handler):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_measured_last_is_before_the_change(whole, monkeypatch, handler):
-    """The last work of all, behind the compiling: the measurement of what a dispatch is worth, or of parts' shares."""
+    """The last work, after compiling: the measurement of a dispatch's profitability, or of parts' shares."""
     place, name = (dispatcher, "measure_profitability") if whole else (parts, "shares_of")
     measure = getattr(place, name)
     monkeypatch.setattr(place, name, lambda *args: (interrupts.by_kill(), measure(*args))[1])

@@ -1,4 +1,4 @@
-"""Locks at a fork: who forks waits for whoever holds one, in whatever order threads nest them."""
+"""Locks at a fork: the forking thread waits for each holder of a lock, in whatever order threads nest them."""
 
 from __future__ import annotations
 

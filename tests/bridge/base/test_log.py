@@ -22,7 +22,7 @@ from tests.bridge.models import MLP
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Equal modules of other tests must not have compiled what a test wants to be told about."""
+    """Empty caches: equal modules of other tests must not have compiled the programs that a test logs."""
     SESSION.reset("programs", "lowerings")
     yield
     set_logs("")
@@ -134,7 +134,7 @@ print([first.getvalue(), second.getvalue(), len(logging.getLogger("bridge").hand
 
 @pytest.fixture(scope="module")
 def told():
-    """What one process says, which loads the package, and then its logs once more."""
+    """The output of a process that loads the package, and then its logs once more."""
     return run(LOADED + LOADED_AGAIN, BRIDGE_LOGS="guards,partition")
 
 
@@ -165,7 +165,7 @@ def test_every_logger_of_the_package_is_a_channel():
     section="Autograd, memory, threads",
 )
 def test_environment_variable(told):
-    """In a process of its own, without torch's threads: only what was asked for, on the standard error stream."""
+    """In a process of its own, without torch's threads: only the chosen channels, on the standard error stream."""
     assert "[bridge.guards] Linear runs eager: shape of args[0]" in told.stderr
     assert "[bridge.partition] Linear min_cut" in told.stderr and "[bridge.passes]" not in told.stderr
     assert told.stdout.startswith("loaded\n")

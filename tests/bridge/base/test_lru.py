@@ -1,4 +1,4 @@
-"""A mapping that keeps what was used last, bounded in number and cost, for threads and forked children."""
+"""A mapping that keeps the values used last, bounded in number and cost, for threads and forked children."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Private names of torch stand in one file, and what a version lacks is named."""
+"""Private names of torch stand in one file, and a name that a version lacks is reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOM = Path(bridge.__file__).parent
 
 
 def private_names(source: str) -> Iterator[str]:
-    """Names of torch with a component that begins with one underscore; operators (``torch.ops``) are no such names."""
+    """Names of torch with a component that begins with one underscore, operators (``torch.ops``) excepted."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names = [f"{node.module}.{alias.name}" for alias in node.names]

@@ -1,4 +1,4 @@
-"""Dispatch at the first call: in its state, with everything around it; what cannot be dispatched stays eager."""
+"""Dispatch at the first call: in its state, with everything around it; layers that cannot be dispatched stay eager."""
 
 import copy
 import logging
@@ -115,7 +115,7 @@ def test_waiting_ends():
 
 
 class Held(nn.Module):
-    """As a LightningModule: steps around what it holds."""
+    """A stand-in for a LightningModule: steps around a network."""
 
     def __init__(self, network):
         super().__init__()

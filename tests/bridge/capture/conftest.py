@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def few_operators(monkeypatch):
-    """Short loops are rolled up, too."""
+    """Short loops are also rolled up."""
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)

@@ -126,7 +126,7 @@ class OneOfTwo(Function):
 
 
 class PerInput(Function):
-    """Computes what is asked for; of a shape that is to be summed, and of another type."""
+    """Computes only the gradients asked for, one in another shape (to be summed) and one in another type."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -158,7 +158,7 @@ class Undefined(Function):
 
 
 class Few(Function):
-    """Of two outputs, the gradients of those that are used."""
+    """Two outputs; its backward gets None for the gradient of an unused one."""
 
     @staticmethod
     def forward(ctx, x):
@@ -171,7 +171,7 @@ class Few(Function):
 
 
 class Nested(Function):
-    """Applies another Function inside, whose backward nobody asks for."""
+    """Applies another Function inside, whose backward does not run."""
 
     @staticmethod
     def forward(ctx, x):
@@ -207,7 +207,7 @@ class Reads(Function):
 
 
 class Writes(Function):
-    """Its backward writes into what it is given."""
+    """Its backward writes into its argument."""
 
     @staticmethod
     def forward(ctx, x):
@@ -236,7 +236,7 @@ class Overwrites(Function):
 
 
 class Called(torch.autograd.Function):
-    """Calls a function: autograd follows the tensors that it is applied to, not those that it finds elsewhere."""
+    """Calls a function: autograd follows the tensors that it is applied to, not tensors that it finds elsewhere."""
 
     @staticmethod
     def forward(ctx, function, *given):

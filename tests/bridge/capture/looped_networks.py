@@ -33,7 +33,7 @@ class Lstm(nn.Module):
 
 
 class Gru(nn.Module):
-    """Two layers, one after the other; the upper one has a learned state and reads what the lower one made."""
+    """Two layers, one after the other; the upper one has a learned state and reads the lower one's states."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ class StateSpace(nn.Module):
 
 
 class Halves(nn.Module):
-    """Columns are taken from different places; what a step makes is read two steps later; a loss is summed."""
+    """Columns are taken from different places; a step's value is read two steps later; a loss is summed."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Numbers(nn.Module):
 
 
 class Lengths(nn.Module):
-    """Sequences of several lengths: a state stays from its sequence's end on, what is made after it is zero."""
+    """Sequences of several lengths: a state stays from its sequence's end on, later outputs are zero."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class BothWays(nn.Module):
 
 
 class Indices(nn.Module):
-    """What was computed is an index: such a run computes everything."""
+    """A computed value is an index: the capture has to run all operators."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +216,7 @@ class Drops(nn.Module):
 
 
 class OneOfTwo(nn.Module):
-    """What one loop makes is not returned; what it drops is drawn."""
+    """One loop's results are not returned; its dropout masks are drawn."""
 
     def __init__(self):
         super().__init__()

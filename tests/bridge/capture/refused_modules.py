@@ -1,4 +1,4 @@
-"""Modules that are refused, and samples that PyTorch refuses: what each leaves on the error stream and raises, as JSON.
+"""Modules that are refused, and samples that PyTorch refuses → their output on the error stream and errors, as JSON.
 
     python -m tests.bridge.capture.refused_modules
 
@@ -75,8 +75,7 @@ def fails(words: str) -> Any:
 X = torch.randn(5, 4)
 
 
-#: What stands in the way → (what forward does with the module, x and linear(x), or a module), further arguments, and
-#: words that the refusal has.
+#: Obstacle → (a function of the module, x and linear(x), or a module), further arguments, and words of the refusal.
 def written_parts(m, x, y):
     z = torch.complex(x, x)
     real = z.real
@@ -149,7 +148,7 @@ EAGERS_ERROR: dict[str, tuple[Any, tuple, str]] = {
 
 
 def attempt(module: nn.Module, args: tuple) -> dict[str, Any]:
-    """What ``add_tvm_dispatch`` writes to the process's streams, and what it raises."""
+    """The output of ``add_tvm_dispatch`` on the process's streams, and its error."""
     streams = [os.dup(1), os.dup(2)]
     error: BaseException | None = None
     with tempfile.TemporaryFile() as written:
@@ -157,7 +156,7 @@ def attempt(module: nn.Module, args: tuple) -> dict[str, Any]:
         os.dup2(written.fileno(), 2)
         try:
             add_tvm_dispatch(module, args)
-        except Exception as raised:  # noqa: BLE001 - it is what is asked for
+        except Exception as raised:  # noqa: BLE001 - the test compares it
             error = raised
         finally:
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a GPU's autocast does to operators, recorded on fake tensors: without a GPU."""
+"""A GPU's autocast of operators, recorded on fake tensors: without a GPU."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_parameters_that_are_stacked_already():
 
 
 class WithNumbers(nn.Module):
-    """Numbers in Python take part as tensors of no dimension, whatever the type of what they meet."""
+    """Numbers in Python take part as tensors of no dimension, whatever the type of the other operand."""
 
     def forward(self, x):
         def row(r):

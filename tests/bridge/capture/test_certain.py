@@ -50,7 +50,7 @@ class Skips(nn.Module):
 
 
 def checks(module, x):
-    """Whether the forward checks what was read, and whether it takes the coin."""
+    """Whether the forward has a scalar guard, and whether it draws the coin."""
     lowered = lower(module, x)
     return "where" in str(lowered["imported"].function), "draw_0" in str(lowered.forward)
 

@@ -20,12 +20,12 @@ from tests.sampling import sampled
 
 @pytest.fixture(autouse=True)
 def few_operators(monkeypatch):
-    """Short loops are recorded, too."""
+    """Short loops are also recorded."""
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
 
 
 class Chained(nn.Module):
-    """The second loop reads what the first one made, and nothing with parameters stands between them."""
+    """The second loop reads the first one's results, and nothing with parameters stands between them."""
 
     def __init__(self, falls=False, starts_at_part=False):
         super().__init__()
@@ -44,7 +44,7 @@ class Chained(nn.Module):
 
 
 class LastStateUnused(nn.Module):
-    """What the last step makes of ``other`` is read by no step."""
+    """No step reads the last step's value of ``other``."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ def test_gradients_flow_from_loop_to_loop(starts_at_part, falls):
 
 @pytest.mark.parametrize("kind", [LastStateUnused, OneStepRead, StateUnused])
 def test_steps_that_nobody_reads_have_no_gradient(kind):
-    """An infinite number that only such a step reads is multiplied by no gradient, not by zero."""
+    """An infinite number that only an unread step reads is multiplied by no gradient, not by zero."""
     torch.manual_seed(0)
     x = torch.randn(9, 2, 4, dtype=torch.float64)
     infinite = x.clone()

@@ -265,7 +265,7 @@ def test_relations_of_counts_are_asked_of_each_call():
 
 
 def test_bins_of_what_parameters_decide_are_as_many_as_were_asked_for_or_a_miss():
-    """As the load of a mixture's experts. What falls into a further bin makes another length."""
+    """As the load of a mixture's experts. A number in a further bin makes another length."""
     torch.manual_seed(0)
     module = Picked(lambda y, mask: (y * 1e-3, torch.bincount(y.argmax(1), minlength=3)))
     x = arguments()[0].requires_grad_()

@@ -25,7 +25,7 @@ def product(x, w):
 
 
 class Block(nn.Module):
-    """What ``then`` makes of the module and x."""
+    """Returns ``then(module, x)``."""
 
     def __init__(self, then):
         super().__init__()
@@ -312,7 +312,7 @@ NOT_AGAIN = {
 @pytest.mark.composes("`create_graph=True`: gradient penalties, PINNs, MAML, Hessian-vector products")
 @pytest.mark.parametrize("use", sampled(USES, lambda use: use in NOT_AGAIN or [*USES].index(use) % 3 == 0))
 def test_second_derivatives_are_eagers(use):
-    """Of the user's backward: what forward keeps on its way is a constant to it, arguments and outputs are not."""
+    """The user's backward is differentiated: arguments and outputs are followed, other kept tensors are constants."""
     eager = moved(Block(USES[use]).double())
     module, x = add_tvm_dispatch(copy.deepcopy(eager), moved(rows())), moved(rows())
     if use in NOT_AGAIN:

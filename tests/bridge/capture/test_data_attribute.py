@@ -184,7 +184,7 @@ def test_data_that_is_set_to_itself_is_no_change(mode):
 )
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_parameter_that_is_written_keeps_its_gradient(grad):
-    """Of two calls before a backward, too: a write through ``.data`` is not counted."""
+    """Also with two calls before a backward: a write through ``.data`` is not counted."""
     module, x = Block(clipped), torch.randn(3, 4)
     eager = copy.deepcopy(module)
     with torch.set_grad_enabled(grad):
@@ -279,7 +279,7 @@ def data_before_a_view(m, x, y):
 
 
 def copied_before_a_view(m, x, y):
-    """The same rows as those of the one before."""
+    """The same rows as the case before."""
     m.mean.data.copy_(m.mean * 0.9 + x.mean(0))
     return y * m.mean[None]
 
@@ -342,14 +342,14 @@ def test_a_second_derivative_reads_what_data_has_written(function):
 
 
 def rows(m, x, y):
-    """Autograd saves their means beside what is in the memory."""
+    """Autograd saves the rows' means beside the rows."""
     y = y + nn.functional.layer_norm(m.codes, (4,), m.linear.bias)[0]
     m.codes.data.mul_(0.5)
     return y
 
 
 def data_and_itself(m, x, y):
-    """Of what autograd saves, the view keeps the old memory, and the buffer itself gives the new one."""
+    """Autograd saves a view, which keeps the old memory, and the buffer itself, which gives the new one."""
     y = y * m.mean[None] + y.exp() * m.mean
     m.mean.data = m.mean * 0.9
     return y

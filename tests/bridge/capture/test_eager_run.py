@@ -61,7 +61,7 @@ def test_strides_are_eagers(then):
 
 @pytest.mark.cpu("a copy in the trace that is a view in the eager run of a CPU")
 def test_a_copy_that_is_a_view_in_eager_is_refused():
-    """What is written through the view changes the normalized tensor in eager and nothing in the traced graph."""
+    """A write through the view changes the normalized tensor in eager and nothing in the traced graph."""
 
     def write(y):
         y.detach_().reshape(-1).add_(1)
@@ -195,7 +195,7 @@ class Padded(nn.Module):
 
 
 def test_a_number_that_eager_alone_reads_decides_about_the_branch():
-    """Nor does forward see there that tensors are fake; the class keeps its name for whoever asks otherwise."""
+    """Nor does forward see there that tensors are fake; elsewhere ``FakeTensor`` keeps its name."""
     x, kept = transposed_input(), torch.ones(4, dtype=torch.bool)
     module = add_tvm_dispatch(Padded(), (x, kept), on_miss="compile")
     for mask in (kept, ~kept, kept):
@@ -257,7 +257,7 @@ def test_capturing_takes_less_memory_than_a_step():
 
 
 class Tries(nn.Module):
-    """What it catches are eager's errors; torch's formula of a view on fake tensors raises another type."""
+    """Catches eager's errors; torch's formula of a view on fake tensors raises another type."""
 
     def __init__(self, shapes):
         super().__init__()

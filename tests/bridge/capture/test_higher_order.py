@@ -33,7 +33,7 @@ def leaves_of(tree):
 
 
 def step(module, args):
-    """What a call gives, and the gradients of parameters and arguments."""
+    """A call's results, and the gradients of parameters and arguments."""
     args = [each.detach().double().requires_grad_() for each in args]
     module.zero_grad()
     made = leaves_of(module(*args))

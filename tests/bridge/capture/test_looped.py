@@ -47,7 +47,7 @@ def test_numbers_and_gradients_are_eagers(name, steps):
 
 
 def test_loops_are_told_before_the_run_on_fake_tensors(monkeypatch):
-    """So that what they need is built meanwhile."""
+    """So that their kernels are built meanwhile."""
     heard = []
     run = steady_call.fake_run_of
     monkeypatch.setattr(
@@ -75,7 +75,7 @@ def test_loops_of_other_forms_are_eagers(name):
     sampled(itertools.product(DROPS, (2, 70)), [("dropout", 2), ("dropout, last part first", 70)]),
 )
 def test_masks_of_all_steps_are_eagers(name, width):
-    """Those of few elements are drawn by torch, the others by compiled code."""
+    """Torch draws masks of few elements, compiled code the others."""
     module = check_module(DROPS[name], lambda: torch.randn(width, 8, 3, requires_grad=True))
     draws = stats(module).entries[0].lowered.captured.draws
     assert len(draws) == 4

@@ -1,4 +1,4 @@
-"""What forward makes or sets itself: layers and parameters, ``.data`` of its own and of buffers, frozen parameters."""
+"""Forward makes or sets layers, parameters, ``.data`` of its own tensors and of buffers, frozen parameters."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def outcomes(make, where, moves, used, x, add):
-    """What three calls give, of a module whose adding is refused."""
+    """The results of three calls of a module that is refused when it is added."""
     global IN_A_GLOBAL
     torch.manual_seed(0)
     held = make()
@@ -91,7 +91,7 @@ def test_what_forward_moves_is_refused_and_not_moved(kind, where, sample, used):
     got, module = outcomes(make, where, moves, used, x, lambda module: refused(module, x, sample))
     assert all(map(torch.equal if sample != "parts" else torch.allclose, got, wanted))
     if not sample:
-        assert sum(stats(module).misses.values()) == 3  # of the module itself; what is inside of it may be dispatched
+        assert sum(stats(module).misses.values()) == 3  # of the module itself; modules inside may be dispatched
 
 
 @pytest.mark.parametrize("where", ["attribute", "list", "global"])

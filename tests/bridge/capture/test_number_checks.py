@@ -48,7 +48,7 @@ def dispatched(module: nn.Module, *sample, **options) -> tuple[nn.Module, nn.Mod
 
 
 def outcome(module: nn.Module, args: tuple) -> tuple:
-    """What a call that fails leaves behind."""
+    """The error of a call that fails, the buffers after it, and the next draw."""
     torch.manual_seed(3)
     with pytest.raises(Exception) as caught:
         module(*args)
@@ -160,7 +160,7 @@ def masked(linear, x, mask):
 
 
 def written_after(linear, x):
-    """What is read is the number before the write."""
+    """Forward reads the number before the write."""
     y = x * 1
     small = y.max() < 100
     y += 1000

@@ -85,7 +85,7 @@ def test_a_difference_of_structure_is_named_where_it_is(sample, call, reason):
 
 
 def test_a_model_output_as_an_argument():
-    """What a decoder takes from an encoder; such a class has no key paths in torch's pytree, and drops its Nones."""
+    """A decoder's argument from an encoder; its class has no key paths in torch's pytree, and drops its Nones."""
 
     class Decodes(nn.Module):
         def __init__(self):
@@ -137,7 +137,7 @@ def test_a_call_of_the_modules_own_class_goes_around_the_compiled_one():
     assert Doubles.__call__ is written
     assert_same(run(module, Call((rows(),))), run(eager, Call((rows(),))), **CLOSE)
     outer = nn.Sequential(module, nn.Tanh())
-    add_tvm_dispatch(outer, rows())  # seen from outside, it is a part of what is computed
+    add_tvm_dispatch(outer, rows())  # it is captured as a part of the outer module
     assert_same(run(outer, Call((rows(),))), run(nn.Sequential(eager, nn.Tanh()), Call((rows(),))), **CLOSE)
     assert stats(module).hits == stats(outer).hits == 1
 

@@ -144,7 +144,7 @@ def test_a_bert_layer_runs_twice():
 
 
 def _looks_per_layer(monkeypatch, layers: int) -> float:
-    """How often a capture of so many layers asks what an operator writes, for each of them."""
+    """Calls of ``written`` (an operator's written arguments) per layer in a capture of so many layers."""
     looks, written = Counter(), alias_analysis.written
 
     def counting(node):

@@ -1,5 +1,4 @@
-"""Numbers that forward reads as text, arrays, sizes and positions, in eager's branches; what cannot be guarded is
-refused by name."""
+"""Numbers that forward reads as text, arrays, sizes and positions, in eager's branches; others are refused."""
 
 from __future__ import annotations
 
@@ -265,7 +264,7 @@ def of_a_selection(y, t):
 
 
 def copied_column(y, t):
-    """A column is no rows in memory: reshape copies it, and what is written there is not seen."""
+    """A column is no rows in memory: reshape copies it, and a write there is not seen."""
     y = y * 1
     column = y[:, t % 3].reshape(-1)
     column.mul_(3)

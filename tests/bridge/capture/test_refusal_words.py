@@ -19,13 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.cpu("modules of a process of its own
 
 ROOT = Path(__file__).parents[3]
 
-#: Advice of torch's to those who write exporters, which is no use to who calls add_tvm_dispatch.
+#: Torch's advice to authors of exporters, which is no use to users of add_tvm_dispatch.
 ADVICE = ("github", "TORCH_LOGS", "torch._logging", "torch._check", "torch._dynamo", "pytorch.org", "graph():")
 
 
 @pytest.fixture(scope="module")
 def seen():
-    """What each module left on the streams and raised, in a process that dispatches them one after the other."""
+    """Each module's output on the streams and error, in a process that dispatches them one after the other."""
     variables = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.bridge.capture.refused_modules"],
@@ -40,7 +40,7 @@ def seen():
 
 
 def assert_nothing_else(case, most_lines):
-    """Nothing is written, and what is raised is one traceback, whose frames in torch are not torch's tracer's."""
+    """Asserts no output, and an error of one traceback without frames of torch's tracer."""
     assert case["output"] == "" and case["shown"]
     assert case["shown"].count("Traceback (most recent call last):") == 1, "a chain of exceptions above it"
     assert len(case["words"].splitlines()) <= most_lines and len(case["words"]) < 1000
@@ -178,7 +178,7 @@ def test_eagers_error_is_the_one_that_is_raised(module, args, words):
 
 
 class Remembers(nn.Module):
-    """Changes its state at every call, and then does what cannot be captured."""
+    """Changes its state at every call, and then runs an operation that cannot be captured."""
 
     def __init__(self):
         super().__init__()

@@ -269,7 +269,7 @@ def test_what_extents_do_not_have_is_no_extent(expr):
 
 
 def test_strides_that_no_size_tells_are_the_samples():
-    """A part of a wider tensor: its rows may lie anywhere apart, and the entry is for those of the sample."""
+    """A part of a wider tensor: its rows may have any stride, and the entry is for the sample's."""
 
     def part(n: int) -> torch.Tensor:
         return normal(n, 9)[:, ::2]

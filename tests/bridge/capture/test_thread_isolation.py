@@ -39,7 +39,7 @@ class Stops(nn.Module):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double()
         self.norm = nn.BatchNorm1d(5, momentum=None).double()
-        self.__dict__["then"] = then.__call__  # not a Python function: what it changes is not taken for forward's
+        self.__dict__["then"] = then.__call__  # not a Python function: its changes are not taken for forward's
 
     def __deepcopy__(self, memo):
         twin = Stops()
@@ -73,7 +73,7 @@ def unheard(action: Callable[[], None]) -> Callable[[], None]:
 
 
 def in_another_thread(action: Callable[[], None]) -> Callable[[], None]:
-    """Runs ``action`` to its end in a thread of its own; what it raises is raised here."""
+    """Runs ``action`` to its end in a thread of its own, and raises its error here."""
 
     def run() -> None:
         errors: list[BaseException] = []
@@ -187,7 +187,7 @@ def test_dispatched_calls_beside_a_capture_are_dispatched():
 
 
 def test_the_captured_module_keeps_its_tensors_for_others():
-    """Saving, loading, copying and zeroing the module that is being captured; what is loaded is there afterwards."""
+    """Saving, loading, copying and zeroing the module that is being captured; loaded values are there afterwards."""
     torch.manual_seed(0)
     weights = {name: torch.randn_like(value) for name, value in Stops().inner.state_dict().items()}
 
@@ -268,7 +268,7 @@ def test_pythons_generator_goes_on_in_other_threads():
 
 @pytest.mark.cpu("numbers of mt19937, the generator of the CPU")
 def test_a_seed_set_by_a_refused_forward_is_undone():
-    """With other threads around as well; they may draw, and it is told what is whose."""
+    """Also beside other threads, whose draws are told apart."""
     over = threading.Event()
     idle = threading.Thread(target=over.wait, args=(PATIENCE,), daemon=True)
     idle.start()
@@ -305,7 +305,7 @@ def test_errors_inside_forward_leave_the_process_as_it_was():
 
 
 def test_two_threads_add_the_first_entries():
-    """Whoever comes second adds to the other's dispatcher."""
+    """The second thread adds to the first one's dispatcher."""
     second = threading.Event()
 
     @unheard

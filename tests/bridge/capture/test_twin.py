@@ -1,4 +1,4 @@
-"""Twins of modules: objects that own something, and what a dispatch adds, are left alone."""
+"""Twins of modules: objects that own a resource, and attributes that a dispatch adds, are not copied."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class EverySecond(Cell):
 
 
 class Unread(Cell):
-    """Of what the steps write, nobody reads."""
+    """The steps' writes are never read."""
 
     def forward(self, x):
         h, made = x[0], torch.zeros(x.shape)

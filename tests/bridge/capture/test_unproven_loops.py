@@ -35,7 +35,7 @@ class Reads(nn.Module):
 
 
 class ReadsBack(nn.Module):
-    """The state is what was written; views of it are taken before it is written on."""
+    """The state is read back from the written tensor, through views that are taken before the next write."""
 
     def forward(self, x):
         out = torch.zeros_like(x)
@@ -45,7 +45,7 @@ class ReadsBack(nn.Module):
 
 
 class WritesOfAView(nn.Module):
-    """Another tensor sees what is written."""
+    """Another tensor sees the writes."""
 
     def forward(self, x):
         out = torch.zeros_like(x)
@@ -90,7 +90,7 @@ class CopiesOfAView(nn.Module):
 
 
 class SavedThenWritten(nn.Module):
-    """Autograd has saved a value of what is written on."""
+    """Autograd has saved a value of the tensor that is written."""
 
     def forward(self, x):
         out, h = torch.zeros_like(x), x[0]
@@ -101,7 +101,7 @@ class SavedThenWritten(nn.Module):
 
 
 class WritesWhatAViewSees(nn.Module):
-    """What is written in place is seen by a view that was taken before; by the input's own parts."""
+    """An earlier view sees the write in place: the input's own parts."""
 
     def __init__(self, of_input):
         super().__init__()

@@ -89,7 +89,7 @@ class WritesArgument(nn.Module):
 
 
 def test_an_expanded_argument_is_not_written():
-    """What is written to one row is seen in the other: a functional graph has two."""
+    """A write to one row is seen in the other: a functional graph has two."""
     x = torch.full((1,), -1.0).expand(2, 1)
     with pytest.raises(UnsupportedModule, match=r"leaky_relu_.*elements lie in one place"):
         add_tvm_dispatch(WritesArgument(), x)

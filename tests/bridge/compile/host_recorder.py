@@ -1,7 +1,7 @@
 """A recorder on the host: a recording is the addresses of a run, and replaying it computes there again, as a GPU would.
 
-Nothing of a recording keeps memory alive, so what is read or written after its owner let go is found out; memory of
-results is handed out by address, lowest first, to whoever asks for as many bytes.
+A recording keeps no memory alive, so a test finds reads and writes after the owner let go; memory of results is handed
+out by address, lowest first, to requests for as many bytes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Timer:
 
 
 class HostRecorder:
-    """Settable: what a GPU would say. ``recorded`` counts recordings; ``fails``: raised by the next ones."""
+    """Settable: a GPU's answers. ``recorded`` counts recordings; ``fails``: raised by the next ones."""
 
     def __init__(self, program: Any):
         self.program = program

@@ -1,4 +1,4 @@
-"""Backends: a second one beside the CPU's, keys of what is compiled, and that nothing else knows the processor."""
+"""Backends: a second one beside the CPU's, keys of programs, and that nothing else knows the processor."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_other_limits_change_no_bit(case):
 
 @pytest.mark.parametrize("shape", [(4000, 3), (900, 17)])
 def test_sums_over_many_rows_are_added_in_blocks(shape):
-    """What rounding loses of a sum of equal numbers grows with the additions that follow each other."""
+    """The rounding error of a sum of equal numbers grows with the length of the chain of additions."""
     by_rows = replace(HOST, order=replace(HOST.order, block_rows=0))
 
     def sums(emit, x):
@@ -177,7 +177,7 @@ def test_options_are_frozen_and_every_field_is_in_the_key(case, monkeypatch):
     assert options(HOST).threads == 7
 
 
-#: What only the CPU's room may say: its device, its vectors, its processor and how many threads it has.
+#: Words for the CPU's room alone: its device, its vectors, its processor and its number of threads.
 FORBIDDEN = re.compile(r"LANES|host_cpu|(get|set)_num_threads|cpu_count|sched_getaffinity|is_cpu|cpu(:\d+)?")
 #: Files that name the processor for the others.
 MAY_SAY = {
@@ -190,7 +190,7 @@ MAY_SAY = {
 
 
 def said(path: Path) -> Iterator[str]:
-    """Names, attributes and strings that are no docstrings; of a file without any such word, none."""
+    """Names, attributes and strings that are no docstrings; none for a file without a forbidden word."""
     text = path.read_text()
     if FORBIDDEN.search(text) is None:
         return

@@ -1,4 +1,4 @@
-"""Steps beside the critical path: which they are, what waits for what, and that any order that respects it is right."""
+"""Second-stream scheduling: steps off the critical path, their waits; each order that respects the waits is right."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compiled(func: Function, streams: int = 2):
 
 
 class Queues:
-    """Two streams on the host: what was launched, to be run in any order that marks and waits allow."""
+    """Two streams on the host: launches, to be run in any order that marks and waits allow."""
 
     def __init__(self):
         self.launched = [], []
@@ -61,7 +61,7 @@ class Queues:
         self.launched[stream].append(mark)
 
     def run(self, choose, waits=True):
-        """``choose``: the stream, of those that need not wait, whose next launch runs."""
+        """Runs all launches; ``choose`` picks the next one's stream among the streams that need not wait."""
         done = [0, 0]
         while ready := [s for s in (0, 1) if done[s] < len(self.launched[s]) and self._may_run(s, done, waits)]:
             stream = choose(ready)
@@ -77,7 +77,7 @@ class Queues:
 
 
 class Played:
-    """What replays a piece: its queues, run in an order."""
+    """The replay of a piecewise graph: its queues, run in an order."""
 
     is_empty = False
 
@@ -107,7 +107,7 @@ class Recorded(PiecewiseExecutor):
                 now = list(before)
                 action(now)
                 for slot, then in zip(step.writes, after, strict=True):
-                    if now[slot] is not then:  # what a library call allocates
+                    if now[slot] is not then:  # a library call allocated it
                         then.copy_(now[slot])
 
             self.queues.launched[self.queues.current].append(again)
@@ -148,7 +148,7 @@ ORDERS = {"the path first": min, "beside first": max, "by chance": random.Random
 
 
 def agree(program, inputs, choose, waits=True):
-    """Whether a run in an order has the bits of one by one, with other numbers than those that it was recorded with."""
+    """Whether a run in an order has the bits of a serial run, on other numbers than the recording's."""
     parts, results, fresh, execute = record(program, inputs, choose, waits)
     for each in inputs:
         if each.is_floating_point():
@@ -219,7 +219,7 @@ def test_so_have_the_parts_of_one_that_is_cut(order):
 
 
 def test_without_waits_it_has_not():
-    """What the tests above tell."""
+    """Asserts that the tests above can fail."""
     program = backward()
     orders = [min, max, *(random.Random(seed).choice for seed in range(8))]
     assert not all(agree(program, inputs_of(program), choose, waits=False) for choose in orders)
@@ -240,7 +240,7 @@ def test_arenas_of_one_stream_are_as_they_were():
 
 
 def products(count, rows=64):
-    """A chain of products, each with one that hangs on it and nobody waits for."""
+    """A chain of products, each with a dependent one that no other step waits for."""
 
     def body(emit, x, w):
         found = []
@@ -280,7 +280,7 @@ def test_a_call_between_graphs_reads_what_steps_beside_have_written(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_steps_beside_wait_for_copies_of_inputs(order):
-    """What is not dense, or begins where kernels cannot read, is copied as the first thing."""
+    """Inputs that are not dense, or misaligned for kernels, are copied first."""
 
     def body(emit, x, y, w):
         hanging = [emit(R.matmul(each, emit(R.permute_dims(each, [1, 0])))) for each in (x, y)]
@@ -364,17 +364,17 @@ def test_lifetimes_are_as_long_as_what_runs_beside():
 
 
 def test_crossings():
-    """A step waits for the other stream's last one that conflicts, once, and for none that only reads what it reads."""
+    """A step waits once, for the other stream's last step that conflicts; two reads of the same memory do not."""
     crossings = Crossings()
     crossings.add(0, [(0, 8)], [(8, 16)])
     assert crossings.before(1, [(0, 8)], [(32, 40)]) is None  # both read
     crossings.add(1, [(0, 8)], [(32, 40)])
-    assert crossings.before(1, [(15, 20)], [(40, 48)]) == 0  # it reads what was written
+    assert crossings.before(1, [(15, 20)], [(40, 48)]) == 0  # read after write
     crossings.add(1, [(15, 20)], [(40, 48)])
     assert crossings.before(1, [(8, 9)], [(48, 56)]) is None  # it has waited
-    assert crossings.before(0, [], [(7, 9)]) == 1 - 1  # it writes what was read
+    assert crossings.before(0, [], [(7, 9)]) == 1 - 1  # write after read
     crossings.add(0, [], [(7, 9)])
-    assert crossings.before(0, [], [(36, 44)]) == 1  # it writes what was written
+    assert crossings.before(0, [], [(36, 44)]) == 1  # write after write
     assert crossings.before(0, [], [(32, 44)]) is None
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Attention(nn.Module):
-    """Scores, what ``rows`` makes of them, and the values they weigh; heads lie side by side as layers make them."""
+    """Scores, ``rows`` of them, and their product with the values; heads lie side by side as layers make them."""
 
     def __init__(self, heads, rows):
         super().__init__()
@@ -51,7 +51,7 @@ def filled(scores, mask):
 
 @pytest.fixture
 def times(monkeypatch):
-    """Sets the seconds of chains and of their steps, which small attentions are tried in, too."""
+    """Sets the seconds of chains and of their steps; small attentions are also tried."""
 
     def clear():
         SESSION.reset("programs", "choices", "lowerings")
@@ -131,7 +131,7 @@ def test_numbers(times, threads, batch, rows, others, heads, size, columns):
     ),
 )
 def test_masks(times, kind, shape, dtype):
-    """Of a batch, of all heads, of each score; rows of which nothing is left are what they are in eager."""
+    """Masks of a batch, of all heads, of each score; fully masked rows equal eager's."""
     times(1.0, 0.1)
     module = Attention(3, added if kind == "added" else filled).to(dtype)
     given, hidden = inputs(2, 31, 40, 3, 16, dtype=dtype), torch.rand(shape) < 0.3
@@ -184,7 +184,7 @@ def test_bits_of_three_kernels(times, monkeypatch, dtype):
 
 
 def test_uses_of_one_kernel(times):
-    """Layers of one shape share it: what it reads lies elsewhere."""
+    """Layers of one shape share it: it reads other addresses."""
     times(1.0, 0.1)
 
     class Layers(nn.Module):

@@ -1,4 +1,4 @@
-"""Choices: what a backend is given instead of its default numbers; limits and blocks change no bit, orders round."""
+"""Choices in place of a backend's default numbers; limits and blocks change no bit, orders round."""
 
 from __future__ import annotations
 

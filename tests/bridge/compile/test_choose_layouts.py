@@ -22,7 +22,7 @@ from tests.bridge.compile_helpers import function
 
 @dataclass
 class Policy:
-    """One way for all products; keeps what it was asked."""
+    """One way for all products; keeps its arguments."""
 
     way: str
     asked: list[ProductShape] = field(default_factory=list)
@@ -204,7 +204,7 @@ def test_a_copy_for_a_library_keeps_neighbours_neighbours():
 
 
 def test_a_gradient_is_stored_by_a_library_as_its_readers_want_it():
-    """The product of the transposes, for readers that read its rows as columns; never where a forward has it, too."""
+    """The product of the transposes, for readers that read its rows as columns; never where a forward also has it."""
     body, policy = product_then([0, 3, 1, 2]), Policy("bmm", keeps_order=True)
     _, graph = chosen(HEADS, body, policy, grad_outs=1)
     assert text(graph) == [
@@ -335,7 +335,7 @@ def test_a_plan_is_all_that_the_kernel_is_told():
 
 
 def test_copies_of_results_come_right_behind_the_products_that_they_are_of():
-    """A gradient waits for nothing that it does not depend on; what a kernel computes, it stores itself."""
+    """A gradient waits only for its operands; a kernel stores its own results."""
 
     def body(emit: Callable, x: relax.Expr, w: relax.Expr) -> list[relax.Var]:
         first = emit(op.matmul(x, w))

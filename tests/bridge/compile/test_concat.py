@@ -1,4 +1,4 @@
-"""Concatenations and paddings as sections of a kernel: values, and what is put together where."""
+"""Concatenations and paddings as sections of a kernel: values, and which sections each kernel joins."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_a_library_is_made_without_a_driver_and_says_what_it_wants_when_called()
 
 @pytest.fixture
 def run_time():
-    """TVM's CUDA run time is there, as far as compiling goes; whoever compiles besides gets ``theirs``."""
+    """TVM's CUDA run time is there, as far as compiling goes; other compilations get ``theirs``."""
     factory, made = "ffi.Module.create.cuda", []
 
     def create(code, form, functions, sources):

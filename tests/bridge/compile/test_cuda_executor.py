@@ -26,7 +26,7 @@ HOST = torch.device("cpu")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What torch says of the GPU, to be set."""
+    """Torch's answers about the GPU, to be set."""
     says = SimpleNamespace(device=None, stream=7, capturing=False, entered=[])
 
     def entered(index):

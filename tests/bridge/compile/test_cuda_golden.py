@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent / "golden"
 
 
 def flat() -> Graph:
-    """Vectors of a space without rows, and what is behind them."""
+    """Vectors of a space without rows, and a rest."""
     b = Builder()
     x, y = b.param(7, 33), b.param(7, 33)
     return b.graph(b.op("add", b.op("multiply", x, 2.0), y))

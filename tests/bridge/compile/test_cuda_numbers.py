@@ -100,7 +100,7 @@ def test_normal_distribution_of_every_number_of_a_half_type(dtype):
 
 
 def normal_functions(emit, x):
-    """Of a half type's numbers: the probability of one below, the density but for a factor, GELU."""
+    """Half-type normal distribution function, its density but for a factor, and GELU."""
     wide = emit(R.astype(x, "float32"))
     root = emit(R.erf(emit(R.multiply(wide, const(math.sqrt(0.5), "float32")))))
     below = emit(R.multiply(const(0.5, "float32"), emit(R.add(const(1, "float32"), root))))
@@ -142,7 +142,7 @@ def test_nan_and_infinity_in_reductions():
     ],
 )
 def test_sums_of_columns_are_the_same_bits_in_wider_vectors(monkeypatch, dtype, columns, function, is_wider):
-    """Of half types, a thread takes a whole access at once where that is quicker; what all rows share may be wider."""
+    """A thread loads a whole vector of half types where that is quicker; a vector that all rows share may be wider."""
     torch.manual_seed(0)
     x, scale = torch.randn(70, columns).to(getattr(torch, dtype)), torch.randn(columns)
 
@@ -166,8 +166,8 @@ def test_sums_of_columns_are_the_same_bits_in_wider_vectors(monkeypatch, dtype, 
 @pytest.mark.parametrize("columns", [300, 30, 7, 96, 2306, 2051])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_any_length_beside_their_places(dtype, columns):
-    """Threads take several vectors of rows that no whole access divides, those of a long row a warp's vectors apart; a
-    constant that counts is not read."""
+    """Threads take several vectors of rows that no whole access divides, in a long row a warp's vectors apart; a range
+    is computed, not read."""
     x = torch.arange(50 * columns).view(50, columns).remainder(251).to(dtype)
     chosen = torch.arange(50, dtype=torch.int32).remainder(columns).view(50, 1)
 

@@ -53,7 +53,7 @@ class Step(nn.Module):
 class Mixer(nn.Module):
     """Patches whose numbers are mixed across tokens, then across features, under autocast, and averaged.
 
-    The average's gradient is alike for all tokens, and whoever reads it as they lie casts it itself.
+    The average's gradient is equal for all tokens, and each kernel that reads it casts it.
     """
 
     def __init__(self):
@@ -146,7 +146,7 @@ def test_a_programs_products_are_torchs_and_launches_have_shapes(name, collected
 
 
 def test_equal_layers_share_their_kernels():
-    """Those whose sums of columns are added up by a launch of its own, too."""
+    """Also kernels whose sums of columns have a second stage."""
     kernels = []
     for layers in (3, 5):
         torch.manual_seed(0)

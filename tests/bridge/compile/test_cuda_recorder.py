@@ -1,4 +1,4 @@
-"""What is recorded on a GPU, and what is not: asked without one."""
+"""Programs that are recorded on a GPU, and programs that are not: tested without one."""
 
 import pytest
 import torch

@@ -27,7 +27,7 @@ def source(graphs, backend):
 
 
 def shared_bytes(text):
-    """Of each kernel, those of its arrays from one begin of alignment to the next."""
+    """Shared memory of each kernel in bytes, each array rounded up to its alignment."""
     found = []
     for kernel in text.split("// ---- kernels")[1].split("__global__")[1:]:
         arrays = _ARRAY.findall(kernel)

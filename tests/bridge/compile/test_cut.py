@@ -52,7 +52,7 @@ def inputs_of(program: Program) -> list[torch.Tensor]:
 
 
 def run(segments, inputs):
-    """The results; checks that nobody takes what was let go of, and that nothing is left."""
+    """The results; asserts that no segment takes a released value, and that no value is left."""
     slots, results = dict(enumerate(inputs)), {}
     taken = {slot for segment in segments for slot, _ in segment.takes}
     for segment in segments:

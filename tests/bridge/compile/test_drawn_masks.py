@@ -92,7 +92,7 @@ def test_equal_functions_with_other_masks_are_other_programs():
 
 
 def test_a_mask_is_computed_where_it_is_read_first():
-    """What reads masks of a chain of products lives no longer with computed masks than with stored ones."""
+    """Products with the masks of a chain live no longer with recomputed masks than with stored ones."""
 
     def chain(e, x, w, *pairs):
         for given, mask in zip(pairs[::2], pairs[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""Computed masks in a GPU's kernels: the code that CUDA gets, run as OpenCL, and what of it is shared by four lanes."""
+"""Recomputed dropout masks in a GPU's kernels: CUDA's code, run as OpenCL, and its part that four lanes share."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.sampling import sampled
 
 
 class Lstm(nn.Module):
-    """From the last part to the first, its backward from the first to the last; one of two carries is a result, too."""
+    """From the last part to the first, its backward from the first to the last; one of two carries is also a result."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ def test_each_thread_has_rows_of_its_own_and_memory_for_their_strips(threads):
 
 
 def test_rows_are_for_each_thread_where_each_has_some():
-    """In a loop alone: around it each thread finds what it wrote itself."""
+    """In a loop alone: around it each thread finds its own writes."""
     if register_tile(host_backend().target) is None:
         pytest.skip("no products are generated for this processor")
 

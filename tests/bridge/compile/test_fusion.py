@@ -104,7 +104,7 @@ def test_kernels(name):
 
 
 def test_a_library_call_is_not_between_the_parts_of_one_kernel(monkeypatch):
-    """``put`` reads one part of a kernel whose other part reads ``s``: what reads ``put`` runs after ``s``."""
+    """``put`` reads one part of a kernel whose other part reads ``s``: readers of ``put`` run after ``s``."""
 
     def function(m, x, index, z):
         a = index.double()

@@ -1,4 +1,4 @@
-"""Groups of random graphs: legal in order and in what they read, and bit for bit what unfused nodes compute."""
+"""Groups of random graphs: legal in order and in their reads, and bitwise equal to unfused nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def random_graph(seed: int, length: int, dtype: str = "float32") -> tuple[Graph,
 
 
 def assert_legal(graph: Graph, groups: list[Group]) -> None:
-    """Each node in one group; every group reads only what runs before it, every node what is computed before it."""
+    """Each node in one group; every group and every node reads only values that are computed before it."""
     nodes = [node for group in groups for node in group.nodes]
     assert len(nodes) == len(set(nodes)) and set(nodes) == set(graph.nodes)
     available = {*graph.params, *graph.constants}
@@ -54,7 +54,7 @@ def assert_legal(graph: Graph, groups: list[Group]) -> None:
 
 
 def assert_at_its_own_place(group: Group) -> None:
-    """What a member reads of another is made at the same element of the iteration space, or once for its row."""
+    """A member reads another member's value at the same element of the iteration space, or once for its row."""
     elements = np.arange(group.elements)
     rows = elements // group.columns if group.columns else None
     for node in group.nodes:

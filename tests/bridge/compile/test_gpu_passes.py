@@ -111,7 +111,7 @@ def test_what_stays_as_it_is(half, grad_outs, also):
 
 
 def test_a_kernel_that_ends_late_waits_for_what_it_adds():
-    """It begins early; what is computed between is not put off until then."""
+    """It begins early; steps in between are not delayed until then."""
 
     def body(emit, early, x, weight) -> list[relax.Var]:
         first = emit(op.exp(early))

@@ -38,7 +38,7 @@ def launched(graph):
 
 
 def assert_as_on_the_host(cases, plans):
-    """The kernels of each graph's plans give what those of the CPU do."""
+    """Asserts that the kernels of each graph's plans compute the CPU's results."""
     ours, host = CudaKernels(plans), list(map(Kernels, cases))
     build(*host)
     for graph, each, theirs in zip(cases, ours.graphs, host, strict=True):
@@ -70,7 +70,7 @@ def test_sizes_of_the_launch():
 
 
 def gates(n, m):
-    """A concatenation of what a few operators make, and a value beside it that is made of the same."""
+    """A concatenation of a few operators' results, and another value made of the same results."""
     b = Builder()
     x, y, z = (b.param(n, m) for _ in range(3))
     product = b.op("multiply", x, b.op("tanh", y))
@@ -128,7 +128,7 @@ def test_a_small_reduction_goes_before_what_is_copied_beside_its_result():
 
 
 def test_what_nobody_reads_lets_only_so_many_pass(monkeypatch):
-    """Gradients that are copied: who waits for one is not in the program."""
+    """Gradients that are copied: their reader is not in the program."""
 
     def places(reach):
         monkeypatch.setattr(horizontal_fusion, "_REACH", reach)

@@ -41,7 +41,7 @@ def test_what_lies_so_is_not_copied(forms):
 
 
 def test_equal_strides_lie_alike(forms):
-    """Of what a recording knows by its address and these strides; of too many kinds of strides, copies that lie so."""
+    """A recording knows an input by its address and strides; inputs of too many strides are copied."""
     copied = 0
     for x in in_all_orders():
         given, strided = forms.as_they_lie([x, x])

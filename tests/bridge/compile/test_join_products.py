@@ -1,4 +1,4 @@
-"""Joined products of gradients: the numbers of separate ones, in float64; fewer products; what is left as it is."""
+"""Joined products of gradients: the numbers of separate ones, in float64; fewer products; products that stay."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NotJoining(Joining):
 
 
 class Attention(nn.Module):
-    """Queries of ``x``; keys and values of ``x``, or of a memory; perhaps fewer heads of these."""
+    """Queries of ``x``; keys and values of ``x``, or of a memory, perhaps with fewer heads."""
 
     def __init__(self, bias=True, groups=4, memory=False):
         super().__init__()

@@ -71,7 +71,7 @@ def test_as_many_steps_as_you_like():
 
 @pytest.mark.sweep  # layers share their kernels in the same way, and steps are loops
 def test_as_many_unrolled_steps_as_you_like(monkeypatch):
-    """From where sums over the steps are cut on: 96 steps have as many kernels, too."""
+    """From the length at which sums over the steps are cut; 96 steps have as many kernels."""
     monkeypatch.setattr("bridge.lowering.pipeline.rolled", lambda body, *_: None)
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 10**9)
     short, long = (compiled(Unrolled(), 3, steps, 6) for steps in (24, 32))

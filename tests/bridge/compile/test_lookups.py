@@ -29,7 +29,7 @@ SIZES = {
 
 
 def rows_and_indices(length, table, columns, dtype, index_dtype, wraps):
-    """Rows whose sums are exact in any order, in float16, too; the lower an index, the more rows have it."""
+    """Rows whose sums are exact in any order, also in float16; the lower an index, the more rows have it."""
     generator = torch.Generator().manual_seed(length)
     rows = torch.randint(-1, 2, (length, columns), generator=generator).to(dtype)
     indices = (torch.rand(length, generator=generator) ** 4 * table).to(index_dtype)
@@ -200,7 +200,7 @@ def test_what_is_looked_up_by_a_kernel(module, kinds):
 
 
 def test_a_length_that_varies():
-    """Is the launch's; a copy of positions, which are a part of what there is, has its own."""
+    """The launch has the length; a copy of positions, a slice of a buffer, has its own."""
     lengths = {"words": {1: torch.export.Dim("length", max=16)}}
     steps = steps_of(Words(), torch.randint(0, 16, (2, 5)), dynamic_shapes=lengths)
     launches = [step for step in steps if "embedding_backward" in step.name]

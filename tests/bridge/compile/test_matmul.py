@@ -195,7 +195,7 @@ def test_a_transformer_layer_trains_as_in_eager(dtype):
 
 
 def test_parameters_may_move_between_calls():
-    """The kernel reads addresses: they must be those of the call."""
+    """The kernel reads the call's addresses."""
     torch.manual_seed(5)
     linear = nn.Linear(24, 40)
     x = torch.randn(20, 24)

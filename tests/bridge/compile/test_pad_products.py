@@ -183,7 +183,7 @@ def test_numbers_and_gradients(unit, name, monkeypatch):
 
 
 def test_one_entry_for_all_sizes(monkeypatch):
-    """What varies does not lie along memory, and is not padded."""
+    """A dynamic dimension is not contiguous in memory, and is not padded."""
     monkeypatch.setattr(CpuProducts, "unit", lambda policy, product: 8)
     SESSION.reset("programs", "lowerings")
     torch.manual_seed(0)
@@ -205,7 +205,7 @@ def test_one_entry_for_all_sizes(monkeypatch):
 
 
 def test_an_infinite_number_meets_no_zero(monkeypatch):
-    """Of the inner axis: both factors have zeros there."""
+    """Padding of the inner axis: both factors have zeros there."""
     monkeypatch.setattr(CpuProducts, "unit", lambda policy, product: 8)
     a, b = torch.ones(3, 13), torch.ones(13, 5)
     a[1, 2], b[12, 4] = torch.inf, torch.inf

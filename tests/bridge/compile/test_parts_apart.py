@@ -144,7 +144,7 @@ def test_the_step_that_is_run_last_reads_a_tensor_of_its_own(fresh, reverse, ste
 
 
 def test_others_stay(fresh):
-    """The part of the step that is run first; what others read, too; a concatenation of more than two."""
+    """The part of the step that is run first; a value with other readers; a concatenation of more than two."""
     for made in (summed(True, False), summed(False, True), summed(True, True, read_again=True)):
         program = compile_function(made, name="s", options=current_options())
         (loop,) = (step for step in program.steps if isinstance(step, RunLoop))

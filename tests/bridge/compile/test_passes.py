@@ -142,7 +142,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case[0].__name__}-{case[1].__name__}")
 def test_golden(case):
-    """What the translator gives, one node an operator, and what the pass makes of it, without dead code."""
+    """The translator's graph, one node an operator, and the pass's result, without dead code."""
     transform, body, params, before, expected = case
     graph = translated(params, body)
     assert text(graph) == before

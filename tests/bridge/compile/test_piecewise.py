@@ -1,4 +1,4 @@
-"""A run in pieces, without a GPU: what is captured, and what calls between the graphs read and write at a replay."""
+"""Piecewise graphs without a GPU: captured launches, and reads and writes of the calls between at a replay."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def states():
 
 
 def dropping(emit, q, k, v, state):
-    """What attention that drops returns, by the formula that it has on a CPU."""
+    """The results of attention with dropout, by the CPU's formula."""
     numbers = [relax.prim_value(value) for value in (0, 0, 0.3, 0.5, 8)]
     types = TupleType([TensorType(SWAPPED, "float32"), TensorType((1, 2, 32), "float32")])
     pair = emit(call("dropping_attention", [StringImm("efficient"), q, k, v, *numbers, state], types))
@@ -45,7 +45,7 @@ def dropping(emit, q, k, v, state):
 
 
 def again(emit, grad_out, q, k, v, out, sums, state):
-    """What the backward of such an attention returns first."""
+    """The first result of the backward of attention with dropout: the gradient of the queries."""
     numbers = [relax.prim_value(value) for value in (0, 0, 0.3, 0.5, 8)]
     given = [StringImm("efficient"), grad_out, q, k, v, out, sums, *numbers, state]
     made = emit(call("dropping_attention_backward", given, TupleType([TensorType(SWAPPED, "float32")] * 3)))
@@ -120,7 +120,7 @@ def recorded(compiled, inputs, fresh, copies=()):
 
 
 def taken(form):
-    """Memory for what a call between graphs returns."""
+    """Memory for the result of a call between graphs."""
     shape, strides, dtype = form
     return torch.empty_strided(shape, strides, dtype=dtype)
 
@@ -160,7 +160,7 @@ def test_ones_lie_as_what_they_stand_for(dtype, view):
 
 @pytest.mark.parametrize("is_callers", [False, True])
 def test_graphs_and_calls_take_turns_and_find_what_the_others_wrote(compiled, is_callers):
-    """Whether what a call between returns, and the run as well, lies in the caller's memory or in the recording's."""
+    """With results, of the calls between and of the run, in the caller's memory or in the recording's."""
     layout = compiled.layout
     fresh = [torch.empty(made.shape, dtype=made.torch_dtype) for made in layout.fresh]
     x, w = torch.randn(SHAPE), torch.randn(8, 8)
@@ -181,7 +181,7 @@ def test_graphs_and_calls_take_turns_and_find_what_the_others_wrote(compiled, is
 
 
 def test_an_input_between_is_the_calls_own_and_aligned(compiled):
-    """The tensors of a call are read, not those that the recording was made with."""
+    """A replay reads the call's tensors, not the recording's."""
     fresh = [torch.empty(made.shape, dtype=made.torch_dtype) for made in compiled.layout.fresh]
     x, w = torch.randn(SHAPE), torch.randn(8, 8)
     parts, _, results = recorded(compiled, [x, w, *states()], fresh)

@@ -96,7 +96,7 @@ def of_rows_of_one(emit, x, y, weight):
 
 BODIES = [by_a_product, of_rows, of_one_value_twice, of_rows_of_one]
 TYPES = ["float32", "float64", "bfloat16"]
-#: Each body of each shape, of types by turns; what is not placed is whatever the shape is.
+#: Each body of each shape, of types by turns; the body that is never placed has three shapes.
 ALWAYS = [
     (TYPES[(place + row) % 3], shape, body)
     for row, body in enumerate(BODIES)

@@ -1,4 +1,4 @@
-"""Arena pool: one block for runs in turn, one for each of those together, none when nobody needs it."""
+"""Arena pool: one block for runs in turn, one for each concurrent run, none when no run needs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of pools by the GPU's kernel, run without one: those of torch's, bit for bit."""
+"""Gradients of pools by the GPU's kernel, run without one: torch's, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GraphInputs: which addresses are part of a recording's key, which tensors are copied; bounds of what is recorded."""
+"""GraphInputs: which addresses are part of a recording's key, which tensors are copied; bounds of recordings."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_pieces_of_a_block_are_tensors_of_their_forms():
 
 
 def test_rooms_of_pieces_grow_together_and_seldom():
-    """A short size leaves all where they are; a long one moves them; what does not vary is not given more and more."""
+    """A short size leaves all where they are; a long one moves them; the room of a static size stays bounded."""
     made = rooms([1000, 100_000, 700])
     assert rooms([900, 3, 700], made) == made
     seen = {made}
@@ -144,7 +144,7 @@ class _Member:
 
 @pytest.mark.parametrize(("name", "most"), [("MAX_GRAPH_BYTES", 65), ("MAX_RECORDINGS", 7)])
 def test_recordings_are_bounded_in_number_and_in_bytes(monkeypatch, name, most):
-    """What was used the longest ago leaves; what asks for room stays."""
+    """The least recently used recordings leave; the one that asks for room stays."""
     monkeypatch.setattr(control_module, name, most)
     control, members = RecordedGraphs(True), [_Member(3, last_used) for last_used in (5, 2, 9, 1)]
     for each in members:

@@ -40,7 +40,7 @@ def _without_choices():
 
 
 class Stopwatch:
-    """Stands in for measuring: the favourite takes 1 second, every other way 2; keeps what it was asked."""
+    """Stands in for measuring: the favourite takes 1 second, every other way 2; keeps its arguments."""
 
     def __init__(self, *favourites: str) -> None:
         self.favourites = itertools.cycle(favourites)
@@ -194,7 +194,7 @@ def test_a_process_measures_a_bounded_number_of_classes(monkeypatch):
 
 
 def test_equal_products_of_one_process_have_equal_bits(monkeypatch):
-    """Whoever wins later: what a backward computes again is what the forward computed."""
+    """Whichever way wins later: a recomputed product has the forward's bits."""
     measure = Stopwatch("mm", GENERATED, "linear", "mm_swapped")
     policy = products(measure)
     monkeypatch.setattr("bridge.compile.cpu.backend.CpuBackend.products", lambda *_: policy)
@@ -240,7 +240,7 @@ def test_the_way_does_not_depend_on_who_reads_the_operands(monkeypatch):
 
 
 def test_deterministic_algorithms_take_torchs_products():
-    """A program of its own: what was compiled before does not serve."""
+    """A program of its own: the one compiled before does not serve."""
     relax_function = function([((64, 64), "float32"), ((64, 96), "float32")], lambda emit, a, b: [emit(R.matmul(a, b))])
     plain = compile_function(relax_function, name="test")
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""What a program promises about memory, inputs, results and threads."""
+"""A program's promises about memory, inputs, results and threads."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def launches(program: Program) -> list[Launch]:
 
 
 def normalized(emit, x, weight):
-    """A batch normalization of channels behind, in float32, and what of it is positive."""
+    """Batch normalization over all but the last axis: bfloat16 ``x``, float32 inside → bfloat16."""
     wide = emit(op.astype(x, "float32"))
     centred = emit(op.subtract(wide, emit(op.mean(wide, [0, 1], keepdims=True))))
     variance = emit(op.mean(emit(op.multiply(centred, centred)), [0, 1], keepdims=True))

@@ -1,4 +1,4 @@
-"""Recorded graphs, with a recorder on the host: when programs are recorded, what is replayed, what runs by itself."""
+"""Recorded graphs, with a recorder on the host: when programs are recorded, replayed, or launched kernel by kernel."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_graph_that_overlaps_steps_pays_where_the_device_has_more_to_do(compil
 
 
 def test_no_single_round_decides(compiled):
-    """Others were at work in one of them: the verdict is what two in a row have shown."""
+    """Other processes were at work in one of them: two rounds in a row decide."""
     graphed, rounds = Graphed(compiled, "auto"), [(9e-4, 1e-3), (1e-4, 1e-3), (8e-4, 1e-3), (1e-4, 1e-3)]
     graphed.check()
     for seconds in rounds:
@@ -207,7 +207,7 @@ def test_all_rounds_decide_where_no_two_agree(compiled):
 
 @pytest.mark.parametrize("always", [True, False])
 def test_disturbed_runs_do_not_count(compiled, always):
-    """The thread had no processor meanwhile; where that is always so, what they show is all there is."""
+    """The thread had no processor meanwhile; where that is always so, disturbed runs decide."""
     graphed = Graphed(compiled, "auto")
     graphed.recorder.seconds, graphed.recorder.disturbed = (1.0, 1.0), True
     for _ in range(1 + 4 * RUNS):
@@ -249,7 +249,7 @@ def test_automatic_copies_what_takes_less_than_the_launches(compiled, seconds, p
 
 @pytest.mark.parametrize("mode", ["auto", True])
 def test_automatic_holds_no_copies_of_parameters_that_move(compiled, monkeypatch, mode):
-    """As those of FSDP may, which are gathered for each call."""
+    """FSDP gathers its parameters for each call."""
     monkeypatch.setattr(module, "MAX_PARAMETER_BYTES", 500)
     graphed, kept = Graphed(compiled, mode), []
     for _ in range(20):

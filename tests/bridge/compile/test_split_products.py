@@ -47,7 +47,7 @@ class Plain(nn.Module):
 
 
 class Chain(nn.Module):
-    """Products that are read by a product, by kernels and by nobody inside."""
+    """Products that are read by a product, by kernels and only outside."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Steps work on the memory that they say: what they read, what they write, and nothing else.
+"""Steps read and write the memory that they declare, and nothing else.
 
-Two streams, lifetimes in the arena and pieces of recorded runs all rest on it.
+The second stream, lifetimes in the arena and piecewise graphs rest on it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.sampling import sampled
 
 
 class Confined(Executor):
-    """Before each step, memory that it does not say to read is filled with noise; afterwards, what it does not say to
-    write has to be that noise still, and gets its numbers back."""
+    """Fills memory that a step does not declare to read with noise before it; afterwards asserts that memory that it
+    does not declare to write is unchanged, and restores the numbers."""
 
     def __init__(self, program):
         super().__init__(program, HOST, prepare=lambda: None, pool=ArenaPool())

@@ -21,7 +21,7 @@ def made():
     return programs()
 
 
-@pytest.mark.sweep  # what another process finds of programs and kernels: tests/bridge/artifact/test_kernels.py
+@pytest.mark.sweep  # for programs and kernels in another process see tests/bridge/artifact/test_kernels.py
 def test_another_process_makes_the_same_program_and_a_loaded_one_computes_the_same_bits(made, tmp_path):
     steps = [step for program in made.values() for step in program.steps]
     kinds = {type(step) for step in steps} | {step.allocates for step in steps if isinstance(step, CallLibrary)}

@@ -64,7 +64,7 @@ def norm_backward(n: Dim, m: Dim) -> Graph:
 
 
 def norm_backward_of_rows(n: Dim, m: Dim) -> Graph:
-    """Likewise, along rows of a length that is no number."""
+    """Along rows of symbolic length."""
     b = Builder()
     x, g, weight = b.param(m, n), b.param(m, n), b.param(n)
     row = b.reduce("sum", b.op("multiply", b.op("multiply", x, g), weight), m, n, 1, m)

@@ -1,4 +1,4 @@
-"""What a launch passes to kernels for all sizes: numbers to compute with, indices, whether threads are worth it."""
+"""A launch's arguments to kernels for all sizes: numbers to compute with, indices, whether to use threads."""
 
 from __future__ import annotations
 

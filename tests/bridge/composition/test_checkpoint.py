@@ -24,7 +24,7 @@ KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "n
 
 
 class Block(nn.Module):
-    """A residual block with dropout: what a checkpoint computes again has to draw the same mask."""
+    """A residual block with dropout: a checkpoint's second run has to draw the same mask."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +182,7 @@ class Loop(nn.Module):
 
 
 def test_a_model_that_checkpoints_its_own_layers():
-    """Captured as if it did not: what is computed again is the partition's to decide."""
+    """Captured as if it did not: the partition decides which values are recomputed."""
     model = Loop(blocks(2), reentrant=False)
     ours = add_tvm_dispatch(copy.deepcopy(model), example().requires_grad_(), on_miss="error")
     call = lambda each, x: each(x)  # noqa: E731
@@ -221,7 +221,7 @@ def test_nested(early_stop):
 
 @pytest.mark.composes("nested checkpoints, early stop; selective ones")
 def test_selective():
-    """What is kept of a selective checkpoint is chosen by operator: the module inside runs eager, and says why."""
+    """A selective checkpoint chooses saved tensors by operator: the module inside runs eager, and says why."""
     layers = blocks(1)
     ours = copy.deepcopy(layers)
     add_tvm_dispatch(ours[0], example().requires_grad_())
@@ -238,7 +238,7 @@ def test_selective():
 
 
 def test_saved_tensors_hooks_that_raise_or_round():
-    """What a hook raises is the caller's; what it changes within reach of a gradient is the caller's, too."""
+    """A hook's error reaches the caller; a hook's change of a saved tensor changes the gradient."""
 
     class Refused(Exception):
         pass
@@ -261,7 +261,7 @@ def test_saved_tensors_hooks_that_raise_or_round():
 
 @KINDS
 def test_an_entry_that_is_added_inside_a_checkpoint(reentrant):
-    """What capturing saves on the way is none of the checkpoint's tensors, which it counts."""
+    """The checkpoint counts its saved tensors; capturing inside it saves none of them."""
     layers, x = blocks(1), example()
     mine = copy.deepcopy(layers)
     add_tvm_dispatch(mine[0], x[:2].clone().requires_grad_(), on_miss="compile")

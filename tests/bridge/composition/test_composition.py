@@ -1,4 +1,4 @@
-"""What people put around their layers in a training loop works around dispatched ones, with the eager run's result."""
+"""Wrappers of layers in a training loop work around dispatched layers, with the eager run's result."""
 
 import copy
 
@@ -163,7 +163,7 @@ def test_optimizer_steps_inside_the_backward(nets):
 
 @pytest.mark.composes("`saved_tensors_hooks`, `save_on_cpu`", "works", section="Autograd, memory, threads")
 def test_saved_tensors_hooks_see_everything_that_is_saved(nets):
-    """Every tensor goes through numpy and back; what a block saves is handed to the hooks and taken from them."""
+    """Every tensor goes through numpy and back; a block's saved tensors are handed to the hooks and taken from them."""
     packed = []
 
     def loop(net):

@@ -44,7 +44,7 @@ SWEPT = {
 
 @pytest.fixture(scope="module")
 def reports(request, tmp_path_factory):
-    """What the two processes report, by scenario that some test asks for: one report per rank."""
+    """The reports of the two processes, one per rank, by scenario that a test asks for."""
     asked = {item.callspec.params.get("scenario") for item in request.session.items if hasattr(item, "callspec")}
     chosen = [name for name in SCENARIOS | WHOLE if name in asked or name not in SWEPT]
     folder = tmp_path_factory.mktemp("distributed")

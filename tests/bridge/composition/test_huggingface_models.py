@@ -99,7 +99,7 @@ def assert_same(mine, eager):
 
 
 def test_a_cache_that_is_used_for_generation_can_be_gone_on_with():
-    """What comes out of the compiled call is a cache like any other: eager appends to it."""
+    """The compiled call returns an ordinary cache: eager appends to it."""
     torch.manual_seed(0)
     _, _, options, _ = MODELS["GPT-2"]
     model = hf.GPT2LMHeadModel(hf.GPT2Config(**options)).eval()

@@ -118,7 +118,7 @@ def whole(model, batch):
     ],
 )
 def test_a_whole_model_is_dispatched(tmp_path, make, examples, options):
-    """Evaluation runs without grad; where lengths vary, the last batch of an epoch is smaller, too."""
+    """Evaluation runs without grad; where lengths vary, the last batch of an epoch is also smaller."""
     eager, _ = run(tmp_path, make, examples(), **options)
     mine, model = run(tmp_path, make, examples(), whole, **options)
     assert_same_log(mine, eager)
