@@ -81,7 +81,7 @@ class _Run:
         self.module.train()
 
     def save_and_load(self, seed: int, lengths: list[int]) -> None:
-        """What is spoilt in between is there again; every second time in the memory that was loaded."""
+        """Saves, trains on, and loads again; every second time the parameters take the loaded memory."""
         saved = io.BytesIO()
         torch.save((self.module.state_dict(), self.optimizer.state_dict()), saved)
         self.train(seed, lengths)
@@ -145,7 +145,7 @@ class LongRun:
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
     def held_bytes(self) -> int:
-        """On the device, by the allocator; on the host, by what is counted."""
+        """Bytes on the device, by the allocator; on the host, by the graphs' count."""
         gc.collect()
         if DEVICE.type != "cuda":
             return self.graphs.held_bytes

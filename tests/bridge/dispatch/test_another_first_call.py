@@ -1,4 +1,4 @@
-"""Modules whose first call does something else: eager makes it, and what later calls do is compiled."""
+"""Modules whose first call differs: eager runs it, and later calls are compiled."""
 
 import copy
 
@@ -175,7 +175,7 @@ def test_a_flag_may_be_a_buffer(kind, sample):
 
 @pytest.mark.parametrize("kind", sampled(OTHERS, [StartsABuffer, DrawsOnce]))
 def test_after_the_first_call_it_may_be_added(kind):
-    """Lowered before for another module, too."""
+    """Also where another module's lowering is reused."""
     for _ in range(2):
         module = kind()
         eager = copy.deepcopy(module)
@@ -188,7 +188,7 @@ def test_after_the_first_call_it_may_be_added(kind):
         assert stats(module).hits == 4
     fresh = add_tvm_dispatch(kind(), (torch.randn(6, 4, dtype=torch.float64),))
     trained(fresh, calls=1)
-    assert stats(fresh).hits == 0  # what is known of later calls says nothing about a first one
+    assert stats(fresh).hits == 0  # the entry for later calls does not serve a first one
 
 
 def test_an_attribute_that_changes_nothing_is_set_by_the_sample():

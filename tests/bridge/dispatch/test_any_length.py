@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _few_operators(monkeypatch):
-    """Short loops are recorded, too."""
+    """Short loops are also recorded."""
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
 
 
@@ -34,7 +34,7 @@ def call_of(steps: int) -> Call:
 
 def compared(module: nn.Module, lengths: list[int]) -> tuple[nn.Module, list[list[int]]]:
     """A module, compiled when called, after calls of these lengths with eager's numbers; for each of its entries of any
-    length those that are proven."""
+    length the proven lengths."""
     eager = module.double()
     ours = add_tvm_dispatch(copy.deepcopy(eager), on_miss="compile")
     for seed, steps in enumerate(lengths):
@@ -122,7 +122,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", sampled(STEPS, ("by the length", "the last step", "odd ones")))
 def test_what_depends_on_the_length_is_eagers(name):
-    """Lengths that do other things have entries of their own, or share one of those that do the same."""
+    """Lengths with other operators have entries of their own, or share one with lengths of the same operators."""
     compared(Cell(STEPS[name]), [9, 14, 20, 13])
 
 
@@ -142,7 +142,7 @@ def test_steps_that_depend_on_the_size_are_of_one_size(name, caplog):
 
 
 def test_other_state_of_the_module_is_another_entry():
-    """What was recorded for one state proves nothing for another."""
+    """A record for one state proves nothing for another."""
 
     def step(self, x, state, t):
         return plain(self, x, state, t) * (1 if self.training or x.shape[1] < 12 else 2)

@@ -61,7 +61,7 @@ class Plain:
 
 
 class Output(dict):
-    """A mapping whose keys are attributes, too."""
+    """A mapping whose keys are also attributes."""
 
     def __getattr__(self, name):
         try:

@@ -1,4 +1,4 @@
-"""Dispatched calls inside autograd: several forwards, several backwards, accumulation, and what must fail."""
+"""Dispatched calls inside autograd: several forwards, several backwards, accumulation, and errors."""
 
 import copy
 import gc
@@ -43,7 +43,7 @@ def assert_same_gradients(dispatched: nn.Module, eager: nn.Module) -> None:
 
 
 def test_two_forwards_before_the_two_backwards():
-    """Two calls in flight with masks of their own: neither may overwrite what the other saved."""
+    """Two calls in flight with masks of their own: neither may overwrite the other's saved tensors."""
 
     def steps(module):
         torch.manual_seed(0)
@@ -284,7 +284,7 @@ def test_saved_tensors_are_released():
     alive = []
 
     def pack(tensor):
-        # A parameter or argument is alive anyway; only what the call made is of interest.
+        # Parameters and arguments are alive anyway; the test is about tensors that the call made.
         if tensor.grad_fn is None and not tensor.requires_grad:
             alive.append(weakref.ref(tensor.untyped_storage()))
         return tensor

@@ -1,7 +1,7 @@
-"""Entries whose sizes vary: what a call of each size runs is eager's, kept for the next call, and bounded.
+"""Dynamic entries: the bound call of each size equals eager's, is kept for the next call, and bounded in number.
 
 The sizes of the sample are made symbols of a captured call here, and the programs of each size are compiled for it, so
-that the test is of guards, draws, results and what is kept.
+that the test is of guards, draws, results and the cache of bound calls.
 """
 
 import copy

@@ -23,7 +23,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def nothing_is_laid_out_by_programs(monkeypatch):
-    """As on a GPU, and where sizes vary: else there is no such step."""
+    """No result layouts by programs, as on a GPU and where sizes vary: else the step "layout" does not exist."""
     monkeypatch.setattr("bridge.dispatch.results.memory_orders", lambda *_: ())
 
 
@@ -46,7 +46,7 @@ def made():
 
 
 def left_behind(module, args):
-    """All that a step of the module leaves, beside what it returns."""
+    """Results of a training step of the module, and all state that it leaves."""
     torch.manual_seed(1)
     y, view, drawn = module(*args)
     args[0].grad = None
@@ -74,7 +74,7 @@ def test_a_call_runs_its_steps_in_order():
 @pytest.mark.cpu("steps of the host: a GPU's draws move the generator before the program")
 @pytest.mark.parametrize("kind", ["layout", "generator", "write back", "attributes"])
 def test_a_call_runs_nothing_else(kind):
-    """Without a step, what it does is not done."""
+    """Without a step, its effect is missing."""
     (eager, args), (module, _) = made(), made()
     add_tvm_dispatch(module, args)
     (entry,) = stats(module).entries

@@ -1,7 +1,7 @@
-"""Modules whose programs compute their masks: forward and backward from the generator's state, nothing stored.
+"""Recomputed dropout masks: forward and backward compute them from the generator's state, nothing is stored.
 
 Without a GPU: ``native_dropout`` called by name is observed as a GPU's dropout is, and the state is a made one. The
-masks are those that a GPU with few threads would draw (:mod:`tests.philox`).
+masks equal the draws of a GPU with few threads (:mod:`tests.philox`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEED, OFFSET = -(2**63) + 12345, 2**34 - 8
 
 
 class MadeStates:
-    """As :class:`bridge.rng.engine.GeneratorStates`, of a generator that nobody has."""
+    """As :class:`bridge.rng.engine.GeneratorStates`, of a made-up generator."""
 
     def __init__(self, drawn):
         self.advances = [GPU.advance(torch.Size(draw.shape).numel()) for draw in drawn]
@@ -74,7 +74,7 @@ class Dropped(nn.Module):
 
 
 def masks(batch, rows):
-    """Those of a call, in the order of the draws; dropouts that torch draws a mask for part the runs."""
+    """The masks of a call, in the order of the draws; dropouts whose mask torch draws separate the runs."""
     offset, made = OFFSET, []
     for count, rate, first in (
         (batch * rows * rows, 0.1, True),

@@ -1,4 +1,4 @@
-"""Forwards that decide by random draws what they run (layer drop): the modules inside are dispatched by themselves."""
+"""Forwards that choose their branches by random draws (layer drop): the modules inside are dispatched by themselves."""
 
 import logging
 import random
@@ -84,7 +84,7 @@ def generators():
 
 
 def trained(module, steps=12):
-    """Of each step: the loss, gradients, states of generators behind it."""
+    """Each step's loss, gradients, and states of generators afterwards."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)

@@ -101,7 +101,7 @@ def test_what_is_looked_at_under_a_default_device():
 
 
 def test_another_default_device_is_a_miss_with_a_reason():
-    """Where factories make what eager cannot use, eager says so; where forward has none, the miss is all there is."""
+    """Where factories make tensors on a wrong device, eager raises; a forward without factories only misses."""
     module, x = OnItsDevice(), torch.randn(3, 4)
     add_tvm_dispatch(module, x)
     with torch.device(META):
@@ -113,7 +113,7 @@ def test_another_default_device_is_a_miss_with_a_reason():
 
 
 def test_a_dispatch_is_added_under_a_device_that_forward_does_not_use():
-    """What the package makes lies where it belongs; without that default the call is another one."""
+    """The package's own tensors lie on the module's device; without that default device the call is a miss."""
     module, x = OnItsDevice(), torch.randn(3, 4, requires_grad=True)
     with torch.device(META):
         add_tvm_dispatch(module, x)
@@ -152,7 +152,7 @@ def test_what_eager_refuses_under_a_default_device_it_refuses():
 
 
 def test_the_mode_sees_who_calls():
-    """Factories of this file, not those that the package or a tracer calls."""
+    """The default device holds for factories called in this file, not by the package or a tracer."""
     state = generators()
     with torch.device(META):
         given = torch.overrides._get_current_function_mode_stack()

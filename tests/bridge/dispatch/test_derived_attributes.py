@@ -1,4 +1,4 @@
-"""Old weight_norm, spectral_norm and prune inside a dispatched module: what their hooks set in every call."""
+"""Old weight_norm, spectral_norm and prune inside a dispatched module: their hooks set attributes in every call."""
 
 import io
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Errors that numbers cause, of operators whose results nobody reads: eager raises, so a call does, too."""
+"""Data-dependent errors of operators whose results are unused: eager raises, and so does a dispatched call."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What forward reads besides its arguments and tensors, wherever it lies: changed after adding, the call runs eager.
+"""Forward's reads besides its arguments and tensors, in any place: if one changes after adding, the call runs eager.
 
 One module reads it all; each case changes one thing, which the quick guard must see and the thorough one must name.
 """
@@ -31,7 +31,7 @@ DROP = nn.Dropout(0.0)
 
 
 class Box(dict):
-    """Fields by attribute, kept as items: what many training scripts hold their options in."""
+    """Fields by attribute, kept as items: a common holder of options in training scripts."""
 
     __getattr__ = dict.__getitem__
 

@@ -1,4 +1,4 @@
-"""What makes a call differ from what was compiled: each difference is seen, named, and run by eager.
+"""Differences of a call from its entry: each one is seen, named, and the call runs eager.
 
 Every case changes one thing after the dispatch was added. The quick guard must not take the call, the thorough one must
 name the difference, and the result is eager's.
@@ -161,7 +161,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def pair():
-    """A dispatched module and its eager twin; every test undoes what it changed."""
+    """A dispatched module and its eager twin; every test undoes its changes."""
     torch.manual_seed(0)
     module = Reads()
     eager = copy.deepcopy(module)
@@ -194,7 +194,7 @@ def test_a_change_is_seen_and_named(pair, name):
 
 
 def test_what_makes_no_difference_is_allowed(pair):
-    """Not the very sample, but the same meaning: the thorough look takes what the quick one leaves."""
+    """Equal values in other objects: the thorough check accepts them where the quick one does not."""
     module, eager = pair
     guard = stats(module).entries[0].guard
     hits = stats(module).hits
@@ -318,7 +318,7 @@ def test_functional_call_misses(pair):
 @pytest.mark.composes("`torch.func.functional_call`, transforms")
 @pytest.mark.parametrize("change", [lambda p: p, lambda p: nn.Parameter(p.detach() / 2)], ids=["own", "others"])
 def test_functional_call_with_parameters_is_dispatched(pair, change):
-    """Parameters are looked up at every call, so any of the same layout will do; gradients go to those.
+    """Parameters are looked up at every call, so any of the same layout will do, and get the gradients.
 
     Smaller ones: where tanh is near 1, its derivative has few digits left.
     """

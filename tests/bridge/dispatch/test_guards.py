@@ -1,4 +1,4 @@
-"""When a call is not what an entry was compiled for, PyTorch runs it, and the statistics say what differed."""
+"""PyTorch runs a call that no entry serves, and the statistics name the difference."""
 
 import contextlib
 import copy
@@ -212,7 +212,7 @@ def test_pre_hook_on_a_submodule():
 
 
 def test_attribute_a_submodule_reads():
-    """The rate of a dropout is part of what was compiled; after a change eager's numbers are the right ones."""
+    """The rate of a dropout is compiled into the entry; after a change eager's numbers are the right ones."""
     module = MLP(dropout=0.5)
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, rows())

@@ -210,7 +210,7 @@ def test_what_changes_later_is_seen(change, monkeypatch):
 
 
 def test_what_is_inserted_by_itself_has_its_own_numbers():
-    """Equal modules share what was compiled, but not with one that has a hook."""
+    """Equal modules share programs, but not with one that has a hook."""
     x, plain, other = rows().double(), net().double(), hooked(forward_hook=scaled).double()
     other.load_state_dict(plain.state_dict())
     wanted = [copy.deepcopy(each)(x) for each in (plain, other)]

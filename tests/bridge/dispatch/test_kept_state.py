@@ -1,4 +1,4 @@
-"""Places that each call sets anew (losses, features of hooks): a compiled call leaves there what eager leaves."""
+"""Places that each call sets anew (losses, features of hooks): a compiled call leaves eager's values there."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Pick(nn.Module):
 
 
 def kept(module):
-    """What places hold, in leaves."""
+    """The values in the places, as leaves."""
     names = ("loss", "map", "out", "losses", "dist", "info", "seen", "all", "state", "hidden")
     found = [(n, getattr(m, n)) for m in module.modules() for n in names if isinstance(m, Net) and hasattr(m, n)]
     return [leaf for _, value in found for leaf in pytree.tree_leaves(packed(value))]
@@ -193,7 +193,7 @@ def test_a_users_value_in_the_place_is_nothing_to_the_entry():
 
 
 class Stateful(nn.Module):
-    """Goes on from what the last call has left, where there is something."""
+    """Goes on from the last call's state, if there is one."""
 
     def __init__(self, begin):
         super().__init__()

@@ -414,7 +414,7 @@ def test_adding_under_a_profiler(module):
 
 
 def test_parameters_can_be_swapped(module):
-    """torch swaps the contents of two tensors only if nobody has a weak reference to them, garbage neither."""
+    """torch swaps the contents of two tensors only if nothing, garbage included, has a weak reference to them."""
     eager = copy.deepcopy(module)
     gc.disable()
     try:

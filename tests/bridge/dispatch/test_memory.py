@@ -1,4 +1,4 @@
-"""Life and death: what a dispatched module keeps alive, and for how long."""
+"""Lifetimes of the objects that a dispatched module keeps alive."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ def module() -> nn.Module:
 
 @contextmanager
 def reference_counts_only():
-    """Without the garbage collector, only what nothing refers to is freed, at once."""
+    """Without the garbage collector, only unreferenced objects are freed, at once."""
     gc.collect()
     gc.disable()
     try:
@@ -55,7 +55,7 @@ BATCHES["entries"] = {"rows": 11, "width": 16, "early": 20, "late": 36}  # compi
 
 @pytest.mark.composes("300 steps", "flat memory", section="Autograd, memory, threads")
 def test_resident_memory_is_flat():
-    """The process imports what is measured, and none of the tests."""
+    """The process imports the measured workloads, and none of the tests."""
     process = {"mp_context": multiprocessing.get_context("spawn"), "initializer": torch.set_num_threads}
     with ProcessPoolExecutor(1, **process, initargs=(1,)) as pool:
         each = {name: pool.submit(measure, name, **BATCHES[name]) for name in WORKLOADS}
@@ -117,7 +117,7 @@ def test_the_module_dies_with_its_last_name():
 
 @pytest.mark.composes("`del module`")
 def test_compiled_code_dies_with_the_last_module_that_uses_it(monkeypatch):
-    monkeypatch.setattr("bridge.compile.runtime.build.Built", Built)  # tests keep what they build: see conftest.py
+    monkeypatch.setattr("bridge.compile.runtime.build.Built", Built)  # conftest.py keeps built code alive
     SESSION.reset("programs")
     first = add_tvm_dispatch(MLP(6, 11), rows())
     second = add_tvm_dispatch(MLP(6, 11), rows())

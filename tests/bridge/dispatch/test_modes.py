@@ -1,4 +1,4 @@
-"""Grad mode, inference mode and what an entry of one of them is good for; adding a call that is served already."""
+"""Grad mode and inference mode: calls that an entry of each serves; adding a call that is served already."""
 
 import copy
 
@@ -102,7 +102,7 @@ class Enables(nn.Module):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("place", ["returned", "inside"])
 def test_gradients_that_forward_enables_where_they_are_off(place, mode):
-    """A call without gradients has no backward: what requires grad there is eager's."""
+    """A call without gradients has no backward: eager runs it if a result requires grad."""
     module = Enables(place)
     with mode():
         if place == "returned":
@@ -172,7 +172,7 @@ def test_a_refused_addition_leaves_the_options(pair):
 
 @pytest.mark.composes("`register_backward_hook`, the deprecated kind", "eager, with a reason", section="Guards")
 def test_a_backward_hook_of_the_deprecated_kind_runs_eager(pair):
-    """It is handed the gradients of the last operator's inputs, and the compiled call has no such operator."""
+    """It is handed the gradients of the last operator's inputs, and the compiled call has no last operator."""
     seen = []
     add_tvm_dispatch(pair[0], rows(requires_grad=True))
     for each in pair:

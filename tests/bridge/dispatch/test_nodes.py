@@ -28,7 +28,7 @@ def small_modules_have_nodes(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def held():
-    """Alive to the end: the tests' modules equal these, and are lowered and compiled once."""
+    """Modules that live to the end: the tests' modules are equal, and are lowered and compiled once."""
     torch.manual_seed(0)
     towers = [Tower(tied).double().to(DEVICE) for tied in (False, True)]
     for tower in towers:
@@ -88,7 +88,7 @@ def gradients(module, x, places=(0, 1), backward=lambda loss: loss.backward()):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """What happens in a backward, in order: programs that run; others note their own."""
+    """The events of a backward, in order: programs that run, and notes of the tests."""
     seen, call = [], Program.executor.func
 
     def executor(self):
@@ -311,7 +311,7 @@ def test_a_gradient_that_is_a_grad_out():
         def forward(self, x):
             return self.tower(x)[1].reshape(15, WIDTH) + self.first + self.last
 
-    def double(parameter):  # whoever gets a gradient may write into it
+    def double(parameter):  # a hook may write into its gradient
         parameter.grad.mul_(2)
 
     torch.manual_seed(0)

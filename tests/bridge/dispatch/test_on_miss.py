@@ -1,4 +1,4 @@
-"""``on_miss="compile"``: the second size of a dimension is compiled for all; what differs otherwise gets an entry.
+"""``on_miss="compile"``: the second size of a dimension is compiled for all; other differences get entries.
 
 Where a size cannot vary, each gets an entry of its own: at most eight, of recorded loops 64.
 """
@@ -90,7 +90,7 @@ def test_batches_of_varying_length_in_a_loop(caplog):
 
 def test_a_size_that_cannot_vary_is_tried_once(caplog, monkeypatch):
     """And the size at hand is compiled all the same, whatever went wrong with all of them."""
-    tried = []  # numbers of dimensions; what forward fixes is compiled for this size then
+    tried = []  # numbers of dynamic dimensions; a size that forward fixes is then compiled alone
 
     def compiled(call, options, **more):
         dims = call.dims
@@ -186,7 +186,7 @@ def test_the_warning_comes_once_for_each_thing_that_differs(caplog):
 
 
 class Counted(Scale):
-    """Counts its calls and draws before it looks at what it was given."""
+    """Counts its calls and draws before it reads its argument."""
 
     def __init__(self):
         super().__init__()
@@ -264,7 +264,7 @@ def test_modes_become_entries():
     section='`on_miss="compile"`',
 )
 def test_what_never_comes_back_is_compiled_for_a_few_times_only(caplog):
-    """And no other cause suffers from it; what was compiled still serves; adding by hand starts the count anew."""
+    """Other causes of misses are unaffected; old entries still serve; adding by hand starts the count anew."""
     module = OneSize()
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, rows(1), on_miss="compile")

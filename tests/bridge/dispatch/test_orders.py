@@ -36,7 +36,7 @@ class Body(nn.Module):
 
 
 class Pooled(nn.Module):
-    """A result and a gradient that torch's kernels make; what the pool reads lies in another order than its result."""
+    """A result and a gradient that torch's kernels make; the pool's input lies in another order than its result."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def pair(name, like=None, **options):
 
 
 def step(module, x):
-    """Results, gradients with their strides, what the module holds."""
+    """Results, gradients with their strides, the module's buffers."""
     module.zero_grad()
     x.grad = None
     y = module(x)
@@ -135,7 +135,7 @@ def test_nothing_is_copied_on_the_way_in():
 
 
 def test_gradients_are_not_copied_on_the_way_out():
-    """Autograd keeps one that lies as what it is of, and copies any other."""
+    """Autograd keeps a gradient in its tensor's memory layout, and copies any other."""
     ours, _, x = pair("two dimensions")
     made = {}
     for name, each in [*ours.named_parameters(), ("x", x)]:

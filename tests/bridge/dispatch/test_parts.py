@@ -1,4 +1,4 @@
-"""Models with code that cannot be captured: the largest modules inside are dispatched; what stays eager is told."""
+"""Models with code that cannot be captured: the largest modules inside are dispatched; the eager rest is named."""
 
 import copy
 from collections.abc import MutableMapping

@@ -80,7 +80,7 @@ def layer(draw, rank, channels):
 
 
 class Net(nn.Module):
-    """Layers one after another; what comes out, alone or beside the weights and what went in."""
+    """Layers one after another; returns their result, its means, or the result beside the input or a weight."""
 
     def __init__(self, draw, rank, channels):
         super().__init__()
@@ -117,7 +117,7 @@ def drawn(seed):
         x.requires_grad_(draw.random() < 0.6)
         try:
             step(copy.deepcopy(module), x)
-        except (RuntimeError, ValueError):  # windows that are larger than what is left
+        except (RuntimeError, ValueError):  # windows that are larger than the plane
             continue
         return module, x
 

@@ -1,4 +1,4 @@
-"""What becomes of a call's inputs between forward and backward: gradients are of the numbers that eager has kept."""
+"""A call's inputs change between forward and backward: gradients are of the numbers that eager has kept."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ WRITES = {
 
 @pytest.mark.parametrize("kind", RESULTS)
 def test_results_are_written_before_the_backward(kind):
-    """What eager saves nothing of may be written; of the rest, it raises or has the new numbers."""
+    """A result that eager does not save may be written; for others, eager raises or reads the new numbers."""
 
     def step(m, _, i):
         found = []

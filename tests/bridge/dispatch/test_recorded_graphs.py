@@ -80,7 +80,7 @@ def varying():
 
 
 def test_sizes_that_come_back_are_recorded(varying):
-    """In any order, forward and backward once each: what other sizes have shown of addresses holds for all."""
+    """In any order, forward and backward once each: sizes share their history of addresses."""
     order, before = random.Random(0), varying.graphs.recordings
     sizes = [order.randint(3, 20) for _ in range(120)]
     for seed, rows in enumerate(sizes):

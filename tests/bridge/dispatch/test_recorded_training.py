@@ -95,7 +95,7 @@ OFFLOADS = {
 
 @pytest.mark.parametrize("how", OFFLOADS)
 def test_activation_offload(pair, how):
-    """What the forward keeps is elsewhere between forward and backward; nothing is overwritten before it is copied."""
+    """Saved tensors are elsewhere between forward and backward; none is overwritten before it is copied."""
     if how != "save_on_cpu" and DEVICE.type != "cuda":
         pytest.skip("streams are a GPU's")
 

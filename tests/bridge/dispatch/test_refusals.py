@@ -1,4 +1,4 @@
-"""What cannot be done exactly is refused by name and source line, and the module is then as it was."""
+"""Code that cannot be compiled exactly is refused by name and source line, and the module is then as it was."""
 
 import copy
 import pathlib
@@ -112,7 +112,7 @@ class UnsupportedDraw(Base):
 
 
 class OwnGenerator(Base):
-    """Draws from a generator of the module's own, which nobody else can put into eager's order."""
+    """Draws from a generator of the module's own, whose draws the package cannot put into eager's order."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ def test_a_draw_inside_of_a_function_that_modes_override():
 
 TOUCHES = (MutatesInputByIndex, MutatesParameter, CountsCalls, CustomFunction)
 TOUCHES += (GradientHook, OwnGenerator, Reseeds, LeavesForNumpy, ReadsValue)
-"""What would leave traces, of all of these that are refused at a place of their own."""
+"""Refused modules with side effects, and one for each place that refuses."""
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_a_failing_conversion_names_operator_and_line(monkeypatch):
     ],
 )
 def test_a_failing_compiler_names_the_direction(monkeypatch, where):
-    """Machine code is made in the background: what goes wrong there is raised when dispatch is added, and not kept."""
+    """Machine code is made in the background: its errors are raised when the dispatch is added, and not kept."""
 
     def broken(*args, **options):
         raise ValueError("broken")

@@ -75,7 +75,7 @@ def made(inner, place):
 
 
 def trained(module, rows=6):
-    """Two calls before their backward, then two steps; what they give, and the buffers behind them."""
+    """Two calls before their backward, then two steps: losses, gradients, and the buffers afterwards."""
     torch.manual_seed(3)
     found = []
     for together in (2, 1, 1):
@@ -97,7 +97,7 @@ INSIDE = [(how, place) for how in HOWS for place in PLACES]
 def test_they_have_eagers_numbers(how, place):
     module = made(Tracks(how), place)
     eager = copy.deepcopy(module)
-    SESSION.reset("lowerings")  # modules that run the same operators share what is captured: each is to be here
+    SESSION.reset("lowerings")  # modules with the same operators would share a capture
     add_tvm_dispatch(module, (torch.randn(6, 4, dtype=torch.float64),))
     for ours, theirs in zip(trained(module), trained(eager), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -39,7 +39,7 @@ BAD = {"label": sample(last_label=7), "negative label": sample(last_label=-3), "
 
 
 def outcome(module: nn.Module, call: Call) -> tuple:
-    """What a call that fails leaves behind."""
+    """The error of a call that fails, the counter after it, the next draw, and the error's context."""
     torch.manual_seed(3)
     with pytest.raises(Exception) as caught:
         call(module)

@@ -35,7 +35,7 @@ class Slots:
 
 
 class Answer:
-    """Its attributes are not what ``__init__`` takes."""
+    """Its attributes are not the arguments of ``__init__``."""
 
     def __init__(self, loss, *rest):
         self.both = [loss, *rest]

@@ -25,7 +25,7 @@ class Turned(nn.Module):
 
 
 class OfATurned(nn.Module):
-    """Computed of what lies turned: eager's result lies as that does, and the backward reads it."""
+    """Computed from a transposed view: eager's result has the view's layout, and the backward reads it."""
 
     def forward(self, x):
         return x.transpose(0, 2).sigmoid()

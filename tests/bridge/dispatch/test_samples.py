@@ -245,7 +245,7 @@ def test_a_misspelled_keyword_is_told():
 
 
 class Counting(nn.Module):
-    """Its own ``__call__`` gives forward what a caller leaves out, as PyTorch Geometric's aggregations do."""
+    """Its own ``__call__`` fills in a missing argument of forward, as PyTorch Geometric's aggregations do."""
 
     def __init__(self):
         super().__init__()

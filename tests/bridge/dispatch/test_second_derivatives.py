@@ -27,7 +27,7 @@ def close(actual, expected):
 
 
 def trained(module, step):
-    """The losses of some steps with a module, and what it is after them."""
+    """The losses of some steps with a module, and its state afterwards."""
     torch.manual_seed(3)
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
     losses = []
@@ -113,7 +113,7 @@ class Learner(nn.Module):
 @pytest.mark.composes("`create_graph=True`: gradient penalties, PINNs, MAML, Hessian-vector products")
 @pytest.mark.parametrize("functional", [False, True])
 def test_an_inner_step_of_gradient_descent(functional):
-    """MAML: the outer gradient goes through two inner ones. ``functional_call`` with what these give runs eager."""
+    """MAML: the outer gradient goes through two inner ones. ``functional_call`` with their results runs eager."""
 
     def step(learner):
         amplitude = torch.rand((), dtype=torch.float64, device=DEVICE) + 0.5
@@ -222,7 +222,7 @@ class Keeps(nn.Module):
 
 
 def test_an_input_computed_by_another_call():
-    """What one module hands to the next is nobody's but autograd's."""
+    """Only autograd refers to the tensors between two modules."""
     chain = [pair(Keeps(), rows()) for _ in range(3)]
     x, found = rows(), []
     for modules in zip(*chain, strict=True):
@@ -285,7 +285,7 @@ def test_a_parameter_changed_in_place_is_an_error_of_such_a_backward_alone():
 
 
 def test_the_module_may_be_another_one_by_then():
-    """In eager, too, the backward is that of the call as it was."""
+    """As in eager, the backward belongs to the module as it was at the call."""
     dispatched, eager = pair(MLP(dropout=0.5), rows())
     found = []
     for module in (dispatched, eager):
@@ -300,7 +300,7 @@ def test_the_module_may_be_another_one_by_then():
 
 
 def test_an_input_changed_in_place_afterwards_keeps_nothing_alive():
-    """``x += f(x)`` makes the input a result of the call; a reference to it would be a cycle that nobody sees."""
+    """``x += f(x)`` makes the input a result of the call; a reference to it would be a hidden cycle."""
     dispatched, eager = pair(Keeps(), rows())
     found = []
     for module in (dispatched, eager):
@@ -358,7 +358,7 @@ def test_sizes_that_vary():
 
 
 class Cubed(torch.autograd.Function):
-    """What it returns lies as its argument does; traced, it is dense."""
+    """Its result has its argument's memory layout; traced, it is dense."""
 
     @staticmethod
     def forward(ctx, x):

@@ -101,7 +101,7 @@ def test_every_setting_is_changed_here():
 
 
 def test_values_that_mean_the_same_are_one(guards):
-    """What ``allow_tf32 = False`` leaves is as good as what was there before it was ever set."""
+    """The state after ``allow_tf32 = False`` equals the initial one."""
     module, x, _, on_gpu = guards
     with put(MATMUL, "allow_tf32", True), put(MATMUL, "allow_tf32", False):
         assert SETTINGS["float32 precision of CUDA products"]() == "ieee"

@@ -1,4 +1,4 @@
-"""What a first call writes and later ones leave: not done by adding, done by the first hit."""
+"""Writes of the first call alone: not done by adding, done by the first hit."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_a_train_step_in_a_forked_child():
 
 
 class Slow(nn.Module):
-    """Lets somebody else in while it is traced."""
+    """Lets another thread run while it is traced."""
 
     def __init__(self, reached: threading.Event):
         super().__init__()
@@ -194,7 +194,7 @@ class Slow(nn.Module):
 @pytest.mark.cpu("CUDA does not outlive a fork")
 @pytest.mark.composes("a train step and adding in a forked child")
 def test_a_fork_in_the_middle_of_another_threads_capture():
-    """It waits for the capture: the child would find the process half changed and the lock held by nobody."""
+    """It waits for the capture: the child would find the process half changed and the lock held by no thread."""
     reached = threading.Event()
     adder = threading.Thread(target=lambda: add_tvm_dispatch(Slow(reached), rows(7)), daemon=True)
     adder.start()

@@ -133,7 +133,7 @@ def test_removal_frees_what_was_compiled(pair):
     section="The module stays the user's",
 )
 def test_forward_set_on_the_instance_before():
-    """What ``module(x)`` runs is captured, whoever put it there."""
+    """The capture is of the function that ``module(x)`` runs, also one set on the instance."""
     torch.manual_seed(0)
     module = MLP()
     original = module.forward

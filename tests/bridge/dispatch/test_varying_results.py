@@ -1,4 +1,4 @@
-"""Entries for all sizes: what a call returns and counts beside tensors follows the size, or the size does not vary."""
+"""Dynamic entries: a call's results and counters beside tensors follow the size, or the size does not vary."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Arguments that forward writes in place: the caller's tensors get eager's values, and nobody else's memory does."""
+"""Arguments that forward writes in place: the caller's tensors get eager's values, and no other memory is written."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ USES = {
 
 
 def called(module, x, *others):
-    """The results of two calls, and what was given to them afterwards; with the gradient of the first argument."""
+    """The results of two calls, their arguments afterwards, and the gradient of the first argument."""
     x = x.clone().requires_grad_()
     others = [copy.deepcopy(each) if each is None else _with_its_memory(each) for each in others]
     found = []

@@ -1,4 +1,4 @@
-"""Memory that ``.data`` writes between forward and backward: an operator's gradient reads of it what eager's reads."""
+"""Memory that ``.data`` writes between forward and backward: an operator's gradient reads eager's numbers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ALWAYS = ["quotient", "norm", "layer norm", "root mean square", "squared error",
 
 @pytest.mark.parametrize("name", sampled([*OPERATORS], ALWAYS))
 def test_gradients_read_what_eager_reads(name):
-    """Of the arguments, the parameter and the result, in turn: as autograd saves them, or what it computed of them."""
+    """Writes the arguments, the parameter and the result in turn; autograd saves each, or a value computed from it."""
 
     def step(m, _, i):
         found = []

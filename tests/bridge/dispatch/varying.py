@@ -1,4 +1,4 @@
-"""What the tests of varying sizes share: modules with their calls, and entries added for given dimensions."""
+"""Helpers of the tests of dynamic shapes: modules with their calls, and entries added for given dimensions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch.compile(backend="tvm_dispatch")``: what Dynamo finds runs in TVM, or eager for a reason that is counted."""
+"""``torch.compile(backend="tvm_dispatch")``: Dynamo's graphs run in TVM, or eager for a reason that is counted."""
 
 import copy
 import gc
@@ -260,7 +260,7 @@ def test_a_graph_that_holds_a_tensor_of_its_own():
     assert sum(total(compare(lambda a: a * table + torch.tensor([1.0, 2.0, 3.0, 4.0]), x(3, 4)))[1].values()) == 0
 
 
-# what falls back
+# graphs that run eager
 
 
 def only_miss(found):
@@ -416,7 +416,7 @@ def test_a_number_that_is_no_factor_is_a_constant_of_each_entry():
 
 
 def test_the_numbers_of_a_module_when_everything_is_dynamic():
-    """The momentum and the epsilon of a normalization, too, are then inputs of the graph."""
+    """The momentum and the epsilon of a normalization are then inputs of the graph."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
     eager, known = copy.deepcopy(model), graphs()
     compiled = torch.compile(model, backend="tvm_dispatch", dynamic=True)
@@ -480,7 +480,7 @@ def test_the_backend_is_registered():
 
 def test_reset_lets_go_of_the_graphs():
     compiled = torch.compile(lambda a: a.sin() * 2, backend="tvm_dispatch")
-    gc.collect()  # those of the tests before
+    gc.collect()  # graphs of the tests before
     known = len(graphs())
     compiled(x(2, 2))
     assert len(graphs()) == known + 1

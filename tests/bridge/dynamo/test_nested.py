@@ -1,4 +1,4 @@
-"""``torch.compile`` around dispatched layers, and dispatch around compiled ones: whoever was asked to run it does."""
+"""``torch.compile`` around dispatched layers, and dispatch around compiled ones: each compiler runs its own module."""
 
 import copy
 import io
@@ -51,7 +51,7 @@ def assert_same(function, eager, data, seeds=(0, 1)):
         torch.testing.assert_close(mine.grad, other.grad, **CLOSE)
 
 
-# a dispatched layer inside of what is compiled
+# a dispatched layer inside of a compiled model
 
 
 @pytest.mark.composes(
@@ -178,7 +178,7 @@ def test_a_dispatched_layer_kept_out_of_the_outer_graph_runs_its_own_code():
     assert stats(model.layer).hits == 1
 
 
-# a compiled layer inside of what is dispatched
+# a compiled layer inside of a dispatched model
 
 
 @pytest.mark.parametrize("how", ["module.compile", "torch.compile", "Inductor", "itself"])

@@ -1,4 +1,4 @@
-"""``save_compiled`` and ``load_compiled``: what a loaded module does as the saved one did, what is refused, damage."""
+"""``save_compiled`` and ``load_compiled``: a loaded module works as the saved one did; refusals; damaged files."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_damage_is_noticed_in_every_file(tmp_path):
 
 
 def test_settings_that_mean_the_same_are_accepted(monkeypatch):
-    """A precision that nobody set, and the one that it stands for."""
+    """A precision that was never set, and the one that it stands for."""
     for now, then, is_refused in (("none", "ieee", False), ("ieee", "none", False), ("tf32", "ieee", True)):
         monkeypatch.setattr(entry_data, "_settings", lambda device, now=now: {"precision": now})
         with pytest.raises(ValueError, match="saved for precision") if is_refused else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""Native forms beside eager: loops and users' own Functions are compiled, what only torch computes is named."""
+"""Native forms beside eager: loops and custom autograd Functions are compiled, operators of torch alone are named."""
 
 from __future__ import annotations
 

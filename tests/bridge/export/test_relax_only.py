@@ -1,4 +1,4 @@
-"""Library calls spelled out in Relax: the same numbers; what only torch computes is named."""
+"""Library calls spelled out in Relax: the same numbers; operators of torch alone are named."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def saved_as(kind: str, folder: Path, device: torch.device | str = "cpu") -> nn.
 
 
 def trained_by_another_process(folders: Iterable[str]) -> dict[str, Any]:
-    """What :func:`trained` tells of saved modules in a process without their source, by folder."""
+    """The result of :func:`trained` for saved modules in a process without their source, by folder."""
     command = [sys.executable, "-m", "tests.bridge.export.trained_elsewhere", *folders]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -100,7 +100,7 @@ def test_training_goes_on_in_a_process_without_the_source(saved):
     assert_trained_alike(saved)
 
 
-@pytest.mark.sweep  # what of it the others lack is in test_load.py
+@pytest.mark.sweep  # test_load.py covers the rest of it
 def test_training_of_a_bert_goes_on_in_a_process_without_the_source(tmp_path):
     assert_trained_alike({str(tmp_path / "bert"): saved_as("bert", tmp_path / "bert")})
 

@@ -1,4 +1,4 @@
-"""Loaded modules in a process that has no transformers: twenty steps of each, and what they are made of.
+"""Loaded modules in a process that has no transformers: twenty steps of each, and the state after them.
 
     python -m tests.bridge.export.trained_elsewhere FOLDER…
 

@@ -1,4 +1,4 @@
-"""Attributes of objects that forward reads: a call is compiled for these, and for no others."""
+"""Attributes of objects that forward reads: an entry serves calls with equal values of them alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 def test_a_call_is_compiled_for_what_it_reads():
-    """What it does not read may change, come and go; what it reads, or looked for in vain, may not."""
+    """Attributes that forward does not read may change, come and go; read or missing ones may not."""
     settings = Settings()
     layer, x = Layer(settings), torch.randn(2, 4)
     add_tvm_dispatch(layer, x, on_miss="error")

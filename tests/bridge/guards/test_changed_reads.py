@@ -235,12 +235,12 @@ nothing of decimals: | float(decimal.Decimal(2) / 1) | decimal.Decimal(1) / 3
 
 
 def cases(text):
-    """``name: what is there | what forward multiplies by | the change``, where ``~`` ends a line."""
+    """``name: definitions | forward's factor | the change``, where ``~`` ends a line."""
     return dict(line.split(": ", 1) for line in text.strip().replace("\n  |", " |").replace("\n  ~", "~").split("\n"))
 
 
 def module_of(case, where, path, monkeypatch):
-    """A module whose forward reads as a case says, its namespace, and the code and the namespace of what changes it."""
+    """A module whose forward reads as a case says, its namespace, and the code and the namespace of the change."""
     before, value, change = (part.strip().replace("~", "\n") for part in case.split("|"))
     package = f"read_{where}_{path.name}"
     folder = path / "site-packages"

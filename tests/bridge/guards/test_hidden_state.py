@@ -96,7 +96,7 @@ def text_of(path):
         return float(file.read())
 
 
-# name: (what is held, what forward reads of it, the change); ``path`` is a file that holds "2"
+# name: (the held object, forward's read of it, the change); ``path`` is a file that holds "2"
 STATE = {
     "a file": (lambda path: path, text_of, write),
     "a file, computed": (lambda path: path[:-1], lambda h: 2.0 + os.access(h + "q", os.R_OK), lambda h: write(h + "q")),
@@ -183,7 +183,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
-    """What a case changes in the process is put back."""
+    """Restores the process's state after a case."""
     context, errors, dtype = decimal.getcontext().copy(), np.geterr(), torch.get_autocast_dtype("cpu")
     with warnings.catch_warnings():
         yield
@@ -242,7 +242,7 @@ def start(target):
     thread.join()
 
 
-# what is held, what forward does to it, what is left of that
+# the held object, forward's effect on it, the result of the effect
 EFFECTS = {
     "a context variable": (lambda path: VARIABLE, lambda h: h.set(h.get() + 1), lambda h: h.get()),
     "a thread": (lambda path: [], lambda h: start(lambda: h.append(1)), len),

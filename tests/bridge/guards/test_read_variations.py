@@ -1,7 +1,7 @@
-"""What forward reads, by kind × where it is held × how it is read × how it changes; the next call is eager's.
+"""Forward's reads, by kind × holder × way of reading × change; the next call is eager's.
 
-A case is a module in a file of its own, made from the tables. What it does not read changes first, and equal data takes
-the place of what it reads: these calls hit. ``make test`` runs every 13th case, ``make test-all`` all.
+A case is a module in a file of its own, made from the tables. Unread objects change first, and equal data replaces the
+read object: these calls hit. ``make test`` runs every 13th case, ``make test-all`` all.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def matched(h):
         case {'k': k}: return k
         case [k, *_]: return k
 """
-# kind: what is made of a number K | what is read of it, h | a change in place; "=": an equal one in its place is a hit
+# kind: an object made of a number K | the read of it, h | a change in place; "=": an equal one in its place is a hit
 KINDS = """
 number =: K | h
 text =: str(K) | float(h)
@@ -359,7 +359,7 @@ setdefault that finds: {'k': K} | dict(h).setdefault('k', 1.) | h['k'] = 3.
 """
 OF_THREADS = ("context variable", "threading.local")
 """Kinds that each thread has of its own."""
-# what is held: an expression for it in forward and outside, and what another one in its place is assigned to
+# holder: expressions for the held object in forward and outside, and an assignment of another one, NEW
 HELD = {
     "attribute": ("self.h", "m.h", "m.h = NEW"),
     "global": ("H", "USER['H']", "USER['H'] = NEW"),
@@ -446,7 +446,7 @@ def build(h):
 
 
 def act(case, change, names):
-    """Does the change of what is held, or puts another one in its place, made of a number."""
+    """Changes the held object in place, or replaces it by another one made of a number."""
     kind, held, *_ = case
     _, present, assign = HELD[held]
     space = {**names["USED" if held == "package" else "USER"], **names}

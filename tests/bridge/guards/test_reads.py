@@ -418,7 +418,7 @@ def test_a_profiler_of_the_users_goes_on():
 
 
 class Steps(nn.Module):
-    """Calls a part step by step; a step may set what the next one reads."""
+    """Calls a part step by step; a step may set an attribute that the next one reads."""
 
     def __init__(self, steps, sets):
         super().__init__()
