@@ -1,6 +1,6 @@
 """The CPU backend: a processor → kernels and machine code for it, and its policy for matrix products.
 
-The CPU's limits and its order of reductions: numbers that were found by measuring, on machines with AVX-512.
+The CPU's limits and its order of reductions: numbers measured on machines with AVX-512.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ __all__ = ["ALTERNATIVES", "LANES", "LIMITS", "ORDER", "CpuBackend", "host_backe
 _LOG = channel("compile")
 
 LANES = 16
-"""Vector width of every generated loop, whatever the element type or the processor: 16 float32 fill one AVX-512
-register, and the compiler splits wider vectors into several registers. It is fixed because the order of a
-reduction follows from it: results must not depend on the machine's vector width."""
+"""Vector width of every generated loop for any element type or processor: 16 float32 fill one AVX-512 register, and the
+compiler splits wider vectors. It is fixed because the order of a reduction follows from it: results must not depend on
+the machine's vector width."""
 
 ORDER = ReductionOrder(
     lanes=LANES,
     interleaved=(4, 2, 1),
-    chunk_elements=16_384,  # microseconds, so that starting threads is worth it
+    chunk_elements=16_384,  # microseconds of work, so that starting threads pays
     chunk_rows=8,
     most_chunks=32,  # enough for the threads of one socket
     split=8192,
@@ -75,7 +75,7 @@ LIMITS = Limits.of(
     cheap_in_known_rows=4,
     cheap_shared=0,
     parallel_work=250_000,  # ten microseconds in vectors, where a launch costs two or three
-    parallel_steps=100_000,  # a step's threads have not gone to sleep
+    parallel_steps=100_000,  # a step's threads are still awake
     parallel_columns=150_000,
     parallel_second_stage=32_768,
     parallel_legalized=16_384,
@@ -120,13 +120,13 @@ ALTERNATIVES = (
     Alternative(OF_LIMITS, "section_operators", (1, 12)),
     Alternative(OF_LIMITS, "placed_sections", (0,)),
 )
-"""What tuning tries. A vector of 32 lanes is two registers of AVX-512; 8 are one of AVX2."""
+"""The tunables' candidates. A vector of 32 lanes is two registers of AVX-512; 8 lanes are one of AVX2."""
 
 
-#: LLVM unrolls a loop completely if less than this many instructions come out, then the loop around it likewise. With
-#: its own limit, 300, a short column sum (6 chunks of rows of 48 vectors) grows to 14,000 instructions, half a second
-#: of compilation, and is no faster. At 270 nearly every other kernel's machine code is what it is at 300; at 220 a
-#: softmax over 128 columns, which gains from unrolling, is a tenth slower.
+#: LLVM unrolls a loop completely if the result has fewer instructions than this, then the loop around it likewise. With
+#: its default, 300, a short column sum (6 chunks of rows of 48 vectors) grows to 14,000 instructions, half a second of
+#: compilation, and is no faster. At 270 nearly all other kernels keep their machine code; at 220 a softmax over 128
+#: columns, which gains from unrolling, is a tenth slower.
 _UNROLLED_INSTRUCTIONS = 270
 
 
@@ -145,10 +145,10 @@ def host_backend() -> CpuBackend:
 
 @dataclass(frozen=True)
 class CpuBackend(Backend):
-    """Kernels by LLVM on torch's threads, as many as torch says at every call: :mod:`bridge.compile.cpu.threads`.
+    """Kernels by LLVM on torch's threads, in their number at each call: :mod:`bridge.compile.cpu.threads`.
 
     Attributes:
-        target: of kind ``llvm``; no fast-math flag: values must not depend on what a kernel is fused with.
+        target: of kind ``llvm``; no fast-math flag: values must not depend on fusion.
     """
 
     order: ReductionOrder = ORDER
@@ -162,7 +162,7 @@ class CpuBackend(Backend):
 
     @property
     def _code_key(self) -> str:
-        """What kernels depend on beside their functions: backends of other limits share them."""
+        """The dependencies of kernels beside their functions; backends with other limits share kernels."""
         return f"cpu {self.target} {self.order}"
 
     @property
@@ -180,7 +180,7 @@ class CpuBackend(Backend):
         return torch.get_num_threads()
 
     def settings(self) -> tuple[str, ...]:
-        """None: what its library calls depend on, they look up when they run."""
+        """Empty: its library calls look up their settings when they run."""
         return ()
 
     def products(self, threads: int, deterministic: bool) -> CpuProducts:
@@ -202,13 +202,13 @@ class CpuBackend(Backend):
         return built.function
 
     def _product(self, element_type: str) -> tuple[str, PrimFunc]:
-        """The name and the function of an element type's matrix products, on a target that has a register tile."""
+        """Name and function of an element type's matrix products; the target must have a register tile."""
         tile = register_tile(self.target)
         assert tile is not None, self.target
         return f"product_{element_type}", gemm_function(element_type, tile)
 
     def _packed(self, element_type: str) -> list[tuple[str, PrimFunc]]:
-        """What packs a matrix, and what multiplies by it then."""
+        """Names and functions that pack a matrix, and multiply by a packed one."""
         tile = register_tile(self.target)
         assert tile is not None, self.target
         makers = {"pack": packing_function, "packed_product": packed_gemm_function}
@@ -219,11 +219,11 @@ class CpuBackend(Backend):
         return pack.function, multiply.function
 
     def executable(self, module: IRModule) -> relax.VMExecutable:
-        """For any processor of this architecture."""
+        """Code for any processor of this architecture."""
         return tvm.compile(module, Target("llvm"))
 
     def prepare(self, tensors: Sequence[torch.Tensor], in_loops: bool = False) -> None:
-        """Begins to build the kernels of matrix products, where there is a processor that would idle meanwhile."""
+        """Starts building the kernels of matrix products if there is more than one thread."""
         if torch.get_num_threads() > 1 and not torch.are_deterministic_algorithms_enabled():
             for name in generated_types(self.target, tensors):
                 self.build(self._packed(name) if in_loops else [self._product(name)])
@@ -254,7 +254,7 @@ class CpuBackend(Backend):
         return kept_kernels(keys, CpuLibraries(self.target))
 
     def executor(self, program: Program) -> Executor:
-        # A new thread's OpenMP setting becomes torch's when torch is first asked in it.
+        # torch's thread setting reaches a new thread's OpenMP at torch's first use there.
         has_loops = any(isinstance(step, RunLoop) for step in program.steps)  # else LLVM need not build the driver
         actions = bind_all(program, step_driver() if has_loops else None)
         return Executor(program, self.device, prepare=torch.get_num_threads, actions=actions)
@@ -267,11 +267,11 @@ class CpuBackend(Backend):
 
 
 _ROUNDING = 1e-3
-"""Of the largest number, that two orders of the same sums may differ by; what is wrong differs by more."""
+"""Relative to the largest number, the maximum difference between two orders of a sum; wrong results differ by more."""
 
 
 def _seconds_of_forms(call: CallShape) -> Mapping[str, float]:
-    """Seconds of the function itself, first, and of its forms; those that are not for such arguments are left out."""
+    """Times the function (first) and its variants: name → seconds; leaves out variants that fail or differ."""
     settle()
     return in_a_plain_thread(lambda: seconds_of(_runs(call)))
 
@@ -286,7 +286,7 @@ def _runs(call: CallShape) -> dict[str, Callable[[], list[torch.Tensor]]]:
 
 
 def _tensor(operand: tuple[str, tuple[int, ...], tuple[int, ...]]) -> torch.Tensor:
-    """Numbers in memory as the operand's lie."""
+    """Random numbers in the operand's memory layout."""
     name, extents, strides = operand
     tensor = torch.empty_strided(extents, strides, dtype=getattr(torch, name))
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
-"""Machine code for the CPU: PrimFuncs → a library by TVM's LLVM, for what this processor can do.
+"""Machine code for the CPU: PrimFuncs → a library by TVM's LLVM, for this processor's features.
 
-Attainable rate: what the processor's multipliers do at most, measured with a kernel that does nothing else. A library's
-product near that rate leaves nothing to gain, on whichever processor.
+Attainable rate: the processor's peak rate of multiply-adds, measured with a kernel that does nothing else. A library
+product near that rate leaves nothing to gain.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from bridge.trials import seconds_of
 __all__ = ["CpuLibraries", "attainable_rate", "features", "fingerprint", "kernel_source", "llvm_version", "model"]
 
 _SETTINGS = ("MKL_", "OMP_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "OPENBLAS_")
-"""What environment variables that libraries of products look at begin with."""
+"""Prefixes of environment variables that configure libraries of matrix products."""
 
 
 def fingerprint() -> tuple:
-    """What measured times depend on: the processor, how many of them, what libraries are told."""
+    """The dependencies of timings: the processor, the number of processors, the libraries' environment variables."""
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_SETTINGS))
     return model(), features(), os.cpu_count(), tuple(settings)
 
 
 @functools.cache
 def features() -> str:
-    """What LLVM finds here: a target names a processor, of which a virtual machine may let programs use less."""
+    """The processor features that LLVM detects; a virtual machine may have fewer than its processor's name implies."""
     found = tvm.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
     return " ".join(sorted(str(name) for name, there in dict(found or {}).items() if bool(there)))
 
@@ -66,7 +66,7 @@ def model() -> str:
 
 _LOG = channel("cache")
 
-#: Form -> what TVM's LLVM modules call it (``None``: not compiled at all).
+#: Form of a kernel's text → the format name of TVM's LLVM modules (``None``: not compiled at all).
 _FORMS = {"tvmscript": None, "llvm": "ll", "asm": "s"}
 
 tirx.register_tir_pipeline("bridge_loops", lower_loops)
@@ -81,21 +81,21 @@ def _compiled(funcs: Mapping[str, PrimFunc], target: Target, loops: bool) -> tvm
 class CpuLibraries:
     """Libraries of functions for a target, a :class:`~bridge.compile.runtime.kernel_store.Libraries`.
 
-    Their parallel loops run on torch's threads where :mod:`bridge.compile.cpu.threads` can arrange that.
+    Their parallel loops run on torch's threads if :mod:`bridge.compile.cpu.threads` supports that here.
     """
 
     target: Target
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The target, what LLVM sees of this processor, its version, and how loops are launched."""
+        """The target, the processor features that LLVM detects, LLVM's version, the launcher of parallel loops."""
         return str(self.target), features(), llvm_version(), "tvm" if launcher() is None else "torch"
 
     def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
         return _connected(self._unconnected(functions, loops))
 
     def build_bytes(self, functions: Mapping[str, PrimFunc], loops: bool) -> tuple[tvm.runtime.Module, bytes | None]:
-        """LLVM's object code, linked, and loaded as another process will load it; the same machine code."""
+        """LLVM's object code, linked, and loaded as another process would load it; the same machine code."""
         library = self._unconnected(functions, loops)
         try:
             content = library_bytes(library)
@@ -120,7 +120,7 @@ def _connected(library: tvm.runtime.Module) -> tvm.runtime.Module:
 
 
 def kernel_source(func: PrimFunc, name: str, target: Target, form: str) -> str:
-    """A kernel as text; compiled forms are compiled anew, as :class:`CpuLibraries` does.
+    """A kernel as text; compiled forms are compiled anew, as by :class:`CpuLibraries`.
 
     Raises:
         ValueError: ``form`` is not one of ``"tvmscript"``, ``"llvm"``, ``"asm"``.
@@ -134,18 +134,17 @@ def kernel_source(func: PrimFunc, name: str, target: Target, form: str) -> str:
 
 
 _LANES = 4
-"""Of a processor without a register tile."""
+"""For a processor without a register tile."""
 
 _CHAINS = 12
-"""Vectors that are multiplied and added to independently: enough to hide a fused multiply-add's latency, and no more
-than registers hold."""
+"""Independent vectors of multiply-adds: enough to hide the latency of one, and few enough for the registers."""
 
 _TURNS = 20_000
 
 
 @functools.cache
 def attainable_rate(target: Target) -> float:
-    """Floating point operations per second of one thread, in float32; in float64 it is half of that.
+    """float32 operations per second of one thread; float64 has half of that.
 
     Measured once per process: a tenth of a millisecond, and some hundredths of a second to build the kernel.
     """
@@ -162,7 +161,7 @@ def attainable_rate(target: Target) -> float:
 
 
 def _function(lanes: int) -> PrimFunc:
-    """``sums = sums * factor + factor``, ``_TURNS`` times, in vectors of so many elements."""
+    """``sums = sums * factor + factor``, ``_TURNS`` times, in vectors of ``lanes`` elements."""
     params = [Var(name, PointerType(PrimType("float32"))) for name in ("factor", "sums")]
     factor, sums = (tirx.decl_buffer((1 << 20,), "float32", p.name, data=p, data_alignment=4) for p in params)
     chains, allocation = stack_buffer(_CHAINS * lanes, "float32", "chains")

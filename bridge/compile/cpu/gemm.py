@@ -1,31 +1,27 @@
-"""Matrix products on the CPU: shapes -> a kernel of register tiles over blocks that fit the caches.
+"""Matrix products on the CPU: shapes → a kernel of register tiles over blocks that fit the caches.
 
-General matrix multiplication (GEMM) in generated code: pointers and a descriptor → ``c = a @ b`` or ``c += a @ b``.
-The scheme is that of K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008): a block
-of ``b`` is packed into panels of a few vectors' columns, a register tile's rows of ``a`` at a time beside it
-(:mod:`bridge.compile.cpu.gemm_tile`), and the innermost loop multiplies them into accumulators in registers
-(:mod:`bridge.compile.cpu.gemm_tile`). One function serves every shape and every layout of one element type: extents
-and strides are read from a descriptor at the call, so a process compiles it once.
+General matrix multiplication (GEMM) in generated code: pointers and a descriptor → ``c = a @ b`` or ``c += a @ b``. The
+scheme is that of K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008): a block of
+``b`` is packed into panels of a few vectors' columns, next to a register tile's rows of ``a``, and the innermost loop
+multiplies them into accumulators in registers (:mod:`bridge.compile.cpu.gemm_tile`). One function serves every shape
+and layout of one element type: it reads extents and strides from a descriptor, so a process compiles it once.
 
 An element of the result is a sum in order of ``k``, in fused multiply-adds within chunks of ``DEPTH``, chunk after
 chunk: it depends neither on the blocks, nor on the registers' width, nor on the number of threads. The chunks keep the
-rounding error near that of vendor libraries, which cut the sum as well (a chain over all of ``k`` would be about twice
-as far off at 3072).
+rounding error near that of vendor libraries, which also cut the sum (one chain over all of ``k`` would have about twice
+the error at 3072).
 
-Matrix products of one matrix with many: it is packed once, all of it, and each product reads the panels.
-A step of a recurrent network multiplies few rows by the weight of all steps, a frozen module any number by a constant.
-Packing, which a product of many rows pays for at once (:mod:`bridge.compile.cpu.gemm`), would take about as long as a
-product of few. An element of the result has the bits that it has there: the same chunks of ``k``, in the same order.
+Packed products: many products with one matrix, which is packed once, in full. A step of a recurrent network multiplies
+few rows by a weight, a frozen module any number of rows by a constant. A product of many rows pays for packing at once;
+for a product of few rows it would take as long as the product. The bits are the same: the same chunks of ``k``, in the
+same order.
 
-Chains (:mod:`bridge.compile.schedule.chain_plan`): a product, a row kernel and a product → one kernel.
-
-A task takes rows of one product of the batch, a register tile's at a time. They meet all of ``b``, packed once for the
-task; the code of the rows (:mod:`bridge.compile.cpu.row`) walks the scores, which lie in the core's own cache; what it
-makes meets all of the next ``b``, packed likewise, and is not packed itself: the tile reads its few rows where they
-are.
-
-An element has the bits that three kernels give it: the same chunks of ``k`` in the same order
-(:mod:`bridge.compile.cpu.gemm`), the same code of a row.
+Chains (:mod:`bridge.compile.schedule.chain_plan`): a product, a row kernel and a product → one kernel. A task takes
+rows of one product of the batch, one strip (a register tile's rows) at a time. It multiplies them by all of ``b``,
+packed once for the task; the row code (:mod:`bridge.compile.cpu.row`) processes the scores, which are in the core's own
+cache; its result is multiplied by all of the next ``b``, also packed, and is not packed itself: the tile reads its few
+rows in place. An element has the bits that three kernels give it: the same chunks of ``k`` in the same order, the same
+row code.
 """
 
 from __future__ import annotations
@@ -65,11 +61,11 @@ __all__ += ["product_of_blocks", "strip_rows", "with_fields"]
 
 @dataclass(frozen=True)
 class OutputTile:
-    """One block of the results, of which ``rows`` and ``width`` columns exist.
+    """One block of the results, of which ``rows`` rows and ``width`` columns exist.
 
     Attributes:
-        batch: numbers of its product in the two axes of the batch.
-        row, column: of the result where it begins.
+        batch: its product's indices along the two batch axes.
+        row, column: of its first element in the result.
     """
 
     batch: tuple[Var, Var]
@@ -79,13 +75,13 @@ class OutputTile:
     width: Var
 
     def product(self, g: Buffers, operand: str) -> Expr:
-        """Index of an operand's matrix of this block's product."""
+        """Index of the first element of an operand's matrix for this block's product."""
         outer, inner = self.batch
         return outer * g.field[f"{operand}_outer"] + inner * g.field[f"{operand}_inner"]
 
 
 def with_fields(g: Buffers) -> LoopScope:
-    """A scope in which the descriptor's fields are read."""
+    """A scope that has read the descriptor's fields."""
     scope = LoopScope()
     g.field = {
         name: scope.name(BufferLoad(g.descriptor, [const(position)]), name) for position, name in enumerate(FIELDS)
@@ -94,7 +90,7 @@ def with_fields(g: Buffers) -> LoopScope:
 
 
 def product_of_blocks(g: Buffers, task: Callable[[LoopScope, OutputTile], None]) -> PrimFunc:
-    """The kernel whose tasks, side by side, are the blocks of all products."""
+    """The kernel whose parallel tasks are the blocks of all products."""
     scope = with_fields(g)
     tall = scope.name(quotient_up(g.field["m"], g.field["block_rows"]), "tall")
     wide = scope.name(quotient_up(g.field["n"], g.field["block_columns"]), "wide")
@@ -117,7 +113,7 @@ def _block(g: Buffers, scope: LoopScope, index: Var, tall: Var, wide: Var) -> Ou
 
 
 def function_of(g: Buffers, scope: LoopScope, first: int = 0) -> PrimFunc:
-    """The kernel of what a scope does, with the parameters from the ``first`` on."""
+    """The kernel with a scope's statements, and with the parameters from ``first`` on."""
     params = g.params[first:]
     declared = [tirx.DeclBuffer(buffer, data=param) for buffer, param in zip(g.operands[first:], params, strict=True)]
     text = tvm.ir.StringImm(transposition(g.dtype, g.lanes))
@@ -178,7 +174,7 @@ def _task(g: Buffers, scope: LoopScope, block: OutputTile) -> None:
 
 
 def strip_rows(tile: RegisterTile, rows: int) -> int:
-    """The height of the strips that so many rows are cut into: the one with the least to compute in vain."""
+    """The strip height that minimizes computed rows for ``rows`` rows."""
 
     def computed(height: int) -> int:
         left = rows % height
@@ -206,14 +202,13 @@ def packing_function(dtype: str, tile: RegisterTile) -> PrimFunc:
 
 @functools.cache
 def packed_gemm_function(dtype: str, tile: RegisterTile) -> PrimFunc:
-    """``gemm(a, panels, c, descriptor)``, for products that all read the same panels; see
-    :func:`bridge.compile.cpu.gemm.gemm_function`."""
+    """``gemm(a, panels, c, descriptor)`` for products with common panels; see :func:`gemm_function`."""
     g = Buffers(dtype, tile, tile.strips)
     return product_of_blocks(g, partial(_packed_task, g))
 
 
 def _packed_task(g: Buffers, scope: LoopScope, block: OutputTile) -> None:
-    """One block of the result: all of ``k`` in chunks. A panel's chunk stays near while all strips meet it."""
+    """One block of the result: all of ``k`` in chunks. A panel's chunk stays in the cache for all strips."""
     field, columns, rows, width = g.field, const(g.columns), block.rows, block.width
     panels = scope.name(quotient_up(width, columns), "panels")
     strips = scope.name(quotient_up(rows, field["strip_rows"]), "strips")
@@ -257,7 +252,7 @@ def _packed_task(g: Buffers, scope: LoopScope, block: OutputTile) -> None:
 
 @functools.cache
 def chain_function(plan: ChainPlan, tile: RegisterTile) -> PrimFunc:
-    """``chain(a, b, next b, what else the rows read…, c, descriptor)``, all of them pointers.
+    """``chain(a, b, next b, other operands of the rows…, c, descriptor)``, all of them pointers.
 
     The descriptor is int64: :data:`~bridge.compile.schedule.chain_plan.CHAIN_FIELDS`, then the row plan's arguments.
     """
@@ -265,13 +260,13 @@ def chain_function(plan: ChainPlan, tile: RegisterTile) -> PrimFunc:
 
 
 class _Chain:
-    """A chain's kernel under construction.
+    """Builds a chain's kernel.
 
     Attributes:
         first, second: buffers and fields of the products. The first one's result is ``scores``, the second one's ``a``
-            is ``made``: a register tile's rows, whose columns are filled up to whole panels.
-        widths: columns of both, filled up.
-        inputs: of the row plan; ``others``: pointers to those that are not the scores.
+            is ``made``: a register tile's rows, padded to whole panels.
+        widths: columns of both, padded.
+        inputs: of the row plan; ``others``: pointers to all of them except the scores.
     """
 
     def __init__(self, plan: ChainPlan, tile: RegisterTile) -> None:
@@ -316,7 +311,7 @@ class _Chain:
         return loop_function([*params, *numbers.params], body)
 
     def _task(self, scope: LoopScope, index: Var, tall: Var) -> None:
-        """Rows of one product of the batch, strip by strip."""
+        """Computes the rows of one product of the batch, strip by strip."""
         g, field = self.first, self.field
         batch = scope.name(tirx.truncdiv(index, tall), "batch")
         outer = scope.name(tirx.truncdiv(batch, field["inner"]), "outer_index")
@@ -344,8 +339,8 @@ class _Chain:
         scope.add(loop(quotient_up(rows, const(g.rows)), strip))
 
     def _pack(self, scope: LoopScope, b: Var, next_b: Var) -> None:
-        """Both packed operands, with zeros where no element fills a panel up, and in rows that may be missing: what
-        lies there is multiplied too, and numbers that memory happens to hold can take a processor long."""
+        """Packs both operands. Zeroes padding, and rows that may not exist: they take part in products, and arbitrary
+        numbers in memory may be slow (denormals)."""
         plan, g = self.plan, self.first
         scope.add(self._cleared(self.made, 0, g.rows * self.widths[0]))
         packed = (g, b, plan.k, plan.n), (self.second, next_b, plan.n, plan.columns)
@@ -368,7 +363,7 @@ class _Chain:
         )
 
     def _multiply(self, scope: LoopScope, a: Expr, count: Var) -> None:
-        """The scores of a strip, whole panels of them. All of ``k`` is one chunk."""
+        """Computes the scores of a strip, in whole panels. All of ``k`` is one chunk."""
         plan, g, nothing = self.plan, self.first, const(0)
         assert plan.k <= DEPTH, plan.k
         pack_a(g, scope, a, const(plan.k), count, nothing)
@@ -380,7 +375,7 @@ class _Chain:
         scope.add(loop(self.widths[0] // g.columns, tile))
 
     def _multiply_made(self, scope: LoopScope, target: Var, count: Var) -> None:
-        """The rows of the result, from index ``target`` on."""
+        """Computes the rows of the result from index ``target`` on."""
         plan, g, n = self.plan, self.second, const(self.plan.n)
 
         def chunk(inside: LoopScope, index: Var) -> None:
@@ -397,7 +392,7 @@ class _Chain:
         scope.add(loop(-(-plan.n // DEPTH), chunk))
 
     def _row(self, scope: LoopScope, line: Var, at: Var) -> None:
-        """Row ``line + at`` of all rows, the one numbered ``at`` of the strip."""
+        """Computes row ``line + at`` of all rows, which is row ``at`` of the strip."""
         plan = self.plan.rows
         buffers = KernelBuffers(self.inputs, {plan.outputs[0]: self.made}, {}, {})
         place = at * const(self.widths[0]), line + at
@@ -408,7 +403,7 @@ class _Chain:
 
 
 class _Rows(RowScope):
-    """A row whose scores and whose result lie in a task's own memory, from index ``here`` on."""
+    """A row whose scores and result are in a task's own memory, from index ``here`` on."""
 
     def __init__(self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, scores: int, here: Expr) -> None:
         super().__init__(plan, buffers, number, number(0))

@@ -1,8 +1,8 @@
-"""Register tiles and panels of matrix products: operands -> memory in the order in which the tiles read it.
+"""Register tiles and panels of matrix products: operands → memory in the order in which the tiles read it.
 
-Packing of a matrix product: blocks of the operands, of any strides → dense panels in the order of the inner loop.
-Both operands have three ways: vectors where a line of the panel is dense in memory, squares transposed in registers
-where the lines along ``k`` are, element by element otherwise.
+Packing: blocks of the operands, of any strides → dense panels in the order of the inner loop. Each operand has three
+ways: vectors if a line of the panel is dense in memory, squares transposed in registers if the lines along ``k`` are
+dense, element by element otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["DEPTH", "NARROW", "VECTORS", "WIDE", "Buffers", "RegisterTile", "Str
 __all__ += ["pack_b", "quotient_up", "register_tile", "smaller"]
 
 DEPTH = 256
-"""Terms of one chain of multiply-adds."""
+"""Terms of one chain of multiply-adds: a chunk of ``k``."""
 
 VECTORS = 2
 """Vectors in a row of the register tile."""
@@ -33,14 +33,15 @@ VECTORS = 2
 
 @dataclass(frozen=True)
 class RegisterTile:
-    """The part of a result whose sums stay in registers, of a processor's vector registers.
+    """The part of a result whose sums stay in registers, for a processor's vector registers.
 
     Attributes:
-        heights: rows, ascending: the last rows of a block use the smallest that holds them. The last is the tile's.
+        heights: rows, ascending: the last rows of a block use the smallest height that holds them. The last is the
+            tile's.
         vector: bytes of a vector register.
-        panels: of a packed block of ``b``, at most: 196 kB, a part of a second-level cache.
-        strips: of ``a`` that meet a panel of a ``b`` that was packed before, at most: 224 kB of float32. Each block of
-            so many reads ``b`` from where it lies; with a third of them, a weight of 768 x 3072 cost a tenth more.
+        panels: maximum of a packed block of ``b``: 196 kB, a part of a second-level cache.
+        strips: maximum of ``a`` per panel of a packed ``b``: 224 kB of float32. Each block of strips reads ``b`` from
+            memory; with a third of the strips, a weight of 768 x 3072 cost a tenth more.
     """
 
     heights: tuple[int, ...]
@@ -70,7 +71,7 @@ NARROW = RegisterTile((2, 4, 6), 32, 12, 28)
 
 
 def register_tile(target: Target) -> RegisterTile | None:
-    """The tile for a processor; ``None`` for one without fused multiply-adds of vectors."""
+    """The tile for a processor; ``None`` without vector fused multiply-adds."""
 
     def has(feature: str) -> bool:
         return bool(tvm.get_global_func("target.target_has_feature")(feature, target))
@@ -91,21 +92,21 @@ def quotient_up(a: Expr, b: Expr) -> Expr:
 
 
 class Buffers:
-    """Everything that the code of a product reads and writes.
+    """The buffers of a product's code.
 
     Attributes:
         params: the kernel's parameters, pointers to ``a``, ``b``, ``c`` and the descriptor.
-        operands: those four as flat buffers.
-        b_panels, a_panel: packed operands, ``[panel][k][column]`` and ``[k][row]``, so that the innermost loop reads
-            both front to back.
-        tile: the register tile at the edge of the result, before the part that exists is stored.
-        allocations: statements that make the three.
+        operands: these four as flat buffers.
+        b_panels, a_panel: packed operands, ``[panel][k][column]`` and ``[k][row]``, which the innermost loop reads in
+            order.
+        tile: the register tile at the edge of the result, before its valid part is stored.
+        allocations: of ``b_panels``, ``a_panel`` and ``tile``.
         pitch: elements from one ``k`` to the next in ``a_panel``: whole vectors.
         field: the descriptor's fields, once the kernel has read them.
     """
 
     def __init__(self, dtype: str, tile: RegisterTile, strips: int = 0) -> None:
-        """``strips``: of ``a`` that are packed at once where ``b`` comes in panels; 0 where it does not."""
+        """``strips``: of ``a`` that are packed at once for a packed ``b``; 0: ``b`` is not packed before."""
         self.dtype = dtype
         self.heights, self.rows = tile.heights, tile.rows
         self.lanes = tile.lanes(dtype)
@@ -125,7 +126,7 @@ class Buffers:
             self.allocations = (b_allocation, *self.allocations)
 
     def load(self, buffer: Buffer, at: Expr, lanes: int | None = None) -> Expr:
-        """A vector."""
+        """Loads a vector."""
         return BufferLoad(buffer, [Ramp(at, const(1), lanes or self.lanes)])
 
     def store(self, buffer: Buffer, at: Expr, value: Expr, lanes: int | None = None) -> Stmt:
@@ -139,16 +140,16 @@ def _flat(pointer: Var, dtype: str) -> Buffer:
 
 @dataclass(frozen=True)
 class Strip:
-    """Rows of the result that meet every packed panel.
+    """Rows of the result that are multiplied by every packed panel.
 
     Attributes:
         target: index of the first element in ``c``.
         depth: terms of this chunk of ``k``.
         count: rows.
         width: columns of the block.
-        onto: 1 if the products are added to what ``c`` holds, else 0.
+        onto: 1 if the products are added to ``c``, else 0.
         packed: index of the strip's rows in ``a_panel``.
-        steps: there, from term to term and from row to row; ``None``: they are packed.
+        steps: strides of ``a`` from term to term and from row to row; ``None``: packed.
     """
 
     target: Expr
@@ -161,7 +162,7 @@ class Strip:
 
 
 def multiply_tile(g: Buffers, scope: LoopScope, panel: Var, strip: Strip, source: Expr) -> None:
-    """The strip times one panel, from index ``source`` on, by the smallest register tile that holds the rows."""
+    """Multiplies the strip by the panel at index ``source``, in the smallest register tile that holds the rows."""
     column = scope.name(panel * const(g.columns), "column")
     source = scope.name(source, "source")
     valid = scope.name(smaller(strip.width - column, const(g.columns)), "valid")
@@ -174,7 +175,7 @@ def multiply_tile(g: Buffers, scope: LoopScope, panel: Var, strip: Strip, source
 
 
 class _Tile:
-    """A tile of ``rows`` rows, ``valid`` of whose columns exist, at index ``target`` of ``c``."""
+    """A tile of ``rows`` rows and ``valid`` valid columns, at index ``target`` of ``c``."""
 
     def __init__(self, g: Buffers, rows: int, strip: Strip, target: Var, valid: Var) -> None:
         self.g, self.rows, self.strip, self.target, self.valid = g, rows, strip, target, valid
@@ -185,7 +186,7 @@ class _Tile:
         return const(i * self.g.columns + vector * self.g.lanes)
 
     def multiply(self, source: Var) -> Stmt:
-        """The sums of a chunk of ``k``, then stored or added to the result; ``source``: the panel's index."""
+        """Computes the sums of a chunk of ``k``, stores or adds them to the result; ``source``: the panel's index."""
         g, sums, part = self.g, self.sums, self._part
         along, down = self.strip.steps or (g.pitch, 1)
         zero = Emitter(g.lanes).const(0.0, g.dtype)
@@ -215,7 +216,7 @@ class _Tile:
         return IfThenElse(self.strip.onto > const(0), stmt(True), stmt(False))
 
     def _store(self, add: bool) -> Stmt:
-        """The whole tile, in vectors."""
+        """Stores the whole tile, in vectors."""
         g, stmts = self.g, []
         for i, vector in self.parts:
             at = self.target + const(i) * g.field["c_row"] + const(vector * g.lanes)
@@ -224,7 +225,7 @@ class _Tile:
         return SeqStmt(stmts)
 
     def _store_edge(self, add: bool) -> Stmt:
-        """The part of the tile that exists, element by element."""
+        """Stores the valid part of the tile, element by element."""
         g = self.g
 
         def line(body: LoopScope, i: Var) -> None:
@@ -245,8 +246,8 @@ def _added(old: Expr, value: Expr, add: bool) -> Expr:
 
 
 def pack_b(g: Buffers, scope: LoopScope, panel: Var, source: Expr, depth: Var, width: Var, target: Expr) -> None:
-    """Columns of one panel: ``depth`` lines from index ``source`` of ``b`` on, of a block ``width`` columns wide, are
-    put from index ``target`` on."""
+    """Packs the columns of one panel: ``depth`` lines from index ``source`` of ``b`` on, in a block of ``width``
+    columns, to index ``target``."""
     step, across = g.field["b_row"], g.field["b_column"]
     column = scope.name(panel * const(g.columns), "column")
     source = scope.name(source + column * across, "source")
@@ -280,8 +281,8 @@ def pack_b(g: Buffers, scope: LoopScope, panel: Var, source: Expr, depth: Var, w
 
 
 def pack_a(g: Buffers, scope: LoopScope, source: Expr, depth: Var, count: Var, target: Expr) -> None:
-    """``count`` rows, at most a register tile's, from index ``source`` of ``a`` on, ``depth`` elements each, are put
-    from index ``target`` on."""
+    """Packs ``count`` rows, at most a register tile's, of ``depth`` elements each, from index ``source`` of ``a`` to
+    index ``target``."""
     row, step = g.field["a_row"], g.field["a_column"]
     source = scope.name(source, "source")
     pitch = const(g.pitch)
@@ -293,7 +294,7 @@ def pack_a(g: Buffers, scope: LoopScope, source: Expr, depth: Var, count: Var, t
     squares = turned.name(tirx.truncdiv(depth, const(g.lanes)), "squares")
 
     def square(body: LoopScope, index: Var) -> None:
-        # Rows behind the last one repeat it: they are read, and their results are not stored.
+        # Rows after the last one repeat it: they are read, and their results are not stored.
         for vector in range(g.pitch // g.lanes):
             below = const(vector * g.lanes)
             last = count - const(1) - below
@@ -306,7 +307,7 @@ def pack_a(g: Buffers, scope: LoopScope, source: Expr, depth: Var, count: Var, t
     full = tirx.And(tirx.EQ(row, const(1)), tirx.EQ(count, const(g.rows)))
 
     def vectors(body: LoopScope, k: Var) -> None:
-        # The second half vector ends with the last row, so that nothing behind it is read.
+        # The second half vector ends with the last row, so that nothing after it is read.
         half = 1 << ((g.rows - 1).bit_length() - 1)
         for first in (0, g.rows - half):
             value = g.load(g.a, source + k * step + const(first), half)
@@ -323,12 +324,12 @@ def _elements(
     lines: tuple[Buffer, Expr, Expr, Expr],
     panel: tuple[Buffer, Callable[[Var], Expr]],
 ) -> Stmt:
-    """Lines ``begin`` to ``depth``, one element after another.
+    """Packs lines ``begin`` to ``depth``, element by element.
 
     Args:
         count: elements of a line.
-        lines: what is read: a buffer, its first index, the strides from line to line and within a line.
-        panel: where it goes: a buffer, and the index at which a line starts.
+        lines: the source: a buffer, its first index, the strides from line to line and within a line.
+        panel: the target: a buffer, and a function from a line to its first index.
     """
     source, first, step, across = lines
     target, start = panel

@@ -1,11 +1,11 @@
-"""Loop nests on the CPU: a point-wise group, a reduction of columns, a permutation -> parallel loops with vectors.
+"""Loop nests on the CPU: a point-wise group, a reduction of columns, a permutation → parallel loops with vectors.
 
-Row kernels: a row plan → one PrimFunc that walks the rows of its space.
-Rows run in parallel, in chunks (tasks). Each row is :func:`bridge.compile.cpu.row.emit_row`; column reductions are
-accumulated per task and combined at the end, in order. Vectors run along the last column loop, with a scalar tail.
+Row kernels: a row plan → one PrimFunc over the rows of its space. Rows run in parallel, in chunks (tasks). Each row is
+:func:`bridge.compile.cpu.row.emit_row`; column reductions are accumulated per task and combined at the end, in order.
+Vectors run along the last column loop, with a scalar tail.
 
-Transposition of a square of vectors in registers: LLVM IR, and calls of it from TIR.
-In TVM's IR each of its shuffles would go through concatenated vectors, which cost LLVM a second.
+Transposition of a square of vectors in registers: LLVM IR, and calls of it from TIR. In TVM's IR each of its shuffles
+would need concatenated vectors, which cost LLVM a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["generate", "generate_columns", "scheduled", "transpose", "transposit
 
 
 def generate(plan: RowPlan) -> PrimFunc:
-    """The kernel of a plan: inputs, results, the column reductions' partial results, the launch's integers."""
+    """The kernel of a plan; parameters: inputs, results, partials of column reductions, the launch's integers."""
     return _RowKernel(plan).build()
 
 
@@ -65,7 +65,7 @@ class _RowKernel:
         return loop_function([*tensors, *self.number.params], sequence([*self.number.stmts, *body]))
 
     def _tasks(self) -> Stmt:
-        """The rows, by one task or many."""
+        """The loop over the rows, in one task or several."""
         walk, number = self.plan.walk, self.number
         if walk.task_rows is None:
             return sequence(self._rows(number(0), number(0), number(walk.rows)))
@@ -90,7 +90,7 @@ class _RowKernel:
         return [*cleared, *self._blocks(scope, begin, count)]
 
     def _blocks(self, scope: RowScope, begin: Expr, count: Expr) -> list[Stmt]:
-        """The rows of one task, block by block; each is reduced by itself where there are several."""
+        """The rows of one task; several blocks are reduced separately, in order."""
         number, head = self.number, Emitter(1)
         total = scope.parts
         size, several = block_of(number, count, self.plan.walk.block_rows)
@@ -108,7 +108,7 @@ class _RowKernel:
         return [*scope.allocations, *head.stmts, loop]
 
     def _clear_parts(self, first: Expr) -> list[Stmt]:
-        """The identities of column reductions, in a row of their partial results."""
+        """Fills a row of partials with the identities of the column reductions."""
         stmts: list[Stmt] = []
         for node, buffer in self.buffers.partial.items():
             dtype = str(buffer.dtype)
@@ -122,7 +122,7 @@ class _RowKernel:
         return stmts
 
     def _add_parts(self, total: Expr, part: Expr) -> list[Stmt]:
-        """One row of partial results, combined into another."""
+        """Combines one row of partials into another."""
         stmts: list[Stmt] = []
         for node, buffer in self.buffers.partial.items():
             op = self.plan.nodes[node].op
@@ -137,12 +137,12 @@ class _RowKernel:
         return stmts
 
     def _second_stage_columns(self, nodes: Sequence[int]) -> Stmt:
-        """Combines the tasks' parts of column reductions, in order."""
+        """Combines the tasks' partials of column reductions, in order."""
         walk, number = self.plan.walk, self.number
         batch = Var("batch", self.plan.index_type)
         kind = ForKind.PARALLEL if walk.parallel_second_stage else ForKind.SERIAL
         inner, outer = (ForKind.SERIAL, kind) if walk.batched else (kind, ForKind.SERIAL)
-        # Several vectors at once, because each addition of one waits for the last.
+        # Several vectors at once, because the additions of one vector depend on each other.
         copies = self.plan.accumulators[0]
         vectors = self._vectors(lambda e, at: self._finish_vectors(nodes, batch, e, at), copies, inner)
         finish = For(batch, number(0), number(walk.batches), outer, sequence(vectors))
@@ -173,7 +173,7 @@ class _RowKernel:
     def _vectors(
         self, body: Callable[[Emitter, Sequence[Expr]], None], copies: int, kind: ForKind = ForKind.SERIAL
     ) -> list[Stmt]:
-        """``body(emitter, offsets)`` on so many vectors of a row's columns at once, then on the scalar tail."""
+        """``body(emitter, offsets)`` on ``copies`` vectors of a row's columns at once, then on the scalar tail."""
         stmts = []
         for part in self._parts(copies):
             e, number = Emitter(part.lanes), self.number
@@ -184,14 +184,14 @@ class _RowKernel:
         return stmts
 
     def _parts(self, copies: int) -> list[VectorLoop]:
-        """The columns of a row in so many vectors at once, in those left over one by one, and in the scalar tail."""
+        """The columns of a row as loops of ``copies`` vectors, of single vectors, and of the scalar tail."""
         length, lanes = self.plan.length, self.plan.lanes
         turns, tail = vectors_and_tail(self.number, length, lanes, (copies,))
         return [*turns, *left_over(self.number, length, lanes, copies), *tail]
 
 
 def generate_columns(plan: ColumnPlan) -> PrimFunc:
-    """The kernel of a plan: the source, the result, the launch's integers."""
+    """The kernel of a plan; parameters: the source, the result, the launch's integers."""
     return _ColumnKernel(plan).build()
 
 
@@ -238,7 +238,7 @@ class _ColumnKernel:
         return if_profitable(number, plan.parallel, tasks)
 
     def _blocks(self, row: Var, clear: list[Stmt], body: list[Stmt], add: list[Stmt]) -> Stmt:
-        """All rows, block by block: each is reduced by itself, and then combined with those before."""
+        """All rows, block by block: each is reduced separately, then combined with the preceding blocks."""
         plan, number = self.plan, self.number
         rows = number(plan.rows)
         size, _ = block_of(number, rows, plan.block_rows)
@@ -250,7 +250,7 @@ class _ColumnKernel:
         return For(block, number(0), blocks, ForKind.SERIAL, sequence([*clear, loop, *add]))
 
     def _load(self, e: Emitter, base: Expr, column: Expr) -> Expr:
-        """Elements of a row from a column on; lane by lane where the loops inside a row are several."""
+        """Elements of a row from a column on; lane by lane if there are several loops inside a row."""
         plan, number = self.plan, self.number
         if len(plan.columns) == 1:
             (step,) = plan.element.steps
@@ -260,7 +260,7 @@ class _ColumnKernel:
         return tirx.Shuffle(lanes, list(range(e.lanes))) if e.lanes > 1 else lanes[0]
 
     def _column(self, position: Expr) -> Expr:
-        """Index of the element of that number within a row of several loops."""
+        """Index of an element within a row of several loops, from its number."""
         plan, number = self.plan, self.number
         index, below = number(0), number(1)
         for extent, stride in reversed(list(zip(plan.columns, plan.element.steps, strict=True))):
@@ -276,7 +276,7 @@ def transpose(
 ) -> Stmt:
     """Lines of ``source``, ``step`` elements apart, become columns of ``target``, whose rows are ``pitch`` apart.
 
-    Both are a buffer and an index in it. A line is a vector; lines behind ``last`` repeat that one.
+    Both are ``(buffer, index)``. A line is a vector; lines after ``last`` repeat that one.
     """
     begin, end = (tirx.address_of(BufferLoad(buffer, [at])) for buffer, at in (source, target))
     return tirx.Evaluate(tirx.call_extern("int32", _name(dtype), begin, step, last, end, const(pitch)))
@@ -303,7 +303,7 @@ def transposition(dtype: str, lanes: int) -> str:
         ]
     current = [f"%v{i}" for i in range(lanes)]
     distance = lanes // 2
-    while distance:  # exchange the off-diagonal quarters of ever smaller squares
+    while distance:  # exchange the off-diagonal quarters of successively smaller squares
         low = [k + lanes - distance if k & distance else k for k in range(lanes)]
         high = [k + lanes if k & distance else k + distance for k in range(lanes)]
         following = list(current)
@@ -327,9 +327,9 @@ def transposition(dtype: str, lanes: int) -> str:
 
 
 def scheduled(func: PrimFunc, parallel: int) -> PrimFunc:
-    """Spatial loops of each block of ``parallel`` iterations or more: fused and parallel.
+    """Fuses and parallelizes the spatial loops of each block of at least ``parallel`` iterations.
 
-    Functions that are not made of schedulable blocks (sorts, scans, scatters) are left as they are.
+    Leaves functions without schedulable blocks (sorts, scans, scatters) unchanged.
     """
     sch = s_tir.Schedule(func)
     try:

@@ -1,43 +1,38 @@
-"""Mersenne Twister as torch has it, in TIR: a state -> random words, draws, and states further on.
+"""torch's Mersenne Twister in TIR: a state → random words, draws, and states further on.
 
-The Mersenne Twister as vector code: twist, temper, compare with a threshold.
-The engine holds a *block* of 624 words. It is *twisted* into the next one; an output is a *tempered* word of the block.
-The recurrence (Matsumoto and Nishimura, "Mersenne Twister", ACM TOMACS 8, 1998)
+Vector code: twist, temper, compare with a threshold. The engine holds a *block* of 624 words. It is *twisted* into the
+next one; an output is a *tempered* word of the block. The recurrence (Matsumoto and Nishimura, "Mersenne Twister", ACM
+TOMACS 8, 1998)
 
     word[i] = word[i + 397] ^ f(word[i], word[i + 1])        indices modulo 624
 
-reaches back over 227 words at least, so sixteen of them at a time are independent.
+reaches back over at least 227 words, so sixteen of them at a time are independent.
 
-Jumping ahead in the Mersenne Twister: a block and a polynomial over GF(2) → a block far behind it.
-The words of the twister are a linear recurrence of degree 19937 with characteristic polynomial P. If ``x^n mod P`` is
-the sum of ``x^i`` over a set of ``i``, then word ``n + k`` is the exclusive or of the words ``i + k`` over that set,
-for every ``k`` (Haramoto, Matsumoto, Nishimura, Panneton and L'Ecuyer, "Efficient Jump Ahead for F2-Linear Random
-Number Generators", INFORMS Journal on Computing 20, 2008). :mod:`bridge.rng.cpu` makes the sets.
+Jumping ahead: a block and a polynomial over GF(2) → a block far after it. The words of the twister are a linear
+recurrence of degree 19937 with characteristic polynomial P. If ``x^n mod P`` is the sum of ``x^i`` over a set of ``i``,
+then word ``n + k`` is the exclusive or of the words ``i + k`` over that set, for every ``k`` (Haramoto, Matsumoto,
+Nishimura, Panneton and L'Ecuyer, "Efficient Jump Ahead for F2-Linear Random Number Generators", INFORMS Journal on
+Computing 20, 2008). :mod:`bridge.rng.cpu` computes the sets. Word 0 is not part of the recurrence, which reads only its
+highest bit, and a seed leaves its other bits arbitrary. So words are counted from 1.
 
-Word 0 is not part of it: the recurrence reads its highest bit only, and a seed leaves any others there. So words are
-counted from 1.
-
-A CPU generator of torch's as memory: its mutex, which its own draws lock, and its engine, in words of 32 bits.
-words 0-1    the seed
-    word 2       ``left``, int32: one more than the outputs that the current block still has
+A CPU generator of torch in memory: its mutex, which its own draws lock, and its engine, in words of 32 bits.
+    words 0-1    the seed
+    word 2       ``left``, int32: the number of outputs that the current block still has, plus one
     word 3       ``seeded``, one byte
     word 4       ``next``, uint32: index of the next output in the block
     words 5-628  the block
-    word 629     nothing
-    words 630-   normal numbers drawn ahead, a float32 and a float64, each with a byte that says whether there is one
+    word 629     unused
+    words 630-   cached normal numbers, a float32 and a float64, each followed by a flag byte
 
-Nobody is asked to believe that: :mod:`bridge.rng.engine` looks and tries. The lock is held by compiled code only, which
-neither raises nor waits for the interpreter: whoever holds the interpreter's lock may wait for the generator's.
+:mod:`bridge.rng.engine` verifies this layout at run time. Only compiled code holds the lock, and never raises or waits
+for the interpreter: a thread with the interpreter's lock may wait for the generator's.
 
-Bernoulli masks from a generator of torch's, in place: lock, draw, unlock in one call without Python in between.
-The stream is cut into chunks, each a whole number of blocks after the first, so that all of them start at the same
-position in a block; one thread jumps to the start of a chunk (:mod:`bridge.compile.cpu.mt19937`) and draws it.
+Bernoulli masks from a generator of torch, in place: lock, draw, unlock in one call without Python in between. The
+stream is cut into chunks, each a whole number of blocks after the first, so that all chunks start at the same position
+in a block; one thread jumps to the start of a chunk and draws it.
 
-A generator's lock: the proof that a compiled function holds it; compare and swap of the state under it.
-
-Proof of a lock: a compiled function that holds a mutex until another thread waits for it.
-It runs without the interpreter's lock and lets go of the mutex by itself, so nothing can wait for ever, whatever the
-other thread does and however it was found.
+Proof of a lock: a compiled function holds a mutex until another thread waits for it. It runs without the interpreter's
+lock and always releases the mutex itself, so no thread can wait for ever.
 """
 
 from __future__ import annotations
@@ -73,7 +68,7 @@ __all__ += ["hold_function", "jump", "load", "locked", "next_words", "swap_funct
 
 
 _TURNS = 200_000
-"""Of 50 us each: ten seconds. A thread that is started takes less than one of them."""
+"""Iterations of 50 us each: ten seconds. Starting a thread takes less than one iteration."""
 
 _HOLD = """
 declare i32 @pthread_mutex_lock(ptr)
@@ -120,7 +115,7 @@ leave:
 def hold_function() -> PrimFunc:
     """``(lock, stage)``, addresses of a mutex and of an int64: 1 if another thread came to wait for the mutex, else 0.
 
-    Locks the mutex, sets ``stage`` to 1, and unlocks it once somebody waits, ``stage`` is 2 or ten seconds are over.
+    Locks the mutex, sets ``stage`` to 1, and unlocks it once a thread waits, ``stage`` is 2 or ten seconds have passed.
     """
     params = [Var(name, INDEX) for name in ("lock", "stage")]
     result = Return(tirx.call_extern(INDEX, "bridge_hold", *params))
@@ -130,9 +125,10 @@ def hold_function() -> PrimFunc:
 
 @functools.cache
 def swap_function() -> PrimFunc:
-    """``(lock, engine, expected, new)``, addresses of a mutex and three engines: 1 if ``engine`` was as ``expected``.
+    """``(lock, engine, expected, new)``, addresses of a mutex and three engines: compare and swap under the mutex.
 
-    Then it is as ``new`` afterwards; else nothing is done and 0 returned. The last two belong to nobody else.
+    Returns 1 and sets ``engine`` to ``new`` if it equals ``expected``; otherwise returns 0 and changes nothing. No
+    other thread may use ``expected`` and ``new``.
     """
     params = [Var(f"{name}_address", INDEX) for name in ("lock", "engine", "expected", "new")]
     buffers, declared = [], []
@@ -180,25 +176,25 @@ BLOCK = 624
 """Words of a block."""
 
 PER_BLOCK = BLOCK // 2
-"""Elements of a mask that a block makes: each takes two outputs."""
+"""Elements of a mask per block: each takes two outputs."""
 
 FIRST = LANES
-"""Where the block starts in the working buffer. The word before it is the last one of the block before, which is the
-first half of an element if blocks and elements do not start together; behind it is room for a copy of its head."""
+"""Index of the block in the working buffer. The word before it is the last word of the preceding block, the first half
+of an element if blocks and elements do not start together; after the block is room for a copy of its head."""
 
-_SHIFT = 397  # how far ahead the recurrence looks
+_SHIFT = 397  # distance of the recurrence, in words
 _REACH = BLOCK - _SHIFT  # words whose operand belongs to the old block
-_HEAD = -(-_REACH // LANES) * LANES  # as many as whole vectors
+_HEAD = -(-_REACH // LANES) * LANES  # in whole vectors
 _UPPER, _LOWER, _MATRIX = 0x80000000, 0x7FFFFFFF, 0x9908B0DF
 _MANTISSA = (1 << 53) - 1
 _PAIRS = LANES // 2  # elements of a vector
 
 emit_loop = functools.partial(loop, scope=functools.partial(Emitter, 1))
-"""A loop whose body emits by a scalar emitter."""
+"""A loop whose body emits through a scalar emitter."""
 
 
 def working_buffer() -> tuple[Buffer, Stmt]:
-    """Room for a block on the stack, and the statement that allocates it."""
+    """A block's working buffer on the stack, and its allocation."""
     return stack_buffer(FIRST + BLOCK + _HEAD, "uint32", "words")
 
 
@@ -207,7 +203,8 @@ def load(e: Emitter, words: Buffer, at: Expr) -> Expr:
 
 
 def next_words(scalars: Emitter, words: Buffer, old: Expr, far: Expr, at: Expr) -> Expr:
-    """Stores a vector of words at index ``at``: those one block after ``old``; ``far`` is ``_SHIFT`` words after it."""
+    """Stores a vector of words at ``at``, one block after ``old``, and returns it; ``far``: ``_SHIFT`` after
+    ``old``."""
     e = Emitter(LANES)
     zero, one = e.const(0, "uint32"), e.const(1, "uint32")
     low = load(e, words, old + const(1))
@@ -221,11 +218,11 @@ def next_words(scalars: Emitter, words: Buffer, old: Expr, far: Expr, at: Expr) 
 
 
 def twist(words: Buffer) -> list[Stmt]:
-    """The next block, in place; the last word of the old one goes before it.
+    """Computes the next block in place; the last word of the old block goes before it.
 
-    In vectors from the left: what a vector reads of the old block is not overwritten yet, what it reads of the new one
-    is there. The first part is written behind the block's end as well: for the vector in which the far end of the
-    recurrence goes from the old block to the new one, and for the last word's neighbour.
+    Vectors from the left: the words that a vector reads of the old block are not overwritten yet, those of the new
+    block are complete. The first part is also written after the block's end: for the vector in which the recurrence's
+    distant operand passes from the old block to the new one, and for the last word's neighbour.
     """
     crossing = _HEAD // LANES
 
@@ -260,7 +257,7 @@ def _compare(words: Buffer, at: Expr, mask: Buffer, to: Expr, threshold: Expr, l
     pairs = Emitter(lanes)
     pairs.stmts = e.stmts
     half = pairs.const(32, "uint64")
-    bits = pairs.bind(pairs.reinterpret(outputs, "uint64"))  # the first output is the low half: it has to be the high
+    bits = pairs.bind(pairs.reinterpret(outputs, "uint64"))  # the first output must become the high half
     bits = ((bits << half) | (bits >> half)) & pairs.const(_MANTISSA, "uint64")
     drawn = pairs.cast(bits, "int64") < pairs.broadcast(threshold)
     pairs.stmts.append(BufferStore(mask, drawn, [pairs.index(to, 1)]))
@@ -268,7 +265,7 @@ def _compare(words: Buffer, at: Expr, mask: Buffer, to: Expr, threshold: Expr, l
 
 
 def elements(words: Buffer, at: Expr, mask: Buffer, to: Expr, count: Expr, threshold: Expr) -> list[Stmt]:
-    """``count`` elements: vectors, then one by one."""
+    """Draws ``count`` elements: vectors, then single ones."""
     whole = tirx.truncdiv(count, const(_PAIRS))
 
     def vector(e: Emitter, i: Var) -> None:
@@ -283,20 +280,19 @@ def elements(words: Buffer, at: Expr, mask: Buffer, to: Expr, count: Expr, thres
 
 
 DEGREE = 19937
-"""Of the characteristic polynomial."""
+"""Degree of the characteristic polynomial."""
 
 _STRIP = 3  # vectors of the result that are summed at a time, in registers
-_WORDS = -(-(DEGREE + BLOCK) // BLOCK) * BLOCK  # what the windows of all terms lie in
+_WORDS = -(-(DEGREE + BLOCK) // BLOCK) * BLOCK  # contains the windows of all terms
 
 
 def jump(start: Buffer, words: Buffer, terms: Buffer, begin: Expr, end: Expr) -> list[Stmt]:
-    """Sets the block of ``words`` from that of ``start``.
+    """Sets the block of ``words`` to the block ``n + 1`` words after ``start``.
 
     Args:
         start: a block, [624].
         words: a working buffer.
-        terms: uint16; ``terms[begin:end]`` is the set of ``i`` for a distance of ``n`` words: the new block starts
-            ``n + 1`` words after ``start``.
+        terms: uint16; ``terms[begin:end]`` is the set of ``i`` for a distance of ``n`` words.
     """
     stream, room = stack_buffer(_WORDS, "uint32", "stream")
 
@@ -339,14 +335,14 @@ def jump(start: Buffer, words: Buffer, terms: Buffer, begin: Expr, end: Expr) ->
 
 LEFT, SEEDED, NEXT, WORDS = 2, 3, 4, 5
 FLOAT = WORDS + BLOCK + 1
-"""The float32; the word after it says whether there is one."""
+"""The cached float32; the word after it is its flag."""
 DOUBLE = FLOAT + 2
-"""The float64; the second word after it says whether there is one."""
+"""The cached float64; the second word after it is its flag."""
 STATE_WORDS = DOUBLE + 4
 
 
 def at_address(address: Expr, dtype: str, name: str) -> tuple[Buffer, list[Stmt]]:
-    """Memory at an address as a flat buffer, and the statements that declare it."""
+    """Memory at an address as a flat buffer, and its declarations."""
     kind = PointerType(PrimType(dtype))
     pointer = Var(f"{name}_pointer", kind)
     buffer = tirx.decl_buffer((1 << 40,), dtype, name, data=pointer, data_alignment=1)
@@ -354,7 +350,7 @@ def at_address(address: Expr, dtype: str, name: str) -> tuple[Buffer, list[Stmt]
 
 
 def locked(lock: Expr, stmts: Sequence[Stmt]) -> Stmt:
-    """Statements that run while the mutex at an address is held; none of them if it cannot be taken."""
+    """Statements that run while the mutex at an address is held; none of them run if it cannot be taken."""
 
     def call(name: str) -> Expr:
         return tirx.call_extern("int32", name, tirx.reinterpret("handle", lock))
@@ -367,7 +363,7 @@ CHUNK_FIELDS = ("first_segment", "end_segment", "first_term", "end_term")
 """A chunk, four int64: its segments, and the terms of the polynomial that jumps to it (the first chunk needs none)."""
 
 SEGMENT_FIELDS = ("mask", "offset", "count", "threshold")
-"""What a chunk draws of one mask, four int64: its elements ``[offset, offset + count)``."""
+"""A chunk's part of one mask, four int64: its elements ``[offset, offset + count)``."""
 
 
 def _copy(count: int, source: Buffer, offset: int, target: Buffer, to: int) -> Stmt:
@@ -385,14 +381,14 @@ def _fields(e: Emitter, table: Buffer, row: Expr, names: Sequence[str]) -> list[
 
 
 def _draw(e: Emitter, words: Buffer, position: Buffer, mask: Buffer, count: Expr, threshold: Expr) -> None:
-    """The next ``count`` elements; ``position`` is ``left`` and ``next`` of the block in ``words``."""
+    """Draws the next ``count`` elements; ``position``: ``left`` and ``next`` of the block in ``words``."""
     left, begin = (e.bind(BufferLoad(position, [const(i)])) for i in range(2))
     odd = e.bind(tirx.truncmod(left - const(1), const(2)))
-    early = e.bind(tirx.min(tirx.truncdiv(left - const(1), const(2)), count))  # elements of the block at hand
+    early = e.bind(tirx.min(tirx.truncdiv(left - const(1), const(2)), count))  # elements of the current block
     blocks = e.bind(tirx.truncdiv(count - early + const(PER_BLOCK - 1), const(PER_BLOCK)))
 
     def block(inside: Emitter, i: Var) -> None:
-        """What the block at hand still has (turn 0), what the i-th block after it has."""
+        """Draws the rest of the current block (iteration 0), or from the i-th block after it."""
         fresh = i > const(0)
         inside.stmts.append(IfThenElse(fresh, sequence(twist(words)), None))
         done = inside.bind(tirx.Select(fresh, early + (i - const(1)) * const(PER_BLOCK), const(0)))
@@ -412,13 +408,13 @@ def bernoulli_function(parallel: bool) -> PrimFunc:
     """``(lock, engine, masks, chunks, segments, terms, count)``: fills masks and advances the engine.
 
     Element ``i`` of the stream takes the outputs ``2 i`` and ``2 i + 1``, the high and the low half of a 64-bit number;
-    it is true where that number's low 53 bits are less than its segment's threshold.
+    it is true if that number's low 53 bits are less than its segment's threshold.
 
     Arguments: addresses of a mutex, of an engine, of the masks' addresses (int64), of ``count`` chunks, of their
-    segments (of all chunks, in the order of the stream), of the chunks' terms (uint16). Chunks begin ``k * PER_BLOCK``
-    elements behind each other. ``parallel``: chunks on several threads; otherwise there is one.
+    segments (of all chunks, in stream order), of the chunks' terms (uint16). Chunks begin ``k * PER_BLOCK`` elements
+    apart. ``parallel``: chunks on several threads; otherwise there is one chunk.
 
-    Returns 1; or 0 and does nothing if the lock cannot be taken or the engine is in no state to draw from.
+    Returns 1; or 0, without effect, if the lock cannot be taken or the engine's state is invalid.
     """
     names = ("lock", "engine", "masks", "chunks", "segments", "terms")
     params = {name: Var(f"{name}_address", INDEX) for name in names}

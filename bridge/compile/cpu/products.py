@@ -1,15 +1,14 @@
-"""Product policy of the CPU: the class of a product's shape → the way that was measured to be fastest on this machine.
+"""Product policy of the CPU: a product's class → the algorithm that was measured to be fastest on this machine.
 
-A class stands for all products whose extents round to the same steps, a quarter of an octave wide; large products are
-represented by smaller ones, the longest extent halved. Each class is measured once, some milliseconds, under a lock,
-and its choice stays: equal products are computed alike, in the bit, by every program of the process, and of every later
-one that finds the seconds in the disk cache. Between processes that do not share one, the choice may differ where two
-ways are about as fast, and with it the rounding of sums. Where torch's deterministic algorithms are asked for, nothing
-is measured: products are torch's, as in eager.
+A class contains all products whose extents round to the same steps, a quarter of an octave wide; a smaller product
+represents large ones, with the longest extent halved. Each class is timed once, some milliseconds, under a lock, and
+its choice stays: every program of the process computes equal products with the same bits, as does every later process
+that finds the seconds in the disk cache. Between processes without a common cache, the choice may differ if two
+algorithms are about as fast, and with it the rounding of sums. With torch's deterministic algorithms, nothing is timed:
+products are torch's, as in eager.
 
-Ways to compute a matrix product on the CPU: by name, and as functions over memory of their own for measuring.
-
-Every way gives the product to rounding; they differ in the order of additions. Library ways are the kernels of
+Algorithms of a matrix product on the CPU: by name, and as functions over memory of their own for timing. All give the
+product up to rounding; they differ in the order of additions. Library algorithms are the kernels of
 :mod:`bridge.library.operators`, called as a program calls them.
 """
 
@@ -56,15 +55,15 @@ Multiply = Callable[..., None]
 """``(address of a, of b, of c, of the descriptor)``: a built kernel of :mod:`bridge.compile.cpu.gemm`."""
 
 _SKINNY = 64
-"""Rows or columns of a result up to which the transposed one is tried: it has to be copied into place."""
+"""Rows or columns of a result up to which the transposed product is tried: its result must be copied."""
 
 
 def library_ways(product: ProductShape) -> list[str]:
-    """Names of the library kernels that may compute the product; torch's own first."""
+    """Names of the library kernels for a product; torch's own first."""
     if product.batch > 1:
         return ["bmm"]
     ways = ["mm"]
-    # The others want the rows of a and the columns of b dense, as activations and weights are.
+    # The others need dense rows of a and dense columns of b, as activations and weights have.
     if (product.a.unit, product.b.unit) != ("row", "column"):
         return ways
     if min(product.m, product.n) <= _SKINNY:
@@ -79,11 +78,11 @@ def library_ways(product: ProductShape) -> list[str]:
 
 @dataclass(frozen=True)
 class ProductTrial:
-    """Memory of one product, ``c = a @ b``, that every way can be run on.
+    """Memory of one product, ``c = a @ b``, on which every algorithm can run.
 
     Attributes:
         a, b, c: ``[batch, rows, columns]``; ``c`` is dense, the others have any strides.
-        copied: which of ``a`` and ``b`` a library's kernel is given a dense copy of, made at each call.
+        copied: which of ``a`` and ``b`` a library's kernel gets as a dense copy, made at each call.
     """
 
     a: torch.Tensor
@@ -93,7 +92,7 @@ class ProductTrial:
 
     @classmethod
     def of(cls, product: ProductShape) -> ProductTrial:
-        """Memory of a product's shape and layouts, filled with ones: no way's speed depends on the numbers."""
+        """Memory of a product's shape and layouts, filled with ones: no algorithm's speed depends on the numbers."""
         dtype = getattr(torch, product.element_type)
         a = _operand(product.batch, product.m, product.k, product.a, dtype)
         b = _operand(product.batch, product.k, product.n, product.b, dtype)
@@ -102,13 +101,13 @@ class ProductTrial:
 
     @property
     def shape(self) -> ProductShape:
-        """The product's shape; operands that a library takes as they lie are no copies."""
+        """The product's shape; an operand that a library takes in its memory layout is not copied."""
         batch, m, n = self.c.shape
         a, b = (LayoutClass(_unit(x), copied) for x, copied in zip((self.a, self.b), self.copied, strict=True))
         return ProductShape(str(self.c.dtype).removeprefix("torch."), batch, m, n, self.a.shape[2], a, b)
 
     def library(self, way: str) -> Callable[[], None]:
-        """A function that computes ``c`` by a library's kernel, with the copies that it needs."""
+        """A function that computes ``c`` by a library's kernel, with the necessary copies."""
         kernel, tensors = OUT_KERNELS[way], [self.a, self.b, self.c]
         a, b, c = tensors if way == "bmm" else [tensor[0] for tensor in tensors]
         if way == PACKED:
@@ -127,7 +126,7 @@ class ProductTrial:
         return with_copies
 
     def plan(self, way: str, block: tuple[int, int], packing: Packing | None = None) -> ProductPlan:
-        """What the kernel is told, for tasks of ``block`` rows and columns."""
+        """The plan of the generated kernel, for tasks of ``block`` rows and columns."""
         geometry = Geometry.of(*(View(tuple(x.shape), x.stride()) for x in (self.a, self.b, self.c)))
         assert geometry is not None
         return ProductPlan(way, self.shape.element_type, geometry, block, packing)
@@ -137,7 +136,7 @@ class ProductTrial:
         return self._launch(multiply, plan, self.a, self.b, self.c)
 
     def packed(self, pack: Multiply, multiply: Multiply, plan: ProductPlan) -> Callable[[], None]:
-        """The same, of panels that are packed now."""
+        """:meth:`generated` with panels that are packed now."""
         assert plan.packing is not None
         panels = torch.zeros(plan.packing.elements, dtype=self.b.dtype)
         self._launch(pack, plan, self.b, panels)()
@@ -158,7 +157,7 @@ def _unit(matrices: torch.Tensor) -> str:
 
 
 def _operand(batch: int, rows: int, columns: int, layout: LayoutClass, dtype: torch.dtype) -> torch.Tensor:
-    """``[batch, rows, columns]`` of ones, laid out as the class says; what is copied lies as heads of an attention."""
+    """``[batch, rows, columns]`` of ones in the class's layout; a ``copied`` operand is laid out as attention heads."""
     if layout.unit == "none":
         return torch.ones(batch, rows, 2 * columns, dtype=dtype)[:, :, ::2]
     if layout.unit == "column":
@@ -169,43 +168,43 @@ def _operand(batch: int, rows: int, columns: int, layout: LayoutClass, dtype: to
 
 
 _SMALL, _SMALLEST = 2**15, 2**9
-"""Multiplications below which a product is torch's: little to gain, and the first of ours costs a compilation; and
-those from which on tuning tries the other ways."""
+"""Multiplications below which a product is torch's (little to gain, and our first product costs a compilation); the
+minimum for which tuning tries the other algorithms."""
 
 _WASTE = 2
-"""How many times its own elements a product may compute, padded to whole register tiles, before torch's is better."""
+"""Maximum ratio of computed elements, padded to whole register tiles, to the result's; above, torch's is better."""
 
 _REPRESENTED = 2**26
-"""Multiplications per thread of the largest product that is measured; larger ones are represented by it."""
+"""Multiplications per thread of the largest timed product, which represents larger ones."""
 
 _WORTH = 0.95
-"""What the fastest way must take at most, of the time of a preferred one, to be chosen instead of it."""
+"""The fastest algorithm replaces a preferred one if it takes at most this part of its time."""
 
 _NEAR_THE_LIMIT = 0.75
-"""Part of the processor's attainable rate from which on torch's own product is not bettered by code of ours, which
-costs a compilation."""
+"""Part of the processor's attainable rate from which on generated code, which costs a compilation, cannot improve on
+torch's product."""
 
 _NEAR_ENOUGH = 0.9
-"""The same part for a product of a constant: the code of ours packs nothing, and serves many calls."""
+"""The same part for a product of a constant: generated code packs nothing at a call, and serves many calls."""
 
 _RELATIVE_RATE = {"float32": 1.0, "float64": 0.5}
-"""Attainable rate of the element types that are generated, of float32's."""
+"""Attainable rate of the element types of generated products, relative to float32's."""
 
 _TALL, _SHORT = 1344, 112
-"""Rows of one task at most. Each packs its part of ``b``, which is worth the more, the more rows read it; shorter ones
-are of more even lengths."""
+"""Maximum rows of one task. Each task packs its part of ``b``, which pays more with more rows; shorter tasks have more
+even lengths."""
 
 _TUNED = ((28, 1), (56, 1), (224, 1), (448, 1), (1344, 2), (448, 2), (112, 2), (1344, 6))
-"""Further tasks, which only tuning tries: rows at most, and the part of the widest block of ``b``, as a divisor."""
+"""Additional tasks for tuning alone: maximum rows, and the divisor of the widest block of ``b``."""
 
 _STEPS_AT_A_TIME = 4e-4
-"""Seconds that products of a loop's steps are measured at a time: one finds in the caches what the last one left."""
+"""Seconds of a measurement of a loop's products at a time: a product finds its predecessor's data in the caches."""
 
 _USUAL = (GENERATED, f"{GENERATED} short")
-"""Ways in generated code that are measured at a product's first use."""
+"""Generated algorithms that are timed at a product's first use."""
 
 Measure = Callable[[ProductShape, Sequence[str]], Mapping[str, float]]
-"""``(product, ways)`` → seconds of each way that can compute it."""
+"""``(product, algorithms)`` → seconds of each algorithm that can compute it."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +212,13 @@ class CpuProducts:
     """Matrix products on this processor; a :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`.
 
     Attributes:
-        target: what generated code is built for.
-        multiply: builds the kernel of an element type, for measuring.
-        packed: builds those that pack a matrix and that multiply by it.
+        target: of generated code.
+        multiply: builds the kernel of an element type, for timing.
+        packed: builds the kernels that pack a matrix, and multiply by it.
         threads: that products will run on.
-        deterministic: nothing is measured, products are torch's.
-        measure: takes the place of measuring, for tests.
-        chosen: ways of classes of products that are not asked for at first use: they were tuned.
+        deterministic: nothing is timed, products are torch's.
+        measure: replaces timing, for tests.
+        chosen: tuned algorithms of product classes, which first use does not time.
     """
 
     target: Target
@@ -243,12 +242,12 @@ class CpuProducts:
         return not self.deterministic and register_tile(self.target) is not None
 
     def choose(self, product: ProductShape) -> str:
-        """The fastest way for the product's class, measured when the class is first met."""
+        """The fastest algorithm of the product's class, timed at the class's first use."""
         usual = "mm" if product.batch == 1 else "bmm"
         if self.deterministic or not getattr(torch, product.element_type).is_floating_point:
             return usual
         is_small = product.multiplications < _SMALL
-        # A small product in a loop costs less than Python does between two of torch's.
+        # A small product in a loop takes less time than Python between two of torch's.
         if is_small and product.b.lasting and IN_PANELS in self.ways(product):
             return IN_PANELS
         product = shape_class(product, self.threads)
@@ -264,8 +263,8 @@ class CpuProducts:
 
     def _quickest(self, product: ProductShape) -> str:
         question = self._question(product)
-        # Steps of a loop that are generated code alone need no Python between them. A weight is measured in the cache;
-        # a call finds it in memory, where one that is laid out is read once, and any other copied first.
+        # Steps of generated code alone need no Python between them. A timing finds the weight in the cache, a call in
+        # memory, where a packed weight is read once, and any other is copied first.
         laid_out = (PACKED, IN_PANELS, BY_ROWS)
         first = {way: place for place, way in enumerate((question.ways[0], PACKED, BY_ROWS))}
         preferred = sorted(
@@ -296,7 +295,7 @@ class CpuProducts:
         return TRIALS.adopt(wanted)
 
     def ways(self, product: ProductShape, tuning: bool = False) -> list[str]:
-        """The ways that may compute a product, torch's own first, generated code last; more of it for tuning."""
+        """The algorithms of a product, torch's own first, generated code last; ``tuning``: with more of it."""
         ways = library_ways(product)
         tile = register_tile(self.target)
         if product.element_type not in _RELATIVE_RATE or tile is None:
@@ -321,13 +320,13 @@ class CpuProducts:
         return [*ways, *filter(cuts_otherwise, tasks if tuning else _USUAL)]
 
     def seconds_of_all(self, product: ProductShape) -> dict[str, float]:
-        """Seconds of the ways of :meth:`ways` and of generated code in further tiles, measured now; none where nothing
-        is to be chosen."""
+        """Times the algorithms of :meth:`ways` and generated code in further tiles now: name → seconds; empty if there
+        is no choice."""
         is_chosen = getattr(torch, product.element_type).is_floating_point and product.multiplications >= _SMALLEST
         return {} if self.deterministic or not is_chosen else measured(self, product, self.ways(product, tuning=True))
 
     def runs(self, product: ProductShape, trial: ProductTrial, ways: Sequence[str]) -> dict[str, Callable[[], None]]:
-        """A function for each way that computes a product in a trial's memory."""
+        """A function for each algorithm that computes a product in a trial's memory."""
         found = {way: trial.library(way) for way in ways if not is_generated(way)}
         for way in filter(is_generated, ways):
             plan = trial.plan(way, self.block(way, product), self.packing(way, product))
@@ -359,7 +358,7 @@ class CpuProducts:
     def block(self, way: str, product: ProductShape) -> tuple[Dim, Dim]:
         """Rows and columns of one task: tall blocks, because each packs its part of ``b``; enough for every thread.
 
-        Of extents that are known when a program is bound, they follow from what these then are.
+        Symbolic extents give symbolic results.
         """
         tile = register_tile(self.target)
         assert tile is not None, f"{way} is no way on {self.target}"
@@ -378,22 +377,22 @@ class CpuProducts:
         tallest, widest = _tasks(tile)[way]
         parts = maximum(1, _quotient_up(m, tallest))
         rows = maximum(1, _quotient_up(m, parts * tile.rows)) * tile.rows
-        # Blocks of so many panels that each row of blocks has more than this; any number of panels if that is 0.
+        # More blocks than this per row of blocks; any number of panels if it is 0.
         wanted = (2 * self.threads - 1) // maximum(1, product.batch * _quotient_up(m, rows))
         panels = minimum(minimum(widest, _quotient_up(n, panel)), (n - 1) // maximum(1, panel * wanted))
         return rows, maximum(1, panels) * panel
 
     def _chained_rows(self, product: ProductShape, tile: RegisterTile) -> Dim:
-        """Rows of one task of a chain: all of a product's, for each task packs its operands, or enough for threads."""
+        """Rows of one task of a chain: all of a product's, because each packs its operands, or fewer for threads."""
         even = self.threads == 1 or product.batch % self.threads == 0 or product.batch >= 4 * self.threads
         parts = 1 if even else _quotient_up(4 * self.threads, product.batch)
         return maximum(1, _quotient_up(_quotient_up(product.m, parts), tile.rows)) * tile.rows
 
 
 def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) -> dict[str, float]:
-    """Seconds of each way on this machine.
+    """Seconds of each algorithm on this machine.
 
-    Those of libraries first: where torch's own is near what the processor can do, ours need not be built.
+    Times the libraries first: if torch's own is near the attainable rate, generated code need not be built.
     """
 
     pace = replace(KERNELS, at_a_time=_STEPS_AT_A_TIME) if product.b.lasting else KERNELS
@@ -401,7 +400,7 @@ def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) ->
     def seconds(ways: Sequence[str]) -> dict[str, float]:
         return in_a_plain_thread(lambda: seconds_of(policy.runs(product, ProductTrial.of(product), ways), pace))
 
-    settle()  # what is built meanwhile takes a processor from what is measured
+    settle()  # a concurrent build would take a processor from the timing
     libraries, ours = ([way for way in ways if is_generated(way) is wanted] for wanted in (False, True))
     times = seconds(libraries)
     if not ours:
@@ -414,14 +413,14 @@ def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) ->
     if 2 * product.multiplications / times.get(library, math.inf) > part * limit:
         return times
     again = seconds([best, *ours])
-    # The other libraries' times are of another moment: only their ratios to the best one's are kept.
+    # The other libraries were timed at another moment: only their ratios to the best one are kept.
     scale = again[best] / times[best] if best in times and best in again else 1.0
     return {way: each * scale for way, each in times.items()} | again
 
 
 @functools.cache
 def _tasks(tile: RegisterTile) -> Mapping[str, tuple[int, int]]:
-    """Rows of one task at most, and panels, by way; ways of tuning are named by strips of register tiles and panels."""
+    """Maximum rows and panels of one task, by algorithm; tuning's are named by strips of register tiles and panels."""
     heights = (rows // tile.rows * tile.rows for rows in (_TALL, _SHORT))
     usual = {way: (rows, tile.panels) for way, rows in zip(_USUAL, heights, strict=True)}
     tuned = ((rows // tile.rows, tile.panels // divisor) for rows, divisor in _TUNED)
@@ -429,7 +428,7 @@ def _tasks(tile: RegisterTile) -> Mapping[str, tuple[int, int]]:
 
 
 def shape_class(product: ProductShape, threads: int) -> ProductShape:
-    """The product that stands for all of a class: extents in steps of a quarter octave, large ones halved."""
+    """The product that represents a class: extents in steps of a quarter octave, large ones halved."""
     batch, extents = _step(product.batch), [_step(extent) for extent in (product.m, product.n, product.k)]
     while batch > 4 * threads:
         batch = _step(batch // 2)
@@ -452,7 +451,7 @@ def _step(extent: int) -> int:
 
 
 def generated_types(target: Target, tensors: Iterable[torch.Tensor]) -> list[str]:
-    """Element types of products that generated code may compute, of matrices among these tensors."""
+    """Element types of products of matrices among these tensors that generated code may compute."""
     if register_tile(target) is None:
         return []
     large = {tensor.dtype for tensor in tensors if tensor.ndim > 1 and tensor.numel() >= _SMALL}

@@ -1,4 +1,4 @@
-"""Row kernels on the CPU: a group with reductions along rows -> loops over rows."""
+"""Row kernels on the CPU: a row plan → the code of one row, in vectors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Accumulators", "RowScope", "VectorLoop", "VectorStep", "block_of", "
 __all__ += ["vectors_and_tail"]
 
 _NARROWEST = 4
-"""Lanes of a vector below which the columns behind the vectors are walked one by one."""
+"""Least number of lanes of a narrower vector for the columns after the vectors."""
 
 
 @dataclass(frozen=True)
 class VectorLoop:
-    """A loop along the last columns: ``trips`` times ``copies`` steps of so many lanes, from column ``first`` on."""
+    """A loop along the last columns: ``trips`` times ``copies`` steps of ``lanes`` lanes, from column ``first`` on."""
 
     lanes: int
     copies: int
@@ -32,7 +32,7 @@ class VectorLoop:
 
 
 def block_of(number: LaunchArguments, rows: Expr, block: int) -> tuple[Expr, Expr]:
-    """Rows of a block of a chunk of column reductions, and whether there are several (:mod:`..schedule.order`)."""
+    """Rows of a block of column reductions, and whether a chunk has several (:mod:`bridge.compile.schedule.order`)."""
     several = tirx.And(number(2 * block) < rows, tirx.const(block > 0, "bool"))
     return tirx.Select(several, number(block), tirx.max(rows, number(1))), several
 
@@ -40,9 +40,9 @@ def block_of(number: LaunchArguments, rows: Expr, block: int) -> tuple[Expr, Exp
 def vectors_and_tail(
     number: LaunchArguments, extent: Number, lanes: int, widths: Sequence[int]
 ) -> tuple[list[VectorLoop], list[VectorLoop]]:
-    """The loop of all vectors in turns of so many, for each of the widths; that of the columns behind the vectors.
+    """For each of the widths, the loop over all vectors, ``width`` at a time; and the loop over the remaining columns.
 
-    Of an extent that is a number, loops without a turn are left out.
+    For a static extent, empty loops are left out.
     """
     if isinstance(extent, int):
         vectors, tail = divmod(extent, lanes)
@@ -55,8 +55,8 @@ def vectors_and_tail(
 
 
 def narrowed(number: LaunchArguments, extent: Number, lanes: int, tail: Sequence[VectorLoop]) -> list[VectorLoop]:
-    """The columns behind the vectors, as many of them as make a narrower vector at once: an attention
-    over 328 columns takes a seventh less than with the last 8 one by one."""
+    """The columns after the vectors, as one narrower vector and single columns: an attention over 328 columns takes a
+    seventh less time than with the last 8 one by one."""
     left = extent % lanes if isinstance(extent, int) else 0
     width = 1 << max(left.bit_length() - 1, 0)
     if width < _NARROWEST:
@@ -67,7 +67,7 @@ def narrowed(number: LaunchArguments, extent: Number, lanes: int, tail: Sequence
 
 
 def left_over(number: LaunchArguments, extent: Number, lanes: int, width: int) -> list[VectorLoop]:
-    """The loop of the vectors behind the last turn of an extent that is the launch's; a number has none."""
+    """The loop over the vectors that ``width`` at a time leaves over; empty for a static extent."""
     if isinstance(extent, int) or width == 1:
         return []
     vectors = tirx.truncdiv(number(extent), number(lanes))
@@ -79,11 +79,11 @@ class RowScope(RowValues):
     """Emission state of one row.
 
     Attributes:
-        task: index of the task that walks the row.
-        parts: index, in the partial results of column reductions, of what the row is added to.
-        tail: whether the row is the elements behind the vectors of a flat space.
+        task: index of the row's task.
+        parts: index of the task's row of partials of column reductions.
+        tail: whether the row is the elements after the vectors of a flat space.
         row_buffers: elementwise values cached for later passes, by node.
-        allocations: statements that make the buffers of a row.
+        allocations: of the row's buffers.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RowScope(RowValues):
 
 
 Accumulators = Mapping[tuple[int, int], Buffer]
-"""Of each row reduction and number of lanes, the buffer that it is accumulated in."""
+"""(row reduction, number of lanes) → its accumulator."""
 
 
 class VectorStep(PassStep):
@@ -120,9 +120,9 @@ class VectorStep(PassStep):
 
     Args:
         index: of the pass.
-        at: the step's coordinate in each loop over the columns; of its first lane in the last one.
+        at: the step's coordinate in each loop over the columns; in the last loop, its first lane's.
         sections: see :meth:`RowScope.compute`.
-        copy: which of the row reductions' parallel accumulators this step adds to.
+        copy: index among the row reductions' parallel accumulators.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class VectorStep(PassStep):
         self.position = position  # of the first lane, in the row
 
     def emit(self, row_pass: RowPass) -> list[Stmt]:
-        """Statements that store, cache and accumulate what the pass has to."""
+        """Statements of the step's stores, caches and accumulations."""
         e, scope, nodes = self.e, self.scope, self.plan.nodes
         for node in row_pass.stores:
             if nodes[node].places:
@@ -181,7 +181,7 @@ class VectorStep(PassStep):
             e.stmts.append(BufferStore(buffer, stored, [e.index(at, step)]))
 
     def _add_one_by_one(self, node: int, operand: Expr) -> None:
-        """A narrower vector's lanes: the columns behind the vectors, in order."""
+        """Accumulates the lanes of a narrower vector, the columns after the vectors, in order."""
         e, buffer, at = Emitter(1), self.accumulators[node, 1], self.scope.number(0)
         vector, total = self.e.bind(operand), e.bind(BufferLoad(buffer, [at]))
         for lane in range(self.e.lanes):
@@ -216,13 +216,13 @@ class VectorStep(PassStep):
         return self.e.broadcast(index) if access.columns[-1] == 0 else self.e.index(index, step)
 
     def _place(self, access: Access) -> tuple[Expr, Expr | int]:
-        """Index of the first lane's element, and the step to the next one's."""
+        """Index of the first lane's element, and the step from lane to lane."""
         last = access.columns[-1]
         return self.first(access), last if isinstance(last, int) else self.scope.number(last)
 
 
 def emit_row(scope: RowScope, row: Expr) -> Stmt:
-    """The code of the row of index ``row``; the buffers that it needs are in ``scope.allocations`` afterwards."""
+    """The code of a row; adds the row's buffers to ``scope.allocations``."""
     scope.start(row)
     stmts: list[Stmt] = []
     for index, row_pass in enumerate(scope.plan.passes):
@@ -234,7 +234,7 @@ def emit_row(scope: RowScope, row: Expr) -> Stmt:
 
 
 def _taken(e: Emitter) -> list[Stmt]:
-    """The statements emitted so far, which the emitter forgets."""
+    """Removes and returns the statements emitted so far."""
     stmts, e.stmts = e.stmts, []
     return stmts
 
@@ -260,15 +260,15 @@ def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
         return [*loops, *(along(part, outer, sections) for part in tail)]
 
     loops = sequence(_column_loops(scope, [], [], vectors))
-    hoisted = _taken(scope.head)  # per-row loads that the steps asked for
+    hoisted = _taken(scope.head)  # per-row loads of the steps
     for node in rows:
         _finish(scope, node, accumulators, max(widths))
     return [*start, *hoisted, loops, *_taken(scope.head)]
 
 
 def _steps(scope: RowScope, widths: Sequence[int]) -> tuple[list[VectorLoop], list[VectorLoop]]:
-    """Vectors, in turns of each width that is possible; the scalar tail. The last row of a flat space may have fewer
-    vectors, and its tail is a row."""
+    """The vector loops of each possible width, and the scalar tail. The last row of a flat space may have fewer
+    vectors, and its tail is a row of its own."""
     number, walk, last = scope.number, scope.plan.walk, scope.plan.columns[-1]
     wide = scope.plan.lanes
     if scope.tail:
@@ -283,7 +283,7 @@ def _steps(scope: RowScope, widths: Sequence[int]) -> tuple[list[VectorLoop], li
 
 
 def _first_that_divides(scope: RowScope, widths: Sequence[int], loops: Sequence[Stmt]) -> list[Stmt]:
-    """The loop of the first width that divides the vectors of the row, the last one if none does."""
+    """The loop of the first width that divides the vectors of the row, or the last loop."""
     if len(loops) < 2:
         return list(loops)
     number = scope.number
@@ -295,10 +295,10 @@ def _first_that_divides(scope: RowScope, widths: Sequence[int], loops: Sequence[
 
 
 def _accumulators(scope: RowScope, rows: Sequence[int], steps: Sequence[VectorLoop]) -> tuple[list[Stmt], Accumulators]:
-    """Buffers of the row reductions, and the statements that fill them with the reductions' identities."""
+    """Accumulators of the row reductions, and their initialization with the reductions' identities."""
     start: list[Stmt] = []
     accumulators: dict[tuple[int, int], Buffer] = {}
-    most: dict[int, int] = {}  # vectors of each number of lanes
+    most: dict[int, int] = {}  # number of lanes → vectors
     for part in steps:
         lanes = part.lanes if part.lanes == scope.plan.lanes else 1
         most[lanes] = max(part.copies, most.get(lanes, 0))
@@ -320,7 +320,7 @@ def _column_loops(
     sections: list[int | None],
     body: Callable[[list[Expr], list[int | None]], list[Stmt]],
 ) -> list[Stmt]:
-    """Loops over all column extents but the last; those over the sections of a concatenation are unrolled."""
+    """Loops over all column extents except the last; unrolls loops over the sections of a concatenation."""
     axis, columns = len(at), scope.plan.columns
     if axis == len(columns) - 1:
         return body(at, sections)
@@ -337,8 +337,8 @@ def _column_loops(
 def _finish(scope: RowScope, index: int, accumulators: Accumulators, width: int) -> None:
     """Combines a row reduction's accumulators, in the order of :mod:`bridge.compile.schedule.order`.
 
-    Of a row whose length is known at the launch, those that nothing was added to are identities, which change no bit: a
-    sum that began with 0 is never -0.
+    In a row of dynamic length, unused accumulators hold identities, which change no bit: a sum that began with 0 is
+    never -0.
     """
     head, node, total, lanes = scope.head, scope.plan.nodes[index], None, scope.plan.lanes
     if (index, lanes) in accumulators:

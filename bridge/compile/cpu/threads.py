@@ -1,19 +1,18 @@
 """Thread pool: compiled kernels launch their parallel loops on torch's own OpenMP threads.
 
-TVM starts a pool of its own, whose workers spin for a while after every kernel, as torch's do after every product: on a
-machine that both fill they steal each other's processors. A compiled module calls the pool through a pointer
-(``TVMBackendParallelLaunch``: ``lambda(task, environment, data)`` once per thread), so a few lines of LLVM that hand
-the same call to ``GOMP_parallel`` are enough, and the number of threads is what ``torch.set_num_threads`` said when the
-kernel is called. GNU's and LLVM's OpenMP run times both have that entry, and one of them is loaded wherever torch is
-built with OpenMP. Elsewhere TVM's pool stays.
+TVM would start a pool of its own, whose workers spin for a while after every kernel, as torch's do after every product:
+on a machine that both fill, they steal each other's processors. A compiled module calls the pool through a pointer
+(``TVMBackendParallelLaunch``: ``lambda(task, environment, data)`` once per thread), so a few lines of LLVM that pass
+the same call to ``GOMP_parallel`` are enough; the number of threads is that of ``torch.set_num_threads`` at the call.
+GNU's and LLVM's OpenMP both have that entry, and one of them is loaded wherever torch is built with OpenMP. Elsewhere
+TVM's pool stays.
 
-Where a launch's sizes decide whether threads are worth starting, the kernel sets the calling thread's number of threads
-to one for as long as its loop runs: a team of one is the caller.
+If a launch's sizes decide whether threads pay, the kernel sets the calling thread's number of threads to one while its
+loop runs: a team of one is the caller.
 
-Step driver: the launches of a loop's steps, as addresses in memory → run one after the other, without Python.
-
-A launch of a small kernel costs Python as long as the kernel runs. What differs from step to step is where tensors lie,
-and that follows a rule: a few lines of LLVM put each step's addresses into place and call the kernels.
+Step driver: the launches of a loop's steps, as addresses in memory → run one after the other, without Python. A launch
+of a small kernel costs Python as long as the kernel runs. Only the tensors' addresses differ from step to step, by a
+rule: a few lines of LLVM set each step's addresses and call the kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ __all__ += ["step_driver"]
 _LOG = channel("compile")
 
 _OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_get_num_threads", "omp_get_thread_num", "omp_set_num_threads")
-"""What the launcher and :func:`if_profitable` call."""
+"""OpenMP functions that the launcher and :func:`if_profitable` call."""
 
 _SOFT = 1
 """OpenMP's ``omp_pause_soft``."""
@@ -141,8 +140,8 @@ def _launcher_module() -> tvm.runtime.Module | None:
 
 
 def module_of(functions: str, name: str) -> tvm.runtime.Module | None:
-    """LLVM's text of functions, built; ``None`` where no file can be written."""
-    # An empty module's text starts with the data layout and the target that the loader wants.
+    """Builds LLVM functions from text; ``None`` if no file can be written."""
+    # An empty module's text starts with the data layout and target that the loader requires.
     head = tvm.get_global_func("codegen.LLVMModuleCreate")("llvm", name).inspect_source("ll")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.ll"
@@ -155,10 +154,10 @@ def module_of(functions: str, name: str) -> tvm.runtime.Module | None:
 
 
 def launcher() -> int | None:
-    """Address of an ``int(lambda, data, tasks)`` that runs on torch's threads; ``None`` where there is no OpenMP.
+    """Address of an ``int(lambda, data, tasks)`` that runs on torch's threads; ``None`` without OpenMP.
 
-    It stays valid as long as the process lives. The number of threads is the calling thread's setting, which torch
-    makes when it is first asked.
+    Valid for the process's lifetime. The number of threads is the calling thread's setting, which torch makes at its
+    first use.
     """
     module = _launcher_module()
     if module is None:
@@ -168,19 +167,19 @@ def launcher() -> int | None:
 
 
 _FORKED: list[bool] = []
-"""One in a process that was forked from another one with this module."""
+"""Non-empty in a process that was forked from another one with this module."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _FORKED.append(True))
 
 
 def end_team() -> None:
-    """The calling thread's OpenMP threads end; its next parallel region starts others, in a tenth of a millisecond.
+    """Ends the calling thread's OpenMP threads; its next parallel region starts others, in a tenth of a millisecond.
 
-    GNU's run time lets threads wait awake for the next region only as long as there are no more of them than
-    processors: of two teams both sleep, and a small product takes ten times as long. Others' threads are left alone.
-    A forked process has none of the threads that its run time remembers, and would wait for them: there, and where
-    torch runs on one thread, as such a process has to, nothing is done.
+    GNU's run time lets threads wait awake for the next region only if there are no more of them than processors: of two
+    teams both sleep, and a small product takes ten times as long. Other threads' teams are left alone. Does nothing in
+    a forked process, which has none of the threads that its run time remembers and would wait for them, or if torch
+    runs on one thread, as it must in a fork.
     """
     if _FORKED or torch.get_num_threads() == 1:
         return
@@ -190,7 +189,7 @@ def end_team() -> None:
 
 
 def connect_function() -> PrimFunc:
-    """``CONNECT(address: int64)``: from then on, the module that holds this function launches through ``address``."""
+    """``CONNECT(address: int64)``: from then on, this function's module launches through ``address``."""
     address = tirx.Var("address", "int64")
     store = tirx.Evaluate(tirx.call_extern("int32", "bridge_set_launcher", address))
     body = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", StringImm(_CONNECT), store)
@@ -198,7 +197,7 @@ def connect_function() -> PrimFunc:
 
 
 def if_profitable(number: LaunchArguments, worth: bool | Argument, loop: Stmt) -> Stmt:
-    """A parallel loop that the calling thread runs alone where the launch's argument is 0."""
+    """A parallel loop that the calling thread runs alone if the launch's argument is 0."""
     if isinstance(worth, bool) or launcher() is None:
         return loop
     zero = tirx.const(0, "int32")
@@ -300,7 +299,7 @@ done:
 
 @functools.cache
 def step_driver() -> Drive | None:
-    """``None`` where TVM's functions cannot be called by address."""
+    """The driver of loops' steps; ``None`` if TVM's functions cannot be called by address."""
     if not hasattr(tvm_ffi.Function, "__chandle__"):
         _LOG.info("this TVM does not tell the addresses of functions: steps of loops are launched by Python")
         return None
@@ -323,12 +322,12 @@ def in_a_plain_thread(function: Callable[[], Result]) -> Result:
     """The function's result, from a thread of its own.
 
     Grad mode, autocast, inference mode, fake tensors' and other dispatch modes, ``torch.func`` transforms and the
-    default device belong to a thread: none of the caller's is active there, and nothing done there changes them.
-    The caller's OpenMP threads end first: beside them the others would sleep between two parallel regions.
+    default device are per thread: the caller's are not active there, and the function cannot change them. The caller's
+    OpenMP threads end first: otherwise both teams would sleep between parallel regions.
     """
 
     def run() -> Result:
-        torch.get_num_threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
+        torch.get_num_threads()  # torch's thread setting reaches a new thread's OpenMP at torch's first use there
         with torch.no_grad():
             return function()
 
