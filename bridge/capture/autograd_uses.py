@@ -29,8 +29,7 @@ _ELSEWHERE = "do it around the call, in the training loop"
 def use_of_autograd(
     func: Any, name: str, args: Sequence[Any], without: dict[int, torch.Tensor]
 ) -> tuple[str, str, str | None] | None:
-    """A call of the torch function ``name`` → (operation, reason, hint) of its effect on autograd that a compiled call
-    lacks, or ``None``.
+    """A torch function's call → (operation, reason, hint) to refuse its use of autograd, or ``None``.
 
     ``without`` receives tensors whose ``.grad`` is ``None``, which becomes a guard (:mod:`bridge.guards.tensor_reads`).
     """

@@ -111,8 +111,7 @@ class Captured:
 
     @property
     def read_again(self) -> dict[int, tuple[bool, bool]]:
-        """Inputs that eager's backward reads at the time of the backward → (whether it reads views of them, whether the
-        input is a parameter).
+        """Inputs that eager's backward reads at its own time → (whether through views, whether it is a parameter).
 
         The compiled backward reads every parameter then, because parameters are never copied.
         """

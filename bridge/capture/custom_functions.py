@@ -418,8 +418,8 @@ class Inside:
         runs_forward, runs_backward: whether forward runs, or backward.
         unheld: an effect of backward that no graph holds, in words: reads a number, draws.
         copies: the memory of its copied arguments, which it may write.
-        sets_modes: whether forward switches grad mode on, or backward sets it or applies another Function, which a
-            second derivative would see.
+        sets_modes: whether a second derivative differs: forward enables grad, or backward sets it or applies a
+            Function.
     """
 
     def __init__(self) -> None:

@@ -119,7 +119,6 @@ class IsolatedRNG(DispatchMode):
 
 
 def _twin(device: torch.device) -> torch.Generator:
-    """A new generator in the state of a device's default one."""
     twin = torch.Generator(device)
     twin.set_state(default_generator(device).get_state())
     return twin
@@ -435,8 +434,7 @@ def attention_rate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 def attention_advance(operator: Any, query: torch.Tensor, key: torch.Tensor) -> int | torch.SymInt:
     """How far one of CUDA's attention kernels with dropout moves its generator's offset, by an observed rule.
 
-    It serves dynamic sizes. The capture compares it with the sample's measured offset, and each call with the offset
-    after the kernel.
+    It serves dynamic sizes. The capture compares it with the sample's offset, each call with the kernel's.
     """
     heads = query.shape[0] * query.shape[1]
     if "flash" in str(operator):
@@ -448,9 +446,8 @@ def attends_by_products(operator: Any, query: Any, key: Any, value: Any, rate: f
     """Whether two products and a softmax replace the efficient attention kernel.
 
     In float32 they take less time, in TF32 a third, and a rule gives the kernel's dropout mask
-    (:mod:`bridge.rng.computed`); but the weights need memory. For dynamic sizes the sample's sizes decide: either way
-    is exact. If the user forbids torch the formula (``torch.backends.cuda.enable_math_sdp``, ``sdpa_kernel``), the
-    kernel stays.
+    (:mod:`bridge.rng.computed`); but the weights need memory. For dynamic sizes the sample decides: either way is
+    exact. The kernel stays if the user forbids the formula (``torch.backends.cuda.enable_math_sdp``, ``sdpa_kernel``).
 
     Args:
         query, key, value: tensors or their metadata, of shape (batch, head, row, column).

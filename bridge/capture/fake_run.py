@@ -249,7 +249,6 @@ def _is_same_tree(ours: Record, one: Any, theirs: Record, other: Any) -> bool:
 
 
 def _results(record: Record, row: Row) -> str:
-    """The results of a row, for messages."""
     forms = [record.forms[number] for number in values_in(renamed(row.results, record))]
     return ", ".join(f"{form.dtype} of shape {list(form.shape)}" for form in forms) or repr(row.results)
 

@@ -124,9 +124,8 @@ class NotFunctional:
 def _other_than_eagers(
     node: fx.Node, made: Any, args: tuple, kwargs: dict[str, Any], memory: set[int]
 ) -> NotFunctional | None:
-    """Compares an operator's results on fake tensors with eager's → a refusal where shapes or dtypes differ, or where
-    one is a view and the other a copy of memory that is written. (``reshape`` decides by strides, which may differ on
-    fake tensors.)"""
+    """Compares an operator's results on fake tensors with eager's → a refusal if shapes or dtypes differ, or if one is
+    a view and the other a copy of written memory: ``reshape`` decides by strides, which fakes may have otherwise."""
     where, ours, found = user_line(node.meta.get("stack_trace")), _tensors(node.meta["val"]), _tensors(made)
     here = memory_at(node)
     if type(made) is tuple and len(ours) == len(found) == len(here) == len(made):  # oneDNN adds an unread workspace
@@ -147,8 +146,7 @@ def _other_than_eagers(
 
 
 def _is_given_away(node: fx.Node, memory: Sequence[int | None]) -> bool:
-    """Whether only an operator's results still use ``memory``: ``unsafe_chunk`` returns views that its caller treats as
-    separate tensors."""
+    """Whether only an operator's results still use ``memory``, as after ``unsafe_chunk``, which returns views."""
     before = takewhile(lambda each: each is not node, node.graph.nodes)
     owners = {each for each in before if not set(memory).isdisjoint(memory_at(each))}
     return all(each.op == "call_function" and owners.issuperset({*each.users} - {node}) for each in owners)
@@ -179,8 +177,7 @@ class _Template(NamedTuple):
 
 
 class _Kinds:
-    """Memo of functionalization: the first call of an operator with given constants and tensor layouts runs; later
-    equal calls repeat its nodes.
+    """Memo of functionalization: calls with equal operators, constants and tensor layouts repeat the first one's nodes.
 
     A formula sees only the layouts of its arguments. Calls that may write always run. In a graph with writes, calls
     whose results share memory always run, because functionalization tracks the sharing.
@@ -332,8 +329,8 @@ class _Functional(DispatchMode, FunctionalTensorMode):
 
 
 def _is_whole(func: Any) -> bool:
-    """Whether an operator stays whole: it is listed in :mod:`bridge.capture.passes.decompositions`, or it is composite
-    and eager prefers a kernel of its own on the device. Its results have memory of their own."""
+    """Whether an operator stays whole (and its results have new memory): it is listed in
+    :mod:`bridge.capture.passes.decompositions`, or it is composite and has its own kernel on the device."""
     if func in whole_operators():
         return True
     if func.namespace != "aten" or func in formulas():

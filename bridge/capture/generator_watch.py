@@ -38,9 +38,8 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
     """While active, refuses seeding a generator, setting its state, and draws from a generator that is not torch's:
     a compiled call's draws would not follow them.
 
-    None of these calls passes torch's dispatcher. So a profiler listens to the calls of C functions by the user's
-    Python code; inside of torch's functions it pauses (:class:`bridge.capture.draws.unwatched`). ``reads`` gets the
-    same events.
+    None of these calls passes torch's dispatcher. So a profiler listens to the user's calls of C functions; inside of
+    torch's functions it pauses (:class:`bridge.capture.draws.unwatched`). ``reads`` gets the same events.
     """
 
     def listen(frame: FrameType, event: str, called: Any) -> None:
@@ -77,8 +76,7 @@ def _may_validate(frame: FrameType) -> bool:
 
 
 def _is_of_no_numbers(frame: FrameType | None) -> bool:
-    """Whether a library draws for its own purpose, which decides no numbers: sympy's order of computation, or the name
-    of a temporary file."""
+    """Whether a library draws for its own purpose: sympy's order of computation, the name of a temporary file."""
     for _ in range(5):
         name = "" if frame is None else frame.f_globals.get("__name__", "")
         if name == "tempfile" or name.startswith("sympy."):

@@ -1,9 +1,8 @@
 """Higher-order operators: ``torch.cond``, ``while_loop``, ``scan``, ``map`` → the Python control flow that they mean.
 
 In eager, Dynamo traces their functions, and an ``autograd.Function`` runs the graphs. A recorded run calls the
-functions directly: a predicate is a number that forward reads, loops are recorded step by step, and reads by the
-    functions are
-noted as forward's. Two facts come from Dynamo's trace, which the real run makes
+functions directly: it reads predicates as numbers, records loops step by step, and notes the functions' reads as
+forward's. Two facts come from Dynamo's trace, which the real run makes
 (:func:`bridge.base.torch_higher_order.lifted_operands`): the functions that Dynamo refuses, and the operands of eager's
 Function. Operands that the taken branch does not use get zero gradients, and make the results require grad.
 """
@@ -40,8 +39,7 @@ def _cond(_: bool | None, pred: Any, true_fn: Callable, false_fn: Callable, oper
 def _while_loop(
     is_followed: bool | None, cond_fn: Callable, body_fn: Callable, carried: Sequence, additional: Sequence, **_: Any
 ) -> Any:
-    """``while_loop`` as a loop; at each step, eager's backward treats a carry as constant that did not require grad
-    before the loop."""
+    """``while_loop`` as a loop; eager's backward treats carries without ``requires_grad`` as constants at each step."""
     values, is_run, grads = carried, False, torch.is_grad_enabled()
     constant = [grads and isinstance(each, torch.Tensor) and not each.requires_grad for each in carried]
     while cond_fn(*values, *additional):

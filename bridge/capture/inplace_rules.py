@@ -1,7 +1,6 @@
 """Rules of in-place writes: a write in forward and the aliases of its memory → nothing, or a refusal.
 
-A functional graph has no aliases: it would lose a write that is visible under another name (an argument, a parameter, a
-detached view).
+A functional graph has no aliases: it would lose a write that shows under another name (an argument, a detached view).
 """
 
 from __future__ import annotations
@@ -227,8 +226,7 @@ def overlaps(results: Sequence[torch.Tensor]) -> list[Unsupported]:
 def share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a write to one of two tensors in one storage could be seen in the other.
 
-    Exact for slices, splits, transposes and reshapes of a dense tensor; ``True`` if unknown (overlapping windows,
-    different dtypes).
+    Exact for slices, transposes and reshapes of a dense tensor; else maybe ``True`` (overlapping windows, two dtypes).
     """
     if not (a.numel() and b.numel()):
         return False

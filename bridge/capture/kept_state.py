@@ -155,8 +155,7 @@ class KeptState:
                     each.write(ABSENT, each.original)
 
     def reading_tensors(self, earlier: Snapshot, paths: Collection[str] | None = None) -> KeptState:
-        """The same places, of which attributes that held a tensor with the same metadata before count as read (all of
-        them, or only ``paths``)."""
+        """The same places; attributes (all, or ``paths``) that held a tensor with the same metadata count as read."""
 
         def is_carried(each: KeptPlace) -> bool:
             if paths is not None and each.name.removeprefix("self.") not in paths:

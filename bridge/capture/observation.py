@@ -1,4 +1,4 @@
-"""Observation: what one run of a module does, its outputs, random draws and what stands in the way of compiling it."""
+"""Observation: eager metadata of one run of a module: its outputs, random draws, and refusals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Draw", "DropoutOperand", "Observation", "Output", "Parameter", "Step
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor among the arguments of a draw, as in ``torch.bernoulli(p)``: a computed parameter of the distribution.
+    """A tensor argument of a draw, as in ``torch.bernoulli(p)``: a computed parameter of the distribution.
 
-    Its strides decide which element gets which number; those of an observation on fake tensors may be others.
+    Its strides decide which element gets which number; a fake run may have other strides.
     """
 
     shape: tuple[int, ...]
@@ -27,13 +27,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class DropoutOperand:
-    """The tensor that a fused dropout reads: its layout decides which element gets which number.
+    """The operand of a fused dropout, whose layout decides which element gets which number.
 
-    Type, strides and address choose how many numbers a thread of eager's kernel takes at once, and in which order.
+    Its dtype, strides and address decide how many numbers a thread of eager's kernel takes at once, and in which order.
 
     Attributes:
-        of: the input (a module tensor or an argument) in whose memory it lies; ``None`` if that is the call's own.
-        offset: bytes from the input's first element, or from the beginning of the memory.
+        of: the input (a module tensor or an argument) in whose memory it lies; ``None`` for memory of the call.
+        offset: bytes from the input's first element, or from the begin of the memory.
     """
 
     dtype: torch.dtype
@@ -44,12 +44,12 @@ class DropoutOperand:
 
 @dataclass(frozen=True)
 class StepMasks:
-    """Dropout masks of a loop's steps that are one draw: eager draws them one after the other, the first step's first.
+    """The dropout masks of a loop's steps as one draw; eager draws them in order, the first step's first.
 
     Attributes:
-        counts: elements of each mask that a step draws, in order.
-        dtype: of the tensors that eager fills.
-        dropouts: on a GPU, each of them in order: what it reads decides which element gets which number.
+        counts: number of elements of each mask that a step draws, in order.
+        dtype: dtype of the tensors that eager fills.
+        dropouts: on a GPU, eager's draws in order, because each operand decides which element gets which number.
     """
 
     counts: tuple[int, ...]
@@ -58,7 +58,7 @@ class StepMasks:
 
 
 def is_fused_attention(draw: Draw) -> bool:
-    """Whether a draw is made inside of an attention kernel."""
+    """Whether an attention kernel makes a draw."""
     return "_scaled_dot_product_" in draw.op
 
 
@@ -72,11 +72,11 @@ class Draw:
         args: its further arguments: numbers, strings, dtypes (for bernoulli_: the probability of a one), and
             :class:`Parameter` for tensors.
         kwargs: its keyword arguments.
-        device: of the tensor, and of the generator that it is drawn from.
-        operand: what a fused dropout (``aten.native_dropout``) reads; the tensor that it fills is the mask.
-        advance: how far a placed draw, or attention's mask, moves its generator's offset, as the eager run measured it;
-            of a fake run, by a rule, or ``None`` where there is none.
-        steps: what it is made of, if its rows are what the steps of a loop draw.
+        device: of the tensor and of its generator.
+        operand: operand of a fused dropout (``aten.native_dropout``), which fills its mask.
+        advance: how far an in-kernel draw, or attention's mask, moves its generator's offset: as measured in the eager
+            run, in a fake run by a rule, or ``None`` without a rule.
+        steps: the masks of a loop's steps, if it stands for them.
     """
 
     op: str
@@ -92,10 +92,10 @@ class Draw:
 
     @property
     def is_placed(self) -> bool:
-        """Whether the program makes it from the generator's state at its place, which is known before the program runs.
+        """Whether a kernel draws it at a generator offset that is known before the program runs.
 
-        The dropout of fused attention, which is drawn inside of its kernel, and a GPU's draw with computed parameters:
-        how far these move the generator depends on no number.
+        True for the dropout of fused attention and a GPU's draw with computed parameters, which move the generator
+        independently of numbers.
         """
         if self.is_attention_mask:
             return False
@@ -103,12 +103,12 @@ class Draw:
 
     @property
     def is_attention_mask(self) -> bool:
-        """Whether it is the mask of the weights of an attention that products compute in its kernel's place."""
+        """Whether it is the mask of attention weights, for attention that matrix products compute."""
         return is_fused_attention(self) and self.dtype == torch.bool
 
     @property
     def is_computed(self) -> bool:
-        """Whether the program makes it, and all after it: how far it moves the generator depends on tensors."""
+        """Whether the program makes it and all later draws, because tensors decide how far it moves the generator."""
         return self._has_parameters and not self.is_placed
 
     @property
@@ -125,14 +125,14 @@ class Output:
         is_tensor: whether it is a tensor.
         alias_of: ``("input", i)`` or ``("output", j)`` when it shares the memory of the i-th module tensor or
             argument, or of an earlier output that spans its memory; ``None`` when the memory is its own.
-        is_same_object: the very same tensor object as ``alias_of``.
+        is_same_object: whether it is the same tensor object as ``alias_of``.
         shape, stride, offset, dtype: of the tensor; the offset (in elements) is relative to ``alias_of``. Between a
             complex tensor and its parts (``view_as_complex``, ``.real``) it is in real elements.
-        is_conjugate: a view of ``alias_of`` that shows its numbers conjugated.
+        is_conjugate: whether it is a conjugated view of ``alias_of``.
         requires_grad: whether autograd tracks it.
         reaches: indices of the inputs that its autograd graph reaches.
-        through: other leaves that it reaches them through.
-        is_saved: whether eager's autograd saves something that lies in its memory; ``is_held``: the very tensor.
+        through: other leaves on the way to these inputs.
+        is_saved: whether eager's autograd saves a tensor in its memory; ``is_held``: whether it saves this tensor.
     """
 
     value: Any = None
@@ -153,24 +153,24 @@ class Output:
 
 @dataclass
 class Observation:
-    """What one run of a module did.
+    """Eager metadata of one run of a module.
 
     Attributes:
         outputs: the leaves of its result, in pytree order.
         out_spec: pytree structure of the result.
         draws: its random draws, in order.
-        unsupported: what stands in the way of compiling it.
+        unsupported: refusals.
         differentiates: whether forward runs a backward itself.
         reads_validation: whether forward depends on whether ``torch.distributions`` check their arguments.
         objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.pytrees`).
-        counted: indices of the inputs whose version it has moved on. A batch norm writes its running statistics without
-            that: autograd takes them for unchanged, and so does a backward that has saved them.
-        saved: indices of the inputs that eager's autograd saves as they are; ``saved_views``: of which it saves views.
-        overwritten: indices of the inputs that forward writes by ``.data`` and eager's autograd saves, whose backward
-            reads what is in them when it comes.
-        checkpointed: indices of the inputs that checkpoints read which the backward runs again, each with the line.
-        replaced: names of the parameters and buffers that forward sets to another tensor.
-        reads: what forward read of the state outside of the call (:class:`bridge.guards.Reads`).
+        counted: indices of the inputs whose version counter it moved. A batch norm writes its running statistics
+            without moving it, so that autograd takes them for unchanged.
+        saved: indices of the inputs that eager's autograd saves; ``saved_views``: inputs of which it saves views.
+        overwritten: indices of the inputs that forward writes by ``.data`` and eager's autograd saves: the backward
+            reads the numbers that they have at its time.
+        checkpointed: index of each input that a checkpoint reads, which the backward runs again -> the line.
+        replaced: names of the buffers that forward sets to another tensor.
+        reads: forward's reads of state outside of the call (:class:`bridge.guards.Reads`).
     """
 
     outputs: list[Output] = field(default_factory=list)

@@ -97,8 +97,7 @@ def _hooked(module: nn.Module, keywords: bool, hook: Any, args: tuple, kwargs: d
 
 
 class _Aside(IsolatedRNG):
-    """While active, draws come from private generators; at the end, the memory that operators have written is
-    restored."""
+    """While active, draws come from private generators; at the end, written memory is restored."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """Prepared twin: a module → the twin on which forward runs, in which some layers have another forward.
 
-The outermost module of the twin has no hooks, because they run around the compiled call. Hooks of inner modules are
-recorded.
+The twin's outermost module has no hooks: they run around the compiled call. Hooks of inner modules are recorded.
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ def averages_cumulatively(layer: nn.Module) -> bool:
 def cumulative_forward(self: BatchNormBase, x: Tensor) -> Tensor:
     """``_BatchNorm.forward`` with the new batch's weight, ``1 / num_batches_tracked``, as a tensor.
 
-    Like torch's kernel, it computes statistics of half types in float32, and keeps the running statistics for an empty
-    batch.
+    Like torch's kernel, it uses float32 for half types, and keeps the running statistics for an empty batch.
     """
     self._check_input_dim(x)
     self.num_batches_tracked.add_(1)
@@ -120,14 +118,12 @@ def cumulative_forward(self: BatchNormBase, x: Tensor) -> Tensor:
 
 # Private arguments of a run: argument tensors → leaves with the same numbers and layout, each in separate memory.
 #
-# A result in an argument's memory is a view of that argument. In the sample two arguments may share memory, or an
-# argument and a parameter, and later calls need not. With separate memory, the memory of a result identifies the
-# argument that it belongs to.
+# A result in an argument's memory is a view of that argument. The sample's arguments may share memory, with each other
+# or with parameters; later calls need not. With separate memory, a result's memory identifies its argument.
 
 
 def own_leaves(args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments with new leaves for tensors; a tensor that shares memory with the module's tensors, or with an
-    earlier argument, is copied."""
+    """The arguments with new leaves for tensors, which are copies where memory is shared with ``owned`` or another."""
     taken = {storage_id(tensor) for tensor in owned if has_storage(tensor)}
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,8 +199,7 @@ class Protected:
             self._memory.add(memory)
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Saves the memory of a tensor before a write; :class:`UnsupportedModule` for a tensor that only eager may
-        write."""
+        """Saves memory before a write; :class:`UnsupportedModule` for a tensor that only eager may write."""
         memory = memory_of(tensor)
         if memory in self._inner and tensor.requires_grad and torch.is_grad_enabled():
             where = user_line(stack_of(threading.get_ident())) or "forward"

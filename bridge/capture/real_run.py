@@ -138,8 +138,7 @@ class RealRun:
         integers: globals of code that converted a tensor to an integer or took its length.
         kept: places that it sets, whose values follow its own results; ``left``: their structure and constants.
         order: the values of the compiled code's inputs.
-        results: the leaves of its result, values for tensors; the last ones are ``wholes``, which are results only as
-            bases of views.
+        results: the leaves of its result, values for tensors; the last ones, ``wholes``, are only bases of views.
         final: input of a buffer that is set to another tensor, or of a parameter that is written → its last value.
         loops: its record with the loops rolled up, if it has loops.
     """
@@ -451,7 +450,6 @@ def _spec(kind: str, name: str, tensor: torch.Tensor, held: Any = None) -> Modul
 
 
 def _reader(record: Record, row: int) -> str:
-    """The name of a free tensor: the line that reads it first."""
     where = record.rows[row].where if row < len(record.rows) else None
     return "forward" if where is None else line_of(where)
 

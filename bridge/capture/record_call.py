@@ -104,8 +104,7 @@ class RecordedCall:
     def captured(self) -> Captured:
         """The call as a functional graph.
 
-        ``problems`` lists inexact parts of the graph. The import refuses them together with operators that have no
-        conversion.
+        ``problems`` lists inexact parts of the graph; the import refuses them, and operators without conversion.
         """
         call = self.call
         with working_for(device_of_call(call)), recording():

@@ -158,8 +158,7 @@ class Record:
 
 @contextmanager
 def errors_noted(record: Record, func: Any, real: Record | None) -> Iterator[None]:
-    """While active, notes the type of an operator's error. In a fake run, whose Python formulas raise other types,
-    raises the real run's type instead."""
+    """While active, notes the type of an operator's error; a fake run (``real`` given) raises the real run's type."""
     try:
         yield
     except _OF_SHAPES as error:

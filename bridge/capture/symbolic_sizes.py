@@ -130,8 +130,7 @@ class SymbolicSizes:
         self._symbols = {**self._of_strides(), **self._symbols}
 
     def _of_strides(self) -> dict[Any, Dim]:
-        """The sample's numbers for symbols that occur only in strides (of a part of a larger tensor); guards compare
-        calls with them."""
+        """The sample's numbers, which guards compare, for symbols that occur only in strides (a part of a tensor)."""
         steps = [step for value in self.arguments.values() for step in value.stride()]
         symbols = [expression(step).free_symbols for step in steps if isinstance(step, torch.SymInt)]
         return {symbol: int(self._environment.backed_var_to_val[symbol]) for symbol in set().union(*symbols)}
@@ -142,8 +141,7 @@ class SymbolicSizes:
         return self.scope.symbol(name, int(self._environment.backed_var_to_val[symbol]), low, high)
 
     def _narrow(self) -> None:
-        """Adds torch's bounds: to a symbol's range, or as a guard on an expression. Later conditions are proven with
-        them."""
+        """Adds torch's bounds to symbols' ranges, or as guards on expressions, as premises of later proofs."""
         for each, size in zip(self._dims, self._sizes, strict=True):
             extent = self.dim(size)
             if not isinstance(extent, Extent):
@@ -275,8 +273,8 @@ def extent_of(expr: Any, symbols: Mapping[Any, Dim]) -> Dim:
 
 
 def holds(expr: Any, symbols: Mapping[Any, Dim]) -> bool:
-    """Whether a condition holds: for all sizes in range, or for the sample, which adds a guard to the extents' scope.
-    :class:`NotTranslatedError` as above."""
+    """Whether a condition holds for all sizes, or for the sample, which adds a guard; or
+    :class:`NotTranslatedError`."""
     kind = type(expr).__name__
     if kind in ("BooleanTrue", "BooleanFalse"):
         return kind == "BooleanTrue"

@@ -1,10 +1,9 @@
 """Thread isolation: one thread captures a module, other threads see no change.
 
 In other threads, a call of the module, or of a module inside it, waits until the capture is over, because ``forward``
-may set attributes. Dynamo compiles under the same lock, because its tracers patch the same objects. The patches of
-torch during a capture (the table of docs/capture.md) check the calling thread, or behave as before for all threads. Not
-isolated is a trace that the user starts beside a capture: ``torch.export``, ``torch.fx`` and ``torch.jit`` take no
-    lock.
+may set attributes. Dynamo compiles under the same lock, because its tracers patch the same objects. Patches of torch
+(the table of docs/capture.md) check the calling thread, or behave as before in all threads. A user's trace during a
+capture is not isolated: ``torch.export``, ``torch.fx`` and ``torch.jit`` take no lock.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def recording() -> Iterator[None]:
 def _seeds_put_back() -> Iterator[None]:
     """Restores the default generators of CPU and GPUs that the traced code has seeded.
 
-    Fake tensors draw nothing. A generator that has only advanced was moved by another thread: restoring it would repeat
-    that thread's numbers.
+    Fake tensors draw nothing. So another thread moved a generator that has only advanced: it is not restored.
     """
     before = [(generator, generator.initial_seed(), generator.get_state()) for generator in _defaults()]
     changed_before = changes_of_generators()

@@ -1,7 +1,6 @@
 """Training graph: the record of a run → an fx graph of its operators, with writes in place, views and ``detach``.
 
-Grad modes are metadata of its nodes (:func:`bridge.capture.passes.alias_analysis.told`); later passes turn them into
-nodes.
+Grad modes are metadata of nodes (:func:`bridge.capture.passes.alias_analysis.told`); later passes make nodes of them.
 """
 
 from __future__ import annotations

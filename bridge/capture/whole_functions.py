@@ -1,9 +1,8 @@
 """Whole functions: torch functions whose traces read numbers → custom operators with torch's function as kernel.
 
 A fake run fails in a composite function that reads numbers (to check arguments, to build a mask that depends only on
-the shape), or that has a further result with a data-dependent shape. If the shape of the wanted result does not depend
-on numbers, the function becomes one operator. Its kernel is torch's function, its derivative autograd's derivative of
-it.
+the shape), or that has a further result with a data-dependent shape. If the wanted result has a static shape, the
+function becomes one operator, with torch's function as kernel and autograd's derivative of it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Loops in forward, found while it runs: one step of each is traced, and stands for all."""
+"""Loops in forward, found while it runs: one step of each loop is traced in the place of all."""

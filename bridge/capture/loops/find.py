@@ -1,12 +1,12 @@
-"""Loops among recorded calls: rows -> loops whose steps are proven to be the same function of what they are given.
+"""Loops among recorded calls: rows -> loops whose steps are proven to be the same function of their inputs.
 
-The proof is :mod:`autodiff.scan.prove`'s; this says what it asks of recorded calls. Beside carries, constants and parts
-of a tensor, what a row reads may be
+:mod:`autodiff.scan.prove` makes the proof; this module adapts it to recorded calls. Beside carries, constants and parts
+of a tensor, a row may read a tensor that is
 
-* *written* part by part, if it is what the same row of the step before has written: each step writes the next part.
+* *written* part by part: the same row of the step before has written it, and each step writes the next part.
 
 The number of a row may differ from step to step: the numbers of all steps are a sequence. In the first steps autograd
-may not follow yet what it follows in all later ones: the initial state requires no grad. It is the same function there.
+may not yet track values that it tracks later, because the initial state requires no grad. The function is the same.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CallLoop(ProvenLoop):
     """A proven loop.
 
     Attributes:
-        written: of what rows write parts, in each step the next one; they have the role of the part's new value.
-        numbers: of rows that have another number in some step, those of all steps.
+        written: row of a step -> the parts of a tensor that it writes, one per step. Its role is the part's new value.
+        numbers: row of a step whose number differs between steps -> the numbers of all steps.
     """
 
     written: dict[int, StepParts] = field(default_factory=dict)
@@ -56,17 +56,17 @@ class CallLoop(ProvenLoop):
 
     @property
     def carried(self) -> set[Producer]:
-        """Also what rows write."""
+        """The carried values, including tensors that rows write."""
         return super().carried | {Producer(row, 0) for row in self.written}
 
     @property
     def given(self) -> list[Any]:
-        """Also what rows write."""
+        """The loop's inputs, including tensors that rows write."""
         return super().given + [parts.of for parts in self.written.values()]
 
 
 class CallRows(Rows):
-    """Recorded calls, whose values are numbers."""
+    """Recorded calls as rows for the proof; values are numbers."""
 
     def __init__(self, calls: RowCalls):
         self.calls, self.made, self.needed = calls, calls.made, calls.needed
@@ -82,7 +82,7 @@ class CallRows(Rows):
         return self.calls.part(value)
 
     def columns(self, loop: CallLoop, index: int) -> list[Sequence[int]] | None:
-        """What a row reads; where it writes a part of a tensor, that part's new value."""
+        """The values that a row reads in all steps, by operand (of a write of a part, its new value), or ``None``."""
         numbers = loop.group(index)
         group = [self.calls.rows[number] for number in numbers]
         if not self._draws_alike(numbers):
@@ -99,8 +99,7 @@ class CallRows(Rows):
         return columns[1:2]
 
     def is_own(self, loop: CallLoop, index: int, roles: Sequence[Role]) -> bool:
-        """Whether a row of a step writes nothing, or memory that was made in the step or is carried, and that is shared
-        by what was made in the step alone."""
+        """Whether a row writes only memory that is carried or made in the step, and that no value outside shares."""
         kind = self.calls.kinds[self.calls.rows[loop.start + index].kind]
         for place, of in enumerate(() if index in loop.written else kind.through):
             role = roles[of]
@@ -110,20 +109,20 @@ class CallRows(Rows):
         return True
 
     def is_whole(self, loop: CallLoop) -> bool:
-        """Whether it carries something, or draws alone, and autograd follows all steps alike."""
+        """Whether a loop carries a value or only draws, and autograd tracks all steps alike."""
         step = self.calls.rows[loop.start : loop.start + loop.period]
         if not super().is_whole(loop) and any(row.reads or row.makes for row in step):
             return False
         return all(self._is_followed_alike(loop, index) for index in range(loop.period))
 
     def _draws_alike(self, numbers: Sequence[int]) -> bool:
-        """Whether rows draw nothing, or masks of one form for dropout."""
+        """Whether rows draw nothing, or dropout masks with one metadata."""
         found = {self.calls.drawn.get(number) for number in numbers if self.calls.drawn}
         drops = self.calls.kinds[self.calls.rows[numbers[0]].kind].op is aten.dropout.default
         return not found - {None} or (len(found) == 1 and drops)
 
     def _written(self, group: Sequence[Any], loop: CallLoop) -> StepParts | None:
-        """What rows write, each into what the one before has made, which nothing else reads."""
+        """The parts that rows write, each into the tensor that the row of the step before made and only it reads."""
         first = group[0].reads[0]
         if self.calls.made[first].row >= loop.start:
             return None
@@ -135,7 +134,7 @@ class CallRows(Rows):
         return None if parts is None or abs(parts.step) != parts.extent else parts
 
     def _is_followed_alike(self, loop: CallLoop, index: int) -> bool:
-        """Whether autograd follows what a row makes in all steps or in none, up to the first ones."""
+        """Whether autograd tracks a row's results in all steps or in none, the first steps aside."""
         forms, group = self.calls.forms, [self.calls.rows[number] for number in loop.group(index)]
         last = [forms[value].requires_grad for value in group[-1].makes]
         if any(forms[value].requires_grad > now for each in group for value, now in zip(each.makes, last, strict=True)):
@@ -144,7 +143,7 @@ class CallRows(Rows):
 
 
 def reached_from(loop: CallLoop, calls: RowCalls) -> dict[Carry, list[Role]]:
-    """What autograd reaches from each carry after enough steps: constants, parts, carries' first values."""
+    """The roles that autograd reaches from each carry after enough steps: constants, parts, carries' first values."""
     direct: dict[Producer, dict[Role, None]] = {}
     for index, roles in enumerate(loop.roles):
         row, found = calls.rows[loop.stop - loop.period + index], {}
@@ -157,7 +156,7 @@ def reached_from(loop: CallLoop, calls: RowCalls) -> dict[Carry, list[Role]]:
 
 
 def _is_followed(role: Role, calls: RowCalls) -> bool:
-    """Whether autograd follows what a role stands for outside of the loop; of another loop's results, it may."""
+    """Whether autograd tracks a role's value outside of the loop; ``True`` for another loop's results, which it may."""
     match role:
         case StepParts():
             return isinstance(role.of, tuple) or calls.forms[role.of].requires_grad
@@ -167,7 +166,7 @@ def _is_followed(role: Role, calls: RowCalls) -> bool:
 
 
 def _closed(carry: Carry, direct: dict[Producer, dict[Role, None]]) -> list[Role]:
-    """What a carry is made of, in this step and those before."""
+    """The roles that a carry is computed from, in this step and earlier ones."""
     found: dict[Role, None] = {}
     waiting: list[Role] = [carry]
     while waiting:
@@ -180,11 +179,11 @@ def _closed(carry: Carry, direct: dict[Producer, dict[Role, None]]) -> list[Role
     return list(found)
 
 
-# Masks of dropout in loops: what eager draws, call by call → one draw of all steps for each loop.
+# Dropout masks in loops: eager's draws, call by call → one draw of all steps for each loop.
 #
-# The first step's masks come first, as eager draws them: a row of the draw holds the masks of one step, one behind the
-# other. A step multiplies by them as eager's dropout does on the host. On a GPU eager's fused dropouts are told one by
-# one: where each tensor lies decides which element gets which number.
+# A row of the draw holds the masks of one step, in eager's order, and the first step's row is first. A step multiplies
+# by its masks as eager's dropout does on the host. On a GPU the draw lists eager's fused dropouts one by one, because
+# the memory layout of each tensor decides which element gets which number.
 
 
 _MASK = "aten.bernoulli_.float"
@@ -197,7 +196,7 @@ def dropping(loop: CallLoop, calls: RowCalls) -> list[int]:
 
 
 def draw_of_steps(loop: CallLoop, calls: RowCalls) -> Draw | None:
-    """What all steps of a loop draw; ``None`` if that is nothing. ``NotRolledError`` if it is not one draw."""
+    """The masks of all steps of a loop as one draw; ``None`` without masks, ``NotRolledError`` if they are several."""
     drawn = [calls.drawn[loop.start + index] for index in dropping(loop, calls)]
     if not drawn:
         return None
@@ -214,7 +213,7 @@ def draw_of_steps(loop: CallLoop, calls: RowCalls) -> Draw | None:
 
 
 def _fused_steps(loop: CallLoop, calls: RowCalls, drawn: Sequence[Draw]) -> Draw:
-    """Likewise, of a GPU's dropouts; ``drawn``: those of the first step."""
+    """:func:`draw_of_steps` for a GPU's fused dropouts; ``drawn``: the first step's draws."""
     first = drawn[0]
     if len({(each.op, each.args, each.operand and each.operand.dtype, each.device) for each in drawn}) > 1:
         raise NotRolledError("dropout of several rates or types in a step")

@@ -1,9 +1,8 @@
-"""Loops of any length: two recorded calls, rolled up, which differ in one size → one form for all sizes.
+"""Loops of any length: two rolled-up records that differ in one size → one form for all sizes.
 
-They are one forward of that size if they are equal but for integers, each of which is the same multiple of the size
-plus the same number in both (:func:`of_any_length`). A further record is proven to be that forward by
-:meth:`AnyLength.prove`: rolled up, it is this one at its size, so that it makes the same calls in the same order,
-as often as this one says.
+Two records are one forward of that size if they are equal up to integers, each of which is ``factor * size + offset``
+with the same factor and offset in both (:func:`of_any_length`). :meth:`AnyLength.prove` proves that a further record is
+that forward: rolled up, it equals the form at its size, so it makes the same calls in the same order and number.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ __all__ = ["AnyLength", "LoopedCall", "Varying", "comparable", "of_any_length"]
 
 
 class RolledMetadata(NamedTuple):
-    """A rolled record as data, the same for two records of one function of the inputs.
+    """A rolled record as data, which is equal for two records of one function of the inputs.
 
     Attributes:
-        inputs: values below are inputs, the others what rows make.
-        rows: operator, operands, results and grad mode of each.
-        layouts: of the values that they make, in order.
-        results: what it returns, values for tensors.
+        inputs: the number of inputs; greater values are made by rows.
+        rows: operator, args, kwargs, results and grad mode of each row.
+        layouts: metadata of the values that rows make, in order.
+        results: the leaves of the result, values for tensors.
     """
 
     inputs: int
@@ -67,9 +66,9 @@ class AnyLength:
     """The forward of a module for all sizes.
 
     Attributes:
-        form: what it does, and what eager returns; integers in it may be :class:`Varying`.
-        leaf, dimension: where the size is read, a leaf of the arguments and one of its dimensions.
-        proven: sizes for which a record has told that the module's forward is this one.
+        form: a tuple as of :func:`comparable`, in which integers may be :class:`Varying`.
+        leaf, dimension: the argument leaf and its dimension whose size is the length.
+        proven: sizes for which a record has proven that the module's forward is this one.
     """
 
     form: Any
@@ -78,11 +77,11 @@ class AnyLength:
     proven: set[int]
 
     def at(self, size: Any) -> Any:
-        """The form of a size, a number or torch's symbol."""
+        """The form at a size, a number or torch's symbol."""
         return _mapped(self.form, lambda value: value.factor * size + value.offset)
 
     def prove(self, form: Any, size: int) -> bool:
-        """Whether the forward of a size is this one, as its record tells; noted if so."""
+        """Whether a record's ``form`` proves that the forward of a size is this one; adds it to :attr:`proven`."""
         if _pair(self.at(size), form, _same_numbers) is not _DIFFERENT:
             self.proven.add(size)
         return size in self.proven
@@ -94,7 +93,7 @@ class LoopedCall:
 
     Attributes:
         real: its run.
-        any_length: its loops for all sizes of a dimension; ``None``: they are of this length.
+        any_length: its loops for all sizes of a dimension; ``None``: the loops have this length only.
     """
 
     real: RealRun
@@ -102,25 +101,25 @@ class LoopedCall:
 
     @property
     def observation(self) -> Observation:
-        """What eager does."""
+        """Eager metadata."""
         return self.real.observation
 
     @property
     def form(self) -> tuple | None:
-        """What it does and what eager returns, the same for all lengths; ``None`` if that has no such form."""
+        """The call as comparable data, see :func:`comparable`."""
         return comparable(self.real)
 
     def of_any_length(self, other: Any, size: int, leaf: int, dimension: int, own: int) -> LoopedCall | None:
-        """The call for all sizes of a dimension, ``own`` here, as the form of one of another size tells, too."""
+        """The call for all sizes of a dimension, from its form at size ``own`` and the form ``other`` at ``size``."""
         form = of_any_length(other, size, self.form, own)
         return None if form is None else replace(self, any_length=AnyLength(form, leaf, dimension, {own}))
 
 
 def comparable(real: RealRun) -> tuple | None:
-    """What a call does and what eager returns; ``None`` where it cannot be compared with a call of another length.
+    """A call as data: its rolled record, output metadata and result structure.
 
-    It cannot be with draws, numbers that differ from step to step, writes into parts of tensors and into inputs, and
-    what is no input of the call.
+    ``None`` with draws, scalar guards, numbers that differ between steps, writes into parts of tensors or into inputs,
+    custom autograd Functions, literals or free tensors: two lengths cannot be compared then.
     """
     rolled, observation = real.loops, real.observation
     if rolled is None or rolled.sets or rolled.draws or not rolled.same_steps:
@@ -135,15 +134,13 @@ def comparable(real: RealRun) -> tuple | None:
 
 
 def _described(output: Output) -> tuple | None:
-    """What is known of a result; ``None`` where it cannot be compared."""
     value = constant_key(output.value)
     rest = [getattr(output, each.name) for each in fields(output) if each.name != "value"]
     return None if value is None else (value, *rest)
 
 
 def _form_of(rolled: Rolled, first: int) -> RolledMetadata | None:
-    """A rolled record as data; ``None`` where it reads what is no input. ``first``: the first value that its rows
-    make."""
+    """A rolled record as data; ``None`` if it reads a value that is no input. ``first``: its rows' first value."""
     record, others = rolled.record, []
 
     def renamed(value: ValueRef) -> ValueRef:
@@ -158,8 +155,8 @@ def _form_of(rolled: Rolled, first: int) -> RolledMetadata | None:
 
 
 def of_any_length(one: Any, size: int, other: Any, other_size: int) -> Any | None:
-    """The form that two are of their sizes; ``None`` if they differ in more than such integers, if no loop is longer
-    for it, or if what a step does depends on the size, but for strides: a body is compiled for one."""
+    """The form of which two forms are instances at their sizes. ``None`` if they differ in more than affine integers,
+    if no loop gets longer, or if a step depends on the size, strides aside: a loop body is compiled for one size."""
 
     def dynamic(a: int, b: int) -> Any:
         if a == b:
@@ -176,7 +173,7 @@ def of_any_length(one: Any, size: int, other: Any, other_size: int) -> Any | Non
 
 
 def _has_steps_that_vary(form: RolledMetadata) -> bool:
-    """Whether shapes in a step do, or what its operators are given."""
+    """Whether shapes in a step depend on the size, or its operators' arguments do."""
     inside = False
     for op, args, kwargs, results, *_ in form.rows:
         is_given = op in (FIRST, PART)
@@ -188,7 +185,6 @@ def _has_steps_that_vary(form: RolledMetadata) -> bool:
 
 
 def _varies(form: Any) -> bool:
-    """Whether there is an integer that varies in a form."""
     if isinstance(form, tuple | list):
         return any(map(_varies, form))
     if type(form) is dict:
@@ -220,7 +216,7 @@ def _same_numbers(a: int, b: int) -> Any:
 
 
 def _pair(a: Any, b: Any, numbers: Callable[[int, int], Any]) -> Any:
-    """Two forms as one, integers as ``numbers`` says; :data:`_DIFFERENT` if they differ otherwise."""
+    """Two forms as one, with ``numbers(a, b)`` for integers; :data:`_DIFFERENT` if they differ otherwise."""
     if a is b and not isinstance(a, int):
         return a
     if type(a) is not type(b):
@@ -246,7 +242,7 @@ def _pair(a: Any, b: Any, numbers: Callable[[int, int], Any]) -> Any:
 
 # Run of a call with loops of any length: its form for all sizes → rows on fake tensors with a symbol for that size.
 #
-# Forward does not run: that it is this form at the sample's size, and at each further one, a record tells.
+# Forward does not run: records prove that it is this form at the sample's size and at each further size.
 
 
 log = channel("dispatch")
@@ -255,11 +251,11 @@ __all__ = ["looped_run", "run_of_any_length"]
 
 
 def looped_run(call: SampleCall) -> LoopedCall | None:
-    """One run of a call, if that is all that is to be known of it: it has loops, and sets no Python state."""
+    """One real run of a call with loops; ``None`` if it has none, has refusals, or sets Python state."""
     with recording(), undo() as before:
         try:
             real = real_run_of(call.module, call.args, call.kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever forward raises, it raises again where it is captured
+        except Exception as error:  # noqa: BLE001 - forward may raise any error, and raises it again when captured
             swallowed(error)
             log.debug("%s is not recorded for its length: %s", call.name, error)
             before.restore()
@@ -272,7 +268,7 @@ def looped_run(call: SampleCall) -> LoopedCall | None:
 
 
 def run_of_any_length(call: LoopedCall, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> FakeRecord:
-    """The rows of a call of any length, one step of each loop in the place of all."""
+    """A fake run of a call of any length, made from its form: one step of each loop, the length as a symbol."""
     real, length = call.real, call.any_length
     with fake_results_not_kept():
         mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True, shape_env=size_environment())

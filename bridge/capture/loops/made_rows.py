@@ -1,6 +1,6 @@
-"""Rows that are made: operators on values of a record → a record with these rows and the layouts of their results.
+"""Row builder: operators on values of a record → a new record with these rows and the layouts of their results.
 
-No operator runs but on tensors without numbers, which tell the layouts of what is none of the record's.
+Operators run only on meta tensors, which give the layouts of new values.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _META = torch.device("meta")
 
 
 class MadeRows(Movements):
-    """Rows of a record that is made; the layouts of their results are those of tensors without numbers."""
+    """Builds the rows of a new record from the values of an old one; meta tensors give the layouts of new values."""
 
     def __init__(self, of: Record):
         known = {"inputs": of.inputs, "literals": dict(of.literals), "free": of.free, "reads": of.reads}
         self.record = Record(forms=list(of.forms), memory=list(of.memory), **known)
         self.draws: list[Draw] = []
-        self.like: Row | None = None  # where and in which modes the next rows are called
+        self.like: Row | None = None  # gives line, path and grad mode of the next rows
         self._metas: dict[int, torch.Tensor] = {}
         self._memory: dict[int, int] = {}
 
     def shape(self, value: ValueRef) -> Sequence[int]:
-        """Of a value."""
+        """The shape of a value."""
         return self.record.forms[value.number].shape
 
     def _meta(self, value: ValueRef) -> torch.Tensor:
@@ -53,13 +53,13 @@ class MadeRows(Movements):
         return ValueRef(number)
 
     def literal(self, tensor: torch.Tensor) -> ValueRef:
-        """Numbers that are no input and made by no row."""
+        """Adds a literal: a tensor that is no input and made by no row."""
         made = self._value(tensor.to(_META), tensor.device)
         self.record.literals[made.number] = tensor
         return made
 
     def of_layout(self, layout: ValueLayout, base: ValueRef | None) -> ValueRef:
-        """A new value of this layout; ``base``: one whose memory it lies in."""
+        """A new value with a layout; ``base``: a value whose memory it shares."""
         shape, stride, dtype, device, requires_grad = layout
         if base is not None and self.record.forms[base.number].dtype == dtype:
             made = self._meta(base).as_strided(shape, stride)
@@ -68,7 +68,7 @@ class MadeRows(Movements):
         return self._value(made, device, requires_grad)
 
     def add(self, op: Any, args: tuple, kwargs: dict, results: Any, draw: Draw | None = None) -> None:
-        """A row."""
+        """Adds a row."""
         like, before = self.like, len(self.draws)
         if draw is not None:
             self.draws.append(draw)
@@ -76,7 +76,7 @@ class MadeRows(Movements):
         self.record.rows.append(Row(op, args, kwargs, results, like.grad, draws, like.where, like.path))
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """A row of an operator that is none of the record's."""
+        """Adds a row for an operator's call and makes its results as new values → the results."""
         device = self.record.forms[next(values_in(args))].device
         with torch.no_grad():
             metas = mapped((args, kwargs), ValueRef, self._meta)
@@ -85,13 +85,13 @@ class MadeRows(Movements):
         return results
 
     def part(self, whole: ValueRef, dim: int, begin: int, extent: int, squeezed: bool) -> ValueRef:
-        """A part of a value, as :class:`autodiff.scan.prove.Part`."""
+        """Takes a part of a value, as :class:`autodiff.scan.prove.Part`."""
         if squeezed:
             return self.call(aten.select.int, whole, dim, begin)
         return self.narrowed(whole, dim, begin, extent)
 
     def contiguous(self, value: ValueRef) -> ValueRef:
-        """A copy whose elements lie in order."""
+        """A contiguous copy."""
         return self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
 
     def slice(self, value: ValueRef, dim: int, begin: int, end: int, step: int = 1) -> ValueRef:
@@ -104,7 +104,7 @@ class MadeRows(Movements):
         return self.call(aten.flip.default, value, [0])
 
     def windows(self, value: ValueRef, parts: StepParts, steps: int) -> ValueRef:
-        """Parts may overlap or leave gaps."""
+        """The parts of all steps with the steps in front; parts may overlap or leave gaps."""
         dim, extent, apart, squeezed = parts.dim, parts.extent, abs(parts.step), parts.form
         if apart == extent and not squeezed:
             value = self.call(aten.unflatten.int, value, dim, [steps, extent])

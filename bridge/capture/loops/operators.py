@@ -1,13 +1,13 @@
-"""Operators that mark one step of a loop in a traced graph: what it is given by the step before, its parts and results.
+"""Marks of a loop in a traced graph: operators that give one step its carries and parts, and take its results.
 
-    loop_first(first, sources, loop, place, length, reverse)   a carry as the step sees it, of ``first``'s layout
+    loop_first(first, sources, loop, place, length, reverse)   a carry as the step sees it, with ``first``'s layout
     loop_part(whole, loop, place)                              the step's part of a tensor that has the steps in front
-    loop_last(next, loop, place)                               that carry after the last step
-    loop_steps(y, loop, place, length)                         a result of the step, of all steps, the steps in front
+    loop_last(next, loop, place)                               the carry after the last step
+    loop_steps(y, loop, place, length)                         the step's result for all steps, the steps in front
 
-``loop`` numbers the loops of a graph. What lies between the marks of one is its body, in whatever order; the importer
-makes it a scan. ``sources`` are what autograd reaches from a carry in later steps, beside ``first``. The operators have
-no kernels: a graph with them is traced, never run.
+``loop`` numbers the loops of a graph. The nodes between a loop's marks are its body, in any order; the importer makes
+it a scan. ``sources`` are the tensors, beside ``first``, that autograd reaches from a carry in later steps. The marks
+have no kernels: a graph with them is traced, never run.
 """
 
 from __future__ import annotations
@@ -49,4 +49,4 @@ LAST = torch.ops.tvm_dispatch.loop_last.default
 STEPS = torch.ops.tvm_dispatch.loop_steps.default
 MARKS = (FIRST, PART, LAST, STEPS)
 for _mark in MARKS:
-    torch.fx.node.has_side_effect(_mark)  # a carry that nobody reads after the loop is still one
+    torch.fx.node.has_side_effect(_mark)  # keeps a carry that is unused after the loop

@@ -1,10 +1,9 @@
 """Loops rolled up: the record of a run → a record with one step of each loop in the place of all its steps.
 
-All steps are proven to be equal (:mod:`bridge.capture.loops.find`). What a step is given and gives is marked
-(:mod:`bridge.capture.loops.operators`); what is read of a loop afterwards is read from the last carries, or from
-tensors with the steps in front. On tensors of the layouts that were recorded the new rows compute what the old ones
-did, with the meaning that the marks have. They are few, so that what comes after takes about as long for 1,000 steps as
-for 10.
+All steps are proven to be equal (:mod:`bridge.capture.loops.find`). Marks give a step its inputs and take its results
+(:mod:`bridge.capture.loops.operators`). Later rows read the last carries, or tensors with the steps in front. On
+tensors with the recorded layouts, the new rows compute the same as the old ones. They are few, so later stages take
+about as long for 1,000 steps as for 10.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ __all__ = ["LEAST_ROWS", "Rolled", "rolled_up"]
 log = channel("dispatch")
 
 LEAST_ROWS = 100
-"""A record of fewer rows stays as it is."""
+"""A record with fewer rows is not rolled up."""
 
 _WITH_TENSOR = {op: op.overloadpacket.Tensor for op in (*COMPARING, aten.rsub.Scalar)}
-"""Of operators with a number, those that take a tensor in its place; others take either."""
+"""Operator with a number -> its overload with a tensor in the number's place; other operators take either."""
 
 _META = torch.device("meta")
 
@@ -62,11 +61,11 @@ class Rolled:
     """A record with loops rolled up.
 
     Attributes:
-        record: its rows; values that they make come behind all of the record that it is of.
-        results: what it returns, values for tensors.
-        draws: what it draws, in order.
-        writes: whether a row writes in place, and not what it could return as well.
-        same_steps: whether all steps are the same but for carries and parts, and write into no part of a tensor.
+        record: its rows; their values follow all values of the original record.
+        results: the leaves of its result, values for tensors.
+        draws: its draws, in order.
+        writes: whether a row writes in place that could not be made functional.
+        same_steps: whether steps differ only in carries and parts, and write into no part of a tensor.
         sets: whether it writes inputs.
     """
 
@@ -79,11 +78,11 @@ class Rolled:
 
 
 def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> Rolled | None:
-    """A record with its loops rolled up, ``None`` if it has none, or most of its rows are in none.
+    """Rolls up the loops of a record; ``None`` if it cannot, or if that removes less than half of its rows.
 
     Args:
-        results: what the run returned, values for tensors.
-        draws: what it drew.
+        results: the leaves of the run's result, values for tensors.
+        draws: the run's draws.
     """
     if len(record.rows) < LEAST_ROWS:
         return None
@@ -101,7 +100,7 @@ def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> 
 
 
 class _Roller(LoopReplay):
-    """The rows of a record's calls, of which some are loops."""
+    """Replays a record's calls, some of them as loops, into a new record."""
 
     def __init__(self, record: Record, calls: RowCalls, rows: CallRows, loops: Sequence[CallLoop]):
         self.calls, self.out, self.call = calls, (out := MadeRows(record)), out.call
@@ -122,7 +121,7 @@ class _Roller(LoopReplay):
     # Calls
 
     def row(self, row: int) -> None:
-        """Adds a call that is in no loop; a part is taken where it is read."""
+        """Adds a call that is in no loop; a part of a tensor is added at its readers."""
         call = self.calls.rows[row]
         if not call.makes and row in self.calls.drawn:
             raise NotRolledError("a draw of what nothing else needs")
@@ -139,10 +138,8 @@ class _Roller(LoopReplay):
         self.made.update(zip(call.makes, made, strict=True))
 
     def _check_memory(self, row: int, call: RowCall) -> None:
-        """A write outside of the loops: what shares the memory does so in what is made, too.
-
-        Of what a loop makes there are copies; what is taken of one of these afterwards shares its memory.
-        """
+        """Refuses a write outside of the loops if the new rows would not share its memory as the old rows did: the
+        results of a loop are copies, and later views of a copy share its memory."""
         through = self.calls.kinds[call.kind].through
         if len(through) < 2:
             return
@@ -162,8 +159,8 @@ class _Roller(LoopReplay):
         number: ValueRef | None = None,
         draw: Draw | None = None,
     ) -> list[ValueRef]:
-        """Adds a call, and returns the values that it makes; ``like``: that of the last step, whose results it has;
-        ``number``: in the place of its own."""
+        """Adds a call → the values that it makes; ``like``: the call of the last step, which gives its results'
+        layouts; ``number``: a value in the place of its number."""
         self.out.like = like.row
         if call.into is not None:
             view = self.out.part(read[0], *call.into[1:])
@@ -186,14 +183,14 @@ class _Roller(LoopReplay):
         return [*made, *(read[place] for place in kind.through)]
 
     def _bases(self, row: Row, read: Sequence[ValueRef], count: int) -> list[ValueRef | None]:
-        """For each new value of a row of the record, which of those that stand for its operands shares its memory."""
+        """For each new value of a record's row, the replayed operand that shares its memory, or ``None``."""
         memory, operands = self.out.record.memory, list(values_in((row.args, row.kwargs)))
         of = dict(zip((memory[number] for number in operands), read, strict=False))
         fresh = [each for each in dict.fromkeys(values_in(row.results)) if each not in operands]
         return [of.get(memory[each]) for each in fresh[:count]]
 
     def _joined(self, call: RowCall) -> ValueRef | None:
-        """A call of ``stack`` or ``cat`` of adjacent steps' results reads them as one tensor; ``None`` of others."""
+        """A ``stack`` or ``cat`` of adjacent steps' results, read as one tensor; ``None`` for other calls."""
         kind, values = self.calls.kinds[call.kind], call.reads
         if kind.op not in (aten.stack.default, aten.cat.default):
             return None
@@ -216,7 +213,7 @@ class _Roller(LoopReplay):
     # Loops
 
     def loop(self, number: int, loop: CallLoop, known: ReplayedLoop) -> None:
-        """Adds one step, with marks around it."""
+        """Adds one step of a loop between its marks."""
         calls, period, steps = self.calls, loop.period, loop.steps
         self.out.like = calls.rows[loop.stop - period].row
         self.rolled.same_steps &= not (loop.numbers or loop.written or dropping(loop, calls))
@@ -241,7 +238,7 @@ class _Roller(LoopReplay):
                 made[index, 0] = given[loop.taken[index]]
                 continue
             call, last = calls.rows[loop.start + index], calls.rows[loop.stop - period + index]
-            if not call.makes:  # it draws alone
+            if not call.makes:  # it only draws
                 continue
             read = [made[role] if isinstance(role, Local) else given[role] for role in roles]
             if index in loop.written:
@@ -266,7 +263,6 @@ class _Roller(LoopReplay):
             known.last[Producer(index, 0)] = self._written(written, values, known.reverse)
 
     def _numbers(self, loop: CallLoop, index: int, numbers: Sequence[Any], reverse: bool) -> ValueRef:
-        """The numbers of a row in all steps."""
         call, last = self.calls.rows[loop.start + index], self.calls.rows[loop.stop - loop.period + index]
         compares = self.calls.kinds[call.kind].op in COMPARING
         form = self.calls.forms[call.reads[0] if compares else last.makes[0]]
@@ -275,7 +271,7 @@ class _Roller(LoopReplay):
         )
 
     def _masks(self, loop: CallLoop, reverse: bool) -> list[ValueRef]:
-        """The masks that a loop draws, one row for each step; drawn for all steps at once."""
+        """Draws the masks of all steps at once → one value with a row for each step, or none."""
         draw = draw_of_steps(loop, self.calls)
         if draw is None:
             return []
@@ -287,7 +283,7 @@ class _Roller(LoopReplay):
         return [self.out.flip(whole) if reverse else whole]
 
     def _mask_of(self, loop: CallLoop, steps: Sequence[ValueRef]) -> dict[int, ValueRef]:
-        """The masks of a step by the rows that drop with them."""
+        """Row of a step that drops out -> its mask."""
         if not steps:
             return {}
         counts = draw_of_steps(loop, self.calls).steps.counts
@@ -295,8 +291,7 @@ class _Roller(LoopReplay):
         return dict(zip(dropping(loop, self.calls), pieces, strict=True))
 
     def _dropped(self, x: ValueRef, mask: ValueRef, draw: Draw) -> ValueRef:
-        """Eager's dropout of a tensor; ``mask``: its elements in the order in which ``draw`` fills memory, on a GPU in
-        that of its shape."""
+        """Eager's dropout of a tensor; ``mask``: flat, in ``draw``'s memory order; on a GPU in row-major order."""
         if draw.op == FUSED:
             mask = self.call(aten.reshape.default, mask, list(draw.shape))
             dtype, keep = draw.operand.dtype, 1 - draw.args[0]
@@ -309,7 +304,7 @@ class _Roller(LoopReplay):
         return self.call(aten.mul.Tensor, x, kept)
 
     def _written(self, written: StepParts, parts: ValueRef, reverse: bool) -> ValueRef:
-        """A tensor after the loop that writes its parts; these with the steps in front."""
+        """A tensor after the loop that writes its parts; ``parts``: their new values, the steps in front."""
         of, dim, begin, step, extent, squeezed = written
         if (step < 0) != reverse:
             parts = self.out.flip(parts)
@@ -325,7 +320,7 @@ class _Roller(LoopReplay):
 
 
 def _out_of_place(kind: CallKind, layouts: Sequence[ValueLayout]) -> CallKind:
-    """``h.add_(x)`` as ``h + x``, which it is where no other tensor has the memory; other kinds as they are."""
+    """``h.add_(x)`` as ``h + x``, which is exact if no other tensor has the memory; other kinds unchanged."""
     if len(layouts) != 1 or not kind.alone or kind.op is aten.copy_.default:
         return kind
     op, written = kind.op, layouts[0]
@@ -337,7 +332,6 @@ def _out_of_place(kind: CallKind, layouts: Sequence[ValueLayout]) -> CallKind:
 
 
 def _given(gives: Any, made: Sequence[ValueRef], read: Sequence[ValueRef]) -> Any:
-    """What a call returns."""
     if type(gives) is int:
         return made[gives] if gives >= 0 else read[-1 - gives]
     if gives is None or gives[:1] == ("constant",):

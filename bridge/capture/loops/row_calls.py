@@ -1,9 +1,9 @@
-"""Calls of a record: its rows → the same in a form in which steps can be compared, in static single assignment.
+"""Static single assignment: the rows of a record → calls in a form in which the steps of a loop can be compared.
 
-A tensor that is written in place, and each one that shares its memory, is another value from then on: what reads it
-later reads what the write made. So what a row reads says all that it depends on. Two calls of one kind are the same
-operator with the same constants, on tensors of the same layouts; of calls that take a part of a tensor (``x[:, 3]``),
-where the part begins may differ. A write of a part (``out[t] = h``: a view, and a copy into it) is one call.
+A write in place gives the written tensor, and each tensor that shares its memory, a new value, which later calls read.
+So a call depends only on the values that it reads. Two calls of one kind are the same operator with the same constants,
+on tensors with the same layouts. Calls that take a part of a tensor (``x[:, 3]``) may differ in the part's begin. A
+write of a part (``out[t] = h``: a view, and a copy into it) is one call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ += ["calls_of", "filled"]
 
 
 class NotRolledError(Exception):
-    """Loops of a record are left as they are: why."""
+    """The loops of a record cannot be rolled up; the message is the reason."""
 
 
 class _Place:
@@ -38,29 +38,29 @@ class _Place:
 
 
 HERE = _Place("HERE")
-"""Stands for a tensor in the arguments of a kind."""
+"""Placeholder of a tensor in the arguments of a kind."""
 
 NUMBER = _Place("NUMBER")
-"""Stands for a number in the arguments of a kind whose calls may have different ones."""
+"""Placeholder of a number that may differ between the calls of a kind."""
 
 NUMBERED = frozenset(
     [getattr(aten, name + end).Tensor for name in ("add", "sub", "mul", "div") for end in ("", "_")]
     + [aten.rsub.Scalar]
 )
-"""Operators of a tensor and a number that do the same with a tensor of that number, if both are of 32 or 64 bits."""
+"""Operators on a tensor and a number that compute the same with a 0-d tensor of the number, in float32 and float64."""
 
 COMPARING = frozenset(getattr(aten, name).Scalar for name in ("lt", "le", "gt", "ge", "eq", "ne"))
-"""Operators that compare a tensor with a number as with a tensor of that number, of its type."""
+"""Operators that compare a tensor with a number as with a tensor of that number in the same dtype."""
 
 CREATING = frozenset({aten.full.default, aten.new_full.default, aten.full_like.default, aten.scalar_tensor.default})
 """Operators whose result has one number everywhere."""
 
 _WHOLE = 2**53
-"""Integers from which on not all are numbers of 64 bits."""
+"""The bound up to which every integer is a float64."""
 
 _NUMBERS_OF_SUMS = {torch.float32: (int, float), torch.float64: (int, float)}
 _NUMBERS: dict[torch.dtype, tuple[type, ...]] = {**_NUMBERS_OF_SUMS, torch.int64: (int,)}
-"""Types of Python's numbers that are numbers of an element type, up to rounding."""
+"""dtype -> the types of Python numbers that convert to it up to rounding."""
 
 _NEVER = (
     aten.as_strided,
@@ -71,19 +71,18 @@ _NEVER = (
     aten.batch_norm,
     aten.instance_norm,
 )
-"""What no step may have: it reads or writes more than its operands say, or memory beyond them."""
+"""Operators that no step may have: they read or write more than their schema says, or memory outside of operands."""
 
 
 @dataclass(frozen=True)
 class CallKind:
-    """What equal calls do: ``op(*args, **kwargs)``, with :data:`HERE` in the place of each tensor.
+    """The common form of equal calls: ``op(*args, **kwargs)``, with :data:`HERE` in the place of each tensor.
 
     Attributes:
-        gives: what it returns, in its structure: of tensors the number of the value that it makes, or, of one that it
-            reads, -1 minus its place there.
-        through: places among what it reads of tensors that are other values then: the last ones that it makes.
+        gives: its results, in their structure; a tensor is the index of a made value, or -1 minus that of a read one.
+        through: indices among the values it reads of tensors that get new values, which are the last values it makes.
         targets: how many of these are written; the others share their memory.
-        alone: whether it writes one tensor, whose memory no other one has that is read later.
+        alone: whether it writes one tensor, whose memory no later reader has under another name.
     """
 
     op: Any
@@ -96,17 +95,16 @@ class CallKind:
 
 
 class RowCall(NamedTuple):
-    """A row of a record, or two.
+    """A row of a record, or two rows (a view, and a copy into it).
 
     Attributes:
         kind: the number of its kind.
-        reads, makes: the values among its operands, as often as they are there, then those that share the memory that
-            it writes; those that it makes, in order.
-        part: what it takes, if it takes one part of a tensor; its form: whether that is without the axis.
-        into: what it writes, if it writes one part of a tensor: it reads the whole as it was and the part's new value,
-            and makes the whole as it is then.
+        reads: the values of its operands, with repetitions, then of tensors that share the memory that it writes.
+        makes: the values that it makes, in order.
+        part: the part that it takes, if it takes one; the part's form: whether the axis is dropped.
+        into: the part that it writes, if it writes one: it reads (old whole, new value of the part), makes (new whole).
         number: its only number, which may differ between calls of one kind.
-        row: the record's.
+        row: the record's row.
     """
 
     kind: int
@@ -123,13 +121,14 @@ class RowCalls:
     """The calls of a record.
 
     Attributes:
-        rows: in order.
-        kinds: by their numbers; of those that no step may have, each call has its own.
-        forms, made: of each value; an input is made by row -1, as its number; numbers written in the code and tensors
-            from elsewhere by row -2.
-        drawn: what calls draw, by their numbers.
-        effects: numbers of calls that are made whoever reads what they make.
-        results: what the run returns, values for tensors; ``last``: of each input that is written, the last value.
+        rows: the calls, in order.
+        kinds: the kinds, by number; a call that no step may have has a kind of its own.
+        forms: layout of each value.
+        made: producer of each value; row -1 for inputs, row -2 for literals and free tensors.
+        drawn: index of a call -> its draw.
+        effects: indices of calls that stay even if their results are unused.
+        results: the leaves of the run's result, values for tensors.
+        last: input that is written -> its last value.
     """
 
     rows: list[RowCall] = field(default_factory=list)
@@ -143,11 +142,11 @@ class RowCalls:
 
     @property
     def needed(self) -> set[int]:
-        """The values that are read when all calls are made."""
+        """The values that are live after all calls."""
         return {*values_in(self.results), *self.last.values()}
 
     def part(self, value: int) -> Part | None:
-        """Of which value this one is a part, if one call has made it that."""
+        """The part of another value that a value is, if one call made it; else ``None``."""
         row, leaf = self.made[value]
         if row < 0:
             return None
@@ -155,7 +154,7 @@ class RowCalls:
         return call.part if call.part is not None else self._item(call, leaf)
 
     def _item(self, call: RowCall, leaf: int) -> Part | None:
-        """One of the parts that ``unbind``, ``chunk`` or ``split`` makes."""
+        """The part that result ``leaf`` of ``unbind``, ``chunk`` or ``split`` is, or ``None``."""
         kind = self.kinds[call.kind]
         if kind.op not in (aten.unbind.int, aten.chunk.default, aten.split.Tensor) or len(call.makes) < 2:
             return None
@@ -176,7 +175,7 @@ def _argument(kind: CallKind, place: int, name: str, default: Any) -> Any:
 
 
 def filled(arg: Any, given: Iterator[Any], number: Any = None) -> Any:
-    """An argument of a kind with these in the places of tensors, in order, and the number in its place."""
+    """An argument of a kind with ``given`` in the places of tensors, in order, and ``number`` in the number's place."""
     if arg is HERE:
         return next(given)
     if arg is NUMBER:
@@ -189,10 +188,14 @@ def filled(arg: Any, given: Iterator[Any], number: Any = None) -> Any:
 
 
 def calls_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> RowCalls:
-    """The calls of a record whose run returned these leaves, values for tensors, without those that are not needed.
+    """The live calls of a record.
+
+    Args:
+        results: the leaves of the run's result, values for tensors.
+        draws: the run's draws.
 
     Raises:
-        NotRolledError: what a row does is not known from its operands.
+        NotRolledError: a row's operands do not determine its effect.
     """
     return _alive(_Reader(record, results, draws).calls)
 
@@ -202,7 +205,7 @@ class _Reader:
         self.record, self.draws, self.calls = record, draws, RowCalls()
         self._kinds: dict[Any, int] = {}
         self._keys: dict[int, tuple[Any, int]] = {}
-        self._now: dict[int, int] = {}  # the record's values → those of now
+        self._now: dict[int, int] = {}  # the record's values → their current SSA values
         self._sharing: dict[int, list[int]] = {}
         inputs = [*range(record.inputs), *record.free]
         self._of_inputs = {record.memory[number] for number in inputs}
@@ -243,7 +246,7 @@ class _Reader:
         draws = row.draws[1] - row.draws[0]
         effect = _has_effect(row)
         if not (fresh or writes or draws or effect):
-            return  # it returns what it was given
+            return  # it returns its operands
         here = len(calls.rows)
         reads = [self._now[number] for number in operands]
         makes = [self._new(number, Producer(here, leaf)) for leaf, number in enumerate(fresh)]
@@ -265,7 +268,7 @@ class _Reader:
                 form = form._replace(requires_grad=form.requires_grad or (follows and form.dtype.is_floating_point))
                 self._now[number] = value = self._value(form, Producer(here, len(makes)))
                 makes.append(value)
-            for each in memory:  # the dead ones are looked at no more
+            for each in memory:  # forgets dead values
                 self._sharing[each] = [n for n in self._sharing[each] if self._last_read.get(n, -1) > index]
         if draws > 1:
             raise NotRolledError(f"{row.op} draws more than once")
@@ -308,10 +311,8 @@ class _Reader:
         return number
 
     def _joined_write(self, row: Row, reads: list[int], makes: list[int], through: tuple, barred: bool) -> bool:
-        """Adds ``whole[index] = value`` in the place of the last call, which took the part that this row copies into.
-
-        The view is read by nothing else, and of all that share its memory the whole alone is read later.
-        """
+        """Replaces the last call, which took the part that this row copies into, by ``whole[index] = value``, if
+        nothing else reads the view, and only the whole is read later of all tensors in its memory → whether it did."""
         calls, last = self.calls, self.calls.rows[-1] if self.calls.rows else None
         if row.op is not aten.copy_.default or last is None or last.part is None or barred or len(reads) != 3:
             return False
@@ -336,12 +337,12 @@ class _Reader:
 
 
 def _alive(calls: RowCalls) -> RowCalls:
-    """The calls that the results need, that draw or that have an effect.
+    """Dead code elimination: keeps calls that the results need, that draw, have an effect or may raise an error.
 
-    What nobody reads has no gradient in eager. In a loop it would have the gradient zero in the steps in which nobody
-    reads it, and zero times an infinite factor is not a number. So a step of which fewer rows are needed, as the last
-    one whose state no other reads, is not as the others. Dropout of what is not needed draws alone. What may raise an
-    error is needed for that, and no step has it.
+    An unused value has no gradient in eager. In a loop it would have the gradient zero in the steps that do not use it,
+    and zero times an infinite factor is nan. So a step with fewer live rows (the last one, whose state is unused)
+    differs from the others. Dropout of a dead value only draws. A call that is live only because it may raise an error
+    gets a kind of its own, so that it is in no step.
     """
     needed, alive, for_errors = calls.needed, [False] * len(calls.rows), set()
     for number in range(len(calls.rows) - 1, -1, -1):
@@ -378,12 +379,12 @@ def _alive(calls: RowCalls) -> RowCalls:
 
 
 def _has_effect(row: Row) -> bool:
-    """Whether a row does more than make its results: none has none; the norms write statistics."""
+    """Whether a row has an effect beside its results: it has no result, or is a norm, which writes statistics."""
     return not list(values_in(row.results)) or "batch_norm" in str(row.op) or "instance_norm" in str(row.op)
 
 
 def _is_barred(row: Row) -> bool:
-    """Whether no step may have it."""
+    """Whether no step may have a row."""
     op = row.op
     if not isinstance(op, OpOverload) or op.namespace != "aten" or op.overloadpacket in _NEVER:
         return True
@@ -403,7 +404,7 @@ def _mapped_values(tree: Any, change: Any) -> Any:
 
 
 def _constants(tree: Any) -> tuple[Any, Any]:
-    """Arguments with :data:`HERE` in the place of tensors; and what tells them from others, hashable."""
+    """Arguments with :data:`HERE` in the place of tensors, and a hashable key of them."""
     args = mapped(tree, ValueRef, lambda _: HERE)
     try:
         return args, key_of(args, _Place, lambda place: place)
@@ -412,7 +413,7 @@ def _constants(tree: Any) -> tuple[Any, Any]:
 
 
 def _numbered(row: Row, args: tuple, reads: Sequence[ValueLayout]) -> tuple[tuple, Any]:
-    """Arguments with :data:`NUMBER` in the place of the number in which calls of a kind may differ → they, and it."""
+    """Arguments with :data:`NUMBER` for a number that may differ between calls of a kind, and the number."""
     if row.op in NUMBERED or row.op in COMPARING:
         kinds: tuple[type, ...] = ()
         if len(args) == 2 and not row.kwargs and len(reads) == 1:
@@ -429,7 +430,7 @@ def _numbered(row: Row, args: tuple, reads: Sequence[ValueLayout]) -> tuple[tupl
 
 
 def _part_of(row: Row, reads: Sequence[int], makes: Sequence[int], calls: RowCalls) -> Part | None:
-    """The part of its first operand that a row takes: ``select``, ``narrow``, ``slice``."""
+    """The part of its first operand that a row takes (``select``, ``narrow``, ``slice``), or ``None``."""
     if row.op not in (aten.select.int, aten.slice.Tensor, aten.narrow.default) or row.kwargs or len(reads) != 1:
         return None
     args, shape = row.args[1:], calls.forms[reads[0]].shape

@@ -1,4 +1,4 @@
-"""Alias analysis: a training-IR graph → which nodes share memory, and which memory autograd may follow.
+"""Alias analysis: a training graph → classes of nodes that may share memory, and whether autograd may track them.
 
 The graph is not functional yet: operators write in place and return views, as their schemas say.
 """
@@ -29,7 +29,7 @@ _library.define("overwritten(Tensor x, str name) -> Tensor")
 _library.impl("overwritten", lambda x, name: x.clone(), "CompositeExplicitAutograd")
 _library.impl("overwritten", lambda x, name: torch.empty_like(x), "Meta")
 OVERWRITTEN = torch.ops.tvm_dispatch.overwritten.default
-"""What is in an input's memory now; who saves it for the backward reads there what is in it then."""
+"""A copy of an input's memory now; if it is saved for the backward, the backward reads the memory at its own time."""
 
 
 def _schema_arguments(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
@@ -66,7 +66,7 @@ def aliased(node: fx.Node) -> fx.Node | None:
 
 
 def memory_at(node: fx.Node) -> list[int | None]:
-    """The memory of each tensor that a node gave in eager."""
+    """The memory of each of a node's result tensors in eager."""
     if MEMORY in node.meta:
         return node.meta[MEMORY]
     return [memory_of(each) for each in pytree.tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
@@ -78,7 +78,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_detach(node: fx.Node) -> bool:
-    """Whether a node is an alias that autograd does not follow."""
+    """Whether a node is an alias that autograd does not track."""
     return node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
@@ -86,7 +86,7 @@ class Aliases:
     """Classes of nodes that may share memory.
 
     Args:
-        nodes: of one graph, in order.
+        nodes: the nodes of one graph, in order.
         requires_grad: whether a placeholder requires grad.
         cut: nodes that start a class of their own although their operator returns an alias.
     """
@@ -97,7 +97,7 @@ class Aliases:
         self.order = {node: position for position, node in enumerate(nodes)}
         self.root: dict[fx.Node, fx.Node] = {}
         self._classes: dict[fx.Node, list[fx.Node]] = {}
-        self._detached: set[fx.Node] = set()  # seen under a name that autograd does not follow
+        self._detached: set[fx.Node] = set()  # aliases that autograd does not track
         for node in self.order:
             source = aliased(node)
             root = self.root[node] = node if source is None or cut(node) else self.root[source]
@@ -105,11 +105,11 @@ class Aliases:
             if is_detach(node) or source in self._detached:
                 self._detached.add(node)
         self._followed = {node for node in self.order if node.op == "placeholder" and requires_grad(node)}
-        self._followed_though_detached: set[fx.Node] = set()  # written into under such a name
+        self._followed_though_detached: set[fx.Node] = set()  # written through a detached alias
         self._spread()
 
     def _spread(self) -> None:
-        """A class is followed if what its first member reads, or what is written into it, is. Order is ignored."""
+        """Marks a class as tracked if its first member reads a tracked value, or one is written into it."""
         size = -1
         while size != len(self._followed) + len(self._followed_though_detached):
             size = len(self._followed) + len(self._followed_though_detached)
@@ -127,16 +127,16 @@ class Aliases:
     def _passes_on(self, source: fx.Node) -> bool:
         value = source.meta.get("val")
         if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
-            return False  # autograd follows no integers and masks
+            return False  # autograd tracks no integers and masks
         root = self.root[source]
         return root in (self._followed_though_detached if source in self._detached else self._followed)
 
     def followed(self, node: fx.Node) -> bool:
-        """Whether autograd may follow a value with this memory (never wrongly ``False``)."""
+        """Whether autograd may track a value with a node's memory (never wrongly ``False``)."""
         return self.root[node] in self._followed
 
     def writes(self) -> dict[fx.Node, list[fx.Node]]:
-        """The nodes that write into a class, in order, by its first member."""
+        """First member of a class -> the nodes that write into the class, in order."""
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in self.order:
             for root in dict.fromkeys(self.root[each] for each in written(node)):
@@ -150,7 +150,7 @@ class Aliases:
     def used_after(self, node: fx.Node, moment: fx.Node, *, writes: bool) -> bool:
         """Whether memory of ``node`` is read (or, with ``writes``, written) after ``moment`` in the graph's order.
 
-        What the caller can see, placeholders and results, counts as read at the end.
+        Memory that the caller can see, placeholders and results, counts as read at the end.
         """
         members = self.class_of(node)
         if not writes and members[0].op == "placeholder":
@@ -159,33 +159,32 @@ class Aliases:
         return any(not writes or any(self.root[target] is members[0] for target in written(user)) for user in users)
 
 
-# What the nodes of a training graph are told of the rows that they are from: keys of ``meta`` that passes hand on.
+# Keys of a training graph's ``meta`` with facts of the row that a node is from, which passes hand on.
 
 
 ROW = "row"
 """The index of the row."""
 MEMORY = "memory"
-"""The memory of what a node gives, where its tensor is a stand-in in memory of its own."""
+"""The memory of a node's results, if ``meta["val"]`` is a stand-in with separate memory."""
 OF = "of"
-"""The row's operator, of a node that gives what the row gave."""
+"""The row's operator, of a node that has the row's results."""
 STOPPED = "stopped"
-"""Present where autograd does not follow an operator that it would follow, since grad mode is off."""
+"""Present if autograd does not track an operator because grad mode is off."""
 
 _KEYS = ("stack_trace", "nn_module_stack", ROW, STOPPED)
 
 
 def told(node: fx.Node) -> dict[str, Any]:
-    """What a node that stands in the place of another one, or before it, has of that one's ``meta``."""
+    """The part of a node's ``meta`` that a node in its place, or before it, inherits."""
     return {key: node.meta[key] for key in _KEYS if key in node.meta}
 
 
-# Written views: windows (``unfold``) and expanded tensors that are written through → views that are written exactly.
+# Writes through views: windows (``unfold``) and expanded tensors → equal views that functionalization writes exactly.
 #
-# Functionalization writes to a view by making its base anew. For these two operators torch makes it by the formula of
-# their *gradient*: elements in no window become 0, and ``base + sum(view - base)`` is no number where the base is
-# infinite, and a rounded one where it is large. Here such windows are cut by slices, and a tensor that is not really
-# expanded gets axes of extent 1, both of which torch writes back element by element; other windows and expanded tensors
-# are refused.
+# Functionalization implements a write to a view by a new base. For these two operators torch uses the formula of their
+# *gradient*: elements in no window become 0, and ``base + sum(view - base)`` is nan for an infinite base, and rounded
+# for a large one. Here slices cut the windows, and a tensor that is not really expanded gets axes of extent 1. torch
+# writes both back element by element. Overlapping windows and really expanded tensors are refused.
 
 
 _EXPANDED = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
@@ -193,14 +192,14 @@ _EXPANDED_LISTS = (aten.broadcast_tensors.default, aten.meshgrid.default, aten.m
 """Operators whose results are expanded views, although their schemas do not say so."""
 
 _ALWAYS_VIEWS = (operator.getitem, aten.select.int, aten.slice.Tensor)
-"""Also at positions that nothing is known of."""
+"""Operators whose results are views at any position, a symbolic one included."""
 
 Steps = list[tuple[Any, tuple]]
-"""Operators that are applied one after the other, each with its arguments behind the first."""
+"""A chain of operators, each with its arguments after the first."""
 
 
 def write_through_views(graph: fx.Graph) -> list[Unsupported]:
-    """Rewrites a training-IR graph in place; returns what it cannot express."""
+    """Rewrites written views of a training graph in place → refusals of writes that stay inexact."""
     found: dict[fx.Node, fx.Node] = {}
     seen: set[fx.Node] = set()
     for node in graph.nodes:
@@ -228,8 +227,8 @@ def write_through_views(graph: fx.Graph) -> list[Unsupported]:
 
 
 def _memory_of(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory a node's result shares: ``contiguous`` or ``reshape`` of an expanded tensor is a copy,
-    which their schemas leave open."""
+    """The argument whose memory a node's result shares, or ``None``. ``contiguous`` and ``reshape`` of an expanded
+    tensor copy, which their schemas leave open."""
     source = aliased(node)
     if source is None or node.target in _ALWAYS_VIEWS or written(node):
         return source
@@ -240,7 +239,7 @@ def _memory_of(node: fx.Node) -> fx.Node | None:
 
 
 def _steps(view: fx.Node) -> Steps | None:
-    """Views that lead from a view's base to the same elements; ``None`` where there are none."""
+    """A chain of views from a view's base to the same elements, or ``None``."""
     if view.target in _EXPANDED_LISTS:
         return None
     shapes = [tuple(each.meta["val"].shape) for each in (view.args[0], view)]
@@ -256,7 +255,7 @@ def _steps(view: fx.Node) -> Steps | None:
 
 
 def _windows(shape: tuple[int, ...], dim: int, size: int, step: int) -> Steps | None:
-    """``unfold`` as slices: windows without gaps in an axis of their own, of which each is cut to its size."""
+    """``unfold`` as slices and a reshape, for windows that do not overlap; ``None`` for others."""
     if not shape:
         return None
     dim %= len(shape)
@@ -292,7 +291,7 @@ def _follow(graph: fx.Graph, view: fx.Node, steps: Steps) -> None:
 
 
 def _apply(graph: fx.Graph, before: fx.Node, value: fx.Node, steps: Steps) -> fx.Node:
-    """``value`` with the operators of ``steps`` applied to it, in front of a node."""
+    """Applies the operators of ``steps`` to ``value``, in front of the node ``before``."""
     with graph.inserting_before(before):
         for op, args in steps:
             made = graph.call_function(op, (value, *args))

@@ -1,4 +1,4 @@
-"""Decompositions: operator → what it calls instead of its own kernel; the operators that are left whole."""
+"""Decompositions: operator → the function that replaces its kernel; and the operators that stay whole."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = ["CELLS", "COMPUTED_DRAWS", "CUDA_ATTENTION", "PRESERVED", "RECURRENT_
 __all__ += ["composite_formulas", "formulas", "instance_norm", "keep_layers_whole", "may_raise", "tables"]
 __all__ += ["whole_operators"]
 
-#: Computed by torch's own kernel, with torch's own derivative: see :mod:`bridge.aten.any_operator`. They are
-#: deterministic, functional (no views, no writes), their shapes do not depend on numbers, and a formula of ours would
-#: only be another rounding of the same thing.
+#: Operators computed by torch's kernel, with torch's derivative (:mod:`bridge.aten.any_operator`). They are
+#: deterministic and functional (no views, no writes), their shapes do not depend on numbers, and another formula would
+#: only round differently.
 WHOLE = (
     # shifts (by any count), common divisors, positions in sorted numbers
     aten.__lshift__.Scalar,
@@ -55,7 +55,7 @@ WHOLE = (
     aten.repeat_interleave.Tensor,
     aten.searchsorted.Scalar,
     aten.searchsorted.Tensor,
-    # torch has no derivative of these: a backward through them is its error
+    # torch has no derivative of the following operators: a backward through them is its error
     aten.floor_divide.Scalar,
     aten.floor_divide.default,
     aten.remainder.Scalar_Tensor,
@@ -70,7 +70,7 @@ WHOLE = (
     *(aten.special_log_ndtr.default, aten.special_ndtri.default, aten.special_xlog1py.default),
     *(aten.special_xlog1py.other_scalar, aten.special_xlog1py.self_scalar, aten.xlogy.Scalar_Other),
     *(aten.xlogy.Scalar_Self, aten.xlogy.Tensor),
-    # linear algebra with one answer; factors that are free up to signs (eigenvectors, QR, SVD) are not among it
+    # linear algebra with a unique result, hence no factors that are free up to signs (eigenvectors, QR, SVD)
     *(aten._cdist_forward.default, aten._linalg_det.default, aten._linalg_slogdet.default),
     *(aten._linalg_solve_ex.default, aten.cholesky.default, aten.cholesky_inverse.default),
     *(aten.cholesky_solve.default, aten.inverse.default, aten.linalg_cholesky.default),
@@ -91,7 +91,7 @@ WHOLE = (
     *(aten.smooth_l1_loss.default, aten.soft_margin_loss.default),
 )
 
-#: Draws whose distribution's parameters are tensors; each is made in its place, by torch's operator.
+#: Draws whose distribution's parameters are tensors; torch's operator draws in its place in the program.
 COMPUTED_DRAWS = (
     aten.bernoulli.default,
     aten.bernoulli.Tensor,
@@ -105,10 +105,10 @@ COMPUTED_DRAWS = (
     aten._standard_gamma.default,
 )
 
-#: Slopes that ``rrelu`` draws where its argument is negative: as many numbers as there are such elements.
+#: ``rrelu``, which draws a slope for each negative element of its argument.
 SLOPE_DRAWS = (aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default, aten.rrelu_with_noise_functional.default)
 
-#: CUDA's fused kernels, which drop inside.
+#: CUDA's fused attention kernels, which contain the dropout.
 CUDA_ATTENTION = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -125,8 +125,8 @@ UPSAMPLES = {
     for mode in modes
 }
 
-#: Their decompositions only add noise, or are right going forward but, differentiated, give nan (or another number)
-#: where torch's own backward formula has none.
+#: Operators that are not decomposed: their decomposition only adds nodes, or its derivative is nan (or another number)
+#: where torch's backward formula is not.
 PRESERVED = (
     *WHOLE,
     *COMPUTED_DRAWS,
@@ -140,8 +140,8 @@ PRESERVED = (
     aten.linear.default,
     aten.matmul.default,
     aten._safe_softmax.default,
-    aten._weight_norm_interface.default,  # of half types, torch's kernel computes in float32 and rounds once
-    aten._prelu_kernel.default,  # its weight's gradient would multiply by what it does not depend on
+    aten._weight_norm_interface.default,  # for half types, torch's kernel computes in float32 and rounds once
+    aten._prelu_kernel.default,  # its weight's gradient would multiply by elements on which it does not depend
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten.adaptive_avg_pool1d.default,
     aten.addcdiv.default,
@@ -167,7 +167,7 @@ PRESERVED = (
     aten.scatter.value_reduce,
     aten.scatter_reduce.two,
     aten.logsumexp.default,
-    aten.roll.default,  # taken apart into positions, whose gradient adds up; so are all these
+    aten.roll.default,  # decomposed into an index, whose gradient adds up; so are the next ones
     *(aten.im2col.default, aten.col2im.default),
     *(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default),
     *(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default),
@@ -197,23 +197,23 @@ _INSTANCE_NORM = aten.instance_norm.default
 
 
 _KINKED = (aten.sgn.default,)
-"""Whose decomposition has no derivative of complex numbers at 0, where the operator's is 0."""
+"""Operators whose decomposition has no derivative at complex 0, where the operator's is 0."""
 
 
 def formulas() -> Table:
-    """The decompositions of operators that are no composite ones."""
+    """The decompositions of operators that are not composite."""
     return tables()[1]
 
 
 @functools.cache
 def composite_formulas() -> Table:
-    """What composite operators do instead of their own kernel."""
+    """Composite operator → the function that replaces its kernel; operators that stay whole have none."""
     return {op: formula for op, formula in tables()[0].items() if formula is not preserve_composite}
 
 
 @functools.cache
 def whole_operators() -> frozenset:
-    """Operators that are left whole; those that write are made functional first."""
+    """Operators that stay whole, without operators that write, because functionalization replaces them first."""
     whole = {op for op, formula in tables()[0].items() if formula is preserve_composite}
     every = [op for op in (*whole, *PRESERVED, *MARKS) if isinstance(op, OpOverload)]
     return frozenset(op for op in every if op in MARKS or not schema(op).is_mutable)
@@ -228,7 +228,7 @@ def whole_operators() -> frozenset:
 @quirk("F.one_hot", reason="its decomposition checks no class", test="tests/bridge/aten/test_indexing.py", until="2.12")
 @functools.cache
 def tables() -> tuple[Table, Table]:
-    """What composite operators do instead of their own kernel, and the decompositions of all other operators."""
+    """``(composite operator → the function that replaces its kernel, other operator → its decomposition)``."""
     others = {op: formula for op, formula in core_decompositions().items() if op not in PRESERVED}
     others[_SELECT_SCATTER] = _unless_symbolic(others[_SELECT_SCATTER])
     others.update((op, _unless_complex(others[op])) for op in _KINKED if op in others)
@@ -243,7 +243,7 @@ def tables() -> tuple[Table, Table]:
 
 
 def _plain_cell(op: OpOverload, formula: Callable) -> Callable:
-    """A recurrent cell as products and pointwise operators; on CUDA torch has a kernel of its own in between."""
+    """A recurrent cell's decomposition: torch's, or on CUDA ``formula`` in the place of torch's fused kernel."""
     theirs = decomposition_of(op)
 
     def decomposed(x: torch.Tensor, *args: Any) -> Any:
@@ -253,8 +253,8 @@ def _plain_cell(op: OpOverload, formula: Callable) -> Callable:
 
 
 def _instance_norm(theirs: Callable, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """What torch's formula calls on CUDA writes running statistics without a word in its schema, so that a functional
-    graph would lose them."""
+    """``instance_norm`` by torch's decomposition; on CUDA by :func:`instance_norm`, because torch's operator there
+    writes running statistics that its schema does not mention, and a functional graph would lose them."""
     return instance_norm(x, *args) if x.is_cuda else theirs(x, *args)
 
 
@@ -269,9 +269,12 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
-    """``torch.instance_norm`` by operators that say what they write: batch normalization of each image's channels for
-    themselves. The running statistics, if any, become the mean of what each image made of them; where
-    they are only read, nothing is written (torch's kernel writes what was there)."""
+    """``torch.instance_norm`` by operators whose schemas state their writes: batch normalization with each image's
+    channels as separate channels.
+
+    The running statistics, if any, become the mean over the images' new statistics. With ``from_images=False`` they are
+    only read (torch's kernel rewrites the old numbers).
+    """
     batch, channels = x.shape[:2]
     of_each = [None if each is None else each.repeat(batch) for each in (weight, bias, mean, variance)]
     images = x.contiguous().view(1, batch * channels, *x.shape[2:])
@@ -288,7 +291,7 @@ def instance_norm(
 
 
 def _unless_complex(formula: Callable) -> Callable:
-    """A decomposition that leaves an operator of complex numbers whole."""
+    """A decomposition that keeps an operator on complex numbers whole."""
 
     def decomposed(x: torch.Tensor, *args: Any) -> Any:
         return NotImplemented if x.is_complex() else formula(x, *args)
@@ -297,7 +300,7 @@ def _unless_complex(formula: Callable) -> Callable:
 
 
 def _unless_symbolic(formula: Callable) -> Callable:
-    """A decomposition of ``select_scatter`` that leaves it whole where nothing is known of the position."""
+    """A decomposition of ``select_scatter`` that keeps it whole for a symbolic position."""
 
     def decomposed(x: torch.Tensor, source: torch.Tensor, dim: int, index: Any) -> Any:
         return NotImplemented if isinstance(index, torch.SymInt) else formula(x, source, dim, index)
@@ -306,7 +309,7 @@ def _unless_symbolic(formula: Callable) -> Callable:
 
 
 def _diagonal_filled(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
-    """torch's kernel takes the diagonal for a geometry in memory, which wants sizes that do not vary."""
+    """``fill_diagonal_`` by views, because torch's kernel strides through memory, which needs static sizes."""
     if wrap and x.dim() == 2:
         return NotImplemented
     diagonal = x
@@ -317,21 +320,20 @@ def _diagonal_filled(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.T
 
 
 def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """torch's formula would read an index of one number."""
+    """``take`` by an index: torch's formula would read the number of a one-element index."""
     return aten.index.Tensor(x.reshape(-1), [index])
 
 
 # Recurrent cells: ``aten.lstm_cell``, ``aten.gru_cell`` → products and pointwise operators, as torch computes them.
 #
-# Eager's CUDA kernels fuse what comes after the products, and compute it in float32 for half types. So do these
-# formulas, rounding where the fused kernels store.
+# Eager's CUDA kernels fuse the operators after the products, and compute them in float32 for half types. So do these
+# formulas; they round where the fused kernels store.
 
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def _wide(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Half types as float32."""
     return [tensor.float() if tensor is not None and tensor.dtype in _HALF else tensor for tensor in tensors]
 
 
@@ -370,14 +372,14 @@ def _gru_cell(
 
 
 CELLS: dict[Any, Callable[..., Any]] = {aten.lstm_cell.default: _lstm_cell, aten.gru_cell.default: _gru_cell}
-"""By operator, with its arguments."""
+"""Operator → its formula, which takes the operator's arguments."""
 
 
-# Recurrent layers before decomposition → ``tvm_dispatch::recurrent_layers``, which decomposition leaves whole.
+# Recurrent layers before decomposition → ``tvm_dispatch::recurrent_layers``, which decomposition keeps whole.
 #
-# It would unroll ``aten.lstm`` and its like over the steps, and lose the dropout between the layers. So a call of
-# several layers with dropout becomes calls of one layer each, with the dropout spelled out, and each of them an
-# operator of ours that draws nothing.
+# Decomposition would unroll ``aten.lstm`` and its like over the steps, and lose the dropout between the layers. So a
+# call of several layers with dropout becomes one call per layer, a custom operator without draws, with explicit
+# dropouts between them.
 
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
@@ -400,7 +402,7 @@ RECURRENT_LAYERS = torch.ops.tvm_dispatch.recurrent_layers.default
 
 
 def keep_layers_whole(graph: fx.Graph) -> None:
-    """Rewrites the recurrent calls of a training-IR graph, in place."""
+    """Replaces recurrent layers of a training graph by :data:`RECURRENT_LAYERS`, in place."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in LAYERED or len(node.args) != 9:
             continue
@@ -422,7 +424,7 @@ def _keep_whole(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Replaces a call of several layers by one for each, which it returns, with dropout between them."""
+    """Replaces a call of several layers by one call per layer, with dropout between them → these calls."""
     x, given, weights, has_biases, layers, rate, _, both_ways, batch_first = node.args
     states = given if isinstance(given, list | tuple) else [given]
     directions = 2 if both_ways else 1
@@ -436,7 +438,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
         return made
 
     with graph.inserting_before(node):
-        if batch_first:  # eager draws the masks with time in front
+        if batch_first:  # eager draws the masks time-major
             x = call(aten.transpose.int, x, 0, 1)
         for layer in range(layers):
             if layer:
@@ -466,15 +468,15 @@ _LOOKED_UP = frozenset(
     "nll_loss_forward nll_loss2d_forward multi_margin_loss multilabel_margin_loss_forward _ctc_loss "
     "histc binary_cross_entropy".split()
 )
-"""Operators that look at numbers and raise an error for some: on a GPU that is an assertion of a kernel's."""
+"""Operators that check numbers and raise an error for some; on a GPU the check is a kernel's assertion."""
 _DIVISIONS = frozenset({aten.floor_divide, aten.remainder, aten.fmod, aten.div})
 _DECOMPOSED = frozenset({aten.lu_unpack, aten.linalg_vector_norm, aten.linalg_cross, aten.linalg_diagonal})
-"""Of linear algebra, but take any numbers."""
+"""Operators of linear algebra that take any numbers."""
 
 
 def may_raise(op: object, dtype: torch.dtype, constant_divisor: bool = False) -> bool:
-    """Whether an operator whose result is of a type raises an error for some numbers: what it is called for, though
-    nobody reads the result. Those of other libraries may."""
+    """Whether an operator with a result of ``dtype`` raises an error for some numbers, so that it must run even if its
+    result is unused. Operators of other libraries may."""
     if not isinstance(op, OpOverload) or op.namespace not in ("aten", "tvm_dispatch"):
         return isinstance(op, OpOverload) and op.namespace not in ("prims", "prim", "profiler")
     name = op.overloadpacket.__name__

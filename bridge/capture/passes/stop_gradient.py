@@ -1,12 +1,12 @@
 """Stop-gradient: ``detach`` and grad modes of a training graph → ``tvm_dispatch::stop_gradient``, in place.
 
-A functional graph has no grad modes. So before it is made, what an operator reads that ran under ``no_grad`` is
-passed through ``tvm_dispatch::stop_gradient``, an operator of ours that decompositions leave alone; ``detach``
-becomes that operator, too. ``stop_gradient`` is a copy, ``detach`` is an alias: where autograd follows nothing there is
-nothing to stop and the alias stays an alias, and where a write would tell the two apart, the module is refused.
+A functional graph has no grad modes. So the operands of an operator that ran under ``no_grad`` pass through
+``tvm_dispatch::stop_gradient``, a custom operator that stays whole; ``detach`` becomes the same operator.
+``stop_gradient`` copies, and ``detach`` is an alias. If autograd does not track the tensor, the alias stays an alias;
+if a write would show the difference, the module is refused.
 
-``meta["custom"]``, which decomposition hands on, says which node of the training IR a node came from, where that
-stands in the user's code, and which operator with a derivative of its own it is a part of.
+``meta["custom"]``, which decomposition hands on, holds the training graph's node that a node comes from, the user's
+line, and the operator with its own derivative that the node is a part of.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PART_OF = "part of"
 
 
 def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
-    """Rewrites a training graph in place as described above, whose nodes are told where autograd stops."""
+    """Expresses grad modes, and effects that functionalization would get wrong, by nodes, in place → refusals."""
     problems = _parameters_written_first(graph, requires_grad)
     _detach_stopped(graph)
     keep_layers_whole(graph)
@@ -66,11 +66,11 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
 
 
 def _parameters_written_first(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
-    """A leaf that is written where autograd does not follow it (clipped, normalized): the write is one to a copy, and
-    all that comes after it reads that with the gradient of the leaf. Nothing that autograd follows may come before."""
+    """Writes to a parameter under ``no_grad`` (clipping, normalization) → writes to a copy, which later nodes read with
+    the parameter's gradient. Refuses a tracked use of the parameter before the write."""
     leaves = dict.fromkeys(node for node in graph.nodes if node.op == "placeholder" and requires_grad(node))
     for node in graph.nodes:
-        for leaf in leaves.keys() & written(node):  # which it returns
+        for leaf in leaves.keys() & written(node):  # the operator returns it
             node.replace_all_uses_with(leaf)
     aliases, problems = Aliases(graph.nodes, requires_grad, cut=lambda node: False), []
     writes_of = aliases.writes()
@@ -79,7 +79,7 @@ def _parameters_written_first(graph: fx.Graph, requires_grad: Callable[[fx.Node]
             continue
         names = aliases.class_of(leaf)
         unseen: set[fx.Node] = set()
-        for node in names:  # what no_grad or detach made, and views of that
+        for node in names:  # aliases made by no_grad or detach, and their views
             if STOPPED in node.meta or is_detach(node) or aliased(node) in unseen:
                 unseen.add(node)
         last = aliases.order[writes[-1]]
@@ -111,7 +111,7 @@ def _write_first(graph: fx.Graph, leaf: fx.Node, last: fx.Node, later: set[fx.No
 
 
 def mark_overwritten(graph: fx.Graph, names: Collection[str]) -> None:
-    """What is in the memory of these inputs after each write passes through ``tvm_dispatch::overwritten``, in place."""
+    """Passes the memory of inputs through ``tvm_dispatch::overwritten`` after each write, in place."""
     aliases = Aliases(graph.nodes, lambda node: False, cut=lambda node: False)
     writes_of = aliases.writes()
     for memory in [node for node in graph.nodes if node.op == "placeholder" and node.name in names]:
@@ -130,8 +130,7 @@ def mark_overwritten(graph: fx.Graph, names: Collection[str]) -> None:
 
 
 def _detach_stopped(graph: fx.Graph) -> None:
-    """What an operator reads that autograd does not follow passes through ``detach``, and what it gives if it is a view
-    of that."""
+    """Passes the operands of operators under ``no_grad`` through ``detach``; for views, the results."""
     for node in [node for node in graph.nodes if STOPPED in node.meta and isinstance(node.target, OpOverload)]:
         if not is_view(node):
             _detach_reads(graph, node)
@@ -145,10 +144,10 @@ def _detach_stopped(graph: fx.Graph) -> None:
 
 
 def _wrong_in_torch(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
-    """``as_strided_scatter`` of the user's own, where a gradient flows through its input.
+    """Refuses the user's ``as_strided_scatter`` if a gradient flows through its input.
 
-    torch's derivative of it passes the gradient on where the source was written. Ours does not (functionalization makes
-    the operator of writes whose derivative is right in eager), so neither the right numbers nor eager's can be given.
+    torch's derivative wrongly passes the gradient on where the source was written. The bridge's does not, because
+    functionalization makes the same operator from in-place writes, whose derivative is right in eager.
     """
     found = [node for node in graph.nodes if node.target is aten.as_strided_scatter.default]
     if not found:
@@ -168,10 +167,7 @@ def _wrong_in_torch(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
 
 
 def _pass_through(graph: fx.Graph) -> None:
-    """A dropout that drops nothing returns its argument itself, so a write to the one is seen in the other.
-
-    torch's decomposition makes a copy of it.
-    """
+    """Replaces a dropout that drops nothing by its argument, as in eager; torch's decomposition would copy it."""
     for node in list(graph.nodes):
         if node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0):
             node.replace_all_uses_with(node.args[0])
@@ -179,14 +175,15 @@ def _pass_through(graph: fx.Graph) -> None:
 
 
 def _word_assertions(graph: fx.Graph) -> None:
-    """Assertions without a message get one: decomposition takes those for dead code."""
+    """Gives assertions without a message one, because decomposition takes them for dead code."""
     for node in graph.nodes:
         if node.target is aten._assert_async.default:
             node.target, node.args = aten._assert_async.msg, (*node.args, "a tensor that is asserted is zero")
 
 
 def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
-    """``detach`` of what autograd follows becomes ``stop_gradient``; of anything else, its argument."""
+    """``detach`` of a tracked tensor → ``stop_gradient``; other ``detach`` → its argument. Refuses a ``detach`` whose
+    memory is written and read under both names."""
     aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
     stopped = Aliases(graph.nodes, requires_grad, cut=lambda node: is_detach(node) and aliases.followed(node))
     problems = []
@@ -209,12 +206,12 @@ def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
 
 
 def where_is(node: fx.Node) -> str | None:
-    """The user's source line of a node, if known."""
+    """The user's line of a node, or ``None``."""
     return (node.meta.get("custom") or {}).get("where") or user_line(node.meta.get("stack_trace"))
 
 
 def _detach_reads(graph: fx.Graph, node: fx.Node) -> None:
-    """Passes what an operator reads through ``detach``; what it writes stays the memory that it is."""
+    """Passes an operator's operands through ``detach``, but for the tensors that it writes."""
     targets = written(node)
     with graph.inserting_before(node):
         seen = {source: source if source in targets else _detached(graph, source) for source in node.all_input_nodes}
@@ -236,8 +233,8 @@ def _is_float(value: Any) -> bool:
 
 # Straight-through writes: the clamp inside ``F.gaussian_nll_loss`` → the clamped numbers with a gradient of 1.
 #
-# It clamps a clone of the variance in place under ``no_grad``: autograd does not hear of it, so what follows passes its
-# gradient on to the variance as it was. The user's own writes of this kind are refused.
+# The loss clamps a clone of the variance in place under ``no_grad``. Autograd does not see the clamp, so gradients pass
+# it unchanged. The user's writes of this kind are refused.
 
 
 _FUNCTIONAL = {aten.clamp_.default: aten.clamp.default, aten.clamp_min_.default: aten.clamp_min.default}
@@ -246,10 +243,10 @@ _FUNCTIONAL = {aten.clamp_.default: aten.clamp.default, aten.clamp_min_.default:
 def write_straight_through(
     graph: fx.Graph, requires_grad: Callable[[fx.Node], bool], stop_gradient: Callable[..., Any]
 ) -> None:
-    """Rewrites a training-IR graph in place.
+    """Rewrites clamps under ``no_grad`` of a training graph in place.
 
-    ``x.clamp_(…)`` becomes ``x.copy_(where(y == z, x, y + (x - z)))`` with ``z`` the numbers of ``x`` and ``y`` those
-    clamped: ``y`` to the bit, with the gradient of ``x``. What is not clamped is ``x`` itself, infinity included.
+    ``x.clamp_(…)`` becomes ``x.copy_(where(y == z, x, y + (x - z)))`` with ``z = stop_gradient(x)`` and ``y`` the
+    clamped ``z``: ``y`` to the bit, with the gradient of ``x``. Where nothing is clamped, it is ``x``, also infinity.
     """
     clamps = [node for node in graph.nodes if node.target in _FUNCTIONAL and STOPPED in node.meta]
     if not clamps:
@@ -279,15 +276,15 @@ def write_straight_through(
         graph.erase_node(node)
 
 
-# Links of custom Functions: a training-IR graph with the marks of :mod:`bridge.capture.custom_functions` → one in
-# which the nodes after a Function read its outputs through ``with_gradient``, in place.
+# Links of custom autograd Functions: a training graph with the marks of :mod:`bridge.capture.custom_functions` → nodes
+# after a Function read its outputs through ``with_gradient``, in place.
 #
-# The marks of a Function stand around what it did, in order: where its forward begins, tangents, backward, outputs. A
-# value of in between that is read elsewhere would be one that autograd follows in the graph and not in eager.
+# A Function's marks are in order: the begin of its forward, tangents, backward, outputs. A value between the marks that
+# is used outside would be tracked by autograd in the graph, but not in eager.
 
 
 def link_functions(graph: fx.Graph, uses: Sequence[Use]) -> list[Unsupported]:
-    """Rewrites one graph."""
+    """Links the Functions of a training graph, in place → refusals."""
     problems: list[Unsupported] = []
     for begin in [node for node in graph.nodes if node.target is FUNCTION]:
         problem = _link(graph, begin, uses[begin.args[0]].again)
@@ -299,7 +296,7 @@ def link_functions(graph: fx.Graph, uses: Sequence[Use]) -> list[Unsupported]:
 
 
 def _link(graph: fx.Graph, begin: fx.Node, again: str) -> str | None:
-    """Why one Function cannot be linked, or ``None``."""
+    """Links one Function → the reason why it cannot be linked, or ``None``."""
     inside, outputs = _parts(begin)
     if not outputs:
         return "its outputs are in another region of autocast or of a grad mode than its forward"
@@ -324,7 +321,7 @@ def _link(graph: fx.Graph, begin: fx.Node, again: str) -> str | None:
             if _written(user) is node:
                 user.replace_input_with(node, target)
                 continue
-            with graph.inserting_before(user):  # autograd follows nothing of what is in there now
+            with graph.inserting_before(user):  # autograd does not track the written numbers
                 read = graph.call_function(WITH_GRADIENT, (target, None))
             read.meta.update(node.meta)
             user.replace_input_with(node, read)
@@ -334,13 +331,13 @@ def _link(graph: fx.Graph, begin: fx.Node, again: str) -> str | None:
 
 
 def _written(node: fx.Node) -> fx.Node | None:
-    """What an operator writes in place and returns."""
+    """The argument that an operator writes in place and returns, or ``None``."""
     source = aliased(node)
     return source if source in written(node) else None
 
 
 def _parts(begin: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What a Function did, and the marks of its outputs."""
+    """The nodes of a Function, and the marks of its outputs."""
     inside: list[fx.Node] = []
     outputs: list[fx.Node] = []
     node = begin.next
