@@ -2,12 +2,12 @@
 
 A *library call* is a pure Relax call ``R.call_pure_packed("library.<name>", *args, ty_args=...)``. Its
 arguments are tensors, ``R.prim_value`` / ``R.str`` / ``R.shape`` constants, or tuples of tensors, and its
-result type is spelled out. Nothing here computes: whoever runs the compiled program binds the names
+result type is explicit. Nothing here computes: the runtime of a compiled program binds the names
 (``bridge.library`` binds them to PyTorch's kernels). Gradient rules for library functions are in
 ``autodiff.gradients.library``.
 
 Calling conventions. ``(..)`` is a shape constant, ``:int`` an integer (truth values are 0 or 1), ``:float`` a float;
-everything else is a tensor. A result has the type of what it is the gradient of, unless said otherwise.
+all other arguments are tensors. A gradient has the type of the tensor it belongs to, unless said otherwise.
 
 ================================================ =======================================================================
 ``embedding``                                    weight, indices, padding_idx:int (-1: none), scale_grad_by_freq:int
@@ -25,21 +25,21 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  [attn_mask], is_causal:int, scale:float -> tuple (dq, dk, dv),
                                                  each [batch, row, head, column]
                                                  has_mask is 2 where the mask is learned: dmask comes behind dv then
-``dropping_attention``,                          as those without dropout, then dropout_p:float, advance:int, state: the
+``dropping_attention``,                          as without dropout, then dropout_p:float, advance:int, state: the
 ``dropping_attention_backward``                  generator's before the call, and how far that moves it
 ``convolution``                                  x, weight, (stride), (padding), (dilation), (output_padding),
                                                  transposed:int, groups:int -> y, without a bias
 ``convolution_backward_input``                   grad, weight, (shape of x), then as ``convolution`` -> dx
 ``convolution_backward_weight``                  grad, x, (shape of weight), then as ``convolution`` -> dweight
-``convolution_last``,                            as those of planes, but for the result: its channels, or of dweight
-``convolution_last_backward_input``,             those inside, are its last axis
+``convolution_last``,                            as with channels first, except that the last axis of the result is its
+``convolution_last_backward_input``,             channels, the last axis of dweight its input channels
 ``convolution_last_backward_weight``
 ``biased_product``                               two matrices, bias, (shape) -> their product, the bias added to each
                                                  row, in that shape
 ``max_pool``                                     x, (kernel), (stride), (padding), (dilation), ceil_mode:int
                                                  -> tuple (y, positions), positions int64 within a channel
 ``max_pool_backward``                            grad, positions, (shape of x), then as ``max_pool`` -> dx
-``max_pool_last``, ``max_pool_last_backward``    as those of planes, but for the results: channels are their last axis
+``max_pool_last``, ``max_pool_last_backward``    as with channels first, except that channels are the results' last axis
 ``adaptive_max_pool``                            x, (output size) -> tuple (y, positions)
 ``adaptive_max_pool_backward``                   grad, positions, (shape of x), (output size) -> dx
 ``avg_pool``                                     x, (kernel), (stride), (padding), ceil_mode:int,
@@ -47,7 +47,7 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``avg_pool_backward``                            grad, (shape of x), then as ``avg_pool`` -> dx
 ``adaptive_avg_pool``                            x, (output size) -> y
 ``adaptive_avg_pool_backward``                   grad, (shape of x), (output size) -> dx
-``avg_pool_last``, ``avg_pool_last_backward``,   as those of planes, but for the results: channels are their last axis
+``avg_pool_last``, ``avg_pool_last_backward``,   as with channels first, except that channels are the results' last axis
 ``adaptive_avg_pool_last``,
 ``adaptive_avg_pool_last_backward``,
 ``upsample_last``, ``upsample_last_backward``
@@ -58,13 +58,13 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  values, of the shape that ``index`` returns, written (added) there
 ``index_select``                                 x, axis:int, index -> the slices of x at the indices, none negative
 ``index_add``, ``index_copy``                    x, axis:int, index, source -> x with the slices of source added to, or
-                                                 put in place of, those at the indices, none negative
+                                                 replacing, the slices at the indices, none negative
 ``log1p``, ``expm1``, ``exp2``, ``erfc``         x -> y, element by element
 ``atan2``, ``fmod``, ``remainder``,              a, b of one shape -> y, element by element
 ``divide_floor``, ``divide_trunc``,
 ``binary_cross_entropy``
-``extent``                                       n:int -> a size as a 0-d tensor of the type that it is made for; only
-                                                 where it depends on symbols (see :func:`number`), else it is a constant
+``extent``                                       n:int -> a size as a 0-d tensor of the call's type; only where the size
+                                                 depends on symbols (see :func:`number`), else it is a constant
 ``sort``                                         x, axis:int, descending:int, stable:int -> tuple (values, positions)
 ``topk``                                         x, axis:int, k:int, largest:int, sorted:int -> tuple
 ``kthvalue``                                     x, axis:int, k:int -> tuple, the axis of extent 1
@@ -72,7 +72,7 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``nanmedian_dim``, ``mode_dim``
 ``cummax``, ``cummin``                           x, axis:int -> tuple
 ``recurrent_layer``                              options:str, states:int, x, weights and biases, initial states ->
-                                                 tuple (y, last states, what the backward reads): one layer in one
+                                                 tuple (y, last states, workspace for the backward): one layer in one
                                                  direction, time in front; options are JSON {cell, reverse, biases,
                                                  fused}; states: how many the cell has
 ``recurrent_layer_backward``                     options:str, count:int, the ``count`` tensors, all results, gradients
@@ -82,31 +82,31 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  front; options are JSON {cell, layers, both_ways, biases}
 ``recurrent_layers_backward``                    as ``recurrent_layer_backward``
 ``draw``                                         name:str, description:str, state, parameters.., then (sizes) if the
-                                                 description names some -> tuple (what the library's random operator
-                                                 of that name draws, the next state)
-``draw_at_offset``                              name:str, description:str, advance:int, state, parameters.. -> what the
-                                                 library's random operator of that name draws from a generator in that
-                                                 state, which it moves on by ``advance``
+                                                 description names some -> tuple (the result of the library's random
+                                                 operator of that name, the next state)
+``draw_at_offset``                               name:str, description:str, advance:int, state, parameters.. -> the
+                                                 result of the library's random operator of that name, for a generator
+                                                 in that state, which the call moves on by ``advance``
 ``upsample``                                     x, mode:str, (output size), align_corners:int, then per axis
                                                  scale:float (0: from the sizes) -> y
 ``upsample_backward``                            grad, (shape of x), then as ``upsample`` -> dx
 ``with_derivative``                              x, linear, of one type -> x; its gradient goes to linear alone
-``ran``                                          x -> true, 0-d: keeps what may raise an error
-``overwritten``                                  x, parameter:int, last:int -> x, what is in the memory of that
-                                                 parameter now: a backward reads what is there in the end (last is 1)
-``tangent``                                      y, function:int, output:int -> what stands for the gradient of y, an
-                                                 output of a function with a gradient of the user's own, until
+``ran``                                          x -> true, 0-d: keeps a call that may raise an error
+``overwritten``                                  x, parameter:int, last:int -> x, the content of that parameter's memory
+                                                 at this point; a backward reads the last content (last is 1)
+``tangent``                                      y, function:int, output:int -> a placeholder for the gradient of y, an
+                                                 output of a function with a user-defined gradient, until
                                                  ``differentiate`` knows it
 ``custom_gradient``                              count:int, ``count`` inputs, their gradients, tangents -> a tuple like
-                                                 the tangents: its gradients are those of the function's outputs, and
-                                                 give the inputs theirs; nobody reads its values
-``given``                                        gradient, tangents.., gradients.. -> the gradient, where those take the
-                                                 tangents' places; between two steps of ``differentiate``
+                                                 the tangents: its gradients are the gradients of the function's
+                                                 outputs, and determine the inputs'; its values are never read
+``given``                                        gradient, tangents.., gradients.. -> the gradient, with the tangents
+                                                 replaced by the gradients; between two steps of ``differentiate``
 ``operator``                                     name:str, arguments:str, tensors.. -> the result (a tuple of them) of
                                                  the library's operator of that name; arguments is JSON
                                                  ``[args, kwargs, saved]`` in which ``{"$tensor": i}`` is the i-th
-                                                 tensor, which may be a size that varies as well; saved are places of
-                                                 results that the library's derivative reads
+                                                 tensor, which may be a dynamic size as well; saved are the indices of
+                                                 the results that the library's derivative reads
 ``operator_vjp``                                 name:str, arguments:str, wanted:int, (outputs), tensors.., results..,
                                                  gradients.. -> gradient of tensor ``wanted``, given the results that
                                                  are saved and one gradient for each listed output; the library's own

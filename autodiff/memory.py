@@ -1,7 +1,7 @@
-"""Memory that a gradient reads: a joint body -> the same whose backward reads what is there when it comes.
+"""Gradients that read memory: a joint body -> the same, with a backward that reads parameters' memory as it then is.
 
-Autograd saves tensors, not their numbers. Its formulas read what has become of an argument, a parameter or a result,
-and what they compute of it themselves, beside what the forward has computed and saved.
+Autograd saves tensors, not their numbers. Its formulas read the memory of an argument, a parameter or a result at the
+time of the backward; they also compute from that memory, beside the values that the forward has computed and saved.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def read_memory(
     again: Mapping[int, bool],
     statistics: Collection[str],
 ) -> None:
-    """Has the backward read what is in memory when it comes, and what an operation computes of it inside.
+    """Makes the backward read memory at its own time, and recompute from it an operation's inner values.
 
-    Of what forward overwrites, an operation of several steps is refused: eager's saves some of their results.
+    Raises :class:`UndifferentiableOp` where an operation of several steps reads memory that forward overwrites: eager
+    saves some of its inner results.
     """
     parameters, supply = body.parameters(), NameSupply(body.names())
     forward = [binding for binding in body.bindings if binding not in gradient]
@@ -92,7 +93,7 @@ def read_memory(
 def _read_anew(
     binding: Binding, instead: Collection[Binding], looked_at: Collection[Binding], own: Collection[Binding]
 ) -> list[Binding]:
-    """What a binding of the backward reads that is computed of memory, or computes again as the forward does."""
+    """Operands of a backward binding that are computed of memory, or that an equal forward binding reads."""
 
     def is_asked(read: Binding) -> bool:
         alike = (user for user in read.users if user in own and user.op == binding.op)
@@ -104,7 +105,7 @@ def _read_anew(
 def with_own_results(
     body: Body, active: Pairs, owners: Mapping[str, str], again: Collection[int]
 ) -> tuple[Pairs, Mapping[str, str]]:
-    """Normalizations of memory whose gradient reads a result of its own: autograd saves what is normalized instead."""
+    """Lets gradients of normalizations of memory recompute the result from memory: autograd saves the input."""
     parameters, supply = body.parameters(), NameSupply(body.names())
     shown = {parameters[place] for place in again}
     for binding in body.bindings if again else ():
@@ -127,7 +128,7 @@ def with_own_results(
 
 
 def _in_the_end(body: Body, supply: NameSupply, given: Var, place: int) -> Binding:
-    """What is in the memory of a parameter when the backward comes."""
+    """A new binding of ``library.overwritten``: a parameter's memory at the time of the backward."""
     value = library_call("overwritten", [given, relax.prim_value(place), relax.prim_value(1)], given.ty)
     return body.define(DataflowVar(supply.fresh(f"{given.name}_now"), given.ty), value)
 

@@ -1,7 +1,7 @@
 """Loops in Relax: a *scan* runs a body once for each step of a sequence.
 
-:mod:`~autodiff.scan.operator` says what it is, :mod:`~autodiff.scan.roll` finds the loops of an unrolled function, and
-:mod:`~autodiff.scan.reverse` makes the scan of its backward.
+:mod:`~autodiff.scan.operator` defines the call, :mod:`~autodiff.scan.roll` finds the loops of an unrolled function, and
+:mod:`~autodiff.scan.reverse` builds the scan of its backward.
 """
 
 from autodiff.scan.hoist import hoist

@@ -1,12 +1,10 @@
-"""Hoisting: a function with scans -> the same with what depends on no carry computed before them.
+"""Loop-invariant code motion: a function with scans -> the same, with values that depend on no carry computed outside.
 
-What depends on constants alone is computed once. What depends on xs, up to matrix products and what batching knows
-around them (:mod:`autodiff.scan.hoist`), is computed for all steps at once; a bias that is added to a product for the
-steps alone stays in them, where it costs no pass over memory. Safe: the same values; only the sums of a product of all
-steps' rows may be rounded otherwise than those of each step's.
+Values that depend on constants alone are computed once. Values that depend on xs are computed for all steps at once
+where that saves a matrix product per step; a bias added to that product stays in the steps, where it costs no pass
+over memory. Safe: the same values; only a product of all steps' rows may be rounded differently than each step's.
 
-Batching: an operator of one step -> the same for all steps at once, on tensors with the steps in front.
-
+Batching: an operator of one step -> the same operator on tensors with the steps in front.
 Matrix products, and the point-wise operators and layer norms around them: one large product for many small ones.
 """
 
@@ -44,18 +42,18 @@ Emit = Callable[[Expr, str], Var]
 """Binds a value under a name."""
 
 Arguments = Mapping[int, Expr]
-"""By their place in a call."""
+"""Arguments by their index in a call."""
 
 _ELEMENTWISE = having("elementwise")
 
 
 def is_product(value: Expr) -> bool:
-    """Whether hoisting pays: a matrix product."""
+    """Whether hoisting a call alone pays: a matrix product."""
     return op_name(value) == "relax.matmul"
 
 
 def batches(value: Expr, xs: Collection[int]) -> bool:
-    """Whether a call can be made for all steps at once, its arguments in these places having the steps in front."""
+    """Whether a call can run once for all steps, with the steps in front of the arguments at the indices ``xs``."""
     name = op_name(value)
     if name == "relax.matmul":
         left, right = (len(shape(arg)) for arg in value.args[:])
@@ -66,10 +64,10 @@ def batches(value: Expr, xs: Collection[int]) -> bool:
 
 
 def batched(value: Expr, steps: int, constants: Arguments, xs: Arguments, emit: Emit) -> Expr:
-    """That call, its result with the steps in front.
+    """A step's call -> the call for all steps, its result with the steps in front.
 
     Args:
-        constants, xs: arguments by their place in the call: of all steps, and with the steps in front.
+        constants, xs: arguments by index: the same in all steps, and with the steps in front.
     """
     return _RULES.get(op_name(value), _elementwise)(value, steps, constants, xs, emit)
 
@@ -111,19 +109,19 @@ _RULES = {
 
 
 _CHEAP = frozenset({"relax.add", "relax.subtract", "relax.multiply"})
-"""What a step computes beside the rest of its arithmetic for nothing."""
+"""Operators that are free in a step, beside the rest of its arithmetic."""
 
 
 @on_functions
 def hoist(body: Body) -> None:
-    """Takes what depends on no carry out of all scans."""
+    """Moves the values that depend on no carry out of all scans."""
     for binding in list(body.bindings):
         if is_scan(binding.value):
             _Hoist(body, binding).run()
 
 
 class _Hoist:
-    """One scan."""
+    """Hoisting out of one scan."""
 
     def __init__(self, body: Body, binding: Binding):
         self.body, self.binding = body, binding
@@ -139,7 +137,7 @@ class _Hoist:
         self.new: list[Binding] = []
 
     def emit(self, value: Expr, name: str) -> Var:
-        """A binding before the scan."""
+        """Emits a binding before the scan."""
         value = self.body.normalize(value)
         var = DataflowVar(self.names.fresh(name), value.ty)
         self.new.append(self.body.define(var, value))
@@ -164,7 +162,7 @@ class _Hoist:
         self._replace(*made)
 
     def _split(self) -> tuple[set[Var], set[Var]]:
-        """What is the same in all steps, and what is computed for all steps at once."""
+        """The variables that are the same in all steps, and the variables computed for all steps at once."""
         fixed: set[Var] = set()
         possible: set[Var] = set()
         pays: set[Var] = set()
@@ -183,8 +181,8 @@ class _Hoist:
         return fixed, pays - self._last_in_steps(pays)
 
     def _last_in_steps(self, batch: set[Var]) -> set[Var]:
-        """Of what can be computed for all steps at once: cheap arithmetic of one such value of its shape and constants,
-        which the steps alone read."""
+        """The hoistable variables that stay in the steps: cheap arithmetic of constants and one value of the same
+        shape, read by the steps alone."""
         read = {each for var in batch for each in operands(self.values[var])} | {*self.results}
         found: set[Var] = set()
         for var in batch - read:
@@ -208,8 +206,8 @@ class _Hoist:
         return self.emit(batched(value, self.scan.length, constants, xs, self.emit), f"{var.name}_steps")
 
     def _body(self, gone: set[Var]) -> tuple[Scan, list[Expr], dict[int, Expr | int]] | None:
-        """The scan of what is left, its tensors, and what each result becomes: one of it, or a tensor; ``None`` if it
-        cannot be written down."""
+        """The remaining scan, its tensors, and the new form of each old result: an index, or a hoisted tensor; ``None``
+        if TVM's JSON cannot hold its body."""
         scan = self.scan
         left = [(var, value) for var, value in self.values.items() if var not in gone]
         became: dict[int, Expr | int] = {place: place for place in range(scan.carries)}
@@ -243,7 +241,7 @@ class _Hoist:
         return replace(scan, body=text, xs=len(xs)), tensors, became
 
     def _repeated(self, value: Expr) -> Var:
-        """A value for each step."""
+        """A value repeated for each step."""
         return self.emit(op.broadcast_to(value, (self.scan.length, *shape(value))), "repeated")
 
     def _replace(self, scan: Scan, tensors: list[Expr], became: dict[int, Expr | int]) -> None:
@@ -265,7 +263,7 @@ class _Hoist:
 
 
 def _places(value: Call, kinds: list[str]) -> set[int]:
-    """The arguments of a call that differ from step to step; all, where one is a tuple."""
+    """Indices of the arguments that differ from step to step; all arguments, where one is a tuple."""
     args = [place for place, arg in enumerate(value.args[:]) if isinstance(arg, Var)] if isinstance(value, Call) else []
     if len(args) != len(kinds):
         return set(range(-1, len(kinds)))

@@ -1,15 +1,15 @@
-"""Scan: a body that is run once for each step of a sequence, as a pure Relax call, and as data.
+"""Scan: a body that runs once for each step of a sequence, as a pure Relax call, and as data.
 
 ``library.scan(options, initial carries.., xs.., constants..) -> tuple (last carries.., ys..)``. The body is a function
 in flat form, ``(carries.., xs.., constants..) -> (next carries.., ys..)``. It is run ``length`` times: the carries of a
-step are the results of the step before, an ``x`` is the step's part of a tensor that has the steps in front, and a
-``y`` becomes one. With ``reverse`` the last part comes first, and the ys lie as the xs do. Constants are what every
-step reads. The options are JSON with the body in it, so that equal scans are equal text, in any process.
+step are the results of the step before, an ``x`` is the step's part of a tensor with the steps in front, and a ``y`` is
+stacked into a tensor of this kind. ``reverse`` runs the last part first; ys keep the order of the xs. Every step reads
+the constants. The options are JSON with the body in it, so equal scans are equal text, in any process.
 
-Every type of a body is static: it is compiled once, whatever the length. The length may be an extent, then an argument
-of the call behind the options: a number for which they have none.
+Every type of a body is static: it is compiled once, whatever the length. The length may be a symbolic extent; then it
+is an argument of the call after the options, which hold no length.
 
-Unrolling: a function with scans -> the same with their steps one after the other, for who knows no scans.
+Unrolling: a function with scans -> the same function with their steps one after the other.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from autodiff.ir import (
 __all__ = ["NAME", "Scan", "body_text", "is_scan", "parsed", "read", "scan_call", "scan_of", "stacked", "unroll"]
 
 NAME = "library.scan"
-"""Of the call."""
+"""The library function's name."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Scan:
 
     Attributes:
         body: TVM's JSON of the function.
-        carries, xs: how many there are; what the body takes beyond them are constants.
-        length: the number of steps, at least 1; ``None`` in options whose calls say it.
+        carries, xs: numbers of carries and xs; the body's further parameters are constants.
+        length: the number of steps, at least 1; ``None`` in options if the call has it as an argument.
         reverse: whether the last step comes first.
-        gradient: what :mod:`autodiff.scan.reverse` needs, as JSON holds it; ``None`` where none is wanted.
+        gradient: the backward step as JSON data (:mod:`autodiff.scan.reverse`); ``None``: no gradient.
     """
 
     body: str
@@ -81,26 +81,26 @@ class Scan:
 
     @property
     def constants(self) -> int:
-        """How many tensors every step reads."""
+        """The number of tensors that every step reads."""
         return len(self.function.params) - self.carries - self.xs
 
     @property
     def options(self) -> str:
-        """As text, of which equal scans have equal ones; without a length that is an extent."""
+        """The options as text, equal for equal scans; without a symbolic length."""
         length = None if isinstance(self.length, Extent) else self.length
         given = {"carries": self.carries, "xs": self.xs, "length": length, "reverse": self.reverse}
         return json.dumps({**given, "gradient": self.gradient, "body": self.body}, sort_keys=True)
 
     @property
     def type(self) -> TupleType:
-        """Of the call's result."""
+        """The type of the call's result."""
         made = results(self.function)
         last = [TensorType(shape(value), dtype(value)) for value in made[: self.carries]]
         return TupleType([*last, *(stacked(self.length, value) for value in made[self.carries :])])
 
 
 def stacked(length: Dim, value: Expr) -> TensorType:
-    """The type of such values of all steps."""
+    """The type of a value stacked over all steps, ``(length, *shape)``."""
     return TensorType((length, *shape(value)), dtype(value))
 
 
@@ -112,7 +112,7 @@ def body_text(body: Function) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def parsed(text: str) -> Function:
-    """The function of a text of this TVM; ``tvm.ir.load_json`` would look for what older ones wrote first."""
+    """The function in a text of :func:`body_text`; ``tvm.ir.load_json`` would first try to upgrade older versions."""
     return from_json_graph_str(text)
 
 
@@ -140,7 +140,7 @@ def is_scan(value: Expr) -> bool:
 
 
 def scan_of(call: Call) -> tuple[Scan, list[Expr]]:
-    """The scan that a call runs, and the tensors that it is given; also of the call as a gradient rule sees it."""
+    """The scan that a call runs, and its tensors; also for a call as a gradient rule gets it."""
     place = next(index for index, arg in enumerate(call.args) if isinstance(arg, StringImm))
     scan, rest = read(str(call.args[place].value)), list(call.args[place + 1 :])
     if scan.length is None:
@@ -150,14 +150,14 @@ def scan_of(call: Call) -> tuple[Scan, list[Expr]]:
 
 @functools.lru_cache(maxsize=64)
 def read(options: str) -> Scan:
-    """The scan of options."""
+    """Parses options."""
     return Scan(**json.loads(options))
 
 
 def unroll(func: Function) -> Function:
-    """The function without scans, those in their bodies included; the same object if there are none.
+    """The function without scans, nested scans included; the same object if there are none.
 
-    Safe: it is what a scan means. ``ValueError`` for a scan whose length varies.
+    Safe: the steps are the scan's definition. ``ValueError`` for a scan of symbolic length.
     """
     if not any(is_scan(value) for _, value in bindings(func)):
         return func

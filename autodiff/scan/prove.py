@@ -1,21 +1,20 @@
-"""Loops among rows: abstract rows -> loops whose steps are proven to be the same function of what they are given.
+"""Loop detection among rows: abstract rows -> loops whose steps are proven to be one function of their inputs.
 
-What rows are is the caller's (:class:`Rows`): bindings of a Relax function (:mod:`autodiff.scan.roll`), or recorded
-calls of torch's operators (``bridge.capture.loops.find``). Each is of a kind, and reads and makes values; rows of one
-kind are the same operator with the same constants on values of the same layouts. All steps of a loop have rows of the
-same kinds, in order, and each value that a row of a step reads is, in all steps,
+The caller defines the rows (:class:`Rows`): bindings of a Relax function (:mod:`autodiff.scan.roll`), or recorded calls
+of torch's operators (``bridge.capture.loops.find``). Each row has a kind, and reads and makes values; rows of one kind
+are the same operator with the same constants on values of the same layouts. All steps of a loop have rows of the same
+kinds, in order, and each value that a row of a step reads is, in all steps,
 
-* *local*: what the same row of the same step has made,
-* a *carry*: what the same row of the step before has made, or of one further back; in the first steps values from
-  before the loop,
+* *local*: a result of one row of the same step,
+* a *carry*: a result of one row of the previous step, or of an earlier step; in the first steps, values from before the
+  loop,
 * a *constant*: one value from before the loop, or
-* a *part* of one: in each step as much further (or before) along one axis, or what an earlier loop made so many steps
-  later; whether the step takes it or it was taken before. Parts may overlap or leave gaps.
+* a *part* of one value: each step reads equally much further (or before) along one axis, or an earlier loop's result
+  equally many steps later; the step itself takes the part, or it was taken before. Parts may overlap or leave gaps.
 
 Then the steps are one function of carries, parts and constants. Anything else is no loop.
 
-Periods: the kinds of rows -> runs of them that look alike every so many rows. A run is only where a proof is worth
-trying.
+Periods: the kinds of rows -> runs of rows that repeat with a period. A run is only a candidate for a proof.
 """
 
 from __future__ import annotations
@@ -30,21 +29,20 @@ __all__ = ["FURTHEST", "Carry", "Constant", "Local", "Part", "PeriodicRun", "Pro
 __all__ += ["Rows", "StepParts", "find_loops", "step_parts"]
 
 LEAST_STEPS = 4
-"""Shorter loops stay as they are."""
+"""Least steps: shorter loops stay unrolled."""
 
 FURTHEST = 4
-"""Steps that a loop may look back."""
+"""The number of steps that a carry may look back."""
 
 _SHIFTS = 64
-"""Rows by which a loop may begin later than its run, in each of the first two steps."""
+"""The number of rows by which a loop may begin later than its run, in each of the first two steps."""
 _MOST_TIMES = 8
-"""Layers of one size that a step may go through."""
+"""The largest step tried, in periods: layers of one size whose rows look alike."""
 _MOST_ROUNDS = 20
 
 
 class PeriodicRun(NamedTuple):
-    """Rows ``start`` to ``start + length`` of which each looks like the one ``period`` later, as far as there is one in
-    the run."""
+    """Rows ``start`` to ``start + length``; each has the key of the row ``period`` later, if that is in the run."""
 
     start: int
     period: int
@@ -52,9 +50,9 @@ class PeriodicRun(NamedTuple):
 
 
 def periodic(keys: Sequence[Hashable], least: int) -> Iterator[PeriodicRun]:
-    """Runs of at least ``least`` whole periods: longest first, of equally long ones the shortest period first.
+    """Runs of at least ``least`` whole periods: longest first, then shortest period first.
 
-    Left out are runs in a longer one whose period divides theirs. What looks alike has equal keys.
+    Skips runs inside a longer one whose period divides theirs. Equal ``keys``: rows that look alike.
     """
     known: dict[Hashable, int] = {}
     numbers = np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
@@ -71,8 +69,8 @@ def periodic(keys: Sequence[Hashable], least: int) -> Iterator[PeriodicRun]:
 
 
 def _periods(keys: np.ndarray, least: int) -> list[int]:
-    """The distances between neighbours that look alike, of one row or of some in a line: a period is the distance of
-    two of which there is one in each step."""
+    """Candidate periods: distances between neighbouring equal keys, or between equal words of 2, 4 or 8 keys, that
+    occur at least ``least - 1`` times."""
     found: set[int] = set()
     most = len(keys) // least
     words = keys
@@ -89,20 +87,20 @@ def _periods(keys: np.ndarray, least: int) -> list[int]:
 
 
 def _stretches(alike: np.ndarray, least: int) -> list[tuple[int, int]]:
-    """Where at least so many true values stand in a row, and how many."""
+    """Start and length of each stretch of at least ``least`` true values."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], alike.view(np.int8), [0]))))
     pairs = zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
     return [(start, stop - start) for start, stop in pairs if stop - start >= least]
 
 
 def _repeats(run: PeriodicRun, other: PeriodicRun) -> bool:
-    """Whether a run lies in another one whose period divides its own."""
+    """Whether a run lies within another one whose period divides its own."""
     inside = other.start <= run.start and run.start + run.length <= other.start + other.length
     return inside and run.period % other.period == 0
 
 
 class Producer(NamedTuple):
-    """Where a value comes from: the ``leaf``-th that a row makes; a negative row: none makes it."""
+    """The origin of a value: the ``leaf``-th result of a row; a negative row: an input."""
 
     row: int
     leaf: int
@@ -116,8 +114,8 @@ class Local(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """Such a result of the step before; in the first step the value ``first``. Of a step further back, it is what the
-    carry ``of`` was in the step before."""
+    """The ``leaf``-th result of row ``row`` of the previous step; in the first step the value ``first``. For an earlier
+    step: the value of the carry ``of`` in the previous step."""
 
     row: int
     leaf: int
@@ -126,13 +124,13 @@ class Carry(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A value from before the loop, one for all steps."""
+    """A value from before the loop, the same for all steps."""
 
     value: Any
 
 
 class Part(NamedTuple):
-    """``extent`` slices of a value from ``begin`` on, along ``dim``; ``form``, the caller's: how they then lie."""
+    """``extent`` slices of a value from ``begin`` on, along ``dim``; ``form``: their layout, in the caller's terms."""
 
     of: Any
     dim: int
@@ -142,8 +140,8 @@ class Part(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """A part for each step: the first one, and how much further each next one begins along its axis (negative: how much
-    before). ``of`` a value, or of what an earlier loop's row makes in all of its steps: ``(loop, row, leaf)``."""
+    """A part for each step: the first one's begin, and the distance of each next begin along the axis (may be
+    negative). ``of``: a value, or all steps of an earlier loop's row: ``(loop, row, leaf)``."""
 
     of: Any
     dim: int
@@ -159,7 +157,7 @@ class StepParts(NamedTuple):
 
 
 def step_parts(parts: Sequence[Part]) -> StepParts | None:
-    """Parts that are equally far from each other; ``None`` for others."""
+    """Parts at equal distances, as one object; ``None`` for other parts."""
     first, second = parts[:2]
     step = second.begin - first.begin
     if not step or any(part != first._replace(begin=first.begin + step * index) for index, part in enumerate(parts)):
@@ -172,8 +170,8 @@ class ProvenLoop:
     """A loop: ``steps`` times ``period`` rows from ``start`` on.
 
     Attributes:
-        roles: of each row of a step, those of what it reads, in order; ``None`` for one that takes a part.
-        taken: what these take, by their place in the step.
+        roles: by row of a step, the roles of its operands, in order; ``None`` for a row that takes a part.
+        taken: by row of a step, the parts that it takes.
     """
 
     start: int
@@ -188,12 +186,12 @@ class ProvenLoop:
         return self.start + self.period * self.steps
 
     def group(self, index: int) -> range:
-        """A row of a step, in all steps."""
+        """One row of a step, in all steps."""
         return range(self.start + index, self.stop, self.period)
 
     @property
     def carries(self) -> list[Carry]:
-        """Each once, in order of first use, and those that they are carries of."""
+        """The carries, in order of first use, each followed by its ``of`` chain; no duplicates."""
         found: dict[Carry, None] = {}
         for each in self.of_kind(Carry):
             carry: Carry | None = each
@@ -215,7 +213,7 @@ class ProvenLoop:
 
     @property
     def parts(self) -> list[StepParts]:
-        """Each once."""
+        """The step parts, each once."""
         return list(dict.fromkeys([*self.taken.values(), *self.of_kind(StepParts)]))
 
     def of_kind(self, kind: type) -> list:
@@ -224,14 +222,14 @@ class ProvenLoop:
 
 
 class Rows:
-    """Rows as a proof sees them: what a caller says of its own.
+    """The interface through which the proof sees a caller's rows.
 
     Attributes:
-        kinds: of each row; equal for rows that do the same, but for where a part that they take begins.
-        reads: of each row, the values that it reads.
-        taken: of each row, the part of a value that it takes, if it does that.
-        made: of each value, where it comes from.
-        needed: values that are read when all rows are made.
+        kinds: by row; equal for rows that do the same, except for the begin of a part that they take.
+        reads: by row, the values that it reads.
+        taken: by row, the part of a value that it takes, or ``None``.
+        made: by value, its origin.
+        needed: values that are read after all rows.
     """
 
     kinds: Sequence[Hashable]
@@ -241,37 +239,36 @@ class Rows:
     needed: Iterable[Any]
 
     def loop(self, start: int, period: int, steps: int) -> ProvenLoop:
-        """A loop without roles yet."""
+        """A loop, without roles yet."""
         return ProvenLoop(start, period, steps)
 
     def columns(self, loop: ProvenLoop, index: int) -> Sequence[Sequence[Any]] | None:
-        """The values that a row of a step reads: of each operand those of all steps; ``None`` if no step may have such
-        rows."""
+        """By operand of a row of a step, its values in all steps; ``None`` if no step may contain the row."""
         raise NotImplementedError
 
     def part(self, value: Any) -> Part | None:
-        """The part of another one that a value is."""
+        """The part of another value that a value is; ``None`` if it is none."""
         raise NotImplementedError
 
     def is_readable(self, parts: StepParts) -> bool:
-        """Whether such parts can be read step by step."""
+        """Whether a step can read its part of a value."""
         return True
 
     def gathered(self, values: Sequence[Any]) -> Any | None:
-        """A role of values from before the loop, one for each step, that have nothing to do with one another."""
+        """A role for unrelated values from before the loop, one per step; ``None`` if there is none."""
         return None
 
     def is_own(self, loop: ProvenLoop, index: int, roles: Sequence[Any]) -> bool:
-        """Whether a row of a step, given these, does nothing to what others see."""
+        """Whether a row of a step, with these operand roles, has no effect outside of the step."""
         return True
 
     def is_whole(self, loop: ProvenLoop) -> bool:
-        """Whether a loop of which all roles are known is one: it carries something."""
+        """Whether a loop with known roles is worth keeping: it has a carry."""
         return bool(loop.carries)
 
 
 def find_loops(rows: Rows) -> list[ProvenLoop]:
-    """Loops that do not overlap, in order; the longest are looked for first."""
+    """Disjoint loops, in order; tries the longest candidates first."""
     candidates = list(periodic(rows.kinds, LEAST_STEPS)) if len(rows.kinds) else []
     found: list[ProvenLoop] = []
     for _ in range(_MOST_ROUNDS):
@@ -287,7 +284,7 @@ def _loops_of(rows: Rows, candidates: Sequence[PeriodicRun]) -> tuple[list[Prove
     found: list[ProvenLoop] = []
     failed: set[PeriodicRun] = set()
     for run in _disjoint(candidates):
-        # in order, so that a loop may read what an earlier one makes
+        # in order, so that a loop may read the results of an earlier one
         before = len(found)
         rest: PeriodicRun | None = run
         while rest is not None and (loop := _Finder(rows, found).best(rest)) is not None:
@@ -299,13 +296,13 @@ def _loops_of(rows: Rows, candidates: Sequence[PeriodicRun]) -> tuple[list[Prove
 
 
 def _behind(run: PeriodicRun, loop: ProvenLoop) -> PeriodicRun | None:
-    """What is left of a run behind a loop, as the steps of another layer are."""
+    """The rest of a run after a loop: for instance the steps of another layer."""
     length = run.start + run.length - loop.stop
     return PeriodicRun(loop.stop, run.period, length) if length >= LEAST_STEPS * run.period else None
 
 
 def _disjoint(candidates: Sequence[PeriodicRun]) -> Iterator[PeriodicRun]:
-    """The longest runs, of those that overlap one; in order."""
+    """Disjoint runs, longest first wins; in order of position."""
     taken: list[PeriodicRun] = []
     for run in sorted(candidates, key=lambda run: (-run.length, run.period)):
         if all(run.start + run.length <= other.start or other.start + other.length <= run.start for other in taken):
@@ -318,9 +315,9 @@ class _Finder:
         self.rows, self.earlier = rows, earlier
 
     def best(self, run: PeriodicRun) -> ProvenLoop | None:
-        """The loop that most rows of a run are in; of equal ones that of the shortest step.
+        """The loop that covers most rows of a run; the shortest step among equals.
 
-        Rows of several layers look alike, too, and read other weights: a step may be several periods.
+        Rows of several layers look alike but read other weights, so a step may be several periods.
         """
         best = None
         for times in range(1, _MOST_TIMES + 1):
@@ -332,7 +329,7 @@ class _Finder:
         return best
 
     def _of_period(self, run: PeriodicRun) -> ProvenLoop | None:
-        """The longest loop of a run, with the fewest carries, as its first steps say; it may begin in the first two
+        """The longest loop of a run, with the fewest carries in its first steps; it may begin in the first two
         steps."""
         possible = []
         for shift in _shifts(run):
@@ -350,7 +347,7 @@ class _Finder:
         return longest
 
     def _longest(self, start: int, period: int, steps: int) -> ProvenLoop:
-        """The loop of the most steps; one of :data:`LEAST_STEPS` is proven."""
+        """The loop with the most steps, by bisection from a proven loop of :data:`LEAST_STEPS`."""
         if (loop := self._proven(start, period, steps)) is not None:
             return loop
         proven, few, many = self._proven(start, period, LEAST_STEPS), LEAST_STEPS, steps
@@ -364,7 +361,7 @@ class _Finder:
         return proven
 
     def _proven(self, start: int, period: int, steps: int) -> ProvenLoop | None:
-        """The loop of these rows; ``None`` if they are none."""
+        """The loop with its roles; ``None`` if there is no proof."""
         rows = self.rows
         loop = rows.loop(start, period, steps)
         for index in range(period):
@@ -401,7 +398,7 @@ class _Finder:
         return self._parts_before(values, made) or self.rows.gathered(values)
 
     def _parts_before(self, values: Sequence[Any], made: Sequence[Producer]) -> StepParts | None:
-        """Parts that were taken before the loop, or that an earlier loop has made."""
+        """The role of parts that were taken before the loop, or of an earlier loop's results."""
         parts = [self.rows.part(value) for value in values]
         if None not in parts and (found := self._readable(parts)) is not None:
             return found
@@ -421,7 +418,7 @@ class _Finder:
 
 
 def _made_inside(values: Sequence[Any], made: Sequence[Producer], loop: ProvenLoop) -> Local | Carry | None:
-    """The role of values, one for each step, of which the last is made in the loop; ``None`` if it has none."""
+    """The role of values, one per step, of which the loop makes the last; ``None`` if there is none."""
     start, period = loop.start, loop.period
     back = next((step for step, (row, _) in enumerate(made) if row >= start), FURTHEST + 1)
     if back > FURTHEST:
@@ -436,6 +433,6 @@ def _made_inside(values: Sequence[Any], made: Sequence[Producer], loop: ProvenLo
 
 
 def _shifts(run: PeriodicRun) -> Iterator[int]:
-    """By how many rows a loop may begin later than a run: anywhere in the first two steps, as far as there is room."""
+    """Offsets at which a loop may begin in a run: anywhere in the first two steps, as far as there is room."""
     spare = min(run.length % run.period + 1, _SHIFTS)
     yield from (*range(spare), *range(run.period, run.period + spare))

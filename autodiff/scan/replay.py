@@ -1,9 +1,9 @@
-"""Replay of rows with loops: rows and their loops -> what they compute, with each loop in the place of all its steps.
+"""Replay of rows with loops: rows and proven loops -> the same computation, each loop made once instead of unrolled.
 
-What a step is given and gives are tensors with the steps in front: parts that lie in one tensor are cut out of it, what
-is read of a step afterwards is cut out of its results of all steps, and a concatenation of adjacent steps' results
-reads these at once. How a row, a loop and a movement of a tensor are made is the caller's: as bindings of a Relax
-function (:mod:`autodiff.scan.roll`), or as rows of a record (``bridge.capture.loops.rolled``).
+The inputs and results of a step become tensors with the steps in front. Parts of one tensor are cut out of it; a later
+reader of one step's value gets a slice of all steps' results; a concatenation of adjacent steps' results reads them at
+once. The caller decides how to make a row, a loop and a movement of a tensor: as bindings of a Relax function
+(:mod:`autodiff.scan.roll`), or as rows of a record (``bridge.capture.loops.rolled``).
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ __all__ = ["LoopReplay", "Movements", "ReplayedLoop"]
 
 
 class Movements:
-    """Movements of tensors, as a caller makes them."""
+    """Movements of tensors, implemented by the caller."""
 
     def shape(self, value: Any) -> Sequence[int]:
-        """Of a tensor."""
+        """The shape of a tensor."""
         raise NotImplementedError
 
     def slice(self, value: Any, dim: int, begin: int, end: int, step: int = 1) -> Any:
-        """Every so many slices."""
+        """The slices ``begin``, ``begin + step``, … below ``end`` along ``dim``."""
         raise NotImplementedError
 
     def permute(self, value: Any, axes: list[int]) -> Any:
-        """The axes in another order."""
+        """A permutation of the axes."""
         raise NotImplementedError
 
     def flip(self, value: Any) -> Any:
-        """The first axis, backwards."""
+        """The first axis, reversed."""
         raise NotImplementedError
 
     def windows(self, value: Any, parts: StepParts, steps: int) -> Any:
-        """Parts that lie one after the other along ``parts.dim``, with the steps in front."""
+        """All steps' parts, at equal distances along ``parts.dim``, with the steps in front."""
         raise NotImplementedError
 
     def narrowed(self, value: Any, dim: int, begin: int, extent: int) -> Any:
-        """Adjacent slices; the tensor itself if these are all."""
+        """``extent`` adjacent slices from ``begin`` on; the tensor itself if these are all slices."""
         return value if extent == self.shape(value)[dim] else self.slice(value, dim, begin, begin + extent)
 
     def in_order(self, value: Any, axes: list[int]) -> Any:
-        """As :meth:`permute`; the tensor itself if it changes nothing."""
+        """:meth:`permute`; the tensor itself for the identity."""
         return value if axes == sorted(axes) else self.permute(value, axes)
 
     def to_dim(self, steps: Any, dim: int) -> Any:
-        """A tensor whose first axis has become this one."""
+        """Moves the first axis to ``dim``."""
         return self.in_order(steps, [*range(1, dim + 1), 0, *range(dim + 1, len(self.shape(steps)))])
 
     def to_front(self, value: Any, dim: int) -> Any:
-        """A tensor whose axis has become the first one."""
+        """Moves the axis ``dim`` to the front."""
         return self.in_order(value, [dim, *(each for each in range(len(self.shape(value))) if each != dim)])
 
 
 @dataclass
 class ReplayedLoop:
-    """A loop that is made: its last carries, and its results of all steps.
+    """A loop that was made: its last carries, and its results of all steps.
 
     Attributes:
-        steps, reverse: how many steps, and whether the last one lies first in tensors of all steps.
+        steps, reverse: number of steps, and whether tensors of all steps begin with the last step.
     """
 
     steps: int
@@ -72,12 +72,12 @@ class ReplayedLoop:
     whole: dict[Producer, Any] = field(default_factory=dict)
 
     def position(self, step: int) -> int:
-        """Where a step lies in its tensors."""
+        """The index of a step in tensors of all steps."""
         return self.steps - 1 - step if self.reverse else step
 
 
 class LoopReplay:
-    """What rows with loops compute, made row by row and loop by loop."""
+    """Makes rows one by one and loops as a whole; maps old values to new ones."""
 
     def __init__(self, rows: Rows, loops: Sequence[ProvenLoop], movements: Movements):
         self.rows, self.loops, self.movements = rows, loops, movements
@@ -87,23 +87,23 @@ class LoopReplay:
         self._others = [row for row in range(len(rows.kinds)) if row not in self.loop_of]
 
     def row(self, row: int) -> None:
-        """Makes a row that is in no loop."""
+        """Makes a row outside of loops."""
         raise NotImplementedError
 
     def loop(self, number: int, loop: ProvenLoop, known: ReplayedLoop) -> None:
-        """Makes a loop, and notes its last carries and the results that leave it."""
+        """Makes a loop, and records its last carries and the results that are read after it."""
         raise NotImplementedError
 
     def outside(self, value: Any) -> Any:
-        """What stands for a value that no loop makes and that is not made yet, or for a part that a loop takes."""
+        """The new value of an input, or of a part that a loop takes."""
         raise NotImplementedError
 
     def of_step(self, whole: Any, position: int, value: Any) -> Any:
-        """What stands for a value of a step: a part of the results of all steps."""
+        """The new value of one step's result: a slice of all steps' results."""
         raise NotImplementedError
 
     def run(self) -> None:
-        """Makes all rows."""
+        """Makes all rows and loops, in order."""
         begins = {loop.start: number for number, loop in enumerate(self.loops)}
         for row in sorted([*self._others, *begins]):
             if row not in begins:
@@ -115,7 +115,7 @@ class LoopReplay:
             self.replayed.append(known)
 
     def value(self, value: Any) -> Any:
-        """What stands for a value; one of a step is cut out where it is first read."""
+        """The new value of an old one; a step's result is sliced at its first use."""
         if value not in self.made:
             place = self.place(value)
             if place is None or place[2].row in self.loops[place[0]].taken:
@@ -128,7 +128,7 @@ class LoopReplay:
         return self.made[value]
 
     def place(self, value: Any) -> tuple[int, int, Producer] | None:
-        """The loop that makes a value: its number, the step, and which result of the step it is."""
+        """The origin of a value in a loop: the loop's number, the step, the result of a step; else ``None``."""
         row, leaf = self.rows.made[value]
         number = self.loop_of.get(row)
         if number is None:
@@ -137,12 +137,12 @@ class LoopReplay:
         return number, step, Producer(index, leaf)
 
     def _is_last(self, place: tuple[int, int, Producer]) -> bool:
-        """Whether a value of a loop is what a carry is after the last step."""
+        """Whether a value is a carry's value after the last step."""
         loop = self.loops[place[0]]
         return place[1] == loop.steps - 1 and place[2] in loop.carried
 
     def leaving(self, number: int) -> list[Producer]:
-        """The results of a step whose values, of some step, are read after the loop."""
+        """The results of a step that are read after the loop, for any step."""
         found: dict[Producer, None] = {}
         values = [value for row in self._others for value in self.rows.reads[row]]
         for other, loop in enumerate(self.loops):
@@ -157,7 +157,7 @@ class LoopReplay:
         return list(found)
 
     def adjacent(self, values: Sequence[Any]) -> list[list[Any]]:
-        """Values in a line in groups, of which each one's step is the one after (or before) that of the one before."""
+        """Consecutive values grouped by adjacent steps, ascending or descending, of one result."""
         groups: list[list[Any]] = []
         places, steps = [self.place(value) for value in values], 0
         for value, (before, place) in zip(values, pairwise([None, *places]), strict=True):
@@ -170,7 +170,7 @@ class LoopReplay:
         return groups
 
     def of_steps(self, values: Sequence[Any]) -> Any:
-        """Values of adjacent steps as one tensor with the steps in front, in the order that they have."""
+        """Adjacent steps' values as one tensor with the steps in front, in the given order."""
         (number, first, producer), (_, last, _) = self.place(values[0]), self.place(values[-1])
         known = self.replayed[number]
         begin, end = known.position(first), known.position(last)
@@ -178,11 +178,11 @@ class LoopReplay:
         return self.movements.flip(whole) if end < begin else whole
 
     def _falls(self, parts: StepParts) -> bool:
-        """Whether later parts lie before earlier ones."""
+        """Whether later steps read earlier positions of the tensor."""
         return parts.falls != (isinstance(parts.of, tuple) and self.replayed[parts.of[0]].reverse)
 
     def in_front(self, parts: StepParts, known: ReplayedLoop) -> Any:
-        """A tensor with the parts of all steps in front, as the loop's tensors lie."""
+        """A tensor with the parts of all steps in front, in the order of the loop's tensors."""
         of, dim, first, step, extent, _ = parts
         steps, end, apart = known.steps, first + step * (known.steps - 1), abs(step)
         if isinstance(of, tuple):

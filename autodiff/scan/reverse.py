@@ -1,23 +1,19 @@
-"""Reverse scan: the backward of a scan's body -> a function that gives the gradients of the whole scan.
+"""Reverse scan: the backward of a scan's body -> a function that computes the gradients of the whole scan.
 
-The backward runs the steps in the opposite order. The gradients of the carries are its carries; what the forward saves
-of a step, and the gradients of its ys, are its xs; the gradients of the xs are its ys. The gradient of a constant is a
-sum over the steps: where it is a matrix product, or a sum over the rows of what is at hand for all steps, it is
-computed after the loop, as one product (one sum) over all of them; otherwise it is a carry that is added to. With
-``sums_later`` the rows of any sum leave the loop to be summed over all steps, up to as much as the backward reads: a
-GPU spends more on starting to add than on the few rows of a step.
+The backward runs the steps in the opposite order. Its carries are the gradients of the carries; its xs are the saved
+tensors of a step and the gradients of its ys; its ys are the gradients of the xs. The gradient of a constant is a sum
+over the steps. Where it is a matrix product, or a row sum of tensors available for all steps, one product (one sum)
+over all steps computes it after the loop; otherwise it is a carry. With ``sums_later`` the rows of any sum leave the
+loop to be summed over all steps, at most as many elements as the backward reads: on a GPU, starting a sum costs more
+than adding the few rows of a step.
 
-Sums over the steps of a loop: gradients that every step adds to -> one product, or sum, over all steps.
+Sums over the steps: gradients that every step adds to -> one product, or sum, over all steps.
+``sum over t of a_t' b_t`` is the product of all rows ``a`` and all rows ``b``, concatenated; a sum of rows is the sum
+of all rows. Operands that are not available for all steps leave the loop as tensors with the steps in front.
 
-``sum over t of a_t' b_t`` is the product of all rows ``a`` and all rows ``b``, one below the other; a sum of rows
-likewise. What is needed for that beyond what is at hand for all steps leaves the loop as a tensor with the steps in
-front.
-
-Gradient of a scan: what its options say of it -> the bindings of its backward.
-
-The options hold the backward of one step, which is the same for all lengths. The backward of the scan, a function of
-its tensors, its results and the gradients of some of them, is made of it where it is wanted
-(:mod:`autodiff.scan.reverse`), and its bindings are put in place.
+Gradient of a scan: the data in its options -> the bindings of its backward.
+The options hold the backward of one step, which is the same for all lengths. The backward of the scan is a function of
+its tensors, its results and the gradients of some results; :func:`partials` puts its bindings in place.
 """
 
 from __future__ import annotations
@@ -55,10 +51,10 @@ __all__ = ["BackwardParameter", "BackwardStep", "backward_of", "gradient_of", "p
 
 
 class BackwardParameter(NamedTuple):
-    """Where a parameter of the body's backward comes from: ``kind`` and its number.
+    """The origin of a parameter of the body's backward: ``kind`` and its number.
 
-    ``"before"``: a carry before the step; ``"x"``, ``"constant"``: of the forward; ``"y"``: a result of the forward
-    with the steps in front; ``"grad"``: the gradient of a result of the body, numbered from its carries on.
+    ``"before"``: a carry before the step; ``"x"``, ``"constant"``: inputs of the forward; ``"y"``: a result of the
+    forward with the steps in front; ``"grad"``: the gradient of a result of the body, numbered from its carries on.
     """
 
     kind: str
@@ -70,11 +66,11 @@ class BackwardStep:
     """The backward of one step.
 
     Attributes:
-        function: its parameters' gradients, of the ``wanted`` parameters of the forward body.
-        params: where its parameters come from.
-        wanted: parameters of the forward body, by number.
-        differentiated: results of the forward body that have gradients, by number.
-        after: of each carry whose value before the step is read, the y that holds its values after the steps.
+        function: parameters as in ``params`` -> gradients of the ``wanted`` parameters of the forward body.
+        params: the origins of its parameters.
+        wanted: indices of parameters of the forward body.
+        differentiated: indices of results of the forward body that have gradients.
+        after: carry read before the step -> the y that holds its values after the steps.
         zero: parameters whose gradient is zero, since no result that is read depends on them.
     """
 
@@ -87,11 +83,11 @@ class BackwardStep:
 
 
 def reverse_scan(scan: Scan, step: BackwardStep, sums_later: bool = False) -> Function | None:
-    """The gradients of ``step.wanted``, given the forward's tensors, its results, and the gradients of the results that
-    are ``step.differentiated``. ``None`` if TVM's JSON cannot hold the backward's body.
+    """The backward of a scan: the forward's tensors, its results, gradients of ``step.differentiated`` -> gradients of
+    ``step.wanted``. ``None`` if TVM's JSON cannot hold the backward's body.
 
     Args:
-        scan: the forward, whose results include what is saved.
+        scan: the forward, whose results include the saved tensors.
         sums_later: see the module's docstring.
     """
     return _Reverse(scan, step).function(sums_later)
@@ -176,7 +172,7 @@ class _Reverse:
         return self.scope.emit(op.zeros(ty.shape, str(ty.dtype)), "zeros")
 
     def _of_all_steps(self, saved: BackwardParameter) -> Var:
-        """A saved value, or a gradient, with the steps in front."""
+        """A saved tensor, or a gradient, with the steps in front."""
         match saved.kind:
             case "before":
                 if saved.index not in self._before:
@@ -190,7 +186,7 @@ class _Reverse:
                 return self.grads[saved.index]
 
     def _values_before(self, carry: int) -> Var:
-        """The values of a carry before the steps: the first one, then those after all steps but the last."""
+        """The values of a carry before each step: the first value, then the values after all steps but the last."""
         first, after = self.tensors[carry], self.results[self.step.after[carry]]
         first = self.scope.emit(op.reshape(first, (1, *shape(first))), "first")
         steps = self.scan.length
@@ -203,7 +199,7 @@ class _Reverse:
 
 
 def _whole(scan: Scan, place: int, param: Var) -> Var:
-    """The tensor that a scan is given for a parameter of its body."""
+    """A variable for the scan's tensor that a parameter of its body reads."""
     stacked = scan.carries <= place < scan.carries + scan.xs
     extents = (scan.length, *shape(param)) if stacked else shape(param)
     return Var(f"tensor_{place}", TensorType(extents, dtype(param)))
@@ -211,12 +207,12 @@ def _whole(scan: Scan, place: int, param: Var) -> Var:
 
 @dataclass
 class _Sums:
-    """How gradients are summed after the loop.
+    """The gradients that are summed after the loop.
 
     Attributes:
         of: the gradients, by their variable in a step.
-        stacked: variables of a step that leave the loop for that.
-        read: those, and what is at hand, that the sums read.
+        stacked: variables of a step that leave the loop for the sums.
+        read: ``stacked``, and the variables available for all steps.
     """
 
     definitions: Mapping[Var, Expr]
@@ -225,7 +221,7 @@ class _Sums:
     read: set[Var] = field(default_factory=set)
 
     def emit(self, value: Expr, whole: Mapping[Var, Expr], scope: Scope) -> Var:
-        """The sum of a gradient over all steps; ``whole``: what is read, with the steps in front."""
+        """The sum of a gradient over all steps; ``whole``: variable of a step -> its tensor with the steps in front."""
         call = self.definitions[value]
         match op_name(call):
             case "relax.permute_dims":
@@ -244,15 +240,15 @@ class _Sums:
         return scope.emit(made, "sum")
 
     def _factor(self, value: Var) -> tuple[Var, bool]:
-        """What a factor is, and whether transposed."""
+        """The variable of a product's factor, and whether it is transposed."""
         definition = self.definitions.get(value)
         if op_name(definition) == "relax.permute_dims" and len(shape(value)) == 2:
             return definition.args[0], True
         return value, False
 
     def factors(self, value: Expr, any_sum: bool = False) -> list[Var] | None:
-        """The factors of all products that a gradient is made of, and what its sums of rows read; ``None`` if it is
-        made of anything else. ``any_sum``: also of sums whose rows would leave the loop for nothing else."""
+        """The factors of all products, and the operands of all row sums, of which a gradient is made; ``None`` if it is
+        made otherwise. ``any_sum``: accepts sums whose rows are not available after the loop yet."""
         call = self.definitions.get(value) if isinstance(value, Var) else None
         name = op_name(call)
         if name == "relax.matmul" and all(len(shape(arg)) == 2 for arg in call.args):
@@ -269,18 +265,18 @@ class _Sums:
 
 
 def _plan_sums(step: Function, gradients: Sequence[Expr], at_hand: Sequence[Var], spare: int = 0) -> _Sums:
-    """What is summed after the loop.
+    """Chooses the gradients to sum after the loop.
 
     Args:
         step: the backward of one step.
-        gradients: those results of it that are to be summed.
-        at_hand: its parameters that are at hand for all steps. Other parameters are no factors.
+        gradients: results of the step that are summed over the steps.
+        at_hand: parameters available for all steps. Other parameters are no factors.
         spare: elements of a step that may leave the loop for sums of rows alone.
     """
     sums = _Sums(dict(bindings(step)))
     others = {param for param in step.params if param not in at_hand}
     sums.read.update(at_hand)
-    for any_sum in (False, False, True):  # what leaves the loop for a product is at hand for a sum
+    for any_sum in (False, False, True):  # values that leave the loop for a product are available to a sum
         for gradient in gradients:
             found = sums.factors(gradient, any_sum)
             if gradient in sums.of or found is None or any(each in others for each in found):
@@ -302,7 +298,7 @@ def _axes(call: Expr) -> list[int]:
 
 
 def _columns(factor: Var, transposed: bool, whole: Mapping[Var, Expr], scope: Scope, rows_last: bool) -> Var:
-    """A factor of all steps: the axis that is summed over, and the steps, are one; last where ``rows_last``."""
+    """A factor of all steps as a matrix whose summed axis merges the steps; it is the last axis if ``rows_last``."""
     value = whole[factor]
     steps, first, second = shape(value)
     summed_last = rows_last != transposed  # of the two axes of a step's factor
@@ -315,9 +311,9 @@ def _columns(factor: Var, transposed: bool, whole: Mapping[Var, Expr], scope: Sc
 
 
 def gradient_of(step: BackwardStep, sums_later: bool) -> dict[str, Any]:
-    """As the options of a scan hold it; ``sums_later``: see :mod:`autodiff.scan.reverse`.
+    """A step as the JSON data of a scan's ``gradient``; ``sums_later``: see the module's docstring.
 
-    ``ValueError`` if TVM's JSON cannot hold a literal in it.
+    ``ValueError`` if TVM's JSON cannot hold a literal of the step.
     """
     text = body_text(step.function)
     if text is None:
@@ -334,8 +330,8 @@ def gradient_of(step: BackwardStep, sums_later: bool) -> dict[str, Any]:
 
 
 def backward_of(scan: Scan) -> Function:
-    """Tensors, results, and gradients of the results that have some, of a scan with a gradient → the gradients of the
-    tensors that are wanted."""
+    """The backward of a scan with a gradient: tensors, results, gradients of the differentiated results → gradients of
+    the wanted tensors."""
     told = scan.gradient
     params = tuple(BackwardParameter(*each) for each in told["params"])
     after = {carry: y for carry, y in told["after"]}
@@ -347,7 +343,7 @@ def backward_of(scan: Scan) -> Function:
 
 
 def partials(call: Call, y: Var, g: Var, emit: Callable[[Expr], Var]) -> list[Expr | None]:
-    """The gradients of the tensors of a scan's call that has a gradient, from its results and their gradients."""
+    """The gradients of the tensors of a scan's call, from its results ``y`` and their gradients ``g``."""
     scan, tensors = scan_of(call)
     told, function = scan.gradient, backward_of(scan)
     made = [emit(TupleGetItem(y, place)) for place in range(len(y.ty.fields))]

@@ -1,21 +1,21 @@
-"""Rolling up: a function in which the steps of a loop stand one after the other -> the same with a scan.
+"""Rolling up: a function with the unrolled steps of a loop -> the same function with a scan.
 
-A run of bindings that is proven to be a loop (:mod:`autodiff.scan.prove`) becomes one call of its body; what its steps
-read and make becomes tensors with the steps in front. Exact: the scan runs the same operators on the same values. What
-cannot be proven stays as it is.
+A run of bindings that is proven to be a loop (:mod:`autodiff.scan.prove`) becomes one call of its body; the inputs and
+results of its steps become tensors with the steps in front. Exact: the scan runs the same operators on the same values.
+Bindings without a proof stay.
 
-Bindings as rows: two are of one kind if they call the same operator with the same attributes and literals, on operands
-of the same types: where a slice begins, and which item of a split is taken, may differ. Values are bindings and
+Bindings as rows: two bindings are of one kind if they call the same operator with the same attributes and literals, on
+operands of the same types. The begin of a slice, and the item taken of a split, may differ. Values are bindings and
 parameters.
 
-Marked loops: a function in which one step of a loop stands between marks -> the same with scans.
+Marked loops: a function with one step of a loop between marks -> the same function with scans.
 
     library.loop_first(first, loop, place, length, reverse)    a carry as the step sees it
     library.loop_part(whole, loop, place)                      the step's part of a tensor with the steps in front
     library.loop_last(next, loop, place)                       the carry after the last step
     library.loop_steps(y, loop, place, length)                 a result of all steps, the steps in front
 
-What depends on the first two and is read by the last two, of one ``loop``, is its body.
+The values that depend on the first two marks of a ``loop``, and that the last two read, are its body.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ __all__ = ["from_marks", "roll_up"]
 
 @on_functions
 def roll_up(body: Body) -> None:
-    """Rolls loops up, until there are none: a later one may read what the scan of an earlier one makes.
+    """Rolls up loops until there are none left; a later loop may read the scan of an earlier one.
 
-    Safe: see the module's docstring. All types are to be static.
+    Safe: see the module's docstring. All types must be static.
     """
     while (loops := find_loops(rows := _BindingRows(body))) and _Roller(body, rows, loops).roll():
         body.prune()
@@ -74,8 +74,7 @@ _SLICE, _MASK = "relax.strided_slice", "mask_"
 
 
 class _Gathered(NamedTuple):
-    """A mask for each step, each a parameter. Only those are copied to be together: copying weights would cost more
-    than a loop saves."""
+    """Dropout masks, one parameter per step. Only masks are stacked: copying weights would cost more than loops save."""
 
     values: tuple[Binding, ...]
 
@@ -92,7 +91,7 @@ class _BindingRows(Rows):
         self.kinds = list(map(self._kind, body.bindings, self.taken))
 
     def columns(self, loop: ProvenLoop, index: int) -> list[Sequence[Binding]] | None:
-        """What a binding reads; ``None`` where Relax takes an extent of 0 for another thing in a reshape."""
+        """The operands of a binding, in all steps; ``None`` for a result with extent 0, which a reshape cannot hold."""
         group = [self._body.bindings[row] for row in loop.group(index)]
         if isinstance(group[0].var.ty, TensorType) and 0 in shape(group[0].var):
             return None
@@ -100,12 +99,12 @@ class _BindingRows(Rows):
         return None if any(None in each for each in read) else list(zip(*read, strict=True))
 
     def part(self, value: Binding) -> Part | None:
-        """That, maybe reshaped."""
+        """The part that a value is, perhaps reshaped."""
         found = self._taken(_unviewed(value))
         return None if found is None else found._replace(form=shape(value.var))
 
     def is_readable(self, parts: StepParts) -> bool:
-        """Parts are adjacent."""
+        """Whether the parts are adjacent."""
         return abs(parts.step) == parts.extent
 
     def gathered(self, values: Sequence[Binding]) -> _Gathered | None:
@@ -156,18 +155,18 @@ def _key(value: Expr) -> Hashable:
 
 
 def _unviewed(part: Binding) -> Binding:
-    """What a binding is, up to its shape."""
+    """The binding under a chain of reshapes."""
     while part.value is not None and part.op in RESHAPES:
         (part,) = part.reads
     return part
 
 
 class _NotWrittenError(Exception):
-    """A body with a literal that TVM's JSON cannot hold."""
+    """TVM's JSON cannot hold a literal of a body."""
 
 
 class _MadeBindings(Movements):
-    """Bindings in the order in which they are made, or kept."""
+    """Bindings made or kept, in order."""
 
     def __init__(self, body: Body):
         self.body, self.names = body, NameSupply(body.names())
@@ -195,7 +194,7 @@ class _MadeBindings(Movements):
         return self.emit(op.flip(value, 0), f"{value.name}_flipped")
 
     def windows(self, value: Var, parts: StepParts, steps: int) -> Var:
-        """Parts are adjacent."""
+        """All steps' parts as one tensor; the parts are adjacent."""
         extents, dim = shape(value), parts.dim
         if dim:
             value = self.reshaped(value, (*extents[:dim], steps, parts.extent, *extents[dim + 1 :]))
@@ -208,7 +207,7 @@ class _MadeBindings(Movements):
 
 
 class _Roller(LoopReplay):
-    """Loops on their way to scans."""
+    """Replaces proven loops by scans."""
 
     def __init__(self, body: Body, rows: _BindingRows, loops: list[ProvenLoop]):
         self.body, self.out, self.emit = body, (out := _MadeBindings(body)), out.emit
@@ -216,7 +215,7 @@ class _Roller(LoopReplay):
         super().__init__(rows, loops, out)
 
     def roll(self) -> bool:
-        """Replaces all steps by scans; ``False`` if a body cannot be written down."""
+        """Replaces all steps by scans; ``False`` if TVM's JSON cannot hold a body."""
         body = self.body
         try:
             self.run()
@@ -254,7 +253,7 @@ class _Roller(LoopReplay):
         self.out.all.append(binding)
 
     def _joined(self, binding: Binding) -> Expr | None:
-        """A concatenation of the results of adjacent steps reads them as one tensor."""
+        """A concatenation of adjacent steps' results, read as one tensor; ``None`` for other bindings."""
         if binding.op != "relax.concat" or not isinstance(binding.value.args[0], Tuple):
             return None
         fields = [self.body.binding(field) for field in binding.value.args[0].fields]
@@ -317,7 +316,7 @@ _GIVEN, _MADE = ("library.loop_first", "library.loop_part"), ("library.loop_last
 
 @dataclass
 class _Marked:
-    """The marks of a loop: of each kind by place, the variable and what it is given."""
+    """The marks of one loop: by kind and place, the mark's variable and its operand."""
 
     first: dict[int, tuple[Var, Expr]] = field(default_factory=dict)
     part: dict[int, tuple[Var, Expr]] = field(default_factory=dict)
@@ -330,7 +329,7 @@ class _Marked:
 def from_marks(func: Function) -> Function:
     """The function with a scan for each marked loop; the same object if there are none.
 
-    ``ValueError`` if marks are missing, or if what is between them is a result or cannot be written down.
+    ``ValueError`` if marks are missing, a value between them is a result, or TVM's JSON cannot hold a body.
     """
     marked = _marked(func)
     if not marked:
@@ -373,12 +372,12 @@ def _marked(func: Function) -> dict[int, _Marked]:
 
 
 def _number(call: Call, place: int) -> int:
-    """An argument of a library call that is a number."""
+    """The integer argument of a library call at an index."""
     return int(call.args[1 + place].value)
 
 
 def _depending(func: Function, loop: _Marked) -> dict[Var, None]:
-    """What depends on what a step is given, up to the marks of what it makes; in order."""
+    """The variables that depend on a step's inputs, up to the marks of its results; in order."""
     found = dict.fromkeys(var for var, _ in (*loop.first.values(), *loop.part.values()))
     for var, value in bindings(func):
         if library_name(value) not in _MADE and any(read in found for read in used_vars(value)):
@@ -387,7 +386,7 @@ def _depending(func: Function, loop: _Marked) -> dict[Var, None]:
 
 
 def _body(loop: _Marked, depending: list[tuple[Var, Expr]]) -> list[tuple[Var, Expr]]:
-    """Of that, what the results of a step need."""
+    """The bindings among ``depending`` that the results of a step need."""
     needed = {value for _, value in (*loop.last.values(), *loop.steps.values())}
     body = []
     for var, value in reversed(depending):
@@ -398,7 +397,7 @@ def _body(loop: _Marked, depending: list[tuple[Var, Expr]]) -> list[tuple[Var, E
 
 
 def _scanned(loop: _Marked, body: list[tuple[Var, Expr]], replaced: dict[Var, Expr], scope: Scope) -> dict[Var, Expr]:
-    """What the marks after the step become."""
+    """Emits the scan; returns the replacements of the marks after the step."""
     places = [sorted(marks) for marks in (loop.first, loop.last, loop.part, loop.steps)]
     if loop.length < 1 or places[0] != places[1] or any(each != list(range(len(each))) for each in places):
         raise ValueError("marks of a loop are missing")

@@ -1,14 +1,13 @@
-"""Carries in parts: a scan whose step ends in a product, carried on → the scan that carries the products of parts of
-the inner axis, which the next step adds up.
+"""Split-K carries: a scan that carries a matrix product → a scan that carries partial products, added in the next step.
 
-A product of few rows is too small to fill a GPU; as a batch of products of parts it does, and who reads the carry adds
-the parts, where it reads them (see :mod:`bridge.compile.passes.product_variants` for products that the step itself
-reads). A backward through time is such a scan. A sum's order changes, by rounding.
+A product of few rows is too small to fill a GPU; a batch of products over parts of the inner axis fills it, and the
+next step adds the partials where it reads the carry (see :mod:`bridge.compile.passes.product_variants` for products
+that the step itself reads). The scan of a backward through time is of this kind. The order of a sum changes, so results
+differ at rounding level.
 
-Turned constants: transposed matrices that every step of a scan reads → the matrices, transposed in the body.
-
-For who multiplies by a matrix as it lies, in either order: no transposed copy of it is made before the loop. It undoes
-what :mod:`autodiff.scan.hoist` takes out of the steps, and no more.
+Transposed constants: transposed matrices that every step of a scan reads → the matrices, transposed in the body.
+For products that read a matrix in either order without a copy: no transposed copy is made before the loop. The pass
+undoes the transposes that :mod:`autodiff.scan.hoist` moves out of the steps, and no more.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ from autodiff.scan.operator import body_text, is_scan, scan_call, scan_of
 __all__ = ["carried_in_parts", "turned_inside"]
 
 Parts = Callable[[str, int, int, int], int]
-"""Element type, rows, inner elements, columns of a product → how many parts it had better be the sum of."""
+"""Element type, rows, inner elements, columns of a product → the number of partial products to compute it by."""
 
 Bindings = list[tuple[Var, Expr]]
 
 
 def carried_in_parts(func: Function, parts: Parts) -> Function:
-    """The function with such carries in parts; the same object if there are none. Gradients of scans are left out: it
-    is for functions that are differentiated already."""
+    """The function with split carries; the same object if none is split. Only for differentiated functions: the new
+    scans have no gradients."""
     body: Bindings = []
     split: dict[Var, tuple[Var, Mapping[int, int]]] = {}
     for var, value in bindings(func):
@@ -72,13 +71,13 @@ def carried_in_parts(func: Function, parts: Parts) -> Function:
                 body.append((var, TupleGetItem(tuples, value.index)))
             continue
         if any(each in split for each in used_vars(value)):
-            return func  # somebody takes all results at once
+            return func  # a reader takes the whole result tuple
         body.append((var, value))
     return with_outputs(func, body, results(func)) if split else func
 
 
 def _in_parts(call: Call, parts: Parts, outside: Bindings) -> tuple[dict[int, int], Call]:
-    """By carry, of how many parts it is, and the call; what the first carries are made by goes ``outside``."""
+    """The number of partials by carry, and the new call; appends bindings of the initial carries to ``outside``."""
     scan, tensors = scan_of(call)
     function = scan.function
     body, outputs, params = list(bindings(function)), results(function), list(function.params)
@@ -110,7 +109,7 @@ def _in_parts(call: Call, parts: Parts, outside: Bindings) -> tuple[dict[int, in
 def _counts(
     values: Mapping[Var, Expr], outputs: Sequence[Expr], params: Sequence[Var], carries: int, parts: Parts
 ) -> dict[int, int]:
-    """By carry, the parts of the product that it is: one that nobody else reads."""
+    """Carry → number of partials, for carries that are a matrix product without another reader."""
     uses = Counter(each for value in values.values() for each in used_vars(value))
     uses.update(each for each in outputs if isinstance(each, Var))
     found = {}
@@ -137,7 +136,7 @@ def _bound(body: Bindings, value: Expr, extents: Sequence[int], element_type: st
 
 
 def _sum(body: Bindings, tensor: Var, count: int) -> Var:
-    """The sum of the parts, one after the other."""
+    """The sum of the partials, in order."""
     (_, rows, columns), element_type = shape(tensor), dtype(tensor)
     total = None
     for part in range(count):
@@ -149,7 +148,7 @@ def _sum(body: Bindings, tensor: Var, count: int) -> Var:
 
 
 def _batch(body: Bindings, product: Call, count: int) -> Var:
-    """The products of parts of the inner axis."""
+    """The partial products over slices of the inner axis, ``(count, rows, columns)``."""
     a, b = product.args
     (rows, inner), columns, element_type = shape(a), shape(b)[1], dtype(a)
     part = inner // count
@@ -160,7 +159,7 @@ def _batch(body: Bindings, product: Call, count: int) -> Var:
 
 
 def _first(body: Bindings, tensor: Expr, count: int) -> Var:
-    """A first carry: it, and zeros."""
+    """An initial carry as partials: the tensor, then zeros."""
     extents, element_type = shape(tensor), dtype(tensor)
     zeros = relax.const(0.0, element_type)
     zeros = _bound(body, op.full((count - 1, *extents), zeros, element_type), (count - 1, *extents), element_type)
@@ -169,8 +168,8 @@ def _first(body: Bindings, tensor: Expr, count: int) -> Var:
 
 
 def turned_inside(func: Function) -> Function:
-    """The function with its scans reading such matrices; the same object if there are none. Gradients of scans are left
-    out: it is for functions that are differentiated already."""
+    """The function with scans that transpose constant matrices themselves; the same object if there are none. Only for
+    differentiated functions: the new scans have no gradients."""
     values = dict(bindings(func))
     made = {var: _turned(value, values) if is_scan(value) else value for var, value in values.items()}
     if all(made[var] is value for var, value in values.items()):
@@ -199,7 +198,7 @@ def _turned(call: Call, values: Mapping[Var, Expr]) -> Call:
 
 
 def _matrix(tensor: Expr, values: Mapping[Var, Expr]) -> Expr | None:
-    """The matrix that a tensor is the transpose of, if it is one."""
+    """The matrix whose transpose a tensor is, else ``None``."""
     value = values.get(tensor) if isinstance(tensor, Var) else None
     is_transposed = op_name(value) == "relax.permute_dims" and permutation(value) == [1, 0]
     return value.args[0] if is_transposed else None
