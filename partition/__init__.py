@@ -1,4 +1,4 @@
-"""Partitioning: a joint function -> a forward, a backward, and a plan of what is saved between them, and why.
+"""Partitioning: a joint function -> a forward, a backward, and a plan that lists the saved tensors with reasons.
 
 Imports TVM only. The functions exchanged are in the flat form of :mod:`autodiff.ir`.
 """

@@ -1,19 +1,19 @@
-"""Memory budget: a choice of captures and a limit in bytes -> a choice that fits, by recomputing more.
+"""Memory budget: a choice of saved tensors and a limit in bytes -> a choice that fits, by recomputing more.
 
 For the minimum cut, matrix products and reductions must be saved. A budget allows recomputing reductions, and products
-if the user allows it. Captures are then given up one at a time, always the one that frees the most bytes per flop of
-new work, until the rest fits; bytes beyond what the budget asks for count for nothing. What was given up in excess is
-taken back, the most expensive first.
+if the user allows it. Saved tensors are given up one at a time, always the one that frees the most bytes per flop of
+new work, until the rest fits; bytes beyond the budget's need do not count. Unneeded sacrifices are taken back, the most
+expensive first.
 
-Where that gets stuck (every single capture left must be saved), the minimum cut over bytes alone is taken: no allowed
-choice saves fewer bytes, so that it either fits or is the best there is, and the note says so. If it neither fits nor
-saves noticeably less than what was reached one by one, that is left: the last bytes are row statistics, and doing
-without them means recomputing wide tensors.
+Where no single tensor may be given up, the minimum cut over bytes alone replaces the choice: no allowed choice saves
+fewer bytes, so it fits or is the best there is, and a note says so. If it neither fits nor saves noticeably less than
+the greedy result, the greedy result stays: the last bytes are row statistics, and without them wide tensors would be
+recomputed.
 
 Flow network: the costs of a graph's values -> its minimum cut, the values to save.
 
 Every value is split into an *in* and an *out* node; the edge between them carries the cost of saving the value. The
-source side of the cut is what the forward computes, the sink side is what the backward computes::
+forward computes the source side of the cut, the backward computes the sink side::
 
     source ──recompute──► in(v) ──save──► out(v) ──∞──► in(w)   for every w that reads v
     source ──∞──► in(v)     where v must not be recomputed
@@ -23,8 +23,8 @@ Cutting ``in(v) -> out(v)`` saves v; cutting ``source -> in(v)`` pays for recomp
 (parameters, forward outputs) are not in the network. Of all minimum cuts this takes the one nearest to the sink (the
 unique one with the fewest values recomputed), so the result does not depend on the flow algorithm.
 
-Infinite edges at the source and at the sink are contracted before any flow is pushed. That takes the network apart at
-every matrix product; the pieces are solved one by one, in joint order, those of equal layers or time steps once.
+Infinite edges at the source and at the sink are contracted before any flow is pushed. That splits the network at every
+matrix product; the components are solved one by one, in joint order, equal ones (layers, time steps) once.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ Edges = tuple[tuple[int, int, int], ...]
 
 
 def _pieces(edges: Mapping[tuple[str, str], int]) -> list[list[tuple[tuple[str, str], int]]]:
-    """The network without source and sink, in weakly connected pieces, each with its own source and sink edges."""
+    """The network's weakly connected components without source and sink, each with its own source and sink edges."""
     beside: dict[str, list[str]] = {}
     for tail, head in edges:
         for node in (tail, head):
@@ -143,7 +143,7 @@ def _pieces(edges: Mapping[tuple[str, str], int]) -> list[list[tuple[tuple[str, 
 
 
 def _solve(edges: Edges) -> tuple[int, frozenset[int]]:
-    """The cost of a piece's minimum cut and its smallest sink side."""
+    """The cost of a component's minimum cut, and its smallest sink side."""
     left: list[dict[int, int]] = [{} for _ in range(1 + max(max(tail, head) for tail, head, _ in edges))]
     for tail, head, capacity in edges:
         left[tail][head] = left[tail].get(head, 0) + capacity
@@ -155,9 +155,9 @@ def _solve(edges: Edges) -> tuple[int, frozenset[int]]:
 
 
 def _pushed(left: list[dict[int, int]], far: Mapping[int, int], source: int, sink: int) -> int:
-    """How much more flows once all shortest paths are full, whose edges lead away from the source (Dinic).
+    """The blocking flow along shortest paths from source to sink (Dinic); ``far``: distances from the source.
 
-    ``left``: what each edge still takes, and what it would give back; kept up to date.
+    ``left``: residual capacities by edge, in both directions; updated in place.
     """
     ahead = {node: [head for head in left[node] if far.get(head) == far[node] + 1] for node in far}
     value, path = 0, [source]
@@ -183,7 +183,7 @@ def _pushed(left: list[dict[int, int]], far: Mapping[int, int], source: int, sin
 
 
 def _distances(start: Vertex, next_of: Callable[[Vertex], Iterable[Vertex]]) -> dict[Vertex, int]:
-    """Of what is reached from a node, how many edges away it is at least; nearer ones first."""
+    """Breadth-first search: reached node -> its distance from ``start``, nearer ones first."""
     found = {start: 0}
     waiting = deque([start])
     while waiting:
@@ -231,13 +231,13 @@ _NOTICEABLE = Fraction(1, 100)
 def fewest_bytes(
     graph: JointGraph, savable: Collection[str], *, forced: Collection[str] = (), allow_products: bool = False
 ) -> tuple[str, ...] | None:
-    """The captures that hold the fewest bytes of all allowed choices, and of those the cheapest to recompute from.
+    """The saved tensors with the fewest bytes of all allowed choices, and of these the cheapest to recompute from.
 
     Exact: a minimum cut over bytes, the cost of recomputation only breaks ties. ``None`` if there is no finite cut.
 
     Args:
-        savable: what may be captured at all.
-        forced: what must be.
+        savable: values that may be saved.
+        forced: values that must be saved.
         allow_products: whether matrix products, convolutions and library calls may be recomputed.
     """
 
@@ -262,11 +262,11 @@ def fit(
     forced: Collection[str] = (),
     allow_products: bool,
 ) -> Choice:
-    """A choice whose captures hold at most ``limit`` bytes if that can be reached, with a note if it cannot.
+    """A choice with at most ``limit`` bytes of saved tensors if that is possible, with a note if it is not.
 
     Args:
-        savable: what may be captured at all.
-        forced: captures that must stay.
+        savable: values that may be saved.
+        forced: saved tensors that must stay.
         allow_products: whether matrix products, convolutions and library calls may be recomputed.
     """
     saved, given_up, obstacles = _give_up(graph, choice, limit, forced, allow_products)
@@ -292,8 +292,8 @@ def fit(
 def _give_up(
     graph: JointGraph, choice: Choice, limit: int, forced: Collection[str], allow_products: bool
 ) -> tuple[dict[str, str], list[tuple[int, str]], dict[str, str]]:
-    """Captures given up one at a time until the rest fits, or none can be: the rest, those with their flops, and what
-    stands in the way of the others."""
+    """Gives up saved tensors one at a time until the rest fits: the rest, the given-up ones with their flops, and by
+    tensor the reason it had to stay."""
     captured = captured_set(graph, choice)
     saved = {name: choice.saved[name] for name in captured.captures}
     stops = set(captured.outputs) | set(graph.primals)
@@ -332,7 +332,7 @@ def _captured(graph: JointGraph, names: Collection[str]) -> int:
 
 
 def _obstacle(graph: JointGraph, name: str, forced: Collection[str]) -> str:
-    """Why a value of the least choice has to stay."""
+    """Why a value of the choice with the fewest bytes must be saved."""
     if name in forced:
         return "the policy saves it"
     reason = product(graph.nodes[name])
@@ -340,7 +340,7 @@ def _obstacle(graph: JointGraph, name: str, forced: Collection[str]) -> str:
 
 
 def _new_work(graph: JointGraph, name: str, saved: Collection[str], stops: set[str], computed: set[str]) -> list[str]:
-    """What the backward must compute in addition if it can no longer read ``name``."""
+    """The bindings that the backward must compute in addition if it can no longer read ``name``."""
     work: dict[str, None] = {}
     stack = [name]
     while stack:

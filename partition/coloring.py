@@ -1,8 +1,8 @@
 """Graph colouring: a graph -> the strategies ``save_all`` and ``recompute_all``, and a colour per node.
 
-Forward bindings are red. Those that the gradient reads turn blue and are captured. Parameters and forward outputs are
-green: they are there anyway. Constants are duplicated; a view is saved as its base; a tuple as its items; a mask in
-wider numbers as the mask.
+Forward bindings are red. Bindings that the gradient reads turn blue and are saved. Parameters and forward outputs are
+green: they are free. Constants are duplicated; a view is saved as its base, a tuple as its items, a mask cast to a
+wider type as the mask.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["RecomputeAll", "SaveAll", "coloring", "reader"]
 
 
 class SaveAll:
-    """Save every forward value that the gradient reads. Nothing but views and widened masks is computed twice."""
+    """Saves every forward value that the gradient reads. Only views and widened masks are computed twice."""
 
     name = "save_all"
 
     def choose(self, graph: JointGraph) -> Choice:
-        """Every capturable forward value; the walk from the gradients then reads only those it meets first."""
+        """Every savable forward value; the walk from the gradients reads only the first ones on each path."""
         saved = {}
         for name in graph.candidates:
             if _is_red(graph, name) and not is_slice(graph, graph.nodes[name]) and save_cost(graph, name) is not None:
@@ -29,20 +29,20 @@ class SaveAll:
 
 
 class RecomputeAll:
-    """Save nothing: the backward recomputes everything from the inputs and parameters."""
+    """Saves nothing: the backward recomputes everything from the inputs and parameters."""
 
     name = "recompute_all"
 
     def choose(self, graph: JointGraph) -> Choice:
-        """Nothing, not even the outputs that the forward returns anyway."""
+        """No value, not even the outputs that the forward returns anyway."""
         return Choice(use_outputs=False)
 
 
 def coloring(graph: JointGraph) -> dict[str, str]:
-    """The colour of every node under ``save_all``, for pictures and explanations.
+    """Node -> its colour under ``save_all``, for pictures and explanations.
 
-    ``"red"``: forward. ``"blue"``: forward, and captured. ``"green"``: parameters and outputs that the backward reads
-    for free. ``"white"``: other parameters. ``"black"``: backward.
+    ``"red"``: forward. ``"blue"``: forward, and saved. ``"green"``: parameters and outputs that the backward reads for
+    free. ``"white"``: other parameters. ``"black"``: backward.
     """
     captured = captured_set(graph, SaveAll().choose(graph))
     colors = {}
@@ -71,6 +71,6 @@ def reader(graph: JointGraph, name: str) -> str:
 
 
 def _is_red(graph: JointGraph, name: str) -> bool:
-    """Whether the forward computes a value, or the tuple whose item it is."""
+    """Whether the forward computes a value, or the tuple that it is an item of."""
     node = graph.nodes[name]
     return name in graph.forward or (is_item(graph, node) and node.inputs[0] in graph.forward)

@@ -31,8 +31,8 @@ __all__ = ["ARITHMETIC", "HOLD", "MOVE", "TRANSCENDENTAL_ARITHMETIC", "Cost", "f
 __all__ += ["is_slice", "is_view", "is_widened", "moved_bytes", "must_save_reason", "product", "read_by_kernel"]
 __all__ += ["recompute_cost", "save_cost", "view_base"]
 
-#: A byte that lives until the backward. Memory is what partitions are for: it outweighs 32 times the traffic, so a
-#: cut changes its mind only about chains of some dozens of point-wise operations for one saved tensor.
+#: A byte that lives until the backward. Partitions exist to save memory: a held byte outweighs 32 times its traffic, so
+#: only chains of some dozens of point-wise operations for one saved tensor tip the balance.
 HOLD = 64
 #: A byte written to, or read from, memory once.
 MOVE = 2
@@ -53,9 +53,9 @@ class Cost:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a binding only looks at its operand in another way, or only names or groups things.
+    """Whether a binding only views its operand, or only names or groups values.
 
-    A cast of a bool counts: a byte mask is never stored as four bytes.
+    A cast of a bool counts as a view: a byte mask is never stored as four bytes.
     """
     if node.op in VIEWS or node.op in SLICES or node.op in TRIVIAL:
         return True
@@ -70,17 +70,17 @@ def is_slice(graph: JointGraph, node: Node) -> bool:
 
 
 def is_item(graph: JointGraph, node: Node) -> bool:
-    """Whether a binding is an item of a tuple that a call computes: a value of its own, not a view."""
+    """Whether a binding is an item of a tuple that a call computes: an independent value, not a view."""
     return node.op == "TupleGetItem" and graph.nodes[node.inputs[0]].op not in (*TRIVIAL, "relax.split", "param")
 
 
 def is_creation(node: Node) -> bool:
-    """Whether a binding is made from nothing; constants and such are duplicated, never saved."""
+    """Whether a binding reads nothing; constants and fills are duplicated, never saved."""
     return not node.inputs and product(node) is None
 
 
 def is_widened(graph: JointGraph, name: str) -> bool:
-    """Whether a value only spells a bool in wider numbers: made from it and constants, element by element.
+    """Whether a value is a bool in a wider type: made from it and constants, element by element.
 
     A dropout mask as ``0`` and ``1 / (1 - p)``, for instance. It is recomputed from the byte mask, never saved.
     """
@@ -94,7 +94,7 @@ def is_widened(graph: JointGraph, name: str) -> bool:
 
 
 def view_base(graph: JointGraph, name: str) -> str:
-    """The value a view, or a view of a view, looks at; the value itself if it is no view of one operand."""
+    """The value under a chain of views; the value itself if it is no view of one operand."""
     node = graph.nodes[name]
     while node.value is not None and is_view(node) and not is_item(graph, node) and len(node.inputs) == 1:
         node = graph.nodes[node.inputs[0]]
@@ -102,9 +102,9 @@ def view_base(graph: JointGraph, name: str) -> str:
 
 
 def must_save_reason(graph: JointGraph, name: str) -> str | None:
-    """Must-save: why a value must not be recomputed, as a phrase, or ``None`` if it may be.
+    """The reason, as a phrase, why a value must not be recomputed; ``None`` if it may be.
 
-    A side value never has to be saved: either half computes them for the first time.
+    A side value never has to be saved: either half computes it for the first time.
     """
     node = graph.nodes[name]
     if name in graph.kept:
@@ -124,7 +124,7 @@ def must_save_reason(graph: JointGraph, name: str) -> str | None:
 
 
 def product(node: Node) -> str | None:
-    """Why a value is as expensive as a matrix product, or ``None``: only the user may allow recomputing those."""
+    """Why a value is as expensive as a matrix product, or ``None``; only the user may allow recomputing products."""
     if node.op in PRODUCTS:
         return f"{_short(node.op)} is a matrix product or convolution"
     if node.op.startswith("library.") and node.op not in CHEAP_LIBRARY and node.op not in CREATION:
@@ -135,9 +135,9 @@ def product(node: Node) -> str | None:
 
 
 def save_cost(graph: JointGraph, name: str) -> int | None:
-    """The cost of saving a value until the backward, or ``None`` if it is never captured as such.
+    """The cost of saving a value until the backward, or ``None`` if it is never saved itself.
 
-    Views are saved as their base, tuples as their items, bools as bools; what is made from nothing is recomputed.
+    Views are saved as their base, tuples as their items, bools as bools; creations are recomputed.
     """
     node = graph.nodes[name]
     if name in graph.kept:
@@ -154,7 +154,7 @@ def save_cost(graph: JointGraph, name: str) -> int | None:
 def recompute_cost(graph: JointGraph, name: str) -> int:
     """The cost of computing a value in the backward, given its operands, whether or not it must be saved.
 
-    Side values cost only the reads of their further operands: their arithmetic is paid once on either side.
+    Side values cost only the reads of their further operands: either half pays their arithmetic once.
     """
     node = graph.nodes[name]
     if is_view(node) or is_creation(node):
@@ -177,13 +177,13 @@ def recompute_cost(graph: JointGraph, name: str) -> int:
 
 
 def materialized(graph: JointGraph, name: str) -> bool:
-    """Whether the forward writes a value to memory even if nobody saves it: a kernel that fuses with nothing makes
-    it or reads it."""
+    """Whether the forward writes a value to memory even if it is not saved: its operator, or a reader, is a kernel that
+    does not fuse."""
     return not _fuses(graph.nodes[name].op) or read_by_kernel(graph, name, graph.forward)
 
 
 def read_by_kernel(graph: JointGraph, name: str, within: frozenset[str]) -> bool:
-    """Whether, among the bindings ``within``, one that fuses with nothing reads this value, directly or as a view."""
+    """Whether a kernel that does not fuse, among the bindings ``within``, reads a value, directly or as a view."""
     for user in graph.users[name]:
         node = graph.nodes[user]
         if is_view(node):
@@ -201,7 +201,7 @@ def _fuses(op: str) -> bool:
 def flops(graph: JointGraph, name: str) -> int:
     """Floating point operations of one binding: exact for a matmul, an estimate for everything else.
 
-    For a product of unknown form 2·√(|a|·|b|·|out|), which is the exact count for matrices.
+    A product of unknown algorithm counts 2·√(|a|·|b|·|out|), the exact count for matrices.
     """
     node = graph.nodes[name]
     if is_view(node) or is_creation(node):

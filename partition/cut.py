@@ -1,16 +1,16 @@
 """Partitioning: a joint function and a strategy -> a plan, a forward function and a backward function.
 
 Splitting: a graph and its captured set -> the forward and the backward function.
-Every variable is made anew (under its name), so that forward, backward and joint can live in one module.
+Every variable is new (under its old name), so that forward, backward and joint can live in one module.
 
 Scheduling: the backward's bindings -> their order, recomputation as late and last uses as early as possible.
 
-Two orders are tried, both deterministic, and the one with the lower peak of live bytes wins (the first on a tie):
+The lower peak of live bytes decides between two deterministic orders (the first wins a tie):
 
 * the joint function's own order of the adjoint bindings, which follows the forward in reverse;
 * a list schedule that always takes the ready binding which adds least to the live bytes.
 
-In both, what does not depend on a grad_out is computed just before its first reader.
+In both, a binding that does not depend on a grad_out is computed just before its first reader.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def backward_order(graph: JointGraph, body: Collection[str]) -> list[str]:
 
 
 def peak_bytes(graph: JointGraph, order: Iterable[str]) -> int:
-    """The most bytes of results alive at once when ``order`` runs; what comes from outside is not counted.
+    """The most bytes of results alive at once when ``order`` runs; inputs are not counted.
 
     A view lives in its base; a result of the function lives to the end.
     """
@@ -81,7 +81,7 @@ def peak_bytes(graph: JointGraph, order: Iterable[str]) -> int:
 
 
 def _with_demand(graph: JointGraph, body: set[str], adjoint: Iterable[str]) -> list[str]:
-    """``adjoint`` in this order, everything else of ``body`` just before its first reader, unread results last."""
+    """``adjoint`` in this order, the rest of ``body`` each just before its first reader, unread results last."""
     done: dict[str, None] = {}
     leftovers = [name for name in graph.gradients if name in body]
     for target in (*adjoint, *leftovers):
@@ -98,7 +98,7 @@ def _with_demand(graph: JointGraph, body: set[str], adjoint: Iterable[str]) -> l
 
 
 def _list_schedule(graph: JointGraph, body: set[str], adjoint: list[str]) -> list[str]:
-    """Adjoint bindings, always next the ready one with the smallest net growth; ties go to the joint order."""
+    """The adjoint bindings; next is always the ready one with the smallest net growth, ties go to the joint order."""
     position = {name: index for index, name in enumerate(adjoint)}
     readers = {name: [user for user in graph.users[name] if user in position] for name in body}
     uses = {name: len(users) for name, users in readers.items()}
@@ -117,7 +117,7 @@ def _list_schedule(graph: JointGraph, body: set[str], adjoint: list[str]) -> lis
     while heap:
         name = heapq.heappop(heap)[2]
         if name in done:
-            continue  # an entry that a cheaper one has overtaken
+            continue  # an outdated entry
         done[name] = None
         for user in readers[name]:
             waiting[user] -= 1
@@ -141,9 +141,9 @@ def split(graph: JointGraph, captured: CapturedSet) -> tuple[Function, Function]
     """The forward and the backward function.
 
     Returns:
-        forward: all primals -> outputs, then captures. The bindings behind the outputs come first, in joint order,
-            whatever is captured.
-        backward: saved primals, saved outputs, captures, all grad_outs -> gradients.
+        forward: all primals -> outputs, then saved tensors. The bindings of the outputs come first, in joint order,
+            independent of the choice.
+        backward: saved primals, saved outputs, saved tensors, all grad_outs -> gradients.
     """
     body = [name for name in graph.nodes if name in graph.forward] + list(captured.extra)
     results = (*graph.outputs, *captured.captures)
@@ -158,11 +158,11 @@ def split(graph: JointGraph, captured: CapturedSet) -> tuple[Function, Function]
 def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outputs: int) -> Function:
     """The backward of another joint function of the same forward, from the values that ``plan`` saves.
 
-    For a call in which only some outputs received a grad_out: ``joint`` has fewer grad_out parameters and other
-    gradients. What it needs beyond the saved values is recomputed from them.
+    Serves calls in which only some outputs received a grad_out: ``joint`` has fewer grad_out parameters and other
+    gradients. Other values that it needs are recomputed from the saved ones.
 
     Returns:
-        saved primals, saved outputs, captures (all as in ``plan``, read or not), the grad_outs of ``joint`` -> its
+        saved primals, saved outputs, saved tensors (all as in ``plan``, read or not), the grad_outs of ``joint`` -> its
         gradients.
 
     Raises:
@@ -211,9 +211,9 @@ def _backward(
     computed: Sequence[str],
     empty: Sequence[Var] = (),
 ) -> Function:
-    """The function from ``params`` and all grad_outs to the gradients; ``provided`` says which nodes the params are.
+    """The function from ``params`` and all grad_outs to the gradients; ``provided``: node -> its parameter.
 
-    ``empty``: those of them that hold nothing and are made on the spot.
+    ``empty``: variables without elements, which the function creates.
     """
     body = backward_order(graph, {*computed, *graph.adjoint})
     made = [(var, op.zeros(shape(var), str(var.ty.dtype))) for var in empty]
@@ -232,7 +232,7 @@ def _function(
 ) -> Function:
     """A flat-form function of copies of nodes; ``constants[i]`` is the result where ``results[i]`` is ``None``.
 
-    ``made``: bindings that come first.
+    ``made``: bindings that precede the copies.
     """
     new = {name: Var(name, graph.nodes[name].var.ty) for name in more_params}
     params = [*params, *new.values()]
@@ -255,10 +255,10 @@ STRATEGIES = {"min_cut": MinCut, "save_all": SaveAll, "recompute_all": Recompute
 
 @dataclass(frozen=True)
 class Partitioned:
-    """A joint function cut in two.
+    """A joint function split in two.
 
-    ``forward``: all primals -> outputs, then captures in plan order. ``backward``: saved primals, saved outputs,
-    captures, all grad_outs -> gradients.
+    ``forward``: all primals -> outputs, then saved tensors in plan order. ``backward``: saved primals, saved outputs,
+    saved tensors, all grad_outs -> gradients.
     """
 
     plan: Plan
@@ -282,25 +282,24 @@ def partition(
     owners: Mapping[str, str] = MappingProxyType({}),
     apart: Collection[int] = (),
 ) -> Partitioned:
-    """Cut a joint function into a forward and a backward.
+    """Splits a joint function into a forward and a backward.
 
     Args:
         joint: in flat form (see :mod:`autodiff.ir`), or its body, which is edited; parameters are ``num_primals``
             primals, then grad_outs; results are ``num_outputs`` forward outputs, then gradients.
         strategy: ``"min_cut"``, ``"save_all"``, ``"recompute_all"``, or an object such as
             :class:`partition.MinCut` with its options.
-        module_paths: for the plan's table, where in the user's module a variable comes from, by variable name.
-        as_read: whether values are saved in the order in which they are read, see :mod:`partition.heuristics`: for
-            kernels that read nothing in another order than it is stored in.
-        cast_once: of how many primals, the first ones, casts are saved, see :mod:`partition.heuristics`.
-        rows_again: whether products are saved in the place of softmaxes, see :mod:`partition.heuristics`.
-        short_chains: whether what would be computed from one block to the next is saved, see
-            :mod:`partition.heuristics`.
-        joined_behind: whether what the backward would join of results is saved, see :mod:`partition.heuristics`.
-        again: indices of primals that the backward reads as they are then: whether autograd saves views of one, and
-            whether it is a parameter.
-        owners: by variable name, the operation that a value is a part of, see :mod:`partition.read_again`.
-        apart: indices of outputs that their owner may change: what the backward reads of one is a capture.
+        module_paths: variable name -> the value's place in the user's module, for the plan's table.
+        as_read: whether tensors are saved in the layout of their readers, for kernels that read only contiguous
+            operands. This and the next four are heuristics of :mod:`partition.heuristics`.
+        cast_once: number of leading primals whose casts are saved.
+        rows_again: whether the logits are saved instead of a softmax.
+        short_chains: whether the depth of recomputation is bounded.
+        joined_behind: whether a concatenation in the backward is saved instead of its operand.
+        again: indices of primals whose memory the backward reads at its own time -> whether autograd saves views of it,
+            and whether it is a parameter.
+        owners: variable name -> the operation that computes it, see :mod:`partition.read_again`.
+        apart: indices of outputs that the caller may change: the backward's copies of them are saved tensors.
 
     Raises:
         ValueError: unknown strategy; counts that do not fit; a forward output that depends on a grad_out; a random

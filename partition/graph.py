@@ -1,25 +1,24 @@
-"""Dataflow graph: a joint function -> nodes by name, who reads whom, and on which side of the cut each stands.
+"""Dataflow graph: a joint function -> nodes by name, with their readers and their side of the cut.
 
 Sides of a binding::
 
-    forward     some forward output depends on it: the forward computes it whatever happens
+    forward     some forward output depends on it: the forward always computes it
     adjoint     it depends on a ``grad_out``: only the backward can compute it
     side        neither, but a gradient needs it (``x > 0`` of a ReLU): either half may compute it
 
 Bindings that no result needs are dropped. Everything downstream works on this graph; TVM objects come back in
 :mod:`partition.cut`.
 
-Normalization of a joint function's bindings before it is cut: bindings -> bindings that read less.
-
+Normalization before the cut: bindings -> bindings that read less.
 Only bindings that no forward output depends on are rewritten, so the forward stays bit for bit.
 
 * A value read only for its shape (``zeros_like(x)``) is not read at all: shapes are known, so ``x`` need not be saved.
-* A tuple that a later call reads as a whole is rebuilt from its items, because only items are ever captured.
+* A tuple that a later call reads as a whole is rebuilt from its items, because only items are ever saved.
 
-Permutations made once: a joint function's bindings -> bindings in which what the forward permutes is permuted once.
-A product reads its operand's rows as rows or as columns, and its gradients read them in the other way: simplified, each
-permutes the same value. Here all of them read one permutation that keeps the last axis, as rows, and turn that. It is
-what can be saved for the backward: :mod:`partition.heuristics`. No value changes.
+Shared permutations: bindings -> bindings in which one permutation of a value serves all readers.
+A product reads its operand by rows or by columns, and its gradients read the operand the other way: simplified, each
+permutes the same value. Afterwards all read one permutation that keeps the last axis, and transpose it. The backward
+can save that permutation (:mod:`partition.heuristics`). No value changes.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ __all__ += ["normalize", "permute_once"]
 
 
 def normalize(body: Body, outputs: Iterable[Expr]) -> None:
-    """Both rewrites, in place; the bindings that ``outputs`` depend on are left as they are."""
+    """Applies both rewrites in place, except to the bindings that ``outputs`` depend on."""
     forward = ancestors(body, outputs)
     taken = {binding.name for binding in body.bindings}
     tuples = {each for each in body.bindings if isinstance(each.value, Call) and isinstance(each.var.ty, TupleType)}
@@ -99,7 +98,7 @@ def ancestors(body: Body, outputs: Iterable[Expr]) -> set[Binding]:
 def _take_apart(
     source: Binding, items: dict[tuple[Binding, int], Binding], taken: set[str], body: Body
 ) -> Iterator[Binding]:
-    """Bindings that take a tuple apart, where ``items`` lacks some, and rebuild it in the last one."""
+    """Bindings that project the items of a tuple that ``items`` lacks; the last one rebuilds the tuple."""
     fields = []
     for index, part in enumerate(source.var.ty.fields):
         item = items.get((source, index))
@@ -129,7 +128,7 @@ PERMUTATION = "relax.permute_dims"
 
 
 def permute_once(body: Body, outputs: Iterable[Expr]) -> None:
-    """Rewrites the body in place; what the forward permutes decides, so that all backwards of one forward agree."""
+    """Shares permutations, in place; the forward alone chooses them, so all backwards of one forward agree."""
     forward = ancestors(body, outputs)
     taken = body.names()
     orders: dict[Binding, list[int] | None] = {}
@@ -157,7 +156,7 @@ def permute_once(body: Body, outputs: Iterable[Expr]) -> None:
 
 
 def _rows(body: Body, source: Binding, order: list[int], taken: set[str]) -> Binding:
-    """A new binding: the permutation that keeps the last axis."""
+    """A new binding: the permutation ``order``, which keeps the last axis."""
     name = f"{source.name}_rows"
     while name in taken:
         name += "_"
@@ -167,19 +166,19 @@ def _rows(body: Body, source: Binding, order: list[int], taken: set[str]) -> Bin
 
 
 def keeps_rows(permuted: Call) -> bool:
-    """Whether the last axis stays the last one."""
+    """Whether a permutation keeps the last axis."""
     axes = _axes(permuted)
     return axes == _as_rows(axes)
 
 
 def _axes(permuted: Call) -> list[int]:
-    """Of a ``permute_dims``, non-negative."""
+    """The axes of a ``permute_dims``, non-negative."""
     rank, axes = len(shape(permuted)), permuted.attrs.axes
     return list(range(rank))[::-1] if axes is None else [int(axis) % rank for axis in axes]
 
 
 def _rows_of(source: Binding, forward: Set[Binding]) -> list[int] | None:
-    """The one order of rows in which the forward reads a value; ``None``: there is none, or it is the value's own."""
+    """The one row order in which the forward reads a value; ``None``: there is none, or it is the value's own."""
     readers = [user for user in source.users if user in forward]
     if not readers or any(user.op != PERMUTATION for user in readers):
         return None
@@ -188,7 +187,7 @@ def _rows_of(source: Binding, forward: Set[Binding]) -> list[int] | None:
 
 
 def _as_rows(axes: list[int]) -> list[int]:
-    """The permutation with the last axis back in its place."""
+    """The permutation with the last axis moved back to the end."""
     last = len(axes) - 1
     return [*(axis for axis in axes if axis != last), last]
 
@@ -198,8 +197,8 @@ class Node:
     """One parameter or binding of the joint function.
 
     ``name`` is its variable's name, made unique where the joint repeats one; ``value`` is ``None`` for a parameter;
-    ``inputs`` are the names of the nodes it reads, each once, in order; ``module_path`` is where it stands in the
-    user's module, as far as the caller has told.
+    ``inputs`` are the names of the nodes it reads, each once, in order; ``module_path`` is its place in the user's
+    module, as far as the caller knows it.
     """
 
     name: str
@@ -210,7 +209,7 @@ class Node:
 
     @cached_property
     def is_tensor(self) -> bool:
-        """Whether this is one tensor of known shape; only such values are ever captured."""
+        """Whether this is one tensor of known shape; only tensors are ever saved."""
         return isinstance(self.var.ty, TensorType) and self.var.ty.shape is not None
 
     @cached_property
@@ -225,12 +224,12 @@ class Node:
 
     @cached_property
     def dtype(self) -> str:
-        """Element type as in ``"float32"``; the type's name, as in ``"TupleType"``, for what is no tensor."""
+        """The element type as in ``"float32"``; the type's name, as in ``"TupleType"``, for other values."""
         return dtype(self.var) if self.is_tensor else type(self.var.ty).__name__
 
     @cached_property
     def bytes(self) -> int:
-        """As :attr:`size`, for the sample: what costs are reckoned with."""
+        """:attr:`size` for the sample; costs are computed with it."""
         return sample_of(self.size)
 
     @cached_property
@@ -240,7 +239,7 @@ class Node:
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether it is what the forward leaves in memory of which the backward reads what is there then."""
+        """Whether this is the final content of memory that the forward overwrites."""
         return self.op == "library.overwritten"
 
     @cached_property
@@ -256,10 +255,9 @@ class JointGraph:
     """A joint function's live nodes, in joint order.
 
     ``outputs`` and ``gradients`` hold one entry per result: a node's name, or ``None`` where the result is a constant
-    (then ``output_values`` / ``gradient_values`` has it). ``required`` are the values the adjoint side reads, or that
-    are gradients themselves, and that do not depend on a ``grad_out``. ``kept`` are values of the forward that the
-    backward must not compute again (:mod:`partition.read_again`). ``apart`` are indices of outputs that their owner may
-    change before the backward reads them.
+    (then ``output_values`` / ``gradient_values`` has it). ``required`` are values independent of every ``grad_out``
+    that the adjoint side reads, or that are gradients. ``kept`` are forward values that the backward must not recompute
+    (:mod:`partition.read_again`). ``apart`` are indices of outputs that the caller may change before the backward.
     """
 
     nodes: dict[str, Node]
@@ -278,7 +276,7 @@ class JointGraph:
 
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
-        """For each node the names of those that read it, in joint order."""
+        """Node name -> the names of its readers, in joint order."""
         found: dict[str, list[str]] = {name: [] for name in self.nodes}
         for node in self.nodes.values():
             for read in node.inputs:
@@ -301,7 +299,7 @@ class JointGraph:
 
     @cached_property
     def free_outputs(self) -> dict[str, int]:
-        """Those of them that the backward can read at no cost: tensors, which nobody changes meanwhile."""
+        """The outputs that the backward can read at no cost, by name: tensors that the caller does not change."""
         found = self._first_of(index for index in range(len(self.outputs)) if index not in self.apart)
         return {name: index for name, index in found.items() if self.nodes[name].is_tensor}
 
@@ -335,7 +333,7 @@ def build_graph(
     Args:
         joint: a function, or its body, which is edited; parameters are ``num_primals`` primals, then grad_outs;
             results are ``num_outputs`` forward outputs, then gradients.
-        module_paths: by variable name, where in the user's module a value comes from.
+        module_paths: variable name -> the value's place in the user's module.
         as_read, again, owners, apart: see :func:`partition.partition`.
 
     Raises:
@@ -399,7 +397,7 @@ def _nodes(body: Body, paths: Mapping[str, str]) -> tuple[dict[Binding | None, s
         names[binding] = name = _unique(binding.name, nodes)
         inputs = tuple([names[read] for read in binding.reads])
         path = paths.get(binding.name)
-        if path is None:  # made here, of what it reads
+        if path is None:  # a new binding: takes the path of its first operand
             path = nodes[inputs[0]].module_path if inputs else ""
         nodes[name] = node = Node(name, binding.var, binding.value, inputs, path)
         if node.op in RANDOM:
@@ -410,7 +408,7 @@ def _nodes(body: Body, paths: Mapping[str, str]) -> tuple[dict[Binding | None, s
 def _tangled(
     nodes: Mapping[str, Node], grad_outs: Collection[str], forward: Collection[str], read_again: Collection[str]
 ) -> set[str]:
-    """Nodes that depend on a grad_out, or that only the backward computes from what it reads again."""
+    """Nodes that depend on a grad_out, or that only the backward computes from memory it reads at its own time."""
     tangled = set(grad_outs)
     for node in nodes.values():
         if any(read in tangled or (read in read_again and node.name not in forward) for read in node.inputs):
@@ -439,9 +437,9 @@ def _unique(name: str, taken: dict[str, Node]) -> str:
 class Choice:
     """The values that a strategy wants saved for the backward.
 
-    ``saved`` maps a node's name to the reason it is saved. Parameters need not be named: they are free, and are read
-    wherever the walk from the gradients meets one. What is named but never read is not saved. ``use_outputs`` says
-    whether forward outputs are free too.
+    ``saved`` maps a node's name to the reason it is saved. Parameters need not be named: they are free, and the walk
+    from the gradients reads them where it meets them. A named value that is never read is not saved. ``use_outputs``:
+    whether forward outputs are free as well.
     """
 
     saved: Mapping[str, str] = field(default_factory=dict)
@@ -450,11 +448,11 @@ class Choice:
 
 
 class Strategy(Protocol):
-    """Anything with a ``name`` and a ``choose``; :func:`partition.partition` accepts any such object."""
+    """An object with a ``name`` and a method ``choose``, for :func:`partition.partition`."""
 
     @property
     def name(self) -> str:
-        """What the plan and its table call this strategy."""
+        """The strategy's name in the plan and its table."""
 
     def choose(self, graph: JointGraph) -> Choice:
         """The values to save. Must depend on the graph alone, so that the same module always gets the same plan."""

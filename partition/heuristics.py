@@ -1,30 +1,30 @@
-"""Saved-tensor heuristics: a choice of captures -> one that the backward reads faster, for as many bytes.
+"""Saved-tensor heuristics: a choice of saved tensors -> one that the backward reads faster, for as many bytes.
 
-Values saved as they are read: a choice -> one that saves heads where it saved what the heads are views of.
-Where a permutation is in the way of everybody who reads a saved value, and those are matrix products of a library that
-wants operands in order, forward and backward would both copy it into that order. The permuted value has as many bytes;
-saved in its place, it is copied once. A permutation that moves the last axis is not passed: rows stay rows.
+Save in the readers' layout: a choice -> one that saves permuted values instead of the values that they view.
+Where matrix products that want contiguous operands are the only readers, forward and backward would both copy the value
+into that order. The permuted value has as many bytes; saved in its place, it is copied once. A permutation that moves
+the last axis stays in the backward.
 
-Joined behind a result: a choice -> one that saves what the backward would join of what is copied to be saved.
-The states of a loop are a result in another order, and the backward reads those before the steps: the first one, then
-the others but the last. Results are the caller's, who may write into them, so that what is saved of one is a copy; a
-part of what the forward computes is one, too. The states before the steps are one copy, and as many bytes as all after
-them: saved in the place of the others, the backward makes no copy of its own.
+Save the concatenation: a choice -> one that saves a concatenation in the backward instead of its operand.
+The states of a loop are a result with another axis order, and the backward reads the states before the steps: the first
+one, then all but the last. The caller may write into results, so a result is saved as a copy; a slice of a forward
+value is a copy as well. The states before the steps are one copy, with as many bytes as the states after them: saved
+instead, they leave the backward nothing to copy.
 
-Casts of parameters: a choice -> one that also saves what the forward has cast for a product and the backward reads.
-Autocast casts each weight once per step, and keeps that until the backward is over. A cast that is made again reads
-the weight and writes the copy again, which on a GPU takes a good part of the time of a small batch.
+Save autocast weights: a choice -> one that also saves casts of parameters for products, where the backward reads them.
+Autocast casts each weight once per step, and keeps the cast until the backward is over. A second cast would read the
+weight and write the copy again, which on a GPU takes a large share of the time of a small batch.
 
-Rows computed again: a choice -> one that saves a product where it saved a softmax of it that nothing else stores.
-A softmax that is dropped out in the kernel that computes it is written only to be saved, beside the product that it is
-of, which the forward writes in any case. Saved in its place, the product costs no memory traffic; the backward reads
-as many bytes, and computes the softmax in the kernel that reads it: for machines that wait for memory there.
+Save logits instead of a softmax: a choice -> one that saves a product in place of a softmax that is not in memory.
+A softmax whose kernel also applies dropout is written only to be saved, beside its operand, the product, which the
+forward writes anyway. The product costs no further memory traffic; the backward reads as many bytes, and recomputes the
+softmax in the kernel that reads it. For machines bound by memory traffic there.
 
-Short chains: a choice -> one that saves what the backward would write again out of what it has written again.
-Behind a residual block, a ReLU is made of the block's last product and of the ReLU before the block. Where products of
-the backward read both, it would have to compute a whole stage of a network from its beginning before it can begin at
-its end, in kernels that read each product once more than its gradient does. A value that is made of saved ones costs a
-write, in a kernel that reads those for the gradient anyway; the values that are made of such a one are saved.
+Bound the recompute depth: a choice -> one without recomputation of a written value from another recomputed one.
+A ReLU after a residual block is computed from the block's last product and the ReLU before the block. Where products of
+the backward read both, the backward would recompute a whole stage of a network before its first gradient, in kernels
+that read each product once more than the gradient does. A value made of saved ones costs one write, in a kernel that
+reads its operands for the gradient anyway; values made of a recomputed one are saved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OF_MATRICES = ("relax.matmul", "library.biased_product")
 
 
 def save_in_readers_layout(graph: JointGraph, choice: Choice) -> Choice:
-    """The choice with values behind one chain of views replaced by the last permuted one, where products read that."""
+    """Replaces values by the last permuted one in their chain of views, where only products read it."""
     saved = {}
     for name, reason in choice.saved.items():
         last = name if name in graph.output_index else _last_permuted(graph, name)
@@ -68,7 +68,7 @@ def _last_permuted(graph: JointGraph, name: str) -> str:
 
 
 def _only_products_read(graph: JointGraph, name: str) -> bool:
-    """Whether matrix products read a value, or views of it, and nothing that reads in any order."""
+    """Whether matrix products are the only readers of a value and its views."""
     readers = [graph.nodes[reader] for reader in graph.users[name]]
     return all(
         _only_products_read(graph, node.name) if node.op in VIEWS else node.op in _OF_MATRICES for node in readers
@@ -76,7 +76,7 @@ def _only_products_read(graph: JointGraph, name: str) -> bool:
 
 
 def _chain(graph: JointGraph, name: str) -> Iterator[str]:
-    """The views of a value, each the only reader of the one before, as far as rows stay rows."""
+    """The forward's chain of views of a value, each the only reader of the previous one, while the last axis stays."""
     while len(readers := graph.users[name]) == 1:
         node = graph.nodes[readers[0]]
         in_forward = node.name in graph.forward and node.name not in graph.output_index
@@ -91,7 +91,7 @@ _JOIN = "relax.concat"
 
 
 def save_concatenations(graph: JointGraph, choice: Choice) -> Choice:
-    """The choice with concatenations in the place of such values, where nothing else in the backward reads them."""
+    """Replaces saved values by the concatenation that is their only use in the backward."""
     found = captured_set(graph, choice)
     computed, saved = set(found.computed), dict(choice.saved)
     for name in found.captures:
@@ -106,13 +106,13 @@ def save_concatenations(graph: JointGraph, choice: Choice) -> Choice:
 
 
 def _is_result_as_view(graph: JointGraph, name: str) -> bool:
-    """Whether a result has the same elements."""
+    """Whether a forward output has the same elements."""
     views = [user for user in graph.users[name] if user in graph.forward and graph.nodes[user].op in VIEWS]
     return any(view in graph.output_index or _is_result_as_view(graph, view) for view in views)
 
 
 def _joined(graph: JointGraph, name: str, computed: set[str]) -> str | None:
-    """What the backward joins of views of a value, if that is all that it does with it, and it needs no gradient."""
+    """A value's only use in the backward, if it is a concatenation (through views) that depends on no grad_out."""
     readers = [user for user in graph.users[name] if user in computed or user in graph.adjoint]
     if len(readers) != 1 or readers[0] not in computed:
         return None
@@ -123,7 +123,7 @@ def _joined(graph: JointGraph, name: str, computed: set[str]) -> str | None:
 
 
 def save_weight_casts(graph: JointGraph, choice: Choice, parameters: int) -> Choice:
-    """The choice with casts of the first ``parameters`` primals, of those that products of the forward read."""
+    """Adds the forward's casts of the first ``parameters`` primals that its products read."""
     weights = set(graph.primals[:parameters])
     kept = {
         name: "kept: the forward has cast this parameter, as autocast's cache would"
@@ -144,7 +144,7 @@ def _is_for_products(graph: JointGraph, name: str) -> bool:
 
 
 def save_rows_sources(graph: JointGraph, choice: Choice) -> Choice:
-    """The choice with products in the place of rows that are made of them by cheap arithmetic with parameters."""
+    """Replaces softmaxes by the products from which cheap arithmetic with parameters computes their operands."""
     saved = {}
     for name, reason in choice.saved.items():
         source = _source(graph, name)
@@ -156,7 +156,7 @@ def save_rows_sources(graph: JointGraph, choice: Choice) -> Choice:
 
 
 def _source(graph: JointGraph, name: str) -> str | None:
-    """The product that a saved row is computed from, if it is in memory, no larger, and the row is not."""
+    """The product from which a saved softmax is computed, if it is no larger and the softmax is not in memory."""
     node = graph.nodes[name]
     if node.op not in ROW or name in graph.output_index or read_by_kernel(graph, name, graph.forward):
         return None
@@ -169,13 +169,13 @@ def _source(graph: JointGraph, name: str) -> str | None:
 
 
 def _is_of_a_product(graph: JointGraph, name: str) -> bool:
-    """Whether a value is what a product computes, or one of several."""
+    """Whether a value is the result, or one of several, of a matrix product, convolution or library call."""
     node = graph.nodes[name]
     return product(graph.nodes[node.inputs[0]] if is_item(graph, node) else node) is not None
 
 
 def _operand(graph: JointGraph, name: str) -> str | None:
-    """The operand of cheap arithmetic that is no parameter, or of a view; ``None`` if there is not exactly one."""
+    """The only non-parameter operand of cheap arithmetic or a view; ``None`` if there is not exactly one."""
     node = graph.nodes[name]
     if node.op not in CHEAP and not is_view(node):
         return None
@@ -184,10 +184,10 @@ def _operand(graph: JointGraph, name: str) -> str | None:
 
 
 def bound_recompute_depth(graph: JointGraph, choice: Choice) -> Choice:
-    """The choice with those values, of what the forward writes for its products in any case."""
+    """Adds the values that products read in both halves and whose recomputation reads another value of this kind."""
     computed = [name for name in captured_set(graph, choice).computed if name in graph.forward]
     written = {name for name in computed if not is_view(graph.nodes[name]) and _is_written_twice(graph, name)}
-    behind: set[str] = set()  # what is made of a written value, by way of others or not
+    behind: set[str] = set()  # values made of a written value, directly or not
     saved = {}
     for name in computed:
         if any(read in written or read in behind for read in graph.nodes[name].inputs):

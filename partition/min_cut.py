@@ -1,8 +1,8 @@
 """Minimum cut: a graph -> the cheapest set of values to save, from which the backward recomputes the rest.
 
-Costs and what must be saved are in :mod:`partition.cost`, the network in :mod:`partition.budget`.
+:mod:`partition.cost` has the costs and the must-save rules, :mod:`partition.budget` the network.
 
-Memory-compute curve: a joint function -> bytes captured and work recomputed per budget, as data.
+Memory-compute curve: a joint function -> bytes saved and work recomputed per budget, as data.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class MinCut:
     """Minimum cut over bytes; parameters, masks and forward outputs are free.
 
     Args:
-        budget: most bytes of captures, as a fraction of what ``save_all`` captures (float) or in bytes (int).
-            More is recomputed until the captures fit, the most bytes per flop first; see :mod:`partition.budget`.
-        policy: asked once about every value that could be captured (a :class:`partition.Node`: ``op``,
+        budget: upper limit for the saved tensors, as a fraction of the bytes under ``save_all`` (float) or in bytes
+            (int). More is recomputed until it is met, the most bytes per flop first; see :mod:`partition.budget`.
+        policy: called once for every value that could be saved (a :class:`partition.Node`: ``op``,
             ``module_path``, ``shape``, ``dtype``, ``bytes``); answers ``"save"``, ``"recompute"`` or ``None``. A
             recomputation that is not allowed (see below) is refused, with a note in the plan.
-        allow_matmul_recompute: whether budget and policy may have matrix products, convolutions and other library
-            calls recomputed. Without either nothing changes: no product is worth it on bytes alone.
+        allow_matmul_recompute: whether budget and policy may recompute matrix products, convolutions and other library
+            calls. Without a budget or policy it has no effect: the cut never recomputes a product.
 
     Raises:
         TypeError: a budget that is no number, a policy that cannot be called.
@@ -64,7 +64,7 @@ class MinCut:
         return self.fit(graph, costs, self.unbounded(graph, costs))
 
     def costs(self, graph: JointGraph) -> Costs:
-        """The stated costs after must-save and policy; the policy is asked here."""
+        """The costs after must-save rules and policy; calls the policy."""
         return candidate_costs(graph, self.policy, self.allow_matmul_recompute)
 
     def unbounded(self, graph: JointGraph, costs: Costs) -> Choice:
@@ -93,8 +93,8 @@ class MinCut:
 
 @dataclass(frozen=True)
 class Costs:
-    """Per candidate: the cost of saving it (``None``: cannot be), the cost of recomputing it (``None``: must not be),
-    why it must be saved, and what could not be done as the policy asked."""
+    """By candidate: the cost of saving (``None``: impossible), the cost of recomputing (``None``: not allowed), the
+    reason it must be saved; and notes on refused requests of the policy."""
 
     save: dict[str, int | None]
     recompute: dict[str, int | None]
@@ -106,7 +106,7 @@ _FORCED = "forced: the policy saves it"
 
 
 def candidate_costs(graph: JointGraph, policy: Policy | None = None, allow_products: bool = False) -> Costs:
-    """The stated costs of every candidate, after must-save and the policy."""
+    """The costs of every candidate, after must-save rules and policy."""
     save: dict[str, int | None] = {}
     recompute: dict[str, int | None] = {}
     must_save: dict[str, str] = {}
@@ -159,13 +159,13 @@ def _reason(graph: JointGraph, costs: Costs, name: str) -> str:
     return f"cut edge: no larger than what it is computed from, and nearer to its reader; {needed}"
 
 
-#: Fractions of what save_all captures, from generous to nothing at all.
+#: Fractions of the bytes under ``save_all``, from generous to zero.
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One partition on the curve: ``bytes`` captured, ``flops`` and ``moved`` bytes of recomputation.
+    """One partition on the curve: ``bytes`` saved, ``flops`` and ``moved`` bytes of recomputation.
 
     ``budget`` is the fraction asked for, ``None`` for a strategy without one.
     """
@@ -190,7 +190,7 @@ def curve(
 
     Args:
         joint, num_primals, num_outputs: as for :func:`partition.partition`.
-        budgets: fractions of what ``save_all`` captures.
+        budgets: fractions of the bytes under ``save_all``.
         strategy: the minimum cut with its policy and permissions; by default one that may recompute matrix
             products, so that every budget can be reached.
     """

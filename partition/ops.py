@@ -1,6 +1,6 @@
-"""Operator classes of the cost model: the table of :mod:`autodiff.ops` -> the sets of names that costs ask for.
+"""Operator classes of the cost model: the table of :mod:`autodiff.ops` -> the sets of names that the costs use.
 
-An operator that is in no set here is treated as one that must be saved.
+An operator in none of these sets must be saved.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The plan: a graph and a choice -> what is saved for the backward, why, how many bytes, and what is recomputed.
+"""The plan: a graph and a choice -> the saved tensors with reasons and bytes, and the recomputed bindings.
 
-The captured set: a graph and a strategy's choice -> what the backward reads and what it computes itself.
+The captured set: a graph and a strategy's choice -> the values that the backward reads, and those it computes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["CapturedSet", "Plan", "Saved", "bytes_text", "captured_set", "finger
 
 @dataclass(frozen=True)
 class CapturedSet:
-    """The values that the backward reads (``primals``, ``outputs``, ``captures``) and those it computes itself.
+    """The values that the backward reads (``primals``, ``outputs``, ``captures``) and the values it computes itself.
 
-    ``computed`` are the bindings that do not depend on a grad_out and are still computed in the backward; ``extra``
-    are the side bindings that the forward computes only for the sake of a capture. All in joint order.
+    ``computed`` are bindings of the backward that do not depend on a grad_out; ``extra`` are side bindings that the
+    forward computes only for a saved tensor. All in joint order.
     """
 
     primals: tuple[str, ...]
@@ -36,7 +36,7 @@ class CapturedSet:
 
 
 def captured_set(graph: JointGraph, choice: Choice) -> CapturedSet:
-    """Walk from what the backward requires until every path ends at a saved value, a parameter or a constant."""
+    """Walks from the values that the backward requires to saved values, parameters and constants."""
     free = graph.free_outputs
     if not choice.use_outputs:
         free = {name: index for name, index in free.items() if graph.nodes[name].is_overwritten}
@@ -73,7 +73,7 @@ def _side_work(graph: JointGraph, captures: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def fingerprints(graph: JointGraph) -> dict[str, int]:
-    """A hash per value of the whole computation behind it; primals count by position.
+    """Value -> a hash of the whole computation behind it; primals count by position.
 
     Two joint functions of one forward give their common values the same fingerprints, whatever the names.
     """
@@ -88,7 +88,7 @@ def fingerprints(graph: JointGraph) -> dict[str, int]:
 
 
 def _hash(value: Expr) -> int:
-    """Of an expression, whatever its variables are called and whether they are results of the function."""
+    """A hash of an expression, independent of variable names and of which variables are results."""
     plain = {var: Var("x", var.ty) for var in used_vars(value)}
     found = tvm_ffi.structural_hash(substitute(value, plain), map_free_vars=True)
     names = _symbols(value) if symbols_alive() else []
@@ -96,7 +96,7 @@ def _hash(value: Expr) -> int:
 
 
 def _symbols(value: Expr) -> list[str]:
-    """The names of the symbols in an expression, which its structure leaves out, in order."""
+    """The names of the symbols in an expression, in order; its structural hash ignores them."""
     names: list[str] = []
     tvm.relax.analysis.post_order_visit(
         value, lambda part: names.append(part.name) if isinstance(part, Var) and is_symbol(part) else None
@@ -104,7 +104,7 @@ def _symbols(value: Expr) -> list[str]:
     return names
 
 
-#: What the names of primals start with that are random draws.
+#: Prefix of the names of primals that are random draws.
 _MASK_PREFIX = "mask_"
 
 
@@ -112,10 +112,10 @@ _MASK_PREFIX = "mask_"
 class Saved:
     """One value that the backward reads.
 
-    ``kind`` is ``"capture"`` (an extra result of the forward), ``"output"`` (a result it has anyway), or for what the
-    caller holds anyway ``"primal"`` and ``"mask"`` (a dropout mask). ``reason`` is a sentence; ``op`` is what computes
-    the value; ``module_path`` is where it stands in the user's module, as far as the caller has told. Where an extent
-    is symbolic, ``bytes`` are those of the sample.
+    ``kind`` is ``"capture"`` (an additional result of the forward), ``"output"`` (a regular result), or for inputs
+    ``"primal"`` and ``"mask"`` (a dropout mask). ``reason`` is a sentence; ``op`` is the operator of the value;
+    ``module_path`` is its place in the user's module, as far as the caller knows it. ``bytes`` are the sample's where
+    an extent is symbolic.
     """
 
     name: str
@@ -135,24 +135,24 @@ class Saved:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the backward reads from the forward, and what it recomputes.
+    """The values that the backward reads from the forward, and the values it recomputes.
 
-    It is one for all sizes; numbers of bytes and flops are those of the sample, and where an extent is symbolic the
-    table has the bytes of captures as a formula, too.
+    One plan holds for all sizes; numbers of bytes and flops are the sample's, and where an extent is symbolic the table
+    gives the saved bytes as a formula as well.
 
     Args:
-        strategy: who chose.
+        strategy: name of the strategy.
         saved_primals: indices of the primal parameters that the backward reads.
         saved_outputs: indices of the forward outputs that it reads.
-        captures: the extra results of the forward, in their order.
-        free: the primals and outputs above, described like captures; nobody copies them.
+        captures: the additional results of the forward, in their order.
+        free: the primals and outputs above, described like captures; they are not copied.
         recomputed: the forward's bindings that the backward recomputes.
-        cost: what recomputing them costs.
-        save_all_bytes: what the colouring would have captured, for comparison.
-        inputs_only: what recomputing everything from the inputs would cost, with no captures at all.
-        notes: what did not go as asked, in sentences.
+        cost: the cost of their recomputation.
+        save_all_bytes: bytes saved under ``save_all``, for comparison.
+        inputs_only: the cost of recomputing everything from the inputs, without any saved tensor.
+        notes: requests that could not be met, in sentences.
         fingerprints: a hash of the computation behind each saved value, for :func:`partition.rebuild_backward`.
-        as_read: whether values are saved in the order in which they are read.
+        as_read: whether tensors are saved in the layout of their readers.
     """
 
     strategy: str
@@ -170,17 +170,17 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the captures: what the partition itself holds until the backward."""
+        """Bytes of the captures, which only the backward keeps alive."""
         return sum(saved.bytes for saved in self.captures)
 
     @property
     def size(self) -> Dim:
-        """Bytes of the captures, for all sizes."""
+        """Bytes of the captures, as an extent."""
         return sum(saved.size for saved in self.captures)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of everything that the backward reads from the forward, free or not."""
+        """Bytes of all values that the backward reads from the forward, free ones included."""
         return self.bytes + sum(saved.bytes for saved in self.free)
 
     def table(self) -> str:
@@ -205,7 +205,7 @@ class Plan:
         return "\n".join([*lines, "", self.summary()])
 
     def summary(self) -> str:
-        """What is saved and recomputed in all, beside the extremes, and the notes: a few lines."""
+        """Totals saved and recomputed, compared with the extremes, and the notes: a few lines."""
         share = f", {self.bytes / self.save_all_bytes:.2f} of save_all" if self.save_all_bytes else ""
         lines = [
             f"{self.strategy}: {len(self.captures)} captures, {bytes_text(self)} bytes{share}; "
@@ -232,7 +232,7 @@ def make_plan(
     """The plan of a choice, and the captured set that it describes.
 
     Raises:
-        ValueError: the choice saves what does not exist, is not a tensor, or is only there in the backward.
+        ValueError: the choice saves a value that does not exist, is no tensor, or depends on a grad_out.
     """
     for name in choice.saved:
         if name not in graph.forward and name not in graph.side:
@@ -272,7 +272,7 @@ def make_plan(
 
 
 def _recomputed(graph: JointGraph, captured: CapturedSet) -> list[str]:
-    """The forward's bindings that the backward computes too."""
+    """The forward's bindings that the backward computes again."""
     return [name for name in captured.computed if name in graph.forward or name in captured.extra]
 
 

@@ -1,10 +1,10 @@
-"""Primals that are read again: nodes and what autograd saves of the primals -> what the forward computes of them.
+"""Primals read at backward time: nodes and the facts that autograd saves of the primals -> forward values to keep.
 
-Autograd saves a tensor, not its numbers: its formulas read what is in it when the backward comes, while results that
-were computed of it stay as they were. So the backward reads such a primal itself, and so do the inner values of the
-operation that reads it (a normalization's centred rows); results of operations on it are saved (but by
-``recompute_all``, which reads everything again, as a checkpoint does). Of a parameter only what is computed of
-parameters alone is: a scaled activation would cost as much memory as the activation.
+Autograd saves a tensor, not its numbers: its formulas read the tensor's memory at the time of the backward, while
+results computed from it earlier stay as they were. So the backward reads this primal itself, and recomputes the inner
+values of the operation that reads it (a normalization's centred rows); results of operations on it are saved
+(``recompute_all`` ignores this and rereads everything, like a checkpoint). For a parameter only values computed from
+parameters alone are saved: a scaled activation would cost as much memory as the activation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ def results_of(
 
     Args:
         nodes: of the graph (:class:`partition.graph.Node`), by name, in order.
-        again: the primals: whether autograd saves views of one, which are then no results, and whether it is a
-            parameter.
-        owners: by variable name, the operation that a value is a part of.
+        again: primal -> whether autograd saves views of it (they are no results then), whether it is a parameter.
+        owners: variable name -> the operation that computes it.
     """
     readers: dict[str, set[str]] = {}
     for name in forward:
@@ -41,7 +40,7 @@ def results_of(
     learned = {name for name, (_, is_parameter) in again.items() if is_parameter}
     others = again.keys() - learned
     for name, node in nodes.items() if again else ():
-        if node.value is not None and learned.issuperset(node.inputs):  # a constant, too
+        if node.value is not None and learned.issuperset(node.inputs):  # constants are included
             learned.add(name)
         viewed = [seen[read] for read in node.inputs if read in seen]
         if name not in forward or not viewed:

@@ -1,7 +1,7 @@
-"""Scans for training: a scan -> one that also gives what its backward reads, and knows its gradient.
+"""Scans for training: a scan -> one that also returns the saved tensors of its backward, and has a gradient.
 
-The body is differentiated once and cut in two, as any joint function: a strategy decides for one step, and what it
-saves is held for all of them.
+The body is differentiated and split once, like any joint function: the strategy decides for one step, and its saved
+tensors are held for all steps.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _STOP = "relax.grad.no_grad"
 def differentiable_scans(
     body: Body, required: Sequence[int], strategy: str | Strategy = "min_cut", sums_later: bool = False
 ) -> None:
-    """Scans that gradients of the ``required`` parameters flow through are made ones that have a gradient.
+    """Gives gradients to the scans through which gradients of the ``required`` parameters flow.
 
-    Their results keep their places; what is saved comes behind them.
+    Their results keep their indices; the saved tensors follow.
 
     Args:
-        required: parameters, by number, whose gradients are wanted; none: bodies are only simplified.
-        strategy: of :func:`partition.partition`, for one step of each.
+        required: indices of parameters whose gradients are wanted; none: bodies are only simplified.
+        strategy: of :func:`partition.partition`, for one step of each scan.
         sums_later: see :mod:`autodiff.scan.reverse`.
 
     Raises:
@@ -68,11 +68,11 @@ def differentiable_scans(
         if is_scan(binding.value):
             made = _make_differentiable(body, binding, active, read[binding], strategy, sums_later)
             if binding in active:
-                active.add(made)  # what reads it is active, too
+                active.add(made)  # its readers become active
 
 
 def _read_results(body: Body) -> dict[Binding, frozenset[int]]:
-    """Each scan -> its results on which outputs of the function depend by way of operators that pass gradients on."""
+    """Scan -> the results that outputs of the function depend on, through operators that pass gradients on."""
     live = set(body.returned())
     read: dict[Binding, set[int]] = {binding: set() for binding in body.bindings if is_scan(binding.value)}
     for binding in reversed(body.bindings):
@@ -85,7 +85,7 @@ def _read_results(body: Body) -> dict[Binding, frozenset[int]]:
 
 
 def _stops(var: Var, op: str | None) -> bool:
-    """Whether an operator passes no gradient on: a stop of gradients, or one whose result is no float."""
+    """Whether an operator passes no gradient on: a gradient stop, or a result without floats."""
     return op == _STOP or (isinstance(var.ty, TensorType) and not is_float(var))
 
 
@@ -97,11 +97,11 @@ def _make_differentiable(
     strategy: str | Strategy,
     sums_later: bool,
 ) -> Binding:
-    """The binding of the scan with its gradient, in the place of the one without."""
+    """Replaces a scan by one with a gradient; returns the new binding."""
     scan, tensors = scan_of(binding.value)
     given = [isinstance(tensor, Var) and body.binding(tensor) in active for tensor in tensors]
     active_params, active_results = _flow(scan, given)
-    read = read.intersection(active_results) or frozenset(active_results)  # where none is read, all gradients are zero
+    read = read.intersection(active_results) or frozenset(active_results)  # if none is read, all gradients are zero
     wanted, differentiated = _demanded(scan, active_params, active_results, read)
     made = scan
     if differentiated and wanted:
@@ -124,7 +124,7 @@ def _make_differentiable(
 
 
 def _flow(scan: Scan, given: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Parameters of the body, and results, that gradients flow through: by way of the carries, more than are given."""
+    """Indices of body parameters and results that gradients flow through, including those reached through carries."""
     function, given = scan.function, list(given)
     outputs = results(function)
     while True:
@@ -144,7 +144,7 @@ def _flow(scan: Scan, given: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int
 def _demanded(
     scan: Scan, wanted: tuple[int, ...], differentiated: tuple[int, ...], read: frozenset[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Active parameters and results -> the ones that a gradient reaches from results that are read, through carries.
+    """Active parameters and results -> the subset that a gradient reaches from results that are read, through carries.
 
     The gradient of any other carry is zero in all steps; computed, it is nan where a derivative is infinite.
     """
@@ -165,7 +165,7 @@ def _demanded(
 
 
 def _simple(scan: Scan, merge_casts: bool) -> Function:
-    """The body, simplified."""
+    """The scan's body, simplified."""
     return unique_names(clean(spell_out(scan.function), merge_casts=merge_casts))
 
 
@@ -177,7 +177,7 @@ def _with_gradient(
     strategy: str | Strategy,
     sums_later: bool,
 ) -> Scan:
-    """The scan that gives what its backward reads, with its gradient."""
+    """The scan with a gradient, and with its saved tensors as further results."""
     make = _step_of_any_length if isinstance(strategy, str) else _step
     text, step = make(dataclasses.replace(scan, length=1), wanted, differentiated, strategy)
     if text is None:
@@ -188,8 +188,8 @@ def _with_gradient(
 def _step(
     scan: Scan, wanted: tuple[int, ...], differentiated: tuple[int, ...], strategy: str | Strategy
 ) -> tuple[str | None, BackwardStep]:
-    """The text of the body that gives what its backward reads, ``None`` if TVM's JSON cannot hold it, and the backward;
-    whatever the length of the scan is."""
+    """The text of the body that returns the saved tensors (``None`` if TVM's JSON cannot hold it), and the backward of
+    one step; both are independent of the scan's length."""
     simple = _simple(scan, merge_casts=False)
     outputs = len(results(simple))
     joint = clean(differentiate(simple, differentiated, wanted))
