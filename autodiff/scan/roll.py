@@ -74,7 +74,7 @@ _SLICE, _MASK = "relax.strided_slice", "mask_"
 
 
 class _Gathered(NamedTuple):
-    """Dropout masks, one parameter per step. Only masks are stacked: copying weights would cost more than loops save."""
+    """Dropout masks, one parameter per step. Only masks are stacked: copies of weights would cost more than loops."""
 
     values: tuple[Binding, ...]
 

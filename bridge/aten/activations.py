@@ -1,11 +1,11 @@
-"""Activations → Relax forms whose gradients at kinks, infinities and nan are those of torch's backward formulas.
+"""Activations → Relax, with the gradients of torch's backward formulas at kinks, infinities and nan.
 
-Derivatives as torch writes them down: a value and a function linear in the inputs → the value, with its gradient.
-The chain rule through the operators that make a value multiplies in another order than torch's backward formula. Where
-a factor is infinite or zero, or where digits cancel, the two differ; there the formula is spelled out.
+Explicit derivatives: a value and a function linear in the inputs → the value, with the linear function's gradient.
+The chain rule through the operators of a value multiplies in another order than torch's backward formula. The results
+differ where a factor is infinite or zero, or where digits cancel; the conversion then contains torch's formula.
 
-Subgradients: which of several derivatives this version of torch takes where there is a choice, by asking autograd.
-What autograd answers here is what eager training does.
+Subgradients: a kink → the derivative that this version of torch takes, by a call of autograd. Eager training takes the
+same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ op = relax.op
 
 
 def with_derivative(importer, value: Expr, linear: Expr) -> Expr:
-    """``value`` with the gradient of ``linear``, of the same type; what only ``linear`` reads is never computed."""
+    """``value`` with the gradient of ``linear``, of the same type; operands of ``linear`` alone are never computed."""
     value, linear = importer.emit(op.grad.no_grad(value)), importer.emit(linear)
     return importer.emit(library_call("with_derivative", [value, linear], value.ty))
 
@@ -52,7 +52,7 @@ def where(importer, condition: Expr, x: Expr, y: Expr) -> Expr:
 
 
 def scaled(importer, x: Expr, factor: float) -> Expr:
-    """``x`` times a number; itself for 1."""
+    """``x`` times a number; ``x`` itself for 1."""
     return x if factor == 1 else importer.emit(op.multiply(x, importer.constant(factor, dtype(x))))
 
 
@@ -60,7 +60,7 @@ _NAN = float("nan")
 
 
 def _gradients(function: Callable[..., torch.Tensor], *operands: list[float]) -> list[list[float]]:
-    """Gradients of the sum of the result, in whatever mode this is called."""
+    """Gradients of the sum of a function's result, in any grad mode."""
     with torch.inference_mode(False), torch.enable_grad(), autocast_to(None):
         leaves = [torch.tensor(values, dtype=torch.float64, device=HOST, requires_grad=True) for values in operands]
         grads = torch.autograd.grad(function(*leaves).sum(), leaves)
@@ -86,7 +86,7 @@ def clamp_at_bound() -> float | None:
 )
 @functools.cache
 def fmax_prefers_first() -> bool:
-    """Whether ``fmax`` and ``fmin`` send all of a tie's gradient to the first operand, nan giving way to a number."""
+    """Whether ``fmax`` and ``fmin`` give a tie's whole gradient to the first operand; nan loses against a number."""
     operands = [0.5, _NAN, 3.0, _NAN], [0.5, 1.0, _NAN, _NAN]
     expected = [[1.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0]]
     return all(_gradients(function, *operands) == expected for function in (torch.fmax, torch.fmin))
@@ -99,9 +99,9 @@ def fmax_prefers_first() -> bool:
 )
 @functools.cache
 def softshrink_rounds_its_bound() -> bool:
-    """Whether ``softshrink`` on the CPU takes the bound in the half type of its input; a GPU's does."""
+    """Whether ``softshrink`` on the CPU rounds the bound to the half type of its input; a GPU's kernel does."""
     with torch.inference_mode(False), torch.no_grad(), autocast_to(None):
-        above = torch.tensor(0.1, dtype=torch.bfloat16, device=HOST)  # which holds 0.1001
+        above = torch.tensor(0.1, dtype=torch.bfloat16, device=HOST)  # is 0.1001
         return torch.nn.functional.softshrink(above, 0.1).item() == 0
 
 
@@ -111,7 +111,7 @@ def _constants(importer, x, *values):
 
 @converts(aten.hardtanh.default)
 def hardtanh(importer, node, x, lower=-1, upper=1):
-    """The gradient stops at the bounds themselves; that of a nan does not."""
+    """The gradient is zero at the bounds themselves; at nan it is g."""
     low, high = _constants(importer, x, lower, upper)
     number = float if is_float(x) else int
     value = importer.emit(op.clip(x, relax.prim_value(number(lower)), relax.prim_value(number(upper))))
@@ -123,7 +123,7 @@ def hardtanh(importer, node, x, lower=-1, upper=1):
 
 
 def _held(node, bound):
-    """A bound as a half type holds it."""
+    """A bound rounded to the input's type, if that is a half type."""
     element_type = node.args[0].meta["val"].dtype
     half = element_type in (torch.float16, torch.bfloat16)
     return torch.tensor(bound, dtype=element_type, device=HOST).item() if half else bound
@@ -139,7 +139,7 @@ def threshold(importer, node, x, bound, value):
 @converts(aten.softshrink.default)
 @rounds_once
 def softshrink(importer, node, x, bound=0.5):
-    """The gradient stops within the bounds; that of a nan does not."""
+    """The gradient is zero within the bounds, and g at nan."""
     bound = _held(node, bound) if current_device() != HOST or softshrink_rounds_its_bound() else bound
     low, high, zero = _constants(importer, x, -bound, bound, 0)
     inner = where(importer, op.less(x, low), op.add(x, high), op.multiply(x, zero))
@@ -158,7 +158,7 @@ def leaky_relu(importer, node, x, slope=0.01):
 @converts(aten._prelu_kernel.default)
 @rounds_once
 def prelu(importer, node, x, weight):
-    """dx = g where x > 0, else g w; dw = g x where x <= 0, and nothing of an infinite x or g elsewhere"""
+    """dx = g where x > 0, else g w; dw = g x where x <= 0, else 0, also for an infinite x or g"""
     (zero,) = _constants(importer, x, 0)
     positive = importer.emit(op.greater(x, zero))
     below = importer.emit(op.where(positive, zero, x))

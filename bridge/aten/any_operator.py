@@ -1,16 +1,15 @@
-"""Functional operators: an overload without a conversion → whether torch's own kernel may stand for it in a program.
+"""Functional operators: an overload without a conversion → whether a program may run torch's own kernel for it.
 
-A program runs torch's kernel on the operator's very arguments and, backward, autograd's formula of the operator itself:
-the bits are eager's. That is exact for an operator whose results are new tensors, made of its arguments alone. What its
-schema or its tags say otherwise, and what reads memory instead of numbers, is refused by name.
+A program runs torch's kernel on the operator's own arguments and, backward, autograd's formula of the operator: the
+bits are eager's. That is exact for an operator whose results are new tensors computed from its arguments alone. An
+operator with another schema or tag, or one that reads memory instead of numbers, is refused by name.
 
 Preserved operators → a library call: torch's own kernel forward, its own derivative backward.
-
 The library call carries the operator's name and its arguments as text, with the tensors' places marked; see
-``operator`` in :mod:`autodiff.library`. The backward computes the operator again, so this is for operators that are
-rare or cheap beside what surrounds them.
+``operator`` in :mod:`autodiff.library`. The backward computes the operator again, so this serves operators that are
+rare, or cheap compared with their neighbours.
 
-Computed from: a node → whether one of those that it is computed from is of a kind.
+Graph search: a node → whether it, or a node that it is computed from, satisfies a predicate.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ _MEMORY = (
     "_resize",
     "to_mkldnn",
 )
-"""How the names of operators begin that read or make memory as it lies, or leave it without numbers."""
+"""Name prefixes of operators that depend on a tensor's memory layout, or return uninitialized memory."""
 
 _EFFECTS = ("assert", "sym_constrain", "_make_dep_token")
-"""What the names of operators contain whose results are not what they are for."""
+"""Name parts of operators that are called for a side effect, not for their results."""
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None), Extent, *SYMBOLIC)
 
 
 def check_functional(node: fx.Node) -> None:
-    """Raises :class:`UnsupportedUse` unless a program may run the operator that ``node`` calls by torch's kernel."""
+    """Raises :class:`UnsupportedUse` unless a program may run torch's kernel for the operator that ``node`` calls."""
     target = node.target
     if not isinstance(target, OpOverload):
         raise UnsupportedUse("a call of something that is no operator of torch's")
@@ -80,7 +79,7 @@ def check_functional(node: fx.Node) -> None:
     name = its.name.partition("::")[2]
     if target.namespace == "aten" and (name.startswith(_MEMORY) or any(part in name for part in _EFFECTS)):
         raise UnsupportedUse("is about memory, or about what it does beside its result")
-    if "sparse" in name:  # where sizes vary, a form of what it makes does not know its layout
+    if "sparse" in name:  # with dynamic sizes, a result's metadata has no layout
         raise UnsupportedUse("makes a tensor of layout torch.sparse_coo, or takes one")
     given = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
     for value in pytree.tree_leaves(given):
@@ -90,7 +89,7 @@ def check_functional(node: fx.Node) -> None:
 
 
 def _results(made: Any) -> list[Any]:
-    """The results, each a tensor. :class:`UnsupportedUse` for any other."""
+    """The results of a node; :class:`UnsupportedUse` for one that is no tensor."""
     fields = list(made) if isinstance(made, tuple | list) else [made]
     if not fields or not all(isinstance(field, torch.Tensor | TensorMetadata) for field in fields):
         raise UnsupportedUse("returns something else than tensors")
@@ -113,12 +112,12 @@ _NORMS = {
     aten.norm.Scalar: lambda p=2: p,
     aten.dist.default: lambda other, p=2: p,
 }
-"""Operators whose order may be 0, and how their arguments after the first say it."""
+"""Operators whose order may be 0, with a function that gets it from the arguments after the first."""
 
 
 def describe(args: tuple, kwargs: dict[str, Any], saved: Sequence[int] = ()) -> tuple[str, list[Any]]:
     """``(args, kwargs, saved)`` as JSON in which ``{"$tensor": i}`` stands for the i-th of the returned tensors and
-    sizes that vary; for a complex one, which the library takes with its parts side by side, ``{"$complex": i}``."""
+    dynamic sizes; ``{"$complex": i}`` for a complex one, which the library takes with both parts in a last axis."""
     tensors: list[Any] = []
 
     def written(leaf: Any) -> Any:
@@ -139,13 +138,13 @@ def describe(args: tuple, kwargs: dict[str, Any], saved: Sequence[int] = ()) -> 
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a node takes, or what stands for a node and has its arguments."""
+    """The tensor arguments of a node."""
     leaves = [each for each in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(each, fx.Node)]
     return [each for each in leaves if isinstance(each.meta.get("val"), torch.Tensor | TensorMetadata)]
 
 
 def _refuse_without_gradient(node: fx.Node) -> None:
-    """Where torch's formula gives no gradient at all, which a program cannot return."""
+    """Refuses a node whose gradient by torch's formula is undefined, which a program cannot return."""
     if node.target in _REFLECTIONS and any(0 in each.meta["val"].shape for each in _tensors(node)):
         raise UnsupportedUse("Householder reflections of nothing: eager has no gradient there, not even zeros")
     if node.target in _NORMS and _NORMS[node.target](*node.args[1:]) == 0:
@@ -153,7 +152,7 @@ def _refuse_without_gradient(node: fx.Node) -> None:
 
 
 def _saved_results(node: fx.Node) -> list[int]:
-    """Places of the results that autograd saves, found on tensors without numbers; all where that cannot be told."""
+    """Indices of the results that autograd saves, by a run on meta tensors; all float results if that run fails."""
     made = node.meta["val"]
     results = list(made) if isinstance(made, tuple | list) else [made]
     places = [place for place, each in enumerate(results) if each.dtype.is_floating_point]
@@ -169,7 +168,7 @@ def _saved_results(node: fx.Node) -> list[int]:
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(storage_id(t)), id):
             made = node.target(*fx.map_arg(node.args, plain), **fx.map_arg(node.kwargs, plain))
-    except Exception as error:  # noqa: BLE001 - whatever torch has against tensors without numbers
+    except Exception as error:  # noqa: BLE001 - any error that torch raises for meta tensors
         swallowed(error)
         return places
     made = made if isinstance(made, tuple | list) else [made]
@@ -184,7 +183,7 @@ def whole(importer, node, *args, **kwargs):
     name = str(node.target)
     if node.target in WHOLE_FUNCTIONS:
         computed = WHOLE_FUNCTIONS[node.target]
-        if isinstance(computed.operator, OpOverload):  # else it is ours alone
+        if isinstance(computed.operator, OpOverload):  # otherwise the name is this project's
             name, (args, kwargs) = str(computed.operator), computed.call(args)
     text, tensors = describe(args, kwargs, _saved_results(node))
     tensors = [importer.whole_of(tensor) for tensor in tensors]
@@ -198,7 +197,7 @@ def whole(importer, node, *args, **kwargs):
 def computed_from(
     node: fx.Node, is_found: Callable[[fx.Node], bool], operands: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> bool:
-    """Whether the node, or one that it reaches through ``operands``, is found; each is asked once."""
+    """Whether ``is_found`` holds for a node, or for one that it reaches through ``operands``; visits each node once."""
     waiting, seen = [node], {node}
     while waiting:
         now = waiting.pop()

@@ -1,10 +1,8 @@
-"""Arithmetic of complex values on their parts, each operator one or a few real ones, which fuse like any other.
+"""Complex arithmetic: nodes with complex operands or results → real operators on the parts, or torch's kernel.
 
-Conversion of nodes with complex operands or results: arithmetic on the parts, part by part, or torch's kernel.
-
-A node is converted in the first of three ways that knows it: by a rule of its own
-(:mod:`bridge.aten.complex_arithmetic`); as the real operator on each of the parts, where it is linear and treats them
-alike, or only moves elements; by torch's kernel on complex views of the joined parts.
+A node is converted in the first applicable way: by a rule in this module; as the real operator on each of the parts,
+where it is linear and treats them alike, or only moves elements; by torch's kernel on complex views of the joined
+parts. The real operators fuse like all others.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ COMPLEX: dict[Any, Callable[..., Any]] = {}
 """ATen overload → ``convert(importer, node, *args, **kwargs)`` for a node with complex operands or results."""
 
 SEES_COMPLEX = {aten._to_copy.default}
-"""Those of them that are given the node as it is, with complex forms; to all others its results are parts."""
+"""Overloads in ``COMPLEX`` whose rule gets the node itself; other rules get a copy with real metadata."""
 
 _complex = partial(converts, table=COMPLEX)
 
@@ -63,7 +61,7 @@ def multiplied(
 
 
 def _operands(importer: Any, node: Any, *values: Any) -> list[Complex]:
-    """Complex values in the type of the result, real ones too: 0 times an infinite part of the other operand is nan."""
+    """The operands as complex values of the result's type; real ones get an imaginary 0, which times inf is nan."""
     return [as_complex(importer, value, importer.out_dtype(node)) for value in values]
 
 
@@ -75,7 +73,7 @@ def mul(importer, node, a, b):
 @_complex(aten.add.Tensor, aten.add.Scalar)
 def add(importer, node, a, b, alpha=1, combine=_add):
     """``a + alpha b``, a complex product also where ``alpha`` is 1: an infinite part of ``b`` makes the other
-    part nan, as in torch's kernels; not so of a gradient, which torch scales only by another ``alpha``."""
+    part nan, as in torch's kernels. The gradient, as in torch, is scaled only by an ``alpha`` other than 1."""
     factor = alpha if combine is _add else -alpha
     scaled = b if alpha == 1 else mul(importer, node, b, alpha)
     a, b, factor, scaled = _operands(importer, node, a, b, factor, scaled)
@@ -99,12 +97,12 @@ def _constants(importer: Any, *values: Expr) -> list[Expr]:
 
 
 def _derived(importer: Any, values: Complex, linear: Complex) -> Complex:
-    """The values, with the gradients of what is linear in the operands."""
+    """``values`` with the gradients of ``linear``, part by part."""
     return Complex(*(with_derivative(importer, *each) for each in zip(values.parts, linear.parts, strict=True)))
 
 
 def _quotient(importer: Any, a: Complex, b: Complex) -> Complex:
-    """``a / b`` by Smith's algorithm, as eager divides; linear in ``a``, with no derivative by ``b``.
+    """``a / b`` by Smith's algorithm, as eager divides; linear in ``a``, without a derivative with respect to ``b``.
 
     With the larger part of the divisor as ``p`` and the smaller as ``q``, ``r = q / p`` and ``1 / (p + q r)`` are
     finite where ``b`` is infinite in one part; a division by 0 divides each part by it.
@@ -146,7 +144,7 @@ def div(importer, node, a, b):
 
 @_complex(aten.mean.default, aten.mean.dim)
 def mean(importer, node, x, *args, **kwargs):
-    """Part by part, and divided by a complex 1, as torch divides by a complex count."""
+    """The means of the parts, divided by a complex 1, as torch divides by a complex count."""
     (x,) = _operands(importer, node, x)
     means = (CONVERSIONS[node.target](importer, node, part, *args, **kwargs) for part in x.parts)
     return div(importer, node, Complex(*means), 1)
@@ -154,7 +152,7 @@ def mean(importer, node, x, *args, **kwargs):
 
 @_complex(aten.pow.Tensor_Scalar)
 def pow_by_number(importer, node, x, exponent):
-    """Small whole exponents, as torch multiplies; others are torch's kernel."""
+    """Multiplications for small whole exponents, as in torch; torch's kernel for other exponents."""
     if exponent != 2:
         return NotImplemented
     return multiplied(importer, x, x)
@@ -184,7 +182,7 @@ def complex_of(importer, node, real, imaginary):
 
 @_complex(aten.polar.default)
 def polar(importer, node, size, angle):
-    """With torch's gradient by the angle, ``g`` times the other part: ``g`` times the size could overflow."""
+    """Torch's gradient with respect to the angle is ``g`` times the other part: ``g`` times the size could overflow."""
     size, angle = (importer.cast(value, importer.out_dtype(node)) for value in (size, angle))
     turns = [importer.emit(turn(angle)) for turn in (op.cos, op.sin)]
     real, imaginary = (_multiply(importer, size, turn) for turn in turns)
@@ -198,9 +196,9 @@ def polar(importer, node, size, angle):
 
 @_complex(aten.exp.default)
 def exp(importer, node, x):
-    """With the values of C's ``cexp`` where a part is not finite, and torch's gradient, ``g`` times the conjugate.
+    """C's ``cexp`` where a part is not finite, with torch's gradient, ``g`` times the conjugate.
 
-    A real number stays one, also where it overflows; ``exp(-inf)`` is 0 in all directions.
+    A real number stays real, also where it overflows; ``exp(-inf)`` is 0 for any imaginary part.
     """
     angle = x.imaginary
     none = importer.constant(0, dtype(angle))
@@ -229,8 +227,8 @@ def _is_zero(importer: Any, x: Complex) -> Expr:
 def absolute(importer, node, x):
     """``|x|``; its gradient is that of ``a u + b v`` with ``u, v = a / |x|, b / |x|`` as numbers, and 0 at 0.
 
-    Both parts are scaled by the larger one, so no square is too large or small; nor is the gradient, which that scale
-    is no factor of. Where a part is infinite so is the result, whatever the other one is, and the gradient nan.
+    Both parts are scaled by the larger one, so no square over- or underflows; the gradient does not contain that
+    scale. Where a part is infinite, so is the result, and the gradient is nan.
     """
     zero = _is_zero(importer, x)
     a = importer.emit(op.where(zero, importer.constant(1, dtype(x.real)), x.real))
@@ -263,7 +261,7 @@ def sgn(importer, node, x):
 
 @_complex(aten.angle.default)
 def angle(importer, node, x):
-    """At 0 it is the angle of its signs, and the gradient is 0, as torch's."""
+    """At 0 the angle follows from the signs of the parts, and the gradient is 0, as in torch."""
     zero = _is_zero(importer, x)
     real = importer.emit(op.where(zero, importer.constant(1, dtype(x.real)), x.real))
     found, inner = (importer.library("atan2", [x.imaginary, part], importer.out(node)) for part in (x.real, real))
@@ -281,7 +279,7 @@ def compared(importer, node, a, b):
 
 
 _NUMBER = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0, aten.new_full.default: 2}
-"""Of a tensor full of a number: which argument it is."""
+"""Index of the argument with the number that fills the tensor."""
 
 _ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 _ZEROS = (
@@ -289,7 +287,7 @@ _ZEROS = (
     *(aten.empty.memory_format, aten.empty_permuted.default, aten.empty_strided.default, aten.empty_like.default),
     *(aten.new_empty.default, aten.new_empty_strided.default),
 )
-"""With those that are uninitialized in eager, as in :mod:`bridge.aten.shape`."""
+"""Tensors that are uninitialized in eager are zeros, as in :mod:`bridge.aten.shape`."""
 
 
 @_complex(*_NUMBER, *_ONES, *_ZEROS)
@@ -310,7 +308,7 @@ def draw(importer, node, *args, **kwargs):
 
 @_complex(aten.copy.default)
 def copy(importer, node, x, source, non_blocking=False):
-    """The numbers of ``source`` in the shape and the type of ``x``."""
+    """``source`` in the shape and the type of ``x``."""
     if not isinstance(x, Complex):
         return importer.expand(importer.cast(source.real, dtype(x)), importer.out(node).shape)
     return _broadcast(importer, node, as_complex(importer, source, importer.out_dtype(node)))
@@ -318,12 +316,12 @@ def copy(importer, node, x, source, non_blocking=False):
 
 @_complex(aten._assert_tensor_metadata.default)
 def assert_metadata(importer, node, x, *rest, **kwargs):
-    """What tracing asserts of a type is so in the trace."""
+    """No operation: tracing has checked the type."""
 
 
 @_complex(aten._to_copy.default)
 def to_copy(importer, node, x, **kwargs):
-    """Another precision; of a real tensor; or the real part alone, which torch warns of."""
+    """A cast to another precision, from a real tensor, or to the real part alone, of which torch warns."""
     wanted = importer.out(node).dtype
     if wanted.is_complex:
         return as_complex(importer, x, relax_dtype(part_type(wanted)))
@@ -346,7 +344,7 @@ _PART_BY_PART = {
     *(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default),
     STOP_GRADIENT,
 }
-"""What does the same with the real and the imaginary part of its first operand."""
+"""Operators that act alike on the real and the imaginary part of their first operand."""
 
 _ALL_OPERANDS = {
     *(aten.cat.default, aten.stack.default, aten.where.self, aten.slice_scatter.default, aten.select_scatter.default),
@@ -354,17 +352,17 @@ _ALL_OPERANDS = {
     *(aten.scatter.src, aten.scatter_add.default, aten.diagonal_scatter.default, aten.as_strided_scatter.default),
     *(aten.constant_pad_nd.default, aten.masked_fill.Scalar, aten.scatter.value),
 }
-"""The same, of several operands: real ones among them, and numbers, are complex ones without an imaginary part."""
+"""Operators that act alike on the parts of several operands; real tensors and numbers get an imaginary part of 0."""
 
 _NUMBERS = {aten.constant_pad_nd.default: 2, aten.masked_fill.Scalar: 2, aten.scatter.value: 3}
-"""Which argument is a number to write."""
+"""Index of the argument with the number to write."""
 
 _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default}
-"""Products of two complex tensors: four real ones."""
+"""Products of two complex tensors, made of four real ones."""
 
 
 def is_complex(node: fx.Node, args: Any, kwargs: Any) -> bool:
-    """Whether complex numbers take part in a node."""
+    """Whether a node has a complex operand or result."""
     found: list[bool] = []
     fx.node.map_aggregate((args, kwargs), lambda value: found.append(isinstance(value, Complex | complex)))
     fx.node.map_aggregate(node.meta.get("val"), lambda value: found.append(is_complex_form(value)))
@@ -390,7 +388,7 @@ def convert_complex(importer: Any, node: fx.Node, args: tuple, kwargs: dict[str,
 
 
 def _of_parts(node: fx.Node) -> fx.Node:
-    """The node with real operands and results: what a real conversion is given for one of the parts."""
+    """A copy of the node with the metadata of real parts, for a real conversion."""
     graph = fx.Graph()
 
     def operand(arg: fx.Node) -> fx.Node:
@@ -405,7 +403,7 @@ def _of_parts(node: fx.Node) -> fx.Node:
 
 
 def _part_by_part(importer: Any, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The real operator on the real parts, then on the imaginary ones."""
+    """The real operator on the real parts, then on the imaginary parts."""
 
     def side(index: int) -> Any:
         chosen = [
@@ -423,7 +421,7 @@ def _part_by_part(importer: Any, node: fx.Node, args: tuple, kwargs: dict[str, A
 
 
 def _promoted(importer: Any, node: fx.Node, args: tuple, element_type: str) -> tuple:
-    """Floating operands, and the numbers to write, as complex ones; positions and conditions as they are."""
+    """Floating operands, and the numbers to write, as complex ones; integer and bool operands unchanged."""
 
     def promoted(value: Any, arg: Any) -> Any:
         if isinstance(value, Complex):
@@ -446,7 +444,7 @@ def _promoted(importer: Any, node: fx.Node, args: tuple, element_type: str) -> t
 
 
 def _whole(importer: Any, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """torch's kernel: complex operands and results with their parts side by side."""
+    """torch's kernel on complex operands and results whose parts share a last axis."""
     check_functional(node)
     forms, made = node.meta["val"], whole(importer, node, *args, **kwargs)
     if not isinstance(forms, tuple | list):
@@ -458,6 +456,6 @@ def _whole(importer: Any, node: fx.Node, args: tuple, kwargs: dict[str, Any]) ->
 
 @dataclass(frozen=True)
 class _Number:
-    """A number that is written, in parts."""
+    """A number to write, in parts."""
 
     parts: tuple[float, float]

@@ -1,6 +1,6 @@
 """Complex values in the importer: a complex tensor of the traced graph → two Relax values, real and imaginary part.
 
-What enters and leaves the compiled function is real: the two parts side by side in a last dimension, as
+Inputs and outputs of the compiled function are real: the two parts in a last dimension, as
 ``torch.view_as_real`` shows a complex tensor without a copy. The gradient of a real loss with respect to that view is
 PyTorch's gradient of the complex tensor, seen the same way; so nothing after the importer knows complex numbers.
 """
@@ -21,7 +21,7 @@ __all__ = ["PARTS", "Complex", "as_complex", "is_complex_form", "joined", "joine
 __all__ += ["separated"]
 
 PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-"""Complex types and those of their parts."""
+"""Complex types → the types of their parts."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Complex:
 
 
 def part_type(complex_type: torch.dtype) -> torch.dtype:
-    """The type of the parts. :class:`UnsupportedUse` for one that has no arithmetic of its own (``complex32``)."""
+    """The type of the parts. :class:`UnsupportedUse` for ``complex32``, which has no arithmetic in torch."""
     if complex_type not in PARTS:
         raise UnsupportedUse(f"values of type {complex_type}")
     return PARTS[complex_type]
 
 
 def part_form(form: Any) -> Any:
-    """A fake tensor, or a form, of a part of a complex one; itself if it is real; field by field."""
+    """The metadata (a fake tensor or TensorMetadata) of a part; unchanged for a real tensor; fields of tuples alike."""
     if isinstance(form, tuple | list):
         return type(form)(map(part_form, form))
     if isinstance(form, TensorMetadata):
@@ -55,19 +55,19 @@ def part_form(form: Any) -> Any:
 
 
 def is_complex_form(form: Any) -> bool:
-    """Whether a fake tensor, or a form, is complex."""
+    """Whether tensor metadata is complex."""
     return isinstance(form, torch.Tensor | TensorMetadata) and form.dtype.is_complex
 
 
 def joined_form(form: Any) -> Any:
-    """The form of a complex tensor whose parts lie in a last dimension; itself if it is real."""
+    """The metadata of a complex tensor with both parts in a last dimension; unchanged for a real tensor."""
     if not is_complex_form(form):
         return form
     return TensorMetadata((*dims(form.shape), 2), part_type(form.dtype))
 
 
 def separated(importer: Any, packed: Expr) -> Complex:
-    """The parts of a value whose last dimension has both."""
+    """The parts of a value that has both in its last dimension."""
     axis, extents = len(shape(packed)) - 1, list(shape(packed))[:-1]
 
     def part(index: int) -> Expr:
@@ -77,13 +77,13 @@ def separated(importer: Any, packed: Expr) -> Complex:
 
 
 def joined(importer: Any, value: Complex) -> Expr:
-    """Both parts side by side in a last dimension."""
+    """One value with both parts in a last dimension."""
     axis, extents = len(shape(value.real)), [*shape(value.real), 1]
     return importer.emit(relax.op.concat([importer.reshape(part, extents) for part in value.parts], axis))
 
 
 def as_complex(importer: Any, value: Any, element_type: str) -> Complex:
-    """A complex, real or Python number, size or value as parts of a type."""
+    """A complex, real or Python number, size or value as parts of the given type."""
     if isinstance(value, Complex | complex):
         parts = value.parts if isinstance(value, Complex) else (value.real, value.imag)
         return Complex(*(importer.cast(part, element_type) for part in parts))

@@ -1,18 +1,16 @@
-"""Convolutions, pools and interpolations → library functions, in the order of memory that eager's kernels choose.
+"""Convolutions, pools and interpolations → library functions, in the memory order that eager's kernels choose.
 
-Images in channels_last: library functions that give theirs with channels as the last axis, and how those are shown.
-The strides of eager's tensor tell which images lie like that. ``autodiff.sink_channel_permutes`` moves the permutations
-that are made here behind the operators that follow.
+channels_last: the strides of eager's tensor decide whether a library function returns channels as the last axis; a
+permutation restores the axis order. ``autodiff.sink_channel_permutes`` sinks these permutations below the operators
+that follow.
 
 Recurrent layers on a GPU → cuDNN's kernels for all layers and directions at once, where loops take longer.
-A loop launches a product and a kernel for each step of each layer, one after the other; cuDNN lets layers and
-directions run side by side.
+A loop launches a product and a kernel for each step of each layer, one after the other; cuDNN runs layers and
+directions concurrently.
 
 Windows, folded windows and mirrored pads → slices, whose gradients are sums of slices.
-
 torch's formulas of these operators are gathers at computed positions: their gradients would add number by number at
 positions that repeat, in no order on a GPU. As slices, the gradient of each number is a sum of the few that it went to.
-
 One axis after the other: windows of ``k`` positions along each of two axes are ``2 k`` slices instead of ``k * k``.
 """
 
@@ -46,24 +44,24 @@ __all__ += ["read_from_behind"]
 op = relax.op
 
 _TO_BACK, _TO_FRONT = (0, 2, 3, 1), (0, 3, 1, 2)
-"""Channels from the second place to the last, and back."""
+"""Axis orders: channels from the second place to the last, and back."""
 
 
 def is_channels_last(form: Any) -> bool:
-    """Whether eager's tensor has the strides of torch's channels_last and of nothing else."""
+    """Whether eager's tensor is contiguous in torch's channels_last and in no other format."""
     if not isinstance(form, torch.Tensor) or form.ndim != 4 or not all(type(size) is int for size in form.shape):
         return False
     return form.is_contiguous(memory_format=torch.channels_last) and not form.is_contiguous()
 
 
 def lies_behind(node: fx.Node) -> bool:
-    """Whether a value is computed in channels_last: eager's lies so, or is made of such a one point by point, or in
-    groups of channels, in another order that a copy gave it. Such copies are none in a compiled call."""
+    """Whether a value is computed in channels_last: eager's tensor has that layout, or is computed point-wise, by group
+    norm or by a copy from one that has it. The compiled call makes no copy there."""
     return computed_from(node, lambda each: is_channels_last(each.meta.get("val")), _alike)
 
 
 def _alike(node: fx.Node) -> list[fx.Node]:
-    """The operands that a value is computed of in their own order of memory."""
+    """The operands whose memory order an operator keeps."""
     if node.target is operator.getitem and node.args[0].target is aten.native_group_norm.default:
         return [node.args[0].args[0]] if node.args[1] == 0 else []
     if node.target is not aten.clone.default and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
@@ -73,7 +71,7 @@ def _alike(node: fx.Node) -> list[fx.Node]:
 
 
 def library_of_images(importer, name: str, args: Sequence[Any], form: Any) -> Expr | tuple[Expr, ...]:
-    """A library call whose result is (or results are) of that form: by the function named ``last`` where it lies so."""
+    """A library call with the given result metadata; calls the ``_last`` function where eager's is channels_last."""
     several = isinstance(form, tuple | list)
     forms = tuple(form) if several else (form,)
     goes_last = is_channels_last(forms[0])
@@ -88,7 +86,7 @@ def library_of_images(importer, name: str, args: Sequence[Any], form: Any) -> Ex
 
 
 def read_from_behind(importer, x: Expr) -> Expr:
-    """``x``, seen as a permutation of what has its channels behind."""
+    """``x`` as a permutation of a tensor with channels last."""
     return importer.emit(op.permute_dims(importer.emit(op.permute_dims(x, _TO_BACK)), _TO_FRONT))
 
 
@@ -98,8 +96,8 @@ def _per_axis(value, rank: int) -> list[int]:
 
 
 def _cast_behind(importer, weight):
-    """A weight that is the cast of another, with what it reads put in the order of channels_last before: what is stored
-    lies as the convolution takes it, forward and backward."""
+    """The cast of a weight, made after a permutation to channels_last: the stored cast then has the layout that the
+    convolution reads, forward and backward."""
     cast = next((value for var, value in reversed(importer.bindings) if var.same_as(weight)), None)
     if shape(weight)[2:] == (1, 1) or not isinstance(cast, relax.Call) or cast.op.name != "relax.astype":
         return weight
@@ -137,7 +135,7 @@ def avg_pool(importer, node, x, kernel, stride=(), padding=0, ceil_mode=False, i
     stride = _per_axis(stride, rank) if stride else kernel
     padding = _per_axis(padding, rank)
     target = importer.out(node)
-    if rank == 1:  # torch has no backward kernel of its own for one axis
+    if rank == 1:  # torch has no backward kernel for one axis
         x = importer.reshape(x, (*shape(x)[:-1], 1, shape(x)[-1]))
         kernel, stride, padding = [1, *kernel], [1, *stride], [0, *padding]
         target = target.unsqueeze(-2)
@@ -167,21 +165,21 @@ def adaptive_max_pool(importer, node, x, output_size):
 
 
 CUDNN_TYPES = ("float16", "float32", "float64")
-"""Element types of layers that are cuDNN's in eager, too."""
+"""Element types of layers that eager runs by cuDNN."""
 
 _NARROW, _NARROW_RNN = 128, 256
-"""Elements of a state up to which cuDNN keeps a float32 weight on the chip, and is quicker whatever else there is."""
+"""Elements of a state up to which cuDNN keeps a float32 weight on the chip, and is always quicker."""
 
 _MANY_ROWS, _MANY_ELEMENTS = 64, 1 << 15
-"""Rows, and elements of a state of all rows, up to which a loop's products, of parts of the weight, are quicker than
+"""Rows, and elements of a state of all rows, up to which a loop's products, over slices of the weight, are quicker than
 cuDNN's in TF32."""
 
 _FEW_ROWS = 16
-"""Rows up to which they are also where there are several layers or directions, which cuDNN runs side by side."""
+"""Rows up to which a loop is quicker with several layers or directions, which cuDNN runs concurrently."""
 
 
 def cudnn_is_quicker(cell: str, x: Expr, states: Sequence[Expr]) -> bool:
-    """Whether cuDNN's kernels, recorded, take less time than recorded loops: a rule of what was measured (H200).
+    """Whether cuDNN's kernels take less time than loops, both as recorded graphs; by measurements on an H200.
 
     Args:
         cell: the name of torch's operator, as in ``"gru"``.
@@ -226,10 +224,10 @@ def cudnn_layers(
 def _workspace(
     options: str, extents: tuple[tuple[int, ...], ...], kind: torch.dtype, device: torch.device, settings: str
 ) -> int:
-    """Bytes of cuDNN's workspace, which it alone knows; none where there is no cuDNN.
+    """Bytes of cuDNN's workspace, by a trial call; 0 on another device.
 
     Args:
-        settings: what the choice among cuDNN's kernels depends on.
+        settings: the global settings by which cuDNN chooses kernels; part of the cache's key.
     """
     if device.type != "cuda":
         return 0
@@ -267,11 +265,11 @@ def _upsample(importer, node, x, extents, *rest):
 
 
 def _pieces(size: int, step: int, dilation: int) -> list[tuple[int, int, int]]:
-    """A window as pieces, each of which lies without overlap in all windows together.
+    """A window cut into pieces; one piece of all windows can be sliced without overlap.
 
     Returns:
-        of each piece its first position inside the window, the one behind its last, and where it begins in the tensor,
-        counted from where the window does.
+        for each piece its first position inside the window, the position after its last, and the offset of its begin
+        from the begin of the window in the tensor.
     """
     if dilation > 1:
         return [(place, place + 1, place * dilation) for place in range(size)]
@@ -279,7 +277,7 @@ def _pieces(size: int, step: int, dilation: int) -> list[tuple[int, int, int]]:
 
 
 def _changed(x: Expr, dim: int, *extents: Dim) -> tuple[Dim, ...]:
-    """The shape of ``x`` with other extents in the place of that of an axis."""
+    """The shape of ``x`` with the extent of an axis replaced by others."""
     return (*shape(x)[:dim], *extents, *shape(x)[dim + 1 :])
 
 
@@ -298,7 +296,7 @@ def _joined(importer, parts: Sequence[Expr], dim: int) -> Expr:
 
 
 def _windows(importer, x: Expr, dim: int, count: Dim, size: int, step: int, dilation: int = 1) -> Expr:
-    """``x`` with two axes in the place of one: the windows, and the positions inside each."""
+    """``x`` with an axis replaced by two: the windows, and the positions inside each."""
     parts = []
     for first, last, begin in _pieces(size, step, dilation):
         width = last - first
@@ -314,7 +312,7 @@ def _windows(importer, x: Expr, dim: int, count: Dim, size: int, step: int, dila
 
 
 def _folded(importer, x: Expr, dim: int, extent: Dim, step: int, dilation: int) -> Expr:
-    """Windows, an axis of them and behind it that of the positions inside each → their sum, each where it was cut."""
+    """Windows, along axes ``dim`` (windows) and ``dim + 1`` (positions inside) → their sum, each at its origin."""
     count, size = shape(x)[dim], shape(x)[dim + 1]
     total = None
     for first, last, begin in _pieces(size, step, dilation):
@@ -331,7 +329,7 @@ def _folded(importer, x: Expr, dim: int, extent: Dim, step: int, dilation: int) 
 def im2col(importer, node, x, kernel, dilation, padding, stride):
     numbers_only("windows", kernel, dilation, padding, stride)
     rank = len(shape(x))
-    for axis, dim in ((0, rank - 2), (1, rank)):  # behind the windows along the first one
+    for axis, dim in ((0, rank - 2), (1, rank)):  # after the windows along the first axis
         x = _pad(importer, x, dim, padding[axis], padding[axis])
         count = _count(shape(x)[dim], kernel[axis], stride[axis], dilation[axis])
         x = _windows(importer, x, dim, count, kernel[axis], stride[axis], dilation[axis])
@@ -398,12 +396,12 @@ def replication_pad(importer, node, x, widths):
 
 
 def _by_axis(x: Expr, widths: Sequence[Dim]) -> list[tuple[int, Dim, Dim]]:
-    """Axes with the widths before and behind them: torch counts from the last one."""
+    """Axes with the widths before and after them: torch lists the last axis first."""
     last = len(shape(x)) - 1
     return [(last - pair, *widths[2 * pair : 2 * pair + 2]) for pair in range(len(widths) // 2)]
 
 
 def _between(importer, x: Expr, dim: int, before: Dim, after: Dim, left: list[Expr], right: list[Expr]) -> Expr:
-    """``x`` with what was made of it before and behind it; a negative width cuts."""
+    """``x`` between the given tensors; a negative width cuts."""
     x = _joined(importer, [*left, x, *right], dim)
     return _slice(importer, x, dim, maximum(-before, 0), shape(x)[dim] - maximum(-after, 0))

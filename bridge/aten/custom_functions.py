@@ -1,7 +1,7 @@
-"""A user's own ``autograd.Function`` → Relax: outputs whose gradients go through the backward that was traced.
+"""Custom ``autograd.Function`` → Relax: outputs whose gradients are computed by the traced backward.
 
-See :mod:`bridge.capture.custom_functions` for the operators, :mod:`autodiff.differentiate` for what becomes of them. Of
-complex numbers each part is a value with a gradient and a tangent of its own.
+:mod:`bridge.capture.custom_functions` has the operators, :mod:`autodiff.differentiate` resolves the calls. Each part of
+a complex number is a value with its own gradient and tangent.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def overwritten(importer, node, x, name):
 
 @converts(TANGENT, table=COMPLEX)
 def complex_tangent(importer, node, like, number, index):
-    """Two, of which no other of this Function has the numbers: its outputs count from 0."""
+    """Two tangents; the imaginary one has a negative index, which no output of the Function has."""
     return Complex(
         *(tangent(importer, node, part, number, of) for part, of in zip(like.parts, (index, -1 - index), strict=True))
     )

@@ -1,16 +1,16 @@
-"""Random draws → parameters that the caller draws, or kernels that draw at a generator's place.
+"""Random draws → parameters that the caller draws, or draws inside the program from a generator's state.
 
-Chained draws: draws whose distribution is computed, and those after them → library calls, each after the other.
-Draws with known parameters are made before a program runs. On the host, one like ``torch.bernoulli(p)`` is made inside,
-where p is known, and how far it moves the generator may depend on p; so all that eager draws after it are made inside
-too. Each call takes the generator's state and gives the next: a pure function, which draws the same where it is
-computed again. The first state is an input of the program. The last is a result, which the generator gets once the call
-has succeeded. A GPU's are placed draws (:mod:`bridge.aten.draws`).
+Chained draws (host): draws with computed parameters, and all later ones → library calls, each after the previous one.
+Draws with known parameters are made before a program runs. A draw on the host like ``torch.bernoulli(p)`` with a
+computed p is made inside, and how far it moves the generator may depend on p; so all later draws of eager are made
+inside as well. Each call takes the generator's state and returns the next: a pure function, which draws the same when
+recomputed. The first state is an input of the program. The last state is a result, which the generator gets once the
+call has succeeded.
 
-Placed draws: draws inside of kernels, a GPU's draws with computed parameters → library calls, each from a state.
-How far such a draw moves a GPU's generator depends on no number: the eager run measures it; where sizes vary, a rule
-tells it for attention. So the state before each is known before the program runs, and is an input of the program; all
-other draws are made before it, in eager's order.
+In-kernel Philox draws at an offset (GPU): draws with computed parameters → library calls, each from a state.
+The distance by which this draw moves a GPU's generator depends on no number: the eager run measures it; for dynamic
+sizes a rule gives it for attention. So the state before each draw is known before the program runs, and is an input of
+the program; all other draws are made before it, in eager's order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DTYPES = "float32 float64 int64 bool float16 bfloat16 int32 uint8 int8 int16".s
 
 
 class ChainedDraws:
-    """The draws of one function from the first computed one on."""
+    """The draws of one function from the first one with computed parameters on."""
 
     def __init__(self, importer: Any, draws: Sequence[Draw]):
         self._importer = importer
@@ -51,11 +51,11 @@ class ChainedDraws:
         self._state: Expr | None = None
 
     def is_chained(self, index: int) -> bool:
-        """Whether a draw of eager's is made inside the program."""
+        """Whether one of eager's draws is made inside the program."""
         return index >= self._first
 
     def make(self, index: int, tensors: Sequence[Expr]) -> Expr:
-        """The draw, after all of eager's before it, of the type in which eager draws it.
+        """The draw of that index, after all of eager's earlier ones, in the type in which eager draws it.
 
         Raises:
             UnsupportedUse: it cannot be made in eager's order or layout.
@@ -74,7 +74,7 @@ class ChainedDraws:
         return [self._state]
 
     def _skip_to(self, index: int) -> None:
-        """Makes eager's draws up to one, whose results nobody uses."""
+        """Makes eager's draws before ``index`` that the graph does not use."""
         for unused in range(self._next, index):
             if self._draws[unused].is_computed:
                 drawn = f"a random draw ({self._draws[unused].op}) whose distribution is computed"
@@ -101,7 +101,7 @@ class ChainedDraws:
 
 
 def check_parameters(draw: Draw, tensors: Sequence[Expr]) -> None:
-    """``UnsupportedUse`` where a draw's parameters cannot be laid out as eager's are."""
+    """``UnsupportedUse`` where a draw's parameters cannot have eager's memory layout."""
     parameters = [arg for arg in draw.args if isinstance(arg, Parameter)]
     if len(parameters) != len(tensors):
         raise UnsupportedUse("a random draw with other parameters than eager's")
@@ -110,7 +110,7 @@ def check_parameters(draw: Draw, tensors: Sequence[Expr]) -> None:
 
 
 def drawn_type(draw: Draw) -> TensorType:
-    """The type in which eager draws it."""
+    """The type in which eager draws."""
     element_type = str(draw.dtype).removeprefix("torch.")
     if element_type not in _DTYPES:
         raise UnsupportedUse(f"random numbers of type {draw.dtype}")
@@ -118,14 +118,14 @@ def drawn_type(draw: Draw) -> TensorType:
 
 
 def given_type(draw: Draw) -> TensorType:
-    """The type in which the program takes what torch drew before it."""
+    """The type of the program's input for a draw that torch makes before the call."""
     if draw.dtype.is_complex:
         return TensorType((*draw.shape, 2), relax_dtype(part_type(draw.dtype)))
     return TensorType(draw.shape, relax_dtype(draw.dtype))
 
 
 def _is_plain(parameter: Parameter) -> bool:
-    """Whether every element has its own memory, or all along an axis share it (``expand``)."""
+    """Whether elements do not share memory, except all along an expanded axis."""
     if has_extents((parameter.shape, parameter.stride)):
         return _is_dense([(e, s) for e, s in zip(parameter.shape, parameter.stride, strict=True) if not same(s, 0)])
     kept = [(e, s) for e, s in zip(parameter.shape, parameter.stride, strict=True) if s or e <= 1]
@@ -136,7 +136,7 @@ def _is_plain(parameter: Parameter) -> bool:
 
 
 def _is_dense(dims: Sequence[tuple[Dim, Dim]]) -> bool:
-    """Whether these extents and strides are those of a dense tensor, for all sizes."""
+    """Whether extents and strides belong to a dense tensor, for all sizes."""
     step: Dim = 1
     for extent, stride in sorted(dims, key=lambda dim: (sample_of(dim[1]), sample_of(dim[0]))):
         if not same(extent, 1) and not same(stride, step):
@@ -148,7 +148,7 @@ def _is_dense(dims: Sequence[tuple[Dim, Dim]]) -> bool:
 def described_draw(draw: Draw) -> tuple[str, list[Extent]]:
     """Arguments, layout of the result and of the parameters, as JSON: see ``draw`` in :mod:`autodiff.library`.
 
-    ``{"$size": i}`` stands for the i-th of the extents that are given with it.
+    ``{"$size": i}`` stands for the i-th of the returned extents.
     """
     count = 0
     sizes: list[Extent] = []
@@ -183,7 +183,7 @@ def described_draw(draw: Draw) -> tuple[str, list[Extent]]:
 
 
 def unplaced(captured: Captured) -> list[Unsupported]:
-    """Draws whose place among all others cannot be known ahead, used or not."""
+    """The in-kernel draws whose generator offset cannot be known before the call, used or not."""
     draws, reason = [draw for draw in captured.draws if draw.is_placed], None
     if any(draw.is_computed for draw in captured.draws):
         reason = "draws inside of the program, as does one on the host whose distribution is computed"
@@ -201,10 +201,10 @@ def unplaced(captured: Captured) -> list[Unsupported]:
 
 
 def state_before(importer: Any, node: fx.Node) -> tuple[Var, Dim]:
-    """The input that carries the generator's state before the placed draw at a node, and how far that moves it.
+    """The input with the generator's state before the in-kernel draw at a node, and how far the draw moves it.
 
     Raises:
-        UnsupportedUse: eager did not draw there.
+        UnsupportedUse: eager made no draw there.
     """
     index = importer.captured.draw_of.get(node.name)
     if index is None or not importer.captured.draws[index].is_placed:
@@ -215,7 +215,7 @@ def state_before(importer: Any, node: fx.Node) -> tuple[Var, Dim]:
 
 
 def draw_at_offset(importer: Any, node: fx.Node, tensors: Sequence[Expr]) -> Expr:
-    """A GPU's draw with computed parameters, of the type in which eager draws it.
+    """A GPU's draw with computed parameters, in the type in which eager draws it.
 
     Raises:
         UnsupportedUse: it cannot be made in eager's layout.

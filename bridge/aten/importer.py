@@ -1,12 +1,7 @@
 """Importer: a traced ATen graph → a Relax function with training semantics, one conversion per operator.
 
-Imported call: a module's forward as a Relax function, and what its parameters and results are.
-
-Types that enter a function: module tensors, arguments, literals → those that Relax does not compute with.
-
-Forms of results: a result's conversion and what eager returned → a refusal where they differ.
-
-On some devices an operator's results are not what its formula says: those that batch normalization saves are not.
+Results whose conversion differs from eager's tensor in shape or element type are refused: on some devices an operator's
+results are not as its formula says, for instance the saved statistics of batch normalization.
 """
 
 from __future__ import annotations
@@ -47,15 +42,15 @@ __all__ = ["Imported", "Importer", "import_graph", "made_by", "other_form", "unk
 
 
 def made_by(node: fx.Node) -> fx.Node:
-    """The node of the operator that computes a value: of one of several results, not the one that picks it."""
+    """The node of the operator that computes a value; for an item of a tuple, the node that makes the tuple."""
     return node.args[0] if node.target is operator.getitem else node
 
 
 def other_form(output: Output, node: fx.Node, result: Expr) -> Unsupported | None:
-    """Says so, if a result has another shape or element type than eager's on the sample; extents are not compared.
+    """A refusal if a result has another shape or element type than eager's on the sample; extents are not compared.
 
     Args:
-        node: whose value is returned.
+        node: the node whose value is returned.
         result: its conversion, with the parts of complex numbers in a last dimension.
     """
     eagers = joined_form(TensorMetadata(output.shape, output.dtype))
@@ -76,16 +71,16 @@ class Imported:
     Attributes:
         function: parameters are the module's tensors, the argument tensors, then ``draw_<k>`` inputs for random draws
             that are no dropout; results are the computed outputs, then the new values of mutated buffers, then the
-            generator's state and the place of a broken check, where there are such.
+            generator's state and the index of a broken check, where the function has them.
         output_of: for each leaf of the module's result, its index among the function's results, ``None`` if the
-            leaf is not computed (a constant, or a view of something that the caller has).
+            leaf is not computed (a constant, or a view of a tensor that the caller has).
         num_outputs: how many results are outputs; those after them belong to ``Captured.mutated``, in order.
         dropout_draws: eager draw of each ``relax.nn.dropout`` binding, in binding order.
         input_draws: eager draw of each ``draw_<k>`` parameter, in parameter order.
         leaves_state: whether the program draws: then the result after the mutated buffers, uint8, is the state that the
             default generator has after the call.
-        checks: conditions on numbers, in words: what is looked at, and what was found. If there are any, the function's
-            last result, int64 and 0-d, is the place of the first that does not hold, from 1 on, or 0.
+        checks: conditions on numbers, in words: the number's source, and the comparison. If there are any, the
+            function's last result, int64 and 0-d, is the index of the first that does not hold, from 1 on, or 0.
     """
 
     function: Function
@@ -98,7 +93,7 @@ class Imported:
 
 
 def unknown_types(captured: Captured) -> list[Unsupported]:
-    """Tensors that enter the function and are of types that Relax does not compute with."""
+    """Tensors that enter the function with types that Relax does not compute with."""
     nodes = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
     entering = [(spec.name, spec.name, spec.dtype) for spec in captured.module_tensors]
     entering += [(f"argument {index}", "forward", fake.dtype) for index, fake in enumerate(captured.arguments)]
@@ -114,11 +109,11 @@ _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 class Importer:
-    """What conversions work with: emission, types, casts, draws.
+    """The context of conversions: emission, types, casts, draws.
 
     Attributes:
-        bindings: what was emitted, in order.
-        assertions: truth values that must hold, or else the call is eager's, each with what it says in words.
+        bindings: the emitted bindings, in order.
+        assertions: truth values that must hold, or else the call falls back to eager, each with its meaning in words.
     """
 
     def __init__(self, captured: Captured):
@@ -152,7 +147,7 @@ class Importer:
         return self.emit(relax.TupleGetItem(value, index))
 
     def library(self, name: str, args: Sequence[Any], result: Any) -> Expr:
-        """Emits a library call (see :mod:`autodiff.library`); ``result``: the fake tensor or form of it, or several."""
+        """Emits a library call (see :mod:`autodiff.library`); ``result``: metadata of its result, or of several."""
         ty: Any = (
             self.type_of(result)
             if isinstance(result, torch.Tensor | TensorMetadata)
@@ -175,19 +170,19 @@ class Importer:
 
     @staticmethod
     def type_of(form: torch.Tensor | TensorMetadata) -> TensorType:
-        """The Relax type of a fake tensor, or of a form with extents."""
+        """The Relax type of a fake tensor, or of TensorMetadata with extents."""
         return TensorType(dims(form.shape), relax_dtype(form.dtype))
 
     @staticmethod
     def out(node: fx.Node) -> torch.Tensor | TensorMetadata:
-        """The fake tensor, or the form, that a node produces: what the conversion must deliver."""
+        """The metadata of a node's value, which the conversion must produce."""
         return node.meta["val"]
 
     def out_dtype(self, node: fx.Node) -> str:
         return relax_dtype(self.out(node).dtype)
 
     def constant(self, value: bool | int | float | Extent | Expr, element_type: str) -> Expr:
-        """A 0-d constant; a size that varies, or a number made of some (:mod:`bridge.aten.shape`), as a 0-d tensor."""
+        """A 0-d constant; a dynamic size, or a number computed from sizes (:mod:`bridge.aten.shape`), as 0-d tensor."""
         if isinstance(value, Extent):
             return self.emit(number(value, element_type))
         return self.cast(value, element_type) if isinstance(value, Expr) else relax.const(value, element_type)
@@ -246,7 +241,7 @@ class Importer:
         return self.emit(relax.op.strided_slice(value, axes, begin, end, steps, assume_inbound=True))
 
     def in_float32(self, convert: Callable[..., Any], node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What ``convert`` makes, computed in float32 where it is of a half type, and rounded at the end."""
+        """The result of ``convert``; half types are computed in float32, and rounded at the end."""
         wanted = node.meta["val"]
         fakes = wanted if isinstance(wanted, tuple | list) else [wanted]
         if not any(fake.dtype in _HALF for fake in fakes):
@@ -270,22 +265,22 @@ class Importer:
         return tuple(self.cast(each, relax_dtype(fake.dtype)) for each, fake in zip(made, fakes, strict=True))
 
     def parts_of(self, node: fx.Node, value: Expr) -> Expr | Complex:
-        """What a placeholder is in the graph: its two parts where it is complex, and ``value`` has both."""
+        """A placeholder's value: its two parts if it is complex and ``value`` holds both, otherwise ``value``."""
         if not self.out(node).dtype.is_complex:
             return value
         self._hint = node.name
         return separated(self, value)
 
     def whole_of(self, value: Expr | Complex) -> Expr:
-        """What leaves the function: one value, with both parts of a complex one."""
+        """A result's value: one tensor, with both parts of a complex one."""
         return joined(self, value) if isinstance(value, Complex) else value
 
     def in_memory(self, value: Expr, index: int, last: bool = False) -> Expr:
-        """What is in the memory of an input now."""
+        """Marks the content of an input's memory at this point."""
         return self.emit(library_call("overwritten", [value, *map(relax.prim_value, (index, int(last)))], value.ty))
 
     def draw(self, node: fx.Node) -> Expr:
-        """The input that carries what eager draws at ``node``; the parts of complex numbers in a last dimension."""
+        """The input with eager's draw at ``node``; the parts of complex numbers are in a last dimension."""
         if node.name not in self.captured.draw_of:
             raise UnsupportedUse("a random draw that was not observed in eager")
         index = self.captured.draw_of[node.name]
@@ -298,7 +293,7 @@ class Importer:
         return self.cast(self.draw_params[index], self.out_dtype(node))
 
     def _result(self, node: fx.Node, results: Any, index: Any) -> Any:
-        """One of the results of an operator; ``None`` stands for what its conversion does not compute."""
+        """One of the results of an operator; ``None`` for a result that its conversion does not compute."""
         value = results[index]
         if value is None and node.users and isinstance(node.meta.get("val"), torch.Tensor | TensorMetadata):
             raise UnsupportedUse(f"its result {index} is used, which its conversion does not compute")
@@ -356,7 +351,7 @@ def import_graph(captured: Captured) -> Imported:
                 problems.append(_unsupported(captured, maker, unsupported))
             env[node] = _stand_in(node.meta.get("val"))
         except Exception as error:
-            if problems:  # what stands in for an unsupported value need not suit every operator
+            if problems:  # a stand-in for an unsupported value need not suit every operator
                 break
             where = where_is(node) or node.format_node()
             raise CompilationError(f"imported ({node.target} at {where})", str(captured.graph), error) from error
@@ -366,7 +361,7 @@ def import_graph(captured: Captured) -> Imported:
 
 
 def _stand_in(value: Any) -> Any:
-    """A variable for what an unsupported node would compute, so that all others that are unsupported are found too."""
+    """A variable in place of an unsupported node's value, so that the walk finds all unsupported nodes."""
     if isinstance(value, tuple | list):
         return tuple(_stand_in(field) for field in value)
     if not isinstance(value, torch.Tensor | TensorMetadata):
@@ -376,7 +371,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def _for_promotion(arg: Any) -> Any:
-    """What stands for an operand where only its kind, element type and rank count."""
+    """A stand-in for an operand with its kind, element type and rank, for torch's type promotion."""
     value = arg.meta["val"] if isinstance(arg, fx.Node) else arg
     if isinstance(value, TensorMetadata):
         return torch.empty((1,) * value.dim(), dtype=value.dtype, device="meta")

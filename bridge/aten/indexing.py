@@ -36,7 +36,7 @@ def gather(importer, node, x, dim, index, *, sparse_grad=False):
 
 @converts(aten.item.default, aten._local_scalar_dense.default)
 def item(importer, node, x):
-    """A position that a tensor gives (:mod:`bridge.capture.select_at`): the tensor itself, as an index of one."""
+    """A position as a 0-d tensor (:mod:`bridge.capture.select_at`): the tensor itself, as an index of one."""
     if any(user.target not in (aten.select.int, aten.select_scatter.default) for user in node.users):
         raise UnsupportedUse("a number that forward reads, and computes with")
     return importer.cast(x, "int64")
@@ -44,7 +44,7 @@ def item(importer, node, x):
 
 @converts(aten.one_hot.default)
 def one_hot(importer, node, index, num_classes=-1):
-    """``out[..., c] = (index == c)``; eager's errors for classes outside of ``[0, num_classes)``."""
+    """``out[..., c] = (index == c)``; raises eager's errors for classes outside of ``[0, num_classes)``."""
     classes = importer.out(node).shape[-1]
     limits = (op.greater_equal, 0, "non-negative"), (op.less, classes, "smaller than num_classes")
     for allowed, bound, words in limits:
@@ -57,7 +57,7 @@ def one_hot(importer, node, index, num_classes=-1):
 
 
 def _cut(importer, x, extents, dim):
-    """``x`` without what an index smaller than it never reaches; ``dim`` is the indexed axis."""
+    """``x`` cut to the extents of the index along all axes but ``dim``, the indexed one."""
     for axis, extent in enumerate(extents):
         if axis != dim and not same(extent, shape(x)[axis]):
             x = importer.slice(x, [axis], [0], [extent])
@@ -69,7 +69,7 @@ def scatter(importer, node, x, dim, index, source):
     tensors = [x, index] if isinstance(source, int | float) else [x, index, source]
     index = importer.cast(index, "int64")
     if 0 in shape(index) or not all(len(shape(tensor)) == len(shape(x)) > 0 for tensor in tensors):
-        # torch takes () for (1,), and tensors of any rank beside an index that is empty
+        # torch takes () for (1,), and tensors of any rank with an empty index
         return whole(importer, node, x, dim, index, source)
     reduction = "add" if node.target is aten.scatter_add.default else "update"
     if isinstance(source, int | float):
@@ -86,7 +86,7 @@ def scatter_reduce(importer, node, x, dim, index, *source, **options):
 
 
 def _positions(indices):
-    """Which axes are indexed, and by what. Boolean indices are unsupported: what they select depends on the numbers."""
+    """The indexed axes and their indices. Boolean indices are unsupported: their result's shape depends on numbers."""
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     given = [indices[dim] for dim in dims]
     if any(dtype(index) in ("bool", "uint8") for index in given):
@@ -109,7 +109,7 @@ def index(importer, node, x, indices):
 
 
 def _known_place(importer, node, extents):
-    """Where in the indexed axes, as one, the positions of an index are that no input decides; else ``None``."""
+    """Flat positions within the indexed axes, of an index that depends on no input; else ``None``."""
     known = [_known(importer, index) for index in node.args[1] if index is not None]
     if not known or has_extents(tuple(extents)) or any(each is None or each.dtype != torch.int64 for each in known):
         return None
@@ -130,7 +130,7 @@ def index_put(importer, node, x, indices, values, accumulate=False):
 
 
 def _masked_put(importer, node, x, indices, values, accumulate):
-    """One value behind a mask over the leading axes is a selection; the rest is the library's."""
+    """A mask over the leading axes: one value is a selection, other values are written by torch's kernel."""
     (mask, *others) = indices
     one = numel(values) == 1 and dtype(values) == dtype(x)
     if others or mask is None or dtype(mask) != "bool" or accumulate or not one:
@@ -155,11 +155,11 @@ def as_strided_scatter(importer, node, x, source, size, stride, storage_offset=N
 
 
 _MOST_KNOWN = 2**20
-"""Positions that a program holds; more are computed at each call."""
+"""Number of positions up to which a program holds them as a constant; more are computed at each call."""
 
 
 def _known(importer, node):
-    """Positions that no input decides: an integer tensor on the host, or ``None``."""
+    """An index that depends on no input, as an integer tensor on the host, or ``None``."""
     if not isinstance(node, fx.Node):
         return None
     if node.op == "placeholder":
@@ -255,7 +255,7 @@ def as_strided(importer, node, x, size, stride, storage_offset=None):
 
 
 def _strided_positions(node, size, stride, storage_offset):
-    """Positions, in row-major order, of the elements that a geometry in memory names."""
+    """Positions, in row-major order, of the elements that a size, strides and an offset select."""
     fake = node.args[0].meta["val"]
     numbers_only("a geometry in memory", fake.shape, size, stride, storage_offset)
     if isinstance(fake, TensorMetadata):
@@ -270,7 +270,7 @@ def _strided_positions(node, size, stride, storage_offset):
 
 
 def _require_device(node):
-    """The host's kernels and a GPU's may bring equal numbers in other orders."""
+    """Refuses a host operator in a GPU's call: the two kernels may order equal numbers differently."""
     if lies_elsewhere(node.args[0]):
         hint = "sort it on the GPU, or with stable=True"
         raise UnsupportedUse("an order of equal numbers, on the host beside a GPU's tensors", hint)
@@ -282,7 +282,7 @@ def _pair(importer, node, name, args):
 
 
 def _of_scalar(importer, node, x):
-    """Along the only axis that a 0-d tensor does not have: itself, at position 0."""
+    """The values and positions of a 0-d tensor: the tensor itself, at position 0."""
     return x, importer.filled(node.meta["val"][1], 0)
 
 

@@ -2,10 +2,9 @@
 
 Batch, group and weight normalization → plain arithmetic, with training's statistics and buffer updates.
 
-Scaled dot-product attention → library functions: one for each of torch's fused kernels; or products and a softmax.
-
-The efficient kernel's formula takes its place where that is quicker (:func:`bridge.capture.attends_by_products`): the
-dropout is the kernel's, drawn by its rule, and so are results where nothing may be attended to.
+Scaled dot-product attention → library functions, one for each of torch's fused kernels, or products and a softmax.
+Where products are quicker they replace the efficient kernel (:func:`bridge.capture.attends_by_products`): dropout
+follows the kernel's rule for draws, and rows without a visible key have the kernel's results.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def affine(importer, x, weight, bias, target):
 @converts(aten._fused_rms_norm.default)
 @rounds_once
 def fused_rms_norm(importer, node, x, normalized_shape, weight=None, eps=None):
-    """A GPU's ``x / sqrt(mean(x^2) + eps) * weight`` and its root; eps by default that of the type it computes in."""
+    """A GPU's ``x / sqrt(mean(x^2) + eps) * weight`` and its root; eps defaults to the computation type's epsilon."""
     axes = list(range(len(shape(x)) - len(normalized_shape), len(shape(x))))
     square = importer.emit(op.mean(importer.emit(op.multiply(x, x)), axis=axes, keepdims=True))
     eps = torch.finfo(getattr(torch, dtype(x))).eps if eps is None else eps
@@ -69,14 +68,14 @@ def fused_rms_norm(importer, node, x, normalized_shape, weight=None, eps=None):
 
 
 def _widen(importer, *tensors):
-    """Half types as float32, as torch's kernels compute; ``None`` stays."""
+    """Half types cast to float32, as torch's kernels compute; ``None`` stays."""
     half = ("float16", "bfloat16")
     return [importer.cast(each, "float32") if each is not None and dtype(each) in half else each for each in tensors]
 
 
 @converts(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
 def batch_norm_training(importer, node, x, weight, bias, *rest):
-    """Batch statistics; the running ones move towards them, the variance as the unbiased estimate."""
+    """Batch statistics; the running statistics move towards them, the variance as the unbiased estimate."""
     *running, training, momentum, eps = rest
     element_type = dtype(x)
     x = read_from_behind(importer, x) if lies_behind(node.args[0]) else x
@@ -127,7 +126,7 @@ def batch_norm_inference(importer, node, x, weight, bias, running_mean, running_
     centred = importer.emit(op.subtract(x, importer.reshape(running_mean, per_channel)))
     rstd = importer.reshape(rstd_of(importer, running_var, eps), per_channel)
     y = affine(importer, importer.emit(op.multiply(centred, rstd)), weight, bias, per_channel)
-    # nothing is saved, on the processor: a GPU's results have another form, and are refused
+    # on the processor, no statistics are saved: a GPU's results have other shapes, and are refused
     saved = [importer.emit(op.zeros((0,), dtype(running_mean))) for _ in range(2)]
     return importer.cast(y, element_type), *saved
 
@@ -137,7 +136,7 @@ def native_group_norm(importer, node, x, weight, bias, batch, channels, pixels, 
     element_type = dtype(x)
     behind = lies_behind(node.args[0])
     x, weight, bias = _widen(importer, read_from_behind(importer, x) if behind else x, weight, bias)
-    if behind:  # no view of it has the elements of a group in a row
+    if behind:  # no view has the elements of a group contiguous
         rows = importer.reshape(x, (batch, groups, shape(x)[1] // groups, *shape(x)[2:]))
         mean, centred, variance = moments(importer, rows, [2, 3, 4])
     else:
@@ -153,7 +152,7 @@ def native_group_norm(importer, node, x, weight, bias, batch, channels, pixels, 
 @converts(aten._weight_norm_interface.default)
 @rounds_once
 def weight_norm(importer, node, v, g, dim=0):
-    """``v`` with the norms ``g`` along all axes but ``dim``, and the norms that it has."""
+    """``v`` rescaled to the norms ``g`` along all axes but ``dim``, and the norms of ``v``."""
     norm = euclidean_norm(importer, v, [axis for axis in range(len(shape(v))) if axis != dim], True)
     return importer.emit(op.multiply(v, importer.emit(op.divide(g, norm)))), norm
 
@@ -161,7 +160,7 @@ def weight_norm(importer, node, v, g, dim=0):
 op = relax.op
 
 _CLOSEST_SLOPES = 1e-5
-"""Where the bounds of ``rrelu`` are 1e-6 apart or less, torch's backward takes their mean for what was drawn."""
+"""Where the bounds of ``rrelu`` are 1e-6 apart or less, torch's backward takes their mean for the drawn slope."""
 
 
 @converts(aten.native_dropout.default)
@@ -179,7 +178,7 @@ def native_dropout(importer, node, x, rate, train):
     dropped = 1 - draw.args[0] if draw.operand is None else draw.args[0]
     if abs(dropped - rate) > 1e-12 or not same_shape(draw.shape, shape(x)):
         raise UnsupportedUse(f"dropout of rate {rate} where eager drops with probability {dropped}")
-    if importer.draws.is_chained(index):  # a draw before it is computed, so the mask cannot be drawn ahead
+    if importer.draws.is_chained(index):  # an earlier draw is computed, so the mask cannot be drawn ahead
         mask = importer.draws.make(index, ())
         noise = importer.emit(op.multiply(importer.cast(mask, dtype(x)), const(keep_scale(rate, dtype(x)), x)))
         return importer.emit(op.multiply(x, noise)), importer.cast(mask, "bool")
@@ -191,10 +190,10 @@ def native_dropout(importer, node, x, rate, train):
 
 
 def _fused_dropout(importer, x, rate, index):
-    """As eager's own operator: half types in float32, rounded once.
+    """Dropout with eager's rounding: half types in float32, rounded once.
 
-    Backward, it multiplies by the rounded quotient ``1 / (1 - rate)``. Forward, a GPU's takes that of a rounded
-    ``1 - rate``, the CPU's one that is rounded to the type of the result. For nearly all rates these are one number.
+    Backward, eager multiplies by the rounded quotient ``1 / (1 - rate)``. Forward, a GPU's kernel takes the quotient of
+    a rounded ``1 - rate``, the CPU's rounds it to the type of the result. For nearly all rates these are equal.
     """
     element_type = dtype(x)
     wide = importer.cast(x, "float32") if element_type in ("float16", "bfloat16") else x
@@ -250,7 +249,7 @@ def computed_draw(importer, node, *args, **kwargs):
 
 
 def _computed(importer, node, parameters):
-    """A draw with these parameters, made in its place by eager's operator; see :mod:`bridge.aten.draws`."""
+    """A draw with these parameters, made inside the program by eager's operator; see :mod:`bridge.aten.draws`."""
     if node.name not in importer.captured.draw_of:
         raise UnsupportedUse("a random draw that was not observed in eager")
     index = importer.captured.draw_of[node.name]
@@ -261,7 +260,7 @@ def _computed(importer, node, parameters):
 
 @converts(aten.rrelu_with_noise_functional.default)
 def rrelu(importer, node, x, slopes, lower=0.125, upper=1 / 3, training=False, generator=None):
-    """Each element by the slope that was drawn for it, which is 1 where the element is positive."""
+    """Each element times its drawn slope, which is 1 where the element is positive."""
     if not training:
         return leaky_relu(importer, node, x, (lower + upper) / 2), slopes
     if upper - lower < _CLOSEST_SLOPES:
@@ -298,7 +297,7 @@ def embedding(importer, node, weight, indices, padding_idx=-1, scale_grad_by_fre
 
 
 def _fake(form, mode):
-    """A tensor without numbers, where sizes vary elsewhere."""
+    """A meta tensor, for :class:`TensorMetadata` with dynamic sizes."""
     if not isinstance(form, TensorMetadata):
         return form
     numbers_only("bags of computed weights", form.shape)
@@ -308,7 +307,7 @@ def _fake(form, mode):
 
 @converts(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def embedding_bag(importer, node, weight, indices, offsets, scale_grad_by_freq=False, mode=0, sparse=False, *rest):
-    # the trace takes the form without a gradient for all computed weights: only a placeholder surely needs none
+    # the trace takes the variant without a gradient for all computed weights: only a placeholder surely needs none
     frozen = node.target is aten._embedding_bag_forward_only.default and node.args[0].op == "placeholder"
     if sparse and not frozen:
         raise UnsupportedUse("sparse gradients", "set sparse=False")
@@ -337,9 +336,9 @@ def assert_async(importer, node, condition, message):
 
 
 _LOG2_E = 1.4426950408889634
-"""By which the efficient kernel multiplies scores, in float32, before it raises 2 to them."""
+"""log2(e): the efficient kernel multiplies scores by it, in float32, and raises 2 to the product."""
 _ROWS = 32
-"""The efficient kernel's logsumexp has a multiple of so many rows."""
+"""The efficient kernel pads the rows of its logsumexp to a multiple of this."""
 
 
 @quirk(
@@ -376,7 +375,7 @@ def cuda_efficient(importer, node, q, k, v, mask, compute_log_sumexp, dropout_p=
 
 
 def _is_formula(importer, node, rate):
-    """Whether products are taken; where it drops, eager's draw was observed as their mask, or it was not."""
+    """Whether products replace the kernel; with dropout, whether the dry run drew the mask of the products."""
     index = importer.captured.draw_of.get(node.name)
     if rate and index is not None:
         chosen = importer.captured.draws[index].is_attention_mask
@@ -389,7 +388,7 @@ def _is_formula(importer, node, rate):
 
 
 def _by_products(importer, node, q, k, v, mask, rate, is_causal, scale):
-    """The kernel's formula. A row in which nothing may be attended to is zero, and so are its gradients."""
+    """The kernel's formula. A row without a visible key is zero, and so are its gradients."""
     emit = importer.emit
     if scale is None:
         numbers_only("attention", shape(q)[-1])
@@ -405,7 +404,7 @@ def _by_products(importer, node, q, k, v, mask, rate, is_causal, scale):
     if mask is None:
         weights = emit(op.nn.softmax(scores, -1))
     else:
-        low = emit(op.max(scores, axis=[-1], keepdims=True))  # the kernel's exponents are those of 2, and overflow
+        low = emit(op.max(scores, axis=[-1], keepdims=True))  # the kernel's exponents are powers of 2, and overflow
         nothing, none = emit(op.multiply(low, const(_LOG2_E, low))), importer.constant(float("-inf"), dtype(low))
         nothing, zero = emit(op.equal(nothing, none)), importer.constant(0, dtype(low))
         weights = emit(op.nn.softmax(emit(op.where(nothing, zero, scores)), -1))
@@ -416,7 +415,7 @@ def _by_products(importer, node, q, k, v, mask, rate, is_causal, scale):
 
 
 def _noise(importer, node, weights, rate):
-    """What the kernel multiplies by: zero, or the reciprocal of what is kept, which it rounds once."""
+    """The dropout factor: zero, or the reciprocal of the kept share, which the kernel rounds once."""
     index = importer.captured.draw_of[node.name]
     if importer.draws.is_chained(index):
         raise UnsupportedUse("dropout of attention behind a draw on the host whose distribution is computed")
@@ -431,7 +430,7 @@ def cuda_cudnn(importer, node, q, k, v, mask, compute_log_sumexp, dropout_p=0.0,
 
 
 def _attention(importer, node, kernel, q, k, v, mask, dropout_p, is_causal, scale):
-    """Out and logsumexp of one of CUDA's kernels; nothing in the trace reads what else it returns."""
+    """Output and logsumexp of one of CUDA's kernels; the trace reads none of its other results."""
     if scale is None:
         numbers_only("attention", shape(q)[-1])
         scale = shape(q)[-1] ** -0.5
@@ -450,7 +449,7 @@ def _attention(importer, node, kernel, q, k, v, mask, dropout_p, is_causal, scal
 
 
 def _is_learned(importer, mask):
-    """Whether a mask may have a gradient: a tensor that requires grad is among what it is computed from."""
+    """Whether a mask may have a gradient: it is computed from a tensor that requires grad."""
     captured = importer.captured
     tensors = [*captured.module_tensors, *captured.arguments]
 

@@ -1,7 +1,7 @@
-"""Number checks: what forward read on the sample, and other conditions → one number that says which does not hold.
+"""Number checks: scalar guards and other conditions → one number, the index of the first that does not hold.
 
-A compiled call is the sample's branch. It is eager's result where every number that decides about the branch is the
-sample's, bit by bit; the compiled function computes that and returns it beside its results.
+A compiled call takes the sample's branch. Its result is eager's where every number that decides the branch equals the
+sample's, bit by bit; the compiled function checks that, and returns the index beside its results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HINT = (
 _SHOWN = 40
 """Characters of a list of numbers that a reason quotes."""
 
-#: Operators whose results are elements of what they are given, so that no rounding gets in.
+#: Operators whose results are elements of their operands, so that no rounding happens.
 _MOVES = {
     STOP_GRADIENT,
     OVERWRITTEN,
@@ -50,7 +50,7 @@ _MOVES = {
 
 
 def computed_numbers(captured: Captured) -> list[Unsupported]:
-    """The floating point numbers among the readings that are not just moved from the call's own tensors."""
+    """The floating point scalar guards that are computed, not just moved, from the call's own tensors."""
     return [
         Unsupported("a number that forward reads", reading.where, COMPUTED, _HINT)
         for node, reading in zip(captured.read, captured.readings, strict=True)
@@ -67,7 +67,7 @@ def _is_moved(node: fx.Node) -> bool:
 
 
 def holds(importer: Any, value: Expr, reading: ScalarGuard) -> Expr:
-    """Whether ``value`` is what was read; zeros have a sign, nan is nan."""
+    """Whether ``value`` equals the guard's number; zeros are compared by sign, nan equals nan."""
     value = importer.reshape(value, (reading.count,))
     numbers = np.array(reading.value).reshape(-1)
     if not reading.dtype.is_floating_point:
@@ -77,7 +77,7 @@ def holds(importer: Any, value: Expr, reading: ScalarGuard) -> Expr:
     value, numbers = importer.cast(value, wide), numbers.astype(wide)
     emit, constant = importer.emit, lambda array: relax.const(array, str(array.dtype))
     sign = emit(op.greater(emit(op.divide(importer.constant(1, wide), value)), importer.constant(0, wide)))
-    # the sign of a zero; of any other number it is in the number
+    # the sign of a zero; any other number includes its sign
     same_sign = emit(op.logical_or(emit(op.equal(sign, constant(~np.signbit(numbers)))), constant(numbers != 0)))
     without_nan = constant(np.where(np.isnan(numbers), 0, numbers).astype(wide))
     equal = emit(op.logical_and(emit(op.equal(value, without_nan)), same_sign))
@@ -94,7 +94,7 @@ def _all(importer: Any, flags: Expr) -> Expr:
 
 
 def first_broken(importer: Any, conditions: Sequence[Expr]) -> Expr:
-    """The place of the first condition that does not hold, from 1 on; 0 if all do. int64, 0-d."""
+    """The index of the first condition that does not hold, from 1 on; 0 if all hold. int64, 0-d."""
     code: Expr = importer.constant(0, "int64")
     for place in range(len(conditions), 0, -1):
         code = importer.emit(op.where(conditions[place - 1], code, importer.constant(place, "int64")))
@@ -102,7 +102,7 @@ def first_broken(importer: Any, conditions: Sequence[Expr]) -> Expr:
 
 
 def compared(reading: ScalarGuard) -> str:
-    """What was read, and what is read where the check fails."""
+    """The guard's number, and the number where the check fails, in words."""
     if reading.value is True or reading.value is False:
         return f"compiled for {reading.value}, called with {not reading.value}"
     text = repr(reading.value)

@@ -1,10 +1,9 @@
 """Elementwise operators → Relax: arithmetic, comparisons, selections, casts, activations.
 
-Arithmetic → Relax: sums, differences, products and quotients, with numbers rounded as torch's kernels round them.
-
-Kernels of half types compute in float32, and take some numbers as they are, others as the half type holds them. Which,
-differs between devices: on a GPU a number beside a tensor in a sum, and ``alpha``, are not rounded first; tensors that
-lie there are, 0-d ones too. Measured bit by bit on every number that the types hold.
+Sums, differences, products and quotients round numbers as torch's kernels do. Kernels of half types compute in float32;
+they take some numbers exactly, others rounded to the half type, and devices differ. A GPU does not round a number in a
+sum with a tensor, nor ``alpha``, but does round tensors on the GPU, 0-d ones included. Measured bit by bit on every
+number of the half types.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def _register_unary() -> None:
 
         def convert(importer, node, x, *, make=make):
             (x,) = importer.operands(node, x)
-            if dtype(x) == "bool":  # its absolute value and its sign
+            if dtype(x) == "bool":  # absolute value and sign of a bool
                 return x
             return importer.emit(make(x))
 
@@ -100,7 +99,7 @@ def _register_comparisons() -> None:
 
         def compare(importer, node, x, y, *, make=make):
             x, y = importer.compared(node, x, y)
-            if dtype(x) == "bool":  # which TVM does not order
+            if dtype(x) == "bool":  # TVM does not order bools
                 x, y = importer.cast(x, "uint8"), importer.cast(y, "uint8")
             return importer.emit(make(x, y))
 
@@ -172,7 +171,7 @@ def pow_scalar(importer, node, x, exponent):
         return importer.emit(op.multiply(x, x))
     if exponent == 1:
         return x
-    if exponent == 0.5 and is_float(x):  # its gradient reads x, that of a root the root
+    if exponent == 0.5 and is_float(x):  # the gradient of a power reads x, the gradient of a root reads the root
         slope = op.multiply(importer.constant(0.5, dtype(x)), importer.emit(op.rsqrt(x)))
         return with_slope(importer, importer.emit(op.sqrt(x)), x, slope)
     if exponent == 3:
@@ -246,7 +245,7 @@ def clamp(importer, node, x, lower=None, upper=None):
 
 
 def _clamp_to_sizes(importer, x, lower, upper):
-    """Bounds that are sizes; a gradient would have to stop at them."""
+    """A clamp whose bounds are sizes, without a gradient, which would have to stop at them."""
     if is_float(x):
         raise UnsupportedUse("a bound that is made of sizes which vary")
     for bound, take in ((lower, op.maximum), (upper, op.minimum)):
@@ -270,7 +269,7 @@ def where(importer, node, condition, x, y):
 @converts(aten._to_copy.default)
 def to_copy(importer, node, x, *, dtype=None, device=None, **layout):
     kind = importer.out(node).dtype
-    is_number = kind.is_floating_point or kind.is_complex  # integers on the host are computed where all else is
+    is_number = kind.is_floating_point or kind.is_complex  # integers of the host are computed on the call's device
     if device is not None and torch.device(device).type != current_device().type and is_number:
         raise UnsupportedUse(f"a copy to device {device}")
     return importer.cast(x, importer.out_dtype(node))
@@ -305,14 +304,14 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def _in_float32_if(condition, importer, convert, node, *args, **kwargs):
-    """The conversion, rounded once where a half type does not hold what torch's own kernel computes with."""
+    """The conversion, in float32 and rounded once if ``condition`` holds."""
     if condition:
         return importer.in_float32(convert, node, args, kwargs)
     return convert(importer, node, *args, **kwargs)
 
 
 def _rounded(importer, node, number):
-    """A number as the result's type holds it."""
+    """A number rounded to the result's type."""
     if isinstance(number, Extent | Expr):
         if importer.out(node).dtype in _HALF_TYPES:
             raise UnsupportedUse("a factor of a half type that is made of sizes which vary", "multiply by it")
@@ -321,8 +320,8 @@ def _rounded(importer, node, number):
 
 
 def _is_wider(importer, node, factor, place):
-    """Whether a half type does not hold a factor: torch's kernels take a second one in float32, be it a 0-d tensor of
-    the CPU. One of a GPU is cast to the result's type when it is loaded."""
+    """Whether a half type cannot hold a factor: torch's kernels take a second factor in float32, even a 0-d tensor of
+    the CPU. A GPU's 0-d tensor is cast to the result's type when it is loaded."""
     if importer.out(node).dtype not in _HALF_TYPES or _is_on_gpu(node.args[place]):
         return False
     if isinstance(factor, Expr | Extent):
@@ -336,7 +335,7 @@ def _is_of_gpu():
 
 def _is_on_gpu(argument):
     value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
-    if isinstance(value, TensorMetadata):  # where sizes vary, a number of the host is taken for one of the device
+    if isinstance(value, TensorMetadata):  # with dynamic sizes, a number of the host counts as one of the device
         return _is_of_gpu()
     return isinstance(value, torch.Tensor) and value.device.type != HOST.type
 
@@ -347,8 +346,8 @@ def add(importer, node, x, y, *, alpha=1):
 
 
 def _linear(convert, importer, node, operands, places, alpha):
-    """A sum or difference: a GPU's kernel of a half type takes ``alpha`` and numbers in float32, one of the CPU in its
-    own type. ``places``: of the operands among the node's arguments."""
+    """A sum or difference: a GPU's kernel of a half type takes ``alpha`` and numbers in float32, the CPU's kernel in
+    its own type. ``places``: the operands' indices among the node's arguments."""
     is_half, gpu = importer.out(node).dtype in _HALF_TYPES, _is_of_gpu()
     if not (is_half and gpu) or isinstance(alpha, Extent | Expr):
         alpha = _rounded(importer, node, alpha)
@@ -383,7 +382,7 @@ def rsub(importer, node, x, y, alpha=1):
 
 
 def _is_one(factor):
-    """For all sizes; asking guards nothing."""
+    """Whether a factor is 1 for all sizes; adds no guard."""
     return not isinstance(factor, Extent | Expr) and factor == 1
 
 
@@ -395,7 +394,7 @@ def _scaled(importer, value, alpha):
 def mul(importer, node, x, y):
     wide = _is_wider(importer, node, y, 1)
     if _is_wider(importer, node, x, 0):
-        if _is_of_gpu():  # whose kernel takes either number in float32
+        if _is_of_gpu():  # its kernel takes either number in float32
             wide = True
         else:
             (x,) = importer.operands(node, x)

@@ -1,16 +1,15 @@
 """Recurrent layers → library functions, or a loop over the steps.
 
-Recurrent layers → one step of a loop between marks: one direction of one layer over a sequence, on a GPU.
-The input's part of all gates, the weights' gradients and the kernels of a step are then those of any loop, see
-:mod:`autodiff.scan`. Gates lie in torch's order, and the arithmetic is eager's up to the order of sums. In half types
-products and outputs are rounded, and all that is between them, and an LSTM's cell, is in float32.
-
-Recurrent layers → library functions or loops, one for each direction of each layer; these are put together.
-A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is taken apart here. It becomes loops, of one product and one
-launch a step (:mod:`bridge.aten.recurrent`); where the batch varies, a library function, cells step by step. An
-LSTM on the processor stays oneDNN's kernel, where :func:`layers_chosen_by` says so. On a GPU a call stays whole where
-cuDNN's kernels are quicker (:mod:`bridge.aten.conv`). Dropout between layers has been taken out before
+A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is split into layers and directions. Each becomes a loop, with
+one product and one launch a step; where the batch is dynamic, a library function, cells step by step. An LSTM on the
+processor stays oneDNN's kernel unless :func:`layers_chosen_by` chooses a loop. On a GPU a call stays whole where
+cuDNN's kernels are quicker (:mod:`bridge.aten.conv`). Dropout between layers is already a separate operator
 (:mod:`bridge.capture.passes.decompositions`).
+
+A loop is one step between marks, for one direction of one layer. :mod:`autodiff.scan` hoists the input's product out
+of the steps, sums the weights' gradients, and fuses the kernels of a step. Gates are in torch's order, and the
+arithmetic is eager's up to the order of sums. In half types, products and outputs are rounded; the values between
+them, and an LSTM's cell, are float32.
 
 Marks of one step of a loop (``tvm_dispatch::loop_..``) → the library calls that :mod:`autodiff.scan.roll` reads.
 """
@@ -60,8 +59,8 @@ def looped_layer(
         cell: the name of torch's operator, as in ``"gru"``.
         x: [steps, batch, inputs].
         weights: of the input, of the hidden state, a bias for each with ``biases``, and a projection if there is one.
-        active: [steps, batch, 1], which sequences a step belongs to; ``None``: all. The others keep their states, have
-            outputs of zero, and no part in the step: what is in their states meets no weight.
+        active: [steps, batch, 1], the sequences that a step belongs to; ``None``: all. The other sequences keep their
+            states and have outputs of zero; their states are multiplied by no weight, so nan does not spread.
     """
     steps, *of_step = shape(x)
     emit = importer.emit
@@ -103,7 +102,7 @@ def looped_layer(
 
 
 def _where(importer: Any, condition: Expr, value: Expr, other: Expr | None) -> Expr:
-    """``value`` or ``other``, zeros by default."""
+    """``value`` where the condition holds, else ``other`` (default: zeros)."""
     other = importer.emit(op.zeros(shape(value), dtype(value))) if other is None else other
     return importer.emit(op.where(condition, value, other))
 
@@ -143,15 +142,15 @@ _TENSORS = 7  # of oneDNN's operator: x, four weights and biases, two states
 _HAS_BIASES = 5  # among the operator's options
 
 _WIDE = 256
-"""Elements of an LSTM's state from which on a length may vary: a loop serves all lengths, and takes 0.7 to 1.4 of the
-time of oneDNN's kernel, which is of one length; of 128 elements 1.1 to 1.3 (Xeons, two threads, 8 to 128 rows)."""
+"""Elements of an LSTM's state from which on a length may be dynamic: a loop serves all lengths, and takes 0.7 to 1.4
+of the time of oneDNN's kernel for one length; with 128 elements 1.1 to 1.3 (Xeons, two threads, 8 to 128 rows)."""
 
 
 class LayerShape(NamedTuple):
-    """An LSTM's layer in one direction, in float32 on the host, of known sizes: what its time depends on.
+    """The facts that decide the time of an LSTM layer in one direction: float32, on the host, of known sizes.
 
-    ``into_x``: whether its inputs have a gradient. A loop that need not compute it saves a product of three; oneDNN's
-    kernel always does.
+    ``into_x``: whether its inputs have a gradient. Without it a loop saves one product of three; oneDNN's kernel
+    always computes it.
     """
 
     steps: int
@@ -167,7 +166,7 @@ _CHOOSE: ContextVar[Callable[[LayerShape], bool]] = ContextVar("bridge_layers", 
 
 @contextmanager
 def layers_chosen_by(is_looped: Callable[[LayerShape], bool]) -> Iterator[None]:
-    """While graphs are imported: which of those layers are loops; by default all are oneDNN's kernel."""
+    """Context in which ``is_looped`` chooses the layers that become loops; by default oneDNN runs all."""
     token = _CHOOSE.set(is_looped)
     try:
         yield
@@ -205,7 +204,7 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     def layer(x: Expr, own: Sequence[Expr], first: Sequence[Expr], reverse: bool) -> list[Expr]:
         if is_looped(x, own):
             return looped_layer(importer, cell, reverse, x, own, bool(biases), first)
-        # oneDNN alone knows the bytes of its workspace, of given sizes
+        # only oneDNN knows the bytes of its workspace, for given sizes
         options = {"cell": cell, "reverse": reverse, "biases": bool(biases), "fused": fused and known}
         return _layer(importer, options, [x, *own, *first], len(states))
 
@@ -215,7 +214,7 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
 
 
 def _needs_gradient(value: fx.Node) -> bool:
-    """Whether a tensor that requires one reaches a value, as far as that is known."""
+    """Whether a tensor that requires grad reaches a value, as far as that is known."""
     seen, stack = {value}, [value]
     while stack:
         node = stack.pop()
@@ -229,7 +228,7 @@ def _needs_gradient(value: fx.Node) -> bool:
 
 @converts(PACKED_LAYERS)
 def packed(importer, node, cell, x, lengths, states, weights, biases, layers, both_ways):
-    """Layers over sequences of several lengths: loops whose steps leave alone what has ended."""
+    """Layers over sequences of several lengths: loops whose steps skip sequences that have ended."""
     numbers_only("a packed sequence", shape(x))
     steps, batch, _ = shape(x)
     positions = importer.reshape(importer.emit(op.arange(0, steps, 1, dtype(lengths))), (steps, 1, 1))
@@ -251,12 +250,12 @@ def _through_layers(
     layers: int,
     both_ways: bool,
 ) -> list[Expr]:
-    """Outputs [steps, batch, hidden] of the last layer, and the last states of all of them.
+    """Outputs [steps, batch, hidden] of the last layer, and the last states of all layers.
 
     Args:
-        layer: inputs, weights, first states and whether it is the reverse direction → the same of one layer in one
-            direction, its last states [batch, hidden].
-        states, weights: of all layers and directions.
+        layer: (inputs, weights, first states, whether reversed) → outputs and last states [batch, hidden] of one layer
+            in one direction.
+        states, weights: for all layers and directions.
     """
     directions = 2 if both_ways else 1
     count = len(weights) // (layers * directions)
@@ -276,7 +275,7 @@ def _through_layers(
 
 @converts(aten.mkldnn_rnn_layer.default)
 def recurrent_layer(importer, node, *args):
-    """oneDNN's operator for one layer in one direction, of which an LSTM in bfloat16 is made."""
+    """oneDNN's operator for one layer in one direction; torch traces an LSTM in bfloat16 into it."""
     x, *weights, h, c = args[:_TENSORS]
     reverse, *_ = args[_TENSORS:]
     biases = bool(args[_TENSORS:][_HAS_BIASES])
@@ -299,7 +298,7 @@ def _layer(importer: Any, options: dict[str, Any], tensors: list[Expr], states: 
 
 
 def _read_backwards(options: dict[str, Any], tensors: list[Expr]) -> list[TensorMetadata]:
-    """Forms of those that the function makes for its backward: gates after their activation, cell states, …"""
+    """Metadata of the function's saved tensors: gates after their activation, cell states, or oneDNN's workspace."""
     x, weight, *_, state = tensors
     steps, batch, inputs = shape(x)
     if options["fused"]:
@@ -311,7 +310,7 @@ def _read_backwards(options: dict[str, Any], tensors: list[Expr]) -> list[Tensor
 
 @functools.lru_cache(maxsize=64)
 def _workspace(steps: int, batch: int, inputs: int, size: int, biases: bool, element_type: str) -> int:
-    """Bytes of oneDNN's workspace, which only the kernel knows."""
+    """Bytes of oneDNN's workspace, by a trial call."""
     extents = [(steps, batch, inputs), (4 * size, inputs), (4 * size, size), (4 * size,), (4 * size,)]
     extents += [(batch, size), (batch, size)]
     tensors = [torch.zeros(each, dtype=getattr(torch, element_type)) for each in extents]

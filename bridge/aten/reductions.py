@@ -28,7 +28,7 @@ def axes_of(x, dims) -> list[int]:
 
 
 def reduce(importer, make, x, dims, keepdim):
-    """Emits a reduction over ``dims``; of a 0-d tensor it is the tensor itself."""
+    """Emits a reduction over ``dims``; a 0-d tensor stays itself."""
     axes = axes_of(x, dims)
     return importer.emit(make(x, axis=axes, keepdims=bool(keepdim))) if axes else x
 
@@ -53,7 +53,7 @@ def nansum(importer, node, x, dims=None, keepdim=False, *, dtype=None):
 
 @converts(aten.logsumexp.default)
 def logsumexp(importer, node, x, dims, keepdim=False):
-    """Less the largest, which has no share in the gradient: what it adds in one place it takes away in another."""
+    """Subtracts the maximum, whose gradient contributions cancel and are left out."""
     (x,) = importer.operands(node, x)
     element_type = importer.out_dtype(node)
     largest = importer.emit(op.grad.no_grad(reduce(importer, op.max, x, dims, True)))
@@ -88,7 +88,7 @@ def amin(importer, node, x, dims=(), keepdim=False):
 def any_(importer, node, x, dims=None, keepdim=False):
     counted = importer.cast(importer.cast(x, "bool"), "int64")
     found = importer.cast(reduce(importer, op.sum, counted, dims, keepdim), "bool")
-    return importer.cast(found, importer.out_dtype(node))  # of uint8 it is uint8
+    return importer.cast(found, importer.out_dtype(node))  # uint8 for uint8
 
 
 @converts(aten.all.dim, aten.all.dims, aten.all.default, aten._is_all_true.default)
@@ -105,10 +105,10 @@ def _degenerate(x, dim, correction) -> bool:
 
 
 def _moments(importer, x, dim, correction, keepdim):
-    """Variance and mean over ``dim`` with torch's derivatives: sums in float64, as its kernel has them.
+    """Variance and mean over ``dim`` with torch's derivatives: sums in float64, as in its kernel.
 
     dx = g 2 / (n - correction) (x - mean). Squares of float32 neither overflow nor vanish in float64, and the mean of
-    equal numbers is that number, so that their variance is zero. Where the variance is nan the mean is, too.
+    equal numbers is that number, so that their variance is zero. Where the variance is nan, so is the mean.
     """
     axes, stored = axes_of(x, dim), dtype(x)
     count = math.prod(shape(x)[axis] for axis in axes)
@@ -131,13 +131,13 @@ def _moments(importer, x, dim, correction, keepdim):
 
 
 def _first(importer, x, axes):
-    """The first element along ``axes``, 0 where it is not finite: less it, equal elements are exactly zero."""
+    """The first element along ``axes``, 0 where it is not finite; equal elements minus it are exactly zero."""
     first = importer.slice(x, axes, [0] * len(axes), [1] * len(axes))
     return where(importer, op.isfinite(first), first, importer.constant(0, dtype(x)))
 
 
 def _deviation(importer, variance, linear, stored):
-    """The root of a variance in float64; dx = (g / (2 y)) of the variance's, 0 where y is."""
+    """The root of a variance in float64; dx = (g / (2 y)) times the variance's gradient, 0 where y is 0."""
     y = importer.cast(importer.emit(op.sqrt(variance)), stored)
     flat = importer.emit(op.equal(y, importer.constant(0, stored)))
     twice = importer.emit(op.multiply(y, importer.constant(2, stored)))
@@ -162,7 +162,7 @@ def spread(importer, node, x, dim=None, *, correction=1, keepdim=False):
 
 
 def _root(importer, total, root):
-    """``root`` of a sum of powers, and zero, with a gradient of zero, where the sum is zero."""
+    """``root`` of a sum of powers; where the sum is zero, the value and its gradient are zero."""
     zero = importer.constant(0, dtype(total))
     nothing = importer.emit(op.equal(total, zero))
     safe = importer.emit(op.where(nothing, importer.constant(1, dtype(total)), total))
@@ -203,7 +203,7 @@ def cumsum(importer, node, x, dim, *, dtype=None):
 @converts(aten.linalg_vector_norm.default)
 @rounds_once
 def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None):
-    """Where the norm is zero its gradient is zero, as torch has it."""
+    """Where the norm is zero its gradient is zero, as in torch."""
     if abs(ord) == float("inf") or ord < 1:
         return whole(importer, node, x, ord, dim, keepdim, dtype=dtype)
     (x,) = importer.operands(node, x)
@@ -221,7 +221,7 @@ def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None
 
 
 def euclidean_norm(importer, x, dims, keepdims):
-    """The root of the sum of squares, in the type of ``x``; dx = x (g / y), where y is zero x (0 g)."""
+    """The root of the sum of squares, in the type of ``x``; dx = x (g / y), but x (0 g) where y is zero."""
     if _of_one(x, dims):
         return reduce(importer, op.sum, _size(importer, x, 2), dims, keepdims)
     y = importer.emit(op.sqrt(reduce(importer, op.sum, importer.emit(op.multiply(x, x)), dims, keepdims)))
@@ -232,9 +232,9 @@ def euclidean_norm(importer, x, dims, keepdims):
 
 
 def _of_one(x, dims):
-    """Whether a norm along ``dims`` is one of single elements: torch takes their size, whose square may overflow.
+    """Whether a norm along ``dims`` covers single elements: torch takes absolute values, as squares may overflow.
 
-    Not of a number (a tensor without axes) whose axis 0 is named.
+    Not for a 0-d tensor whose axis 0 is given.
     """
     if not shape(x) and (isinstance(dims, int) or dims):
         return False
@@ -242,7 +242,7 @@ def _of_one(x, dims):
 
 
 def _size(importer, x, order):
-    """The size of each element, with the gradient of its norm as torch computes it: ``x |x|^(p-2) / |x|^(p-1)``.
+    """The absolute value of each element, with torch's gradient of its norm: ``x |x|^(p-2) / |x|^(p-1)``.
 
     That is zero at zero, nan at infinity, and unless ``p`` is 2 nan wherever a power overflows or vanishes.
     """
@@ -258,7 +258,7 @@ def _size(importer, x, order):
 
 @converts(aten.cosine_similarity.default)
 def cosine_similarity(importer, node, a, b, dim=1, eps=1e-8):
-    """The sum of products of normalized rows; the gradient passes the bound below the norms as if it were not there."""
+    """The sum of products of normalized rows; the gradient ignores the lower bound of the norms."""
     extents = broadcast_shape(shape(a), shape(b))
     a, b = (_normalized(importer, importer.expand(each, extents), dim, eps) for each in importer.operands(node, a, b))
     return reduce(importer, op.sum, importer.emit(op.multiply(a, b)), dim, False)
@@ -284,7 +284,7 @@ def matmul(importer, node, x, y):
 
 @converts(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def addmm(importer, node, bias, x, y, *, beta=1, alpha=1):
-    if "float" not in dtype(x) or alpha == 0:  # which of torch's kernels multiply nan and inf by it is their choice
+    if "float" not in dtype(x) or alpha == 0:  # torch's kernels differ in whether 0 times nan or inf is computed
         return whole(importer, node, bias, x, y, beta=beta, alpha=alpha)
     return _combined(importer, matmul(importer, node, x, y), bias, beta, alpha)
 
@@ -314,7 +314,7 @@ def linear(importer, node, x, weight, bias=None):
     # one 2-d product, so that the weight's gradient is one 2-d product too
     *leading, features = shape(x)
     rows = importer.reshape(x, (math.prod(leading), features))
-    is_vector = len(shape(weight)) == 1  # of one output feature, which the result has no axis for
+    is_vector = len(shape(weight)) == 1  # one output feature, for which the result has no axis
     columns = importer.reshape(weight, (features, 1)) if is_vector else importer.emit(op.permute_dims(weight, [1, 0]))
     product = importer.reshape(importer.emit(op.matmul(rows, columns)), (*leading, *shape(weight)[:-1]))
     return product if bias is None else importer.emit(op.add(product, bias))

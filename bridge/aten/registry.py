@@ -1,10 +1,8 @@
-"""Registry of conversions: ATen overload → the function that emits its Relax form; filled by the modules beside it.
+"""Registry of conversions: ATen overload → the function that emits its Relax form; filled by the other modules.
 
-Helpers of conversions: dimensions, places and element types.
-
-Dims of conversions: what Python computes with sizes that may be extents, without asking for more than it needs.
-Where a number and an extent are equal for the sample only, conversions take the way that is right for all sizes; what
-has no such way asks the extent, which makes a guard (:mod:`autodiff.extents`).
+Helpers of conversions: dimensions, indices and element types. Where a number and an extent are equal for the sample
+only, a conversion should emit code that is right for all sizes; otherwise it compares the extents, which adds a guard
+(:mod:`autodiff.extents`).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ CONVERSIONS: dict[Any, Callable[..., Any]] = {}
 
 
 class UnsupportedUse(Exception):
-    """Raised by a conversion for arguments that it does not handle exactly; says what and, if it can, what to do."""
+    """Raised by a conversion for arguments that it cannot convert exactly; has a reason and, if possible, a hint."""
 
     def __init__(self, reason: str, hint: str | None = None):
         super().__init__(reason)
@@ -52,7 +50,7 @@ def converts(
 
 
 def rounds_once(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """A conversion to several operators of what torch, for half types, computes in float32 and rounds at the end."""
+    """Decorator for operators that torch computes in float32 for half types: casts operands, rounds results once."""
 
     @functools.wraps(convert)
     def converted(importer: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +60,7 @@ def rounds_once(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def dims(shape: Iterable[Any]) -> tuple[Dim, ...]:
-    """A shape as Relax types take it."""
+    """A shape with the integers and extents that Relax types take."""
     return tuple(extent if isinstance(extent, Extent) else int(extent) for extent in shape)
 
 
@@ -72,20 +70,20 @@ def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
 
 
 def has_extents(value: Any) -> bool:
-    """Whether there are extents in arguments of a node: lists of them too."""
+    """Whether a node's arguments contain extents, also within lists."""
     if isinstance(value, tuple | list):
         return any(map(has_extents, value))
     return isinstance(value, Extent)
 
 
 def numbers_only(what: str, *values: Any) -> None:
-    """Refuses sizes that vary where numbers are made of them once: tables, windows, text."""
+    """Refuses dynamic sizes where numbers are needed when the program is built: tables, windows, text."""
     if has_extents(values):
         raise UnsupportedUse(f"{what} of a size that varies", "leave that dimension out of dynamic_shapes")
 
 
 def clamped(position: Dim, extent: Dim) -> Dim:
-    """A start or an end of a slice as torch clamps it: counted from the end where it is negative, 0 to ``extent``."""
+    """The start or end of a slice as torch clamps it: a negative one counts from the end; from 0 to ``extent``."""
     if not isinstance(position, Extent) and position >= _NO_BOUND:
         return extent
     return minimum(maximum(position + extent if position < 0 else position, 0), extent)
@@ -96,14 +94,14 @@ _NO_BOUND = 2**62
 
 
 def broadcast_shape(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
-    """What shapes are broadcast to; they fit."""
+    """The shape that compatible shapes broadcast to."""
     rank = max(map(len, shapes))
     padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
     return tuple(next((extent for extent in axis if extent != 1), 1) for axis in zip(*padded, strict=True))
 
 
 def index_shape(shape: Sequence[Dim], axes: Sequence[int], indices: Sequence[Sequence[Dim]]) -> tuple[Dim, ...]:
-    """The shape of ``x[..., i, …, j, ...]`` with index tensors of these shapes along ``axes``, as torch places them."""
+    """The shape of ``x[..., i, …, j, ...]`` with index tensors of these shapes along ``axes``, by torch's rules."""
     broadcast = broadcast_shape(*indices)
     rest = [extent for axis, extent in enumerate(shape) if axis not in axes]
     first = axes[0] if list(axes) == list(range(axes[0], axes[0] + len(axes))) else 0
@@ -131,7 +129,7 @@ ELEMENT_TYPES = {
 
 
 def relax_dtype(torch_dtype: torch.dtype) -> str:
-    """The Relax name of a torch dtype. :class:`UnsupportedUse` for those that Relax does not compute with."""
+    """The Relax name of a torch dtype. :class:`UnsupportedUse` for dtypes that Relax does not compute with."""
     if torch_dtype not in ELEMENT_TYPES:
         raise UnsupportedUse(f"values of type {torch_dtype}")
     return ELEMENT_TYPES[torch_dtype]

@@ -2,10 +2,9 @@
 
 Creation operators (full, arange, …) → Relax constants and fills.
 
-Size nodes: Python's arithmetic on sizes in a traced graph → extents, and 0-d tensors for what is no integer.
-
-Capturing has given each integer that sizes decide its extent. A quotient, a root or a power of sizes is computed as
-Python computes it, in float64.
+Size nodes: Python's arithmetic on sizes in a traced graph → extents, and 0-d tensors for non-integers.
+The trace has replaced each integer computed from sizes by its extent. A quotient, a root or a power of sizes is
+computed as Python computes it, in float64.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def select(importer, node, x, dim, index):
 
 @converts(aten.cat.default)
 def cat(importer, node, tensors, dim=0):
-    # torch lets 1-d empty tensors through; they add nothing
+    # torch ignores 1-d empty tensors
     kept = [x for x in tensors if shape(x) != (0,) or len(importer.out(node).shape) == 1]
     kept = importer.operands(node, *kept)
     return kept[0] if len(kept) == 1 else importer.emit(op.concat(kept, dim % len(importer.out(node).shape)))
@@ -154,7 +153,7 @@ def slice_scatter(importer, node, x, source, dim=0, start=None, end=None, step=1
         count = shape(source)[dim]
         positions = importer.emit(op.arange(start, start + count * step, step, "int64"))
         return importer.library("index_put", [x, source, [dim], [positions], False], importer.out(node))
-    rows = []  # one slice of width 1 per position: taken from the source every `step`, from x between
+    rows = []  # one slice of width 1 per position: every `step`-th from the source, the rest from x
     for position in range(extent):
         inside = start <= position < end and (position - start) % step == 0
         taken, index = (source, (position - start) // step) if inside else (x, position)
@@ -190,7 +189,7 @@ def repeat(importer, node, x, repeats):
 
 @converts(aten.roll.default)
 def roll(importer, node, x, shifts, dims=()):
-    """The parts before and behind a place along each axis, exchanged: their gradient is such an exchange, too."""
+    """Exchanges the two parts of each rolled axis; the gradient is an exchange as well."""
     if not dims:
         return importer.reshape(_rolled(importer, importer.reshape(x, (numel(x),)), shifts[0], 0), shape(x))
     for shift, dim in zip(shifts, dims, strict=True):
@@ -213,7 +212,7 @@ def _rolled(importer, x, shift, dim):
 def constant_pad_nd(importer, node, x, widths, value=0):
     rank = len(shape(x))
     before, after = [0] * rank, [0] * rank
-    for pair in range(len(widths) // 2):  # torch counts from the last axis
+    for pair in range(len(widths) // 2):  # torch lists the last axis first
         before[rank - 1 - pair], after[rank - 1 - pair] = widths[2 * pair], widths[2 * pair + 1]
     for axis in range(rank):  # negative widths cut
         start, end = maximum(-before[axis], 0), shape(x)[axis] - maximum(-after[axis], 0)
@@ -294,7 +293,7 @@ _WINDOWS = ("bartlett", "blackman", "hamming", "hann", "kaiser")
     aten.kaiser_window.beta,
 )
 def constant_table(importer, node, *args, **layout):
-    # numbers alone decide it: what torch's kernel makes of them once is what it makes of them at every call
+    # depends on numbers alone: torch's kernel runs once, and its result is the same in every call
     numbers_only(str(node.target), *args)
     table = node.target(*args, **{**layout, "dtype": importer.out(node).dtype, "device": HOST})
     return relax.const(np.asarray(table.numpy()), importer.out_dtype(node))
@@ -314,12 +313,12 @@ _FLOATS: dict[Any, Callable[..., Any]] = {
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node is a number that the sizes of the arguments decide."""
+    """Whether a node is a number computed from the arguments' sizes."""
     return isinstance(node.meta.get("val"), (bool, int, Extent, *SYMBOLIC))
 
 
 def size(importer: Any, node: fx.Node, args: tuple) -> bool | int | Extent | Expr:
-    """The number: an extent where it is an integer, a 0-d float64 tensor where it is none."""
+    """The number: an extent if it is an integer, otherwise a 0-d float64 tensor."""
     value = node.meta["val"]
     if not isinstance(value, SYMBOLIC):
         return value
@@ -331,6 +330,6 @@ def size(importer: Any, node: fx.Node, args: tuple) -> bool | int | Extent | Exp
 
 @converts(aten._assert_scalar.default)
 def assert_scalar(importer, node, condition, message):
-    """On sizes it is a guard of their scope."""
+    """A condition on sizes, as a guard of their scope."""
     if condition is not True:
         raise UnsupportedUse("an assertion on a number that a tensor gives")

@@ -1,4 +1,4 @@
-"""Functions with singular points → Relax forms whose gradients there are those of torch's backward formulas."""
+"""Functions with singular points → Relax, with the gradients of torch's backward formulas at these points."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ op = relax.op
 
 @converts(aten.logit.default)
 def logit(importer, node, x, eps=None):
-    """dx = g / (x (1 - x)); outside of the bounds 0, or nan where no eps is given (which then are 0 and 1)"""
+    """dx = g / (x (1 - x)); outside of the bounds eps and 1 - eps 0; without eps, nan outside of 0 and 1"""
     (x,) = importer.operands(node, x)
     one = importer.constant(1, dtype(x))
     low, high = (importer.constant(bound, dtype(x)) for bound in (float(eps or 0), 1 - float(eps or 0)))
     below, above = importer.emit(op.less(x, low)), importer.emit(op.greater(x, high))
-    inside = importer.emit(op.logical_not(importer.emit(op.logical_or(below, above))))  # nan, too
+    inside = importer.emit(op.logical_not(importer.emit(op.logical_or(below, above))))  # includes nan
     inner = x
     if eps is not None:
         inner = where(importer, below, low, where(importer, above, high, x))
@@ -41,7 +41,7 @@ def logit(importer, node, x, eps=None):
 @converts(aten.sinc.default)
 @rounds_once
 def sinc(importer, node, x):
-    """dx = g (pi x cos(pi x) - sin(pi x)) / (pi x^2); 0 where pi x^2 is"""
+    """dx = g (pi x cos(pi x) - sin(pi x)) / (pi x^2); 0 where pi x^2 is 0"""
     (x,) = importer.operands(node, x)
     zero, one = importer.constant(0, dtype(x)), importer.constant(1, dtype(x))
     angle = scaled(importer, x, math.pi)
@@ -115,7 +115,7 @@ def addcdiv(importer, node, x, a, b, *, value=1):
 def binary_cross_entropy_with_logits(importer, node, x, target, weight=None, pos_weight=None, reduction=1):
     """dx = g (s - t) with s = sigmoid(x), dt = -g x; with p = pos_weight g ((p t + 1 - t) s - p t)
 
-    torch writes the loss in place of ``1 - target``: it has the target's type, whatever that of ``x`` is.
+    The loss has the target's type, whatever the type of ``x``: torch writes it in place of ``1 - target``.
     """
     fake, of_target = node.args[0].meta["val"], dtype(target)
     wide = torch.promote_types(fake.dtype, getattr(torch, of_target))
@@ -157,7 +157,7 @@ def _log_sigmoid(importer, x, fake):
 
 @converts(aten.binary_cross_entropy.default)
 def binary_cross_entropy(importer, node, x, target, weight=None, reduction=1):
-    """Element-wise by the library, whose gradient is bounded where the logarithm is not."""
+    """Element-wise by the library, whose gradient is bounded where the logarithm's is not."""
     fake = node.args[0].meta["val"]
     loss = importer.library("binary_cross_entropy", [x, target], fake)
     if weight is not None:
@@ -169,7 +169,7 @@ def binary_cross_entropy(importer, node, x, target, weight=None, reduction=1):
 
 @converts(aten.log1p.default, aten.expm1.default, aten.erfc.default, aten.exp2.default)
 def accurate(importer, node, x):
-    """Functions whose textbook form loses digits: the library's."""
+    """Library functions, where the textbook formula loses digits."""
     (x,) = importer.operands(node, x)
     return importer.library(schema(node.target).name.removeprefix("aten::"), [x], importer.out(node))
 
