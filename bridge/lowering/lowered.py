@@ -1,6 +1,6 @@
-"""A lowered call as data: its stages, the forward and the backward function, and where each variable comes from.
+"""A lowered call as data: its stages, the forward and the backward function, and the origin of each variable.
 
-Freezing of a lowered call: its forward for inference → what is computed once and what each call does, by stages.
+Freezing: the forward of a call lowered for inference → a function that runs once, and one for each call, by stages.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Sample:
         module: the module itself.
         args, kwargs: its arguments.
         partition: the strategy.
-        training: which of its submodules were in training mode, by path.
-        autocast: what autocast casted to, ``None`` if it was off.
+        training: submodule path -> whether it was in training mode.
+        autocast: the element type of autocast, ``None`` if it was off.
         relower: lowers another call: ``relower(module, args, sample_kwargs=…, partition=…)``, as :func:`bridge.lower`.
     """
 
@@ -66,16 +66,16 @@ class LoweredCall:
     """A module's call, lowered: every stage, the forward and, when something requires grad, the backward.
 
     Attributes:
-        captured, imported: where it came from.
+        captured, imported: the traced and the imported call.
         stages: in order; index by name.
-        forward: outputs, new buffer values, captures; parameters as in :class:`bridge.aten.importer.Imported`,
+        forward: outputs, new buffer values, saved tensors; parameters as in :class:`bridge.aten.importer.Imported`,
             then the dropout masks.
-        partitioned: ``None`` when nothing requires grad.
-        wanted: the inputs (module tensors, then arguments) whose gradient exists for some output.
+        partitioned: ``None`` if nothing requires grad.
+        wanted: indices of inputs (module tensors, then arguments) that have a gradient for some output.
         differentiable: indices of the forward's outputs that take a grad_out.
-        seconds: capture and lowering.
+        seconds: time of capture and lowering.
         sample: the call, to run stages on; ``None`` for a dispatched module, which keeps no sample.
-        content: digest of its functions, where it is in the disk cache; empty where it is not.
+        content: digest of its functions in the disk cache; empty if they are not there.
     """
 
     captured: Captured
@@ -94,7 +94,7 @@ class LoweredCall:
 
     @property
     def whole_forward(self) -> Function:
-        """The function that is differentiated, of outputs and new buffer values alone."""
+        """The forward before partitioning: only outputs and new buffer values as results."""
         last = [stage for stage in self.stages if stage.name in ("forward", "in blocks", "biased")][-1]
         return last.function
 
@@ -108,27 +108,27 @@ class LoweredCall:
 
     @cached_property
     def num_primals(self) -> int:
-        """Parameters of the forward: module tensors, arguments, draws, masks."""
+        """Number of parameters of the forward: module tensors, arguments, draws, masks."""
         return len(self["forward"].function.params)
 
     @cached_property
     def num_results(self) -> int:
-        """Outputs, new buffer values, the generator's state and the place of a broken check; without captures."""
+        """Number of outputs, new buffer values, generator state and broken check's index; without saved tensors."""
         return len(results(self["forward"].function))
 
     @cached_property
     def parameter_names(self) -> tuple[str, ...]:
-        """Of the forward."""
+        """Names of the forward's parameters."""
         return tuple(str(param.name) for param in self["forward"].function.params)
 
     @cached_property
     def capture_names(self) -> tuple[str, ...]:
-        """Of what the forward hands to the backward."""
+        """Names of the forward's saved tensors."""
         return tuple(str(getattr(each, "name", "a constant")) for each in results(self.forward)[self.num_results :])
 
     @cached_property
     def gradient_inputs(self) -> tuple[int, ...]:
-        """Places of the primals that eager's gradients are computed from, those that get one among them."""
+        """Indices of the primals from which eager computes gradients, and of the primals that get one."""
         captured, imported = self.captured, self.imported
         node_of = {place: node for node, place in zip(captured.results, imported.output_of, strict=True)}
         nodes = needed_nodes(captured, [node_of[output] for output in self.differentiable])
@@ -141,11 +141,11 @@ class LoweredCall:
 
     @property
     def forward_source(self) -> Function | KeptFunction:
-        """The forward, for who compiles it: one of the disk cache need not be read."""
+        """The forward as the compiler's input; a forward of the disk cache is not read before it is needed."""
         return KeptFunction(key_of(self.content, "forward"), lambda: self.forward) if self.content else self.forward
 
     def backward_source(self, outputs: tuple[int, ...]) -> Function | KeptFunction:
-        """:meth:`backward_for`, likewise."""
+        """:meth:`backward_for` as the compiler's input, like :attr:`forward_source`."""
         if self.content and outputs == self.expected:
             return KeptFunction(key_of(self.content, "backward"), lambda: self.backward_for(outputs))
         return self.backward_for(outputs)
@@ -170,12 +170,12 @@ class LoweredCall:
     def run(
         self, name: str, made_by: str, body: Body, transform: Callable[..., Any], *args: Any, if_changed: bool = False
     ) -> None:
-        """Applies one pass to ``body``, which holds the latest stage's function, and appends its function as a stage,
-        with ``if_changed`` only if it is another one.
+        """Applies one pass to ``body``, which holds the latest stage's function, and appends the result as a stage;
+        with ``if_changed`` only if the pass edits the body.
 
         Raises:
             CompilationError: names the stage and holds its input when the pass fails.
-            UnsupportedModule: an operator on the way to a wanted gradient has none.
+            UnsupportedModule: an operator on the path to a wanted gradient has no gradient.
         """
         last = self.stages[-1]
         function = last.function
@@ -193,7 +193,7 @@ class LoweredCall:
         self.add(Stage(name, made_by, result, watch.seconds, last.size))
 
     def add(self, stage: Stage) -> None:
-        """Appends a stage, and tells the log."""
+        """Appends a stage, and logs it."""
         raise_deferred()
         self.stages.append(stage)
         if log.isEnabledFor(logging.INFO):
@@ -207,7 +207,7 @@ class LoweredCall:
         return Unsupported(origin.aten or error.op, where, f"{error.op}: {error.why}")
 
     def origin(self, name: str) -> Origin:
-        """Where a variable of any stage comes from (:mod:`bridge.lowering.stage`); empty for an unknown name."""
+        """The origin of a variable of any stage (:mod:`bridge.lowering.stage`); empty for an unknown name."""
         return self.origins().get(name, Origin())
 
     def origins(self) -> dict[str, Origin]:
@@ -221,12 +221,12 @@ class LoweredCall:
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """Of each variable of the forward, where memory is read by the backward, the operation that it is a part of."""
+        """Forward variable → the operation that computes it; empty unless the backward reads memory."""
         return self._parts[0]
 
     @cached_property
     def _parts(self) -> tuple[dict[str, str], frozenset[str]]:
-        """The owners, and the values which are no results but that autograd saves: statistics."""
+        """The owners, and the names of statistics: values that are no results but that autograd saves."""
         owners, statistics = dict[str, str](), set[str]()
         if not self.captured.observation.overwritten and not self.captured.read_again:
             return owners, frozenset()
@@ -243,12 +243,12 @@ class LoweredCall:
 
     @property
     def memory(self) -> tuple[dict[str, str], dict[int, bool], frozenset[str]]:
-        """What :func:`autodiff.differentiate` is told of memory that eager's backward reads when it comes."""
+        """Arguments of :func:`autodiff.differentiate` for memory that eager's backward reads at its own time."""
         owners, statistics = self._parts
         return owners, {place: viewed for place, (viewed, _) in self.captured.read_again.items()}, statistics
 
     def diff(self, before: str, after: str) -> Diff:
-        """What differs between two stages, as operator counts and bindings; ``print`` it."""
+        """The difference of two stages, as operator counts and bindings; ``print`` it."""
         return diff(self[before], self[after])
 
     def gradients_for(self, outputs: Sequence[int]) -> tuple[int, ...]:
@@ -259,7 +259,7 @@ class LoweredCall:
 
     @cached_property
     def expected(self) -> tuple[int, ...]:
-        """The outputs that a training loop goes backward from: single numbers (losses), all where there are none."""
+        """The outputs that a training loop differentiates: 0-d ones (losses), or all outputs if there are none."""
         leaf_of = {position: leaf for leaf, position in enumerate(self.imported.output_of) if position is not None}
         numbers = [each for each in self.differentiable if self.captured.outputs[leaf_of[each]].shape == ()]
         return tuple(numbers) or self.differentiable
@@ -281,7 +281,7 @@ class LoweredCall:
         return self._rebuilt_backward(outputs, gradients) if narrowed is None else narrowed
 
     def _narrowed_backward(self, outputs: tuple[int, ...], gradients: tuple[int, ...]) -> Function | None:
-        """The backward of all outputs without the others' grad_outs, in a fraction of the time of another one."""
+        """The backward of all outputs without the other outputs' grad_outs; much faster than a new differentiation."""
         if outputs != tuple(output for output in self.differentiable if output in outputs):
             return None
         grad_outs = len(self.backward.params) - len(self.differentiable)
@@ -296,7 +296,7 @@ class LoweredCall:
 
 
 def _is_statistic(node: fx.Node, value: Expr) -> bool:
-    """Whether it is a mean or a sum that an operator returns beside its first result: autograd saves these."""
+    """Whether a value is a mean or a sum that an operator returns beside its first result: autograd saves it."""
     is_reduced = op_name(value) in having("reduction") and isinstance(node.meta.get("val"), tuple | list)
     return is_reduced and not str(node.target).startswith(("aten.var_mean", "aten.std_mean"))
 
@@ -328,7 +328,7 @@ class FrozenCall:
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Places of constants that are computed factors of products."""
+        """Indices of constants that are computed factors of products."""
         return self.split.weights
 
     def __getitem__(self, name: str) -> Stage:
@@ -345,7 +345,7 @@ def freeze_call(lowered: LoweredCall) -> FrozenCall:
     """Freezes the module's tensors in the forward of a call that was lowered without gradients.
 
     Raises:
-        UnsupportedModule: the call changes what would be frozen, draws random numbers, or gradients are wanted.
+        UnsupportedModule: the call changes a frozen tensor, draws random numbers, or gradients are wanted.
         CompilationError: a pass failed; a bug of this package.
     """
     _refuse(lowered)
@@ -375,7 +375,7 @@ def freeze_call(lowered: LoweredCall) -> FrozenCall:
 
 
 def _passes(lowered: LoweredCall) -> Iterator[Callable[[autodiff.Body, int], None]]:
-    """What is done with a frozen forward on the device of a call, in order."""
+    """The inference passes for the device of a call, in order."""
     if lowered.captured.device == HOST or not products_are_tf32():
         yield inference.spell_attention
     yield from inference.PASSES

@@ -1,15 +1,12 @@
 """The lowering pipeline: captured call → every stage, the forward and the backward function.
 
-The stages are those that ``bridge/lower.py`` lists. Each pass takes the function of the stage before and gives a new
-one; every stage's IR stays in the result (:class:`bridge.lowering.lowered.LoweredCall`), so that it can be printed,
-compared and run.
+``bridge/lower.py`` lists the stages. Each pass maps the previous stage's function to a new one; every stage's IR stays
+in the result (:class:`bridge.lowering.lowered.LoweredCall`), so that it can be printed, compared and run.
 
-Trial of a recurrent layer: oneDNN's kernel and our loop over a few steps, compiled and timed → which one is taken.
-
-Which is quicker depends on the sizes, on the processor and on the number of threads. Both forms of one layer in one
-direction are lowered and compiled as any module is, the backward too where gradients are wanted.
-
-They run in the calling thread, not in one of their own as products do: lowering has settings of the thread's.
+A/B timing of a recurrent layer: oneDNN's kernel and a generated loop over a few steps, compiled and timed → the faster.
+The winner depends on the sizes, the processor and the number of threads. Both candidates, one layer in one direction,
+are lowered and compiled as any module is, with the backward where gradients are wanted. They run in the calling
+thread, unlike the candidates of products: lowering depends on thread-local settings.
 """
 
 from __future__ import annotations
@@ -48,33 +45,33 @@ __all__ = ["DEFAULT_PARTITION", "cleaned_and_named", "loop_is_quicker", "lower_c
 _KERNEL, _LOOP = "oneDNN's kernel", "loop"
 
 _WORTH = 0.97
-"""The part of the kernel's time that the loop has to stay below to be taken: the kernel has eager's very numbers."""
+"""The share of the kernel's time that the loop must stay below: the kernel has exactly eager's numbers."""
 
 _SMALL = 2**19
-"""Multiplications of a step below which the kernel is taken: a step of a loop, launched, takes as long as its product,
-and a trial costs a compilation."""
+"""Multiplications of a step below which the kernel is used without a trial: launching a loop's step takes as long as
+its product, and a trial costs a compilation."""
 
 _FEWEST_STEPS, _MOST_STEPS, _MULTIPLICATIONS = 16, 128, 2**32
-"""Steps of a trial, and what they multiply if they are more than the fewest: up to a tenth of a second. A loop packs
-its weights once, and Python starts it: of 16 steps of 64 rows and 512 columns it took as long as the kernel, of 50
+"""Steps of a trial, and the multiplications that it may do beyond the fewest steps: up to a tenth of a second. A loop
+packs its weights once, and Python starts it: for 64 rows and 512 columns, 16 steps took as long as the kernel, 50 steps
 0.91 of its time."""
 
 _NUMBER = 0.01
-"""Of all elements: no form's speed depends on the numbers."""
+"""The value of all elements: no candidate's speed depends on the numbers."""
 
 Lower = Callable[[Captured], LoweredCall]
 
 _IMPOSSIBLE = (UnsupportedModule, CompilationError, NotImplementedError, RuntimeError)
-"""What making or running the forms may come to."""
+"""Errors of building or running the candidates."""
 
 
 def loop_is_quicker(lower: Lower, grad: bool, layer: LayerShape) -> bool:
     """Whether the loop takes clearly less time than the kernel, for a layer of this shape on this machine.
 
-    False without a trial where torch's deterministic algorithms are asked for: then nothing is measured.
+    False without a trial if torch's deterministic algorithms are on: then nothing is measured.
 
     Args:
-        lower: of a captured call, with or without gradients as ``grad`` says.
+        lower: lowers a captured call, with or without gradients as ``grad`` says.
     """
     if torch.are_deterministic_algorithms_enabled() or 4 * layer.rows * layer.size**2 < _SMALL:
         return False
@@ -91,13 +88,13 @@ def loop_is_quicker(lower: Lower, grad: bool, layer: LayerShape) -> bool:
 def _seconds(lower: Lower, grad: bool, layer: LayerShape) -> dict[str, float]:
     with unset_fake_temporarily(), HOST, torch.autocast(HOST.type, enabled=False):
         runs = _runs(lower, grad, layer)
-        settle()  # what is built meanwhile takes a processor from what is measured
+        settle()  # a background build would take a processor from the measurement
         with torch.no_grad():
             return seconds_of(runs)
 
 
 def _runs(lower: Lower, grad: bool, layer: LayerShape) -> dict[str, Callable[[], object]]:
-    """A step of a training, or of inference, by each form."""
+    """Candidate name → one training or inference step."""
     with torch.device("meta"):
         module = nn.LSTM(layer.inputs, layer.size, bias=layer.biases, dtype=torch.float32)
     module = module.to_empty(device=HOST).train(grad)
@@ -145,7 +142,7 @@ def lower_captured(
     Args:
         grad: whether gradients are wanted (grad mode is on).
         partition: a strategy of :func:`partition.partition`.
-        capture_seconds: what capturing took.
+        capture_seconds: time that the capture took.
 
     Raises:
         UnsupportedModule: an operator is not handled exactly.
@@ -172,7 +169,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     wanted = [index for index, needs in enumerate(requires_grad) if needs] if differentiable else []
     if not differentiable:
         autodiff.drop_gradients(body)
-    rolls = captured.extents is None and not captured.observation.overwritten  # its steps read what each one had
+    rolls = captured.extents is None and not captured.observation.overwritten  # each step reads its own content
     given = wanted, partition, captured.device != HOST, rolls
     lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, *given, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
@@ -207,7 +204,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
 
 
 def partition_options(lowered: LoweredCall, strategy: Any) -> dict[str, Any]:
-    """What the partition of a lowered call's joint function is told of the call and of its device."""
+    """Arguments of :func:`partition.partition` for a lowered call's joint function, by call and device."""
     captured, sources = lowered.captured, lowered.origins_in(lowered["cleaned"].function)
     owners, _, statistics = lowered.memory
     on_gpu, by_default = captured.device.type != HOST.type, strategy == DEFAULT_PARTITION
@@ -227,7 +224,7 @@ def partition_options(lowered: LoweredCall, strategy: Any) -> dict[str, Any]:
 
 
 def cleaned_and_named(function: Function | autodiff.Body, merge_casts: bool) -> Function | autodiff.Body:
-    """The stage ``forward``; casts are merged where no gradient could tell."""
+    """The stage ``forward``; equal casts are merged only in functions without gradients."""
     turned = autodiff.sink_head_permutes(autodiff.sink_channel_permutes(function))
     return autodiff.unique_names(autodiff.clean(turned, merge_casts=merge_casts))
 
@@ -235,9 +232,9 @@ def cleaned_and_named(function: Function | autodiff.Body, merge_casts: bool) -> 
 def rolled(
     body: autodiff.Body, required: Sequence[int], partition: Any, sums_later: bool = False, rolls: bool = True
 ) -> None:
-    """The stage ``rolled``: loops of steps are scans, with gradients of the required parameters.
+    """The stage ``rolled``: unrolled loops become scans, with gradients of the required parameters.
 
-    ``rolls``: whether equal steps are looked for; where sizes vary, scans are those that the graph came with.
+    ``rolls``: whether to look for equal steps; for dynamic sizes only the traced graph's own loops are scans.
     """
     differentiable_scans(hoist(roll_up(body) if rolls else body), required, partition, sums_later)
 

@@ -1,8 +1,8 @@
 """Lowering record: a lowered call ↔ named parts of an artifact, without pickle.
 
-What a dispatched call needs is JSON and read at once: what the results are, which values are saved, how draws lie in
-memory. Relax functions (TVM's JSON) and the traced graph are read when something asks for them: a report, a backward
-for other grad_outs, a program that is not in the cache.
+The data of a dispatched call is JSON and read at once: results, saved tensors, memory layouts of draws. Relax functions
+(TVM's JSON) and the traced graph are read on demand: for a report, a backward for other grad_outs, a program that is
+not in the cache.
 """
 
 from __future__ import annotations
@@ -59,28 +59,28 @@ _GETITEM = "getitem"
 
 
 def record_of(graph: fx.Graph) -> str:
-    """The record of a traced graph; the GPU that this thread works for is any GPU there.
+    """The record of a traced graph; it names the thread's current GPU only as "the GPU".
 
     Raises:
-        NoFormError: it calls something else than operators, or holds an object that is no constant.
+        NoFormError: the graph calls a function that is no operator, or holds an object that is no constant.
     """
     rows = [(node.op, node.name, _target(node), node.args, node.kwargs, _meta(node)) for node in graph.nodes]
     return to_text(tuple(rows))
 
 
 def graph_of(record: str | bytes) -> fx.Graph:
-    """The graph of a record: equal nodes, with fake tensors of the same layouts for their values, on the GPU that this
-    thread works for.
+    """The graph of a record: equal nodes, whose values are fake tensors of the same layouts, on the thread's current
+    GPU.
 
     Raises:
-        ValueError: this torch has not all of its operators.
+        ValueError: this torch lacks one of its operators.
     """
     graph, nodes, mode = fx.Graph(), {}, fake_mode()
     for op, name, target, args, kwargs, meta in from_text(record, {"Node": _Later}):
         given = pytree.tree_map_only(_Later, lambda each: nodes[each.name], (args, kwargs))
         called = operator.getitem if op == "call_function" and target == _GETITEM else target
         node = graph.create_node(op, called, *given, name=name)
-        node.name = name  # torch.export gives names that a new node does not get, such as "input"
+        node.name = name  # torch.export uses names that a new node does not get, such as "input"
         nodes[name] = node
         node.meta.update({key: each for key, each in meta.items() if key != "val"})
         if "val" in meta:
@@ -91,14 +91,14 @@ def graph_of(record: str | bytes) -> fx.Graph:
 
 @dataclass(frozen=True)
 class _Later:
-    """A node that is to be made: rows are read all at once."""
+    """A placeholder for a node that is created later: rows are parsed at once."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a fake tensor lies in memory."""
+    """The memory layout of a fake tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -156,10 +156,10 @@ _GRAPH_STAGE = "captured"
 
 
 def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
-    """The parts of a static lowered call without counters and tensors that are attributes.
+    """The artifact parts of a static lowered call that has no counters and no attribute tensors.
 
     Raises:
-        NoFormError, ValueError: something in it has no form.
+        NoFormError, ValueError: an object in it has no serialized form.
     """
     captured, imported = lowered.captured, lowered.imported
     if any(literal.is_complex() for literal in captured.literals.values()):
@@ -201,7 +201,7 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
 
 
 def _draw(draw: Draw) -> tuple:
-    """How it lies in memory on real tensors; the rest is of the runs of the call at hand."""
+    """The draw's memory layout on real tensors; all else comes from the current call's runs."""
     if any(isinstance(arg, Parameter) for arg in draw.args):
         raise NoFormError("a draw with computed parameters")
     if draw.steps is not None and draw.steps.dropouts:
@@ -220,7 +220,7 @@ def _as_drawn(draw: Draw, told: tuple) -> Draw:
 
 
 class _LateCaptured(Captured):
-    """A captured call whose graph is read when it is asked for."""
+    """A captured call whose graph is read on first access."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("graph", "results", "mutated"):
@@ -235,13 +235,13 @@ class _LateCaptured(Captured):
 
     @cached_property
     def read(self) -> tuple[fx.Node | None, ...]:
-        """In the place of the field's default, which ``__getattr__`` would not be asked before."""
+        """Replaces the field's default, which would hide the attribute from ``__getattr__``."""
         nodes = list(self.graph.nodes)
         return tuple(None if place is None else nodes[place] for place in self.__dict__["_call"]["read"])
 
 
 class _LateImported(Imported):
-    """An imported call whose function is read when it is asked for."""
+    """An imported call whose function is read on first access."""
 
     def __getattr__(self, name: str) -> Any:
         if name != "function":
@@ -250,7 +250,7 @@ class _LateImported(Imported):
 
 
 class _Functions:
-    """The Relax functions of a record."""
+    """The Relax functions of a record, parsed on first access."""
 
     def __init__(self, text: bytes, names: Sequence[str], has_backward: bool):
         self._text, self._names, self._has_backward = text, names, has_backward
@@ -273,11 +273,11 @@ class _Functions:
 
 
 class KeptLowering(LoweredCall):
-    """A lowered call from an artifact; attributes as of :class:`LoweredCall`, most of them read late.
+    """A lowered call from an artifact; attributes as of :class:`LoweredCall`, most of them read on demand.
 
     Args:
         parts: of the artifact.
-        given: arguments of :class:`Captured` that are those of the call at hand, as the observation of its runs.
+        given: arguments of :class:`Captured` from the current call, such as the observation of its runs.
     """
 
     def __init__(self, parts: Mapping[str, bytes], given: Mapping[str, Any]):
@@ -314,12 +314,12 @@ class KeptLowering(LoweredCall):
 
     @staticmethod
     def content_of(parts: Mapping[str, bytes]) -> str:
-        """What programs of the lowering's functions are known by."""
+        """The digest in the cache keys of programs of the lowering's functions."""
         return from_parts(parts)["content"]
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """As of the process that lowered it; in this one, they took no time."""
+        """The stages of the process that lowered the call; in this process they took no time."""
         functions = self._functions.by_stage
         runner = partial(run_graph, self.captured, self.imported)
         return [
@@ -346,7 +346,7 @@ class KeptLowering(LoweredCall):
 
 
 def _without_init(kind: type, **given: Any) -> Any:
-    """An object of a frozen dataclass of which some fields come later."""
+    """An object of a frozen dataclass, without its ``__init__``: some fields are set later."""
     made = object.__new__(kind)
     made.__dict__.update(given)
     return made

@@ -1,27 +1,23 @@
 """Memoized lowering: equal calls of different modules share one lowered call; of twelve equal layers, one is lowered.
 
-A call is looked up in two steps. The *call key* is what it looks like before it is made: module classes, names and
-layouts of tensors, shared memory, arguments, modes. The *key of its record* (:mod:`bridge.capture.record_call`) is what
-it does: the operators in order, their constants, which tensors they read and which the call returns, and what numbers
-Python code reads.
+A lookup has two steps. The *call key* describes the call before it runs: module classes, names and layouts of tensors,
+shared memory, arguments, modes. The *key of its record* (:mod:`bridge.capture.record_call`) describes the run: the
+operators in order, their constants, the tensors that they read and that the call returns, and the numbers that Python
+code reads.
 
 Why that is exact: two calls with equal keys run the same operators on the same inputs, so they are the same function of
 their inputs. The record is made of the very module that is to be dispatched, so a layer whose ``forward`` reads a
 global, or one of another dropout rate, has another key and is lowered by itself.
 
-An entry of the cache lives as long as a dispatch entry uses it. What an earlier process lowered is found in the disk
-cache by the same two keys. What an in-process reuse may take for granted is part of the key there: versions and
-sources of this package, torch's settings, and the source files of the module's code.
-Two processes that lower one call at once write the same.
-
-Call key: a call before it is made → what it looks like: classes, names and layouts of tensors, arguments, modes.
+A cache entry lives as long as a dispatch entry uses it. Lowerings of earlier processes are in the disk cache under the
+same two keys, extended by facts that are constant within a process: versions and sources of this package, torch's
+settings, and the source files of the module's code. Two processes that lower one call at once write the same.
 
 Canonical form of a key: classes, operators, layouts, structures, plain values → the same data in any process.
 
 Sources: a module → a digest of the code that its forward can reach, file by file, and of its plain attributes.
-
-The record of a call's runs says what forward does. What a capture finds out beyond that (how often it runs until it is
-steady, what no row tells) stays true as long as this code does.
+A record does not hold everything that a capture finds out (for instance the number of runs until the call is steady);
+these facts stay true as long as the code does.
 """
 
 from __future__ import annotations
@@ -62,9 +58,9 @@ __all__ += ["keep_lowering", "kept_lowering", "lower_once"]
 
 
 def call_key_of(call: SampleCall, partition: Any) -> tuple | None:
-    """What a call, made now, looks like before it is made; ``None`` where that cannot be compared.
+    """The call key of a call made now; ``None`` if a part of it cannot be compared.
 
-    How tensors share memory is part of it: what is written through one of them is read through the other.
+    Shared memory of tensors is part of it: a write through one tensor is read through another.
     """
     strategy = _strategy_key(partition)
     tensors, real_tensors = module_tensors(call.module)
@@ -80,14 +76,14 @@ def call_key_of(call: SampleCall, partition: Any) -> tuple | None:
     classes = tuple((path, type(child)) for path, child in call.module.named_modules(remove_duplicate=False))
     casts = autocast_setting(), cuda_autocast_setting()
     modes = (torch.is_grad_enabled(), torch.get_default_dtype(), current_device(), *casts)
-    settings = tuple(map(str, read_settings()))  # which kernels composite operators are made of
+    settings = tuple(map(str, read_settings()))  # they choose the kernels in composite operators
     measured = _measured() if any(issubclass(kind, nn.RNNBase) for _, kind in classes) else ()
     looks = classes, tuple(tensors), tuple(places), tuple(keys), spec
     return *looks, modes, strategy, tuple(call.dims), settings, measured
 
 
 def _measured() -> tuple:
-    """What the choice between the forms of a recurrent layer depends on beside its shape."""
+    """The facts, beside its shape, that decide between the candidates of a recurrent layer."""
     host = backend_for(None)
     settings = torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
     return host.threads(), str(host.machine()), *settings
@@ -98,7 +94,7 @@ def _tensor_key(tensor: torch.Tensor) -> tuple:
 
 
 def _strategy_key(partition: Any) -> tuple | None:
-    """A strategy by name or by value; ``None`` for an object that is not known to stay as it is."""
+    """A strategy's name or value; ``None`` for an object that may change."""
     if isinstance(partition, str):
         return (partition,)
     if not (is_dataclass(partition) and partition.__dataclass_params__.frozen):
@@ -111,11 +107,11 @@ _BY_NAME = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class NotCanonicalError(TypeError):
-    """Something whose name in another process is not known."""
+    """An object without a name that holds in another process."""
 
 
 def canonical(value: Any) -> Any:
-    """Plain data (see :func:`bridge.artifact.key_of`), equal in all processes, and on all GPUs, for what is the same.
+    """Plain data (see :func:`bridge.artifact.key_of`), the same in all processes and on all GPUs for equal values.
 
     Raises:
         NotCanonicalError: for an object of any other kind.
@@ -144,11 +140,11 @@ def canonical(value: Any) -> Any:
 
 
 _OTHERS = frozenset([*sys.stdlib_module_names, "torch", "tvm", "tvm_ffi", "numpy", "bridge", "autodiff", "partition"])
-"""Packages that are no part of a model's code: their versions are in the key, or they compute nothing of it."""
+"""Packages outside of a model's code: their versions are in the key, or they compute nothing for the model."""
 
 
 def code_digest(module: nn.Module) -> str | None:
-    """The digest; ``None`` where a class of the module tree has no file (a cell of a notebook)."""
+    """The module's code digest; ``None`` if a class of the module tree has no file (a notebook cell)."""
     files = _files_now(_modules_of(module))
     if files is None:
         return None
@@ -160,9 +156,9 @@ def code_digest(module: nn.Module) -> str | None:
 
 
 def begin_reading(module: nn.Module) -> None:
-    """Has the system read the files that the module's digest will be of, hundreds of a model's, if they are on a disk.
+    """Starts read-ahead, by the operating system, of the source files for the module's digest (hundreds for a model).
 
-    A thread that reads them would wait for the interpreter's lock at each, and make the capture wait for it.
+    A thread that reads them would wait for the interpreter's lock at each, and delay the capture.
     """
     if hasattr(os, "posix_fadvise"):
         for path, changed in (_files_now(_modules_of(module)) or {}).values():
@@ -176,23 +172,23 @@ def _begin_to_read(path: str, changed: int) -> None:
 
 
 def _modules_of(module: nn.Module) -> tuple[str, ...]:
-    """Names of the Python modules that classes of the module tree are from."""
+    """Names of the Python modules that define the classes of the module tree."""
     classes = {base for child in module.modules() for base in type(child).__mro__}
     return tuple(sorted({each.__module__ for each in classes if each.__module__.partition(".")[0] not in _OTHERS}))
 
 
 Files = dict[str, tuple[str, int]]
-"""Of modules by their names: the path, and when it was changed."""
+"""Python module name → its file's path and modification time."""
 
 _FOUND: dict[tuple[str, ...], tuple[int, Files]] = SESSION.cache("lowerings", {})
-"""What modules were found to reach, and how many were imported then: modules of one model ask again and again."""
+"""Module names → the number of imported modules at the search, and the files found (a cache)."""
 
 
 def _files_now(names: tuple[str, ...]) -> Files | None:
-    """Files of all modules that these reach; ``None`` where one of these has none, or a file is gone.
+    """Files of all Python modules that these reach; ``None`` if one of these has no file, or a file is gone.
 
-    What was found before holds until a module is imported or one of the files is another: an edited one may have been
-    loaded again, and name modules that were there before.
+    A cached answer holds until a module is imported or one of the files changes: an edited module may have been
+    reloaded, and may name modules that were imported before.
     """
     found = _FOUND.get(names)
     if found is not None and found[0] == len(sys.modules):
@@ -241,7 +237,7 @@ _WITH_MODULE = (type, FunctionType)
 
 
 def _named_in(module: ModuleType) -> Iterator[str]:
-    """Modules that a module's names are of."""
+    """Modules that define the objects in a module's namespace."""
     for value in list(vars(module).values()):
         if issubclass(type(value), ModuleType):
             yield value.__name__
@@ -250,7 +246,7 @@ def _named_in(module: ModuleType) -> Iterator[str]:
 
 
 def _attributes(module: nn.Module) -> list[Any]:
-    """What is plain among the attributes of the modules in the tree, and of the objects that they hold."""
+    """The plain attributes of the modules in the tree, and of the objects that they hold."""
     found: list[Any] = []
     seen: set[int] = set()
     for path, child in module.named_modules():
@@ -269,7 +265,7 @@ def _attributes(module: nn.Module) -> list[Any]:
 
 
 _OWN = frozenset(vars(nn.Module()))
-"""Attributes of every module: its parameters, buffers, hooks and children."""
+"""Attributes that every module has: its parameters, buffers, hooks and children."""
 
 
 _CALL, _LOWERING = "call", "lowering"
@@ -278,7 +274,7 @@ cache_log = channel("cache")
 
 
 def call_on_disk(call_key: tuple | None) -> str | None:
-    """The disk's key of a call that has not been run; ``None`` where there is no cache, or no such key."""
+    """The disk cache's key of a call before its run; ``None`` if there is no cache, or no key."""
     if call_key is None or not current_store().is_usable:
         return None
     try:
@@ -289,9 +285,9 @@ def call_on_disk(call_key: tuple | None) -> str | None:
 
 
 def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: LoweredCall) -> None:
-    """Puts a lowered call into the disk cache, if it can be written down; then its programs are known by it, too.
+    """Stores a lowered call in the disk cache, if it can be serialized; its programs are keyed by it from then on.
 
-    ``observed``: the key of its record.
+    ``observed``: the key of the call's record.
     """
     key = _key(call, observed, module)
     if key is None:
@@ -307,12 +303,12 @@ def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: Lowere
 
 
 def kept_lowering(call: str, observed: tuple, module: nn.Module, recorded: RecordedCall) -> LoweredCall | None:
-    """The lowered call of the disk cache that ran the same operators.
+    """The lowered call of the disk cache with the same call key and record, or ``None``.
 
     Args:
-        call: its key on the disk, of :func:`call_on_disk`.
-        observed: the key of what it did.
-        recorded: the call at hand.
+        call: its key of :func:`call_on_disk`.
+        observed: the key of its record.
+        recorded: the current call.
     """
     key = _key(call, observed, module)
     found = None if key is None else current_store().get(_LOWERING, key)
@@ -334,7 +330,7 @@ def _key(call: str, observed: tuple, module: nn.Module) -> str | None:
 
 
 def _surroundings() -> list[Any]:
-    """What shapes, strides and draws may depend on beside the call: the processor, the GPU, torch's settings."""
+    """The facts beside the call on which shapes, strides and draws may depend: processor, GPU, torch's settings."""
     device = current_device()
     found = [host_features(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()]
     if device != HOST:
@@ -347,20 +343,20 @@ log = channel("reuse")
 #: By call key, then by the key of the record.
 _LOWERED: dict[tuple, WeakValueDictionary[tuple, LoweredCall]] = SESSION.cache("lowerings", {})
 
-# A value that dies is looked up by its key, and a key cannot be hashed any more when the modules are taken down.
+# An entry is removed by its key when its value dies, and at interpreter exit a key cannot be hashed any more.
 atexit.register(_LOWERED.clear)
 
 
 def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = None, steady: bool = False) -> LoweredCall:
-    """A call, lowered, or the lowered call of an equal one; with gradients where grad mode is on.
+    """Lowers a call, or returns the lowered call of an equal one; with gradients if grad mode is on.
 
     The module is left as :func:`bridge.capture.record_call` leaves it.
 
     Args:
-        partition: a strategy of :func:`partition.partition`. What was lowered with a strategy object that could
-            change is not shared.
+        partition: a strategy of :func:`partition.partition`. A lowering with a strategy object that could change is not
+            shared.
         looped: the call with loops of any length, which is not shared.
-        steady: whether a call is refused of which each decides anew, by draws.
+        steady: whether to refuse a call whose random draws decide its branches anew each time.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
@@ -396,14 +392,14 @@ def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = Non
 
 
 def _decided(captured: Captured, steady: bool) -> Captured:
-    """The captured call; where each decides anew, a refusal, if they are to be steady."""
+    """The captured call; with ``steady``, a refusal if random draws decide its branches anew each time."""
     if steady and captured.by_draws:
         raise UnsupportedModule(captured.module_name, captured.decisions)
     return captured
 
 
 def _lowered(captured: Captured, partition: Any, watch: Stopwatch) -> LoweredCall:
-    """A captured call, lowered; ``watch``: since its capture began."""
+    """Lowers a captured call; ``watch`` runs since its capture began."""
     seconds = watch.seconds
     lowered = lower_captured(captured, grad=torch.is_grad_enabled(), partition=partition, capture_seconds=seconds)
     lowered.seconds = watch.seconds

@@ -1,12 +1,12 @@
-"""A stage of the lowering: what was made, by which pass, in how long; the difference of two stages.
+"""A stage of the lowering: the IR after a pass, with the pass and its time; the difference of two stages.
 
 Provenance: a variable of any stage → the ATen operator, the module and the user's line that it comes from.
 
 Variables of the forward are named after the traced graph's nodes (``gelu``, ``linear_4__2``), parameters after the
-module's tensors, masks after their draws, and every node knows its module path and its line. Passes hand names on.
-What a pass adds under a name of its own (``layer_norm_mean``) belongs to the node that it is computed for. A variable
-of the backward (``bw_12``) belongs to the forward operation whose values it uses, or, where it uses none, to what it
-is computed from; ``grad_<parameter>`` to the parameter's reader.
+module's tensors, masks after their draws, and every node knows its module path and its line. Passes keep the names.
+A new variable of a pass (``layer_norm_mean``) belongs to the node that it is computed for. A variable of the backward
+(``bw_12``) belongs to the forward operation whose values it uses, otherwise to the origin of its operands;
+``grad_<parameter>`` to the parameter's reader.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Stage:
         name: as in ``lowered[name]``.
         made_by: the pass.
         ir: a Relax function in flat form; for the stage ``captured`` the ATen graph.
-        seconds: that the pass took; 0 for the second of two functions that one pass makes.
-        before: number of nodes that the pass was given, ``None`` for the first stage.
+        seconds: time of the pass; 0 for the second of two functions from one pass.
+        before: number of nodes in the pass's input, ``None`` for the first stage.
         runner: computes the results of an IR that is no Relax function.
     """
 
@@ -54,7 +54,7 @@ class Stage:
 
     @property
     def function(self) -> Function:
-        """The Relax function. ``TypeError`` for the traced ATen graph, which is none."""
+        """The Relax function. ``TypeError`` for the traced ATen graph."""
         if isinstance(self.ir, fx.Graph):
             raise TypeError(f"the stage {self.name!r} is an ATen graph, not a Relax function; it is in .ir")
         return self.ir
@@ -87,7 +87,7 @@ class Stage:
             the function's results, in order.
 
         Raises:
-            ValueError: the number, a shape or an element type of the inputs is not the function's.
+            ValueError: the inputs' number, a shape or an element type does not fit the function.
         """
         with torch.no_grad(), autocast_to(None):  # its casts are operators of the stage
             return interpret(self.function, inputs).results if self.runner is None else self.runner(inputs)
@@ -101,7 +101,7 @@ class Stage:
 
 
 def stage_named(stages: Sequence[Stage], name: str) -> Stage:
-    """The stage of that name. ``KeyError`` if there is none, which names those that there are."""
+    """The stage with a name; ``KeyError``, which lists all names, if there is none."""
     for stage in stages:
         if stage.name == name:
             return stage
@@ -117,8 +117,8 @@ class Diff:
     """The difference between two stages; ``print`` it.
 
     Attributes:
-        head: both provenance lines.
-        operators: for each operator whose count differs, how often it occurs before and after.
+        operators: operator whose count differs → its counts before and after.
+        lines: the bindings, as in a unified diff without context: ``"- name: type = op(...)"`` and ``"+ ..."``.
         lines: the bindings, as in a unified diff without context: ``"- name: type = op(...)"`` and ``"+ ..."``.
         same: number of bindings in both.
     """
@@ -165,7 +165,7 @@ class Diff:
 
 
 def diff(before: Stage, after: Stage) -> Diff:
-    """Compares two stages. A binding is the same if name, type and right-hand side are, wherever it stands."""
+    """Compares two stages. Bindings with equal name, type and right-hand side are the same, in any order."""
     old, new = _lines(before), _lines(after)
     counts = [Counter(_operators(stage)) for stage in (before, after)]
     names = sorted(set(counts[0]) | set(counts[1]), key=lambda name: (counts[0][name] - counts[1][name], name))
@@ -176,7 +176,7 @@ def diff(before: Stage, after: Stage) -> Diff:
 
 
 def _changes(old: list[str], new: list[str]) -> list[str]:
-    """Lines that only one side has, each near its neighbours of the other side."""
+    """Lines of one side only, each near its neighbours of the other side."""
     in_old, in_new = set(old), set(new)
     changes: list[str] = []
     for tag, a0, a1, b0, b1 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -208,11 +208,11 @@ _MASK = re.compile(r"mask_\d+")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from; each field is empty where it is not known.
+    """The origin of a value; each field is empty if it is unknown.
 
     Attributes:
         aten: the operator, as in ``aten.gelu.default``.
-        module: the dotted path in the module that was lowered.
+        module: the dotted path in the lowered module.
         line: the user's line, ``file:line: code``.
         node: the traced graph's node.
     """
@@ -235,7 +235,7 @@ def module_path(node: fx.Node) -> str:
 def origins(captured: Captured, imported: Imported, functions: Iterable[Function]) -> dict[str, Origin]:
     """The origin of every named value of these functions, as far as it is known.
 
-    ``functions``: in the order of the lowering; variables of the forward first appear before the joint function.
+    ``functions``: in the order of the lowering, forwards before the joint function.
     """
     known, rank = _named(captured, imported)
     for function in functions:
@@ -249,7 +249,7 @@ def origins(captured: Captured, imported: Imported, functions: Iterable[Function
 
 
 def _named(captured: Captured, imported: Imported) -> tuple[dict[str, Origin], dict[str, int]]:
-    """Nodes, parameters and masks; and the position in the graph of what each belongs to."""
+    """The origins of nodes, parameters and masks, and the graph position of the node that each belongs to."""
     known: dict[str, Origin] = {}
     rank: dict[str, int] = {}
 
@@ -280,7 +280,7 @@ def _named(captured: Captured, imported: Imported) -> tuple[dict[str, Origin], d
 def _forward(
     body: list[tuple[str, list[str]]], unknown: set[str], known: dict[str, Origin], rank: dict[str, int]
 ) -> None:
-    """``linear__2`` is the node's; what else is new belongs to what it is computed for: its readers, backwards."""
+    """Adds forward origins: ``linear__2`` belongs to node ``linear``, any other new value to its readers' origin."""
     for name in unknown:
         mask = _MASK.match(name)
         owner = name.split("__")[0] if name.split("__")[0] in rank else mask.group() if mask else ""
@@ -291,7 +291,7 @@ def _forward(
             for source in sources:
                 if source in unknown and source not in known:
                     known[source] = known[name]
-                    if name in rank:  # else a value of the backward reads it, which has no place in the graph
+                    if name in rank:  # otherwise the reader is a value of the backward, without a place in the graph
                         rank[source] = rank[name]
 
 
@@ -300,10 +300,10 @@ def _backward(body: list[tuple[str, list[str]]], known: dict[str, Origin], rank:
     for name, sources in body:
         direct = [source for source in sources if source in rank]
         derived = [source for source in sources if source in depth]
-        if direct:  # the latest of several forward values is the one that the rule belongs to
+        if direct:  # of several forward values, the latest belongs to the gradient rule
             owner = max(direct, key=rank.__getitem__)
             depth[name] = rank[owner]
-        elif derived:  # the backward runs against the forward: the earliest is where it has arrived
+        elif derived:  # the backward runs in reverse order, so the earliest operand is the current position
             owner = min(derived, key=depth.__getitem__)
             depth[name] = depth[owner]
         else:

@@ -35,8 +35,8 @@ _OPTIONS = re.compile(r'R\.str\("\{\\"body\\": .*?[^\\]"\)')
 
 
 def script(function: Function) -> str:
-    """A function in flat form as TVMScript. The options of a scan are told in words; its body, without how it is
-    differentiated, comes behind the function, under the name that stands in the call."""
+    """A function in flat form as TVMScript. A scan's options are printed in words; its body, without its gradient,
+    follows the function, under the name that stands in the call."""
     scans = [scan_of(value)[0] for _, value in bindings(function) if is_scan(value)]
     if not scans:
         return function.script()
@@ -52,11 +52,11 @@ def _words(scan: Scan, name: str) -> str:
     return f"{name}, {scan.length} times{order}: {scan.carries} carries, {scan.xs} xs, {scan.constants} constants"
 
 
-_FEW = 6  # elements of a constant that are written out
+_FEW = 6  # elements up to which a constant is printed
 
 
 def type_text(ty: object) -> str:
-    """``float32[3, 17]``, or a tuple of those in parentheses."""
+    """``float32[3, 17]``, or several in parentheses for a tuple."""
     if isinstance(ty, TensorType) and ty.shape is not None:
         return f"{ty.dtype}[{', '.join(str(int(extent)) for extent in ty.shape)}]"
     if isinstance(ty, TupleType):
@@ -65,9 +65,9 @@ def type_text(ty: object) -> str:
 
 
 def short_op(value: Expr) -> str:
-    """What a binding computes, in a word: the operator, the library function, or ``item`` for a tuple's field.
+    """A short name for a binding's operation: the operator, the library function, or ``item`` for a tuple's field.
 
-    A whole ATen operator (``library.operator``) goes by its ATen name.
+    A whole ATen operator (``library.operator``) has its ATen name.
     """
     library = library_name(value)
     if library in ("library.operator", "library.operator_vjp"):
@@ -88,7 +88,7 @@ def short_op(value: Expr) -> str:
 
 
 def attributes(value: Expr) -> dict[str, str]:
-    """The attributes of a call as text, without those that are not set."""
+    """The attributes of a call as text, without unset ones."""
     if isinstance(value, TupleGetItem):
         return {"index": str(value.index)}
     if not isinstance(value, Call) or value.attrs is None or library_name(value) is not None:
@@ -159,7 +159,7 @@ def function_lines(function: Function) -> list[str]:
 
 
 def count(number: int | float) -> str:
-    """``1.23 G``: a count with a decimal prefix."""
+    """A count with a decimal prefix, such as ``1.23 G``."""
     for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= factor:
             return f"{number / factor:.2f} {unit}"
@@ -167,7 +167,7 @@ def count(number: int | float) -> str:
 
 
 def megabytes(number: int) -> str:
-    """``1.2 MiB``, in the unit that fits."""
+    """A number of bytes in the unit that fits, such as ``1.2 MiB``."""
     for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if number >= factor:
             return f"{number / factor:.1f} {unit}"
