@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def scripts() -> dict[str, str]:
-    """Each benchmark's name, with the first line of what it says about itself; none is imported."""
+    """Each benchmark's name → the first line of its docstring; imports none of them."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
         text = path.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """Peak resident memory of a process that adds a whole model and trains it, beside one that trains it eagerly.
 
 Every row is a process of its own: the model and its AdamW optimizer, ``add_tvm_dispatch`` (or nothing), some steps.
-What is measured is the kernel's high-water mark of resident pages (``VmHWM``): everything, the imports included.
+The measure is the kernel's high-water mark of resident pages (``VmHWM``), imports included.
 
     python -m benchmarks.add_memory --model bert --batch 8 --seq 256
 """
@@ -22,7 +22,7 @@ PHASES = ("model", "add", "train")
 
 
 def measure(peer: str, options: argparse.Namespace) -> dict[str, float]:
-    """Most resident MiB by the end of each phase, in this process."""
+    """The peak resident MiB at the end of each phase, in this process."""
     import torch
 
     torch.manual_seed(0)
@@ -48,7 +48,7 @@ def measure(peer: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def _model(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """A model of random parameters, at its usual size but for the layers, and a batch of token ids with labels."""
+    """A model of random parameters, of its usual size but for the number of layers, and a batch of ids and labels."""
     import torch
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
@@ -61,7 +61,7 @@ def _model(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 
 def _high_water() -> float:
-    """MiB of the most pages that this process has had in memory."""
+    """MiB of this process's peak resident memory."""
     return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10
 
 

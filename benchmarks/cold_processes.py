@@ -1,6 +1,6 @@
 """Cold measurements: each in a process of its own, by turns → a table, line by line.
 
-A script asks itself, in a new process, for one measurement, which is the last line that this process prints, as JSON.
+A script starts itself in a new process, which prints one measurement as JSON on its last line.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 __all__ = ["asked", "cold", "environment_of", "options_of", "print_table"]
 
 CACHES = ("BRIDGE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "XDG_CACHE_HOME")
-"""Variables that say where something is kept from one process to the next."""
+"""Environment variables of directories that persist between processes."""
 
 
 def options_of(doc: str, runs: str) -> argparse.ArgumentParser:
-    """The options of all these scripts; ``runs``: what ``--runs`` counts."""
+    """The options shared by the scripts; ``runs``: the help text of ``--runs``."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=3, help=f"{runs} (default %(default)s)")
     parser.add_argument("--only", default="", help="modules whose name contains this")
@@ -33,19 +33,19 @@ def options_of(doc: str, runs: str) -> argparse.ArgumentParser:
 
 
 def environment_of(threads: int | None, **variables: str) -> dict[str, str]:
-    """That of a measurement: ours, with these variables and that many OpenMP threads."""
+    """The environment of a measurement: this process's, with these variables and OpenMP threads."""
     return {**os.environ, **variables, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
 
 
 def asked(script: str, name: str, which: Sequence[str], quick: bool, environment: dict[str, str]) -> dict[str, Any]:
-    """What ``python -m benchmarks.SCRIPT`` measures of a module in a new process; ``which``: options that say so."""
+    """The measurement of a model by ``python -m benchmarks.SCRIPT`` in a new process; ``which``: its options."""
     command = [sys.executable, "-m", f"benchmarks.{script}", "--only", name, *which, *(["--quick"] if quick else [])]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def cold(script: str, name: str, which: Sequence[str], quick: bool, threads: int | None = None) -> dict[str, Any]:
-    """The same with caches that are empty."""
+    """The same with empty caches."""
     with tempfile.TemporaryDirectory() as scratch:
         folders = {variable: Path(scratch) / variable.lower() for variable in CACHES}
         for folder in folders.values():
@@ -61,7 +61,7 @@ def print_table(
     row_of: Callable[[str, argparse.Namespace], dict[str, Any]],
     options: argparse.Namespace,
 ) -> None:
-    """Prints each row when it is measured; writes all of them where ``--json`` says.
+    """Prints each row at once; writes all rows to the file of ``--json``.
 
     ``form``: of :data:`benchmarks.tables.FORMS`.
     """

@@ -1,15 +1,15 @@
 """First and second start of the same script: seconds of ``add_tvm_dispatch`` and of the first step, by turns.
 
-Every measurement is a process of its own. A first start finds an empty disk cache, the second one what the first has
-left; "off" is a start with BRIDGE_CACHE=0. The three take turns, the table shows medians. Both loss and gradients have
-to be the same in the bit, and the second start must neither capture nor compile. Importing TVM, which the first call of
-a process does otherwise, is left out.
+Every measurement is a process of its own. A first start finds an empty disk cache, the second one the cache of the
+first; "off" is a start with BRIDGE_CACHE=0. The three take turns; the table shows medians. Loss and gradients must be
+equal to the bit, and the second start must neither capture nor compile. The import of TVM, otherwise part of the first
+call, is left out.
 
     python -m benchmarks cold_start --runs 3 --only BERT-base --json cold_start.json
     python -m benchmarks cold_start --runs 1 --only BERT-base --device cuda --starts first,second
 
-All calls of ``examples.trainer_bert`` are compiled when they come: what that takes is its ``add_tvm_dispatch``, the
-rest of the training its step.
+``examples.trainer_bert`` compiles during its calls: their compile time counts as ``add_tvm_dispatch``, the rest of the
+training as the step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STARTS = ("first", "second", "off")
 
 
 def measure(name: str, quick: bool, device: str = "cpu") -> dict[str, Any]:
-    """Seconds of a start in this process, and the bits that a step leaves."""
+    """Seconds of a start in this process, and the bits of a step's results."""
     if name == TRAINER:
         return measure_trainer(quick, device)
     import torch
@@ -60,7 +60,7 @@ def measure(name: str, quick: bool, device: str = "cpu") -> dict[str, Any]:
 
 
 def measure_trainer(quick: bool, device: str) -> dict[str, Any]:
-    """Seconds of all compilations of the example's training, and of the rest of it; its log is the bits."""
+    """Seconds of all compilations of the example's training, and of the rest; its log serves as the bits."""
     from bridge.dispatch import dispatcher
     from examples.trainer_bert import fine_tune, losses
 

@@ -1,4 +1,4 @@
-"""Communication under computation: the kernels of a step → how long NCCL's run, what lies under others, a picture."""
+"""Communication under computation: a step's kernels → NCCL's time, its overlap with other kernels, a picture."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ __all__ = ["Lanes", "told", "traced"]
 Range = tuple[float, float]
 
 _SHADES = " ░▒▓█"
-"""Of a lane of the picture: how much of a cell's time something runs."""
+"""Shades of a lane's cells, by the share of the cell's time in which a kernel runs."""
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """When kernels of a step ran on a GPU, in microseconds: NCCL's, and all others; each lane's ranges lie apart."""
+    """The times of a step's kernels on a GPU, in microseconds: NCCL's, and all others; disjoint ranges in each lane."""
 
     sent: list[Range]
     computed: list[Range]
 
     @property
     def communication(self) -> float:
-        """How long NCCL's kernels ran, their wait for other processes included."""
+        """The time of NCCL's kernels, including their wait for other processes."""
         return _length(self.sent)
 
     @property
     def hidden(self) -> float:
-        """How long of that other kernels ran, too."""
+        """The part of NCCL's time in which other kernels ran as well."""
         return _shared(self.sent, self.computed)
 
     @property
     def exposed(self) -> float:
-        """How long nothing but communication ran."""
+        """The time in which only communication ran."""
         return self.communication - self.hidden
 
     @property
     def span(self) -> float:
-        """From the first kernel's start to the last one's end."""
+        """The time from the first kernel's start to the last kernel's end."""
         both = [*self.sent, *self.computed]
         return max(end for _, end in both) - min(begin for begin, _ in both)
 
     def picture(self, width: int = 96) -> str:
-        """Two lines, computation above communication; left: the first kernel's start."""
+        """Two lines, computation above communication; they begin at the first kernel's start."""
         both = [*self.sent, *self.computed]
         begin, cell = min(start for start, _ in both), self.span / width
         cells = [(begin + place * cell, begin + (place + 1) * cell) for place in range(width)]
@@ -58,10 +58,11 @@ class Lanes:
 
 
 def traced(step: Callable[[], None], meet: Callable[[], None], rounds: int = 3) -> list[Lanes]:
-    """The kernels of each of so many steps; empty where the profiler sees no kernels (no CUPTI).
+    """The kernels of each of ``rounds`` steps; empty where the profiler sees no kernels (no CUPTI).
 
-    ``meet`` returns when all processes have called it, and runs nothing on a GPU: a profiler takes tens of milliseconds
-    to start, in each process others, for which NCCL's kernels would wait.
+    ``meet`` is a barrier of all processes without GPU work: profilers take tens of milliseconds to start, differently
+    in
+    each process, and NCCL's kernels would wait for them.
     """
     found = []
     for _ in range(rounds):
@@ -75,7 +76,7 @@ def traced(step: Callable[[], None], meet: Callable[[], None], rounds: int = 3) 
         for event in profiled.events():
             name = event.name.lower()
             if event.device_type != torch.autograd.DeviceType.CUDA or name.startswith("nccl:"):
-                continue  # the latter: what the process group calls its work
+                continue  # the latter: the process group's name for its work
             (sent if "nccl" in name else computed).append((event.time_range.start, event.time_range.end))
         if computed:
             found.append(Lanes(_merged(sent), _merged(computed)))
@@ -95,7 +96,7 @@ def told(lanes: list[Lanes]) -> str:
 
 
 def _merged(ranges: list[Range]) -> list[Range]:
-    """The same times as ranges that lie apart."""
+    """Overlapping ranges merged into disjoint ones."""
     found: list[Range] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:
@@ -110,7 +111,7 @@ def _length(ranges: list[Range]) -> float:
 
 
 def _shared(one: list[Range], other: list[Range]) -> float:
-    """The time that lies in both."""
+    """The length of the intersection."""
     total, place = 0.0, 0
     for begin, end in one:
         while place < len(other) and other[place][1] <= begin:

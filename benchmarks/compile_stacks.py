@@ -1,9 +1,9 @@
 """Seconds of compiling equal layers one by one, and stacks of them captured whole, by part; cold, beside torch.compile.
 
-Every measurement is a process of its own with an empty Inductor cache, so that each starts cold; ours and theirs take
-turns, and the tables show medians. "first step" is everything that one has to wait for: ``add_tvm_dispatch`` (or
-nothing) and the first forward and backward. Both import their compilers inside it; what ``import bridge`` takes is
-shown apart and counted in the last ratio.
+Every measurement is a process of its own with an empty Inductor cache, so that each starts cold; the peers take turns,
+and the tables show medians. "first step" is the whole wait: ``add_tvm_dispatch`` (or nothing) and the first forward and
+backward, with the import of the compiler. The time of ``import bridge`` is shown separately, and counted in the last
+ratio.
 
     python -m benchmarks.compile_stacks --runs 3
 """
@@ -102,7 +102,7 @@ def _step(modules: Sequence[Callable], x: object) -> None:
 
 
 def _later(modules: Sequence[Callable], x: object) -> float:
-    """Seconds of a step when everything is compiled."""
+    """Seconds of a step after all compilations."""
     times = []
     for _ in range(5):
         started = time.perf_counter()

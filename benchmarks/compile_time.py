@@ -1,9 +1,9 @@
 """Cold seconds from a module to its first gradients, and of a second length of the same model, beside torch.compile.
 
-Every measurement is a process of its own with empty directories for caches and temporary files; ours and theirs take
-turns, the table shows medians. "First step" is all that one waits for: ``add_tvm_dispatch`` (or ``torch.compile``) and
-the first forward and backward; "second length" the same for another length, in the same process. Both import their
-compilers inside the first step; what ``import bridge`` itself takes is shown apart.
+Every measurement is a process of its own with empty directories for caches and temporary files; the peers take turns,
+and the table shows medians. "First step" is the whole wait: ``add_tvm_dispatch`` (or ``torch.compile``) and the first
+forward and backward, with the import of the compiler; "second length" the same for another length, in the same process.
+The time of ``import bridge`` is shown separately.
 
     python -m benchmarks compile_time --runs 3 --json compile_time.json
     python -m benchmarks compile_time --runs 3 --only "LayerNorm-LSTM" --threads 2    # loops of 100 and of 1,000 steps
@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.cold_processes import cold, options_of, print_table
 
 LOOPS = ("LayerNorm-LSTM (64, 100 steps, 512)", "LayerNorm-LSTM (64, 1000 steps, 512)")
-"""Measured without torch.compile, which unrolls the steps: it had not finished 100 of them after four minutes."""
+"""Measured without torch.compile, which unrolls the steps: it did not finish 100 of them in four minutes."""
 
 NAMES = ("BertLayer (1, 128)", "BERT-base (1, 128)", "GPT-2 small (1, 128)", *LOOPS)
 PEERS = ("ours", "torch_compile")

@@ -4,15 +4,15 @@
     python -m benchmarks ddp --parts exact --wrap ddp fsdp
     python -m benchmarks ddp --device cpu --quick --processes 2    # gloo
 
-``exact``: a small model, ten steps from one seed, every peer beside eager in the same wrapper: in float64 the largest
-difference of any parameter; in bfloat16 (autocast) the distance from float64's parameters, ours and eager's, and that
-of two eager runs. ``time``: medians of a whole step (forward, backward, fused AdamW), peers by turns, batches of one
-size in every process. ``alone`` is the same module without a wrapper, and the number behind it, alone / wrapped, the
-scaling efficiency; ``without all-reduce`` is the same step under DDP's ``no_sync``. ``trace``: how long NCCL's kernels
-run in a step, for how much of that other kernels run too, and a picture of the last step.
+``exact``: a small model, ten steps from one seed, each peer beside eager in the same wrapper. In float64: the largest
+difference of any parameter. In bfloat16 (autocast): the distances of ours and eager's from the float64 parameters, and
+the distance between two eager runs. ``time``: medians of a whole step (forward, backward, fused AdamW), peers by turns,
+batches of one size in every process. ``alone`` is the same module without a wrapper, and the number behind it, alone /
+wrapped, the scaling efficiency; ``without all-reduce`` is the same step under DDP's ``no_sync``. ``trace``: the time of
+NCCL's kernels in a step, its overlap with other kernels, and a picture of the last step.
 
-Peers: ``whole`` is one dispatched module, ``launched`` the same without CUDA graphs, ``one node`` the same with a
-backward that hands out all gradients at its end, ``layers`` has each layer dispatched by itself. ``compile`` is
+Peers: ``whole`` is one dispatched module; ``launched`` the same without CUDA graphs; ``one node`` the same with a
+backward that returns all gradients at its end; ``layers`` dispatches each layer by itself. ``compile`` is
 ``torch.compile`` of DDP's module, or of each layer that FSDP2 shards.
 """
 
@@ -47,7 +47,7 @@ SMALL = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "
 PEERS = ("eager", "compile", "whole", "launched", "one node", "layers")
 WHOLE = ("whole", "launched", "one node")
 WARM_UP = 20
-"""Steps; CUDA graphs are recorded meanwhile: FSDP's parameters lie elsewhere for a while."""
+"""Steps in which CUDA graphs are recorded: FSDP's parameters move at first."""
 
 
 def make_model(
@@ -68,7 +68,7 @@ def batch_of(model: BertForMaskedLM, rows: int, length: int, seed: int) -> dict[
 
 
 def dispatch(model: BertForMaskedLM, peer: str, batch: dict[str, Tensor], amp: bool) -> list[nn.Module]:
-    """In place, as ``peer`` says, under the autocast of the steps; returns the modules that are dispatched."""
+    """Dispatches a peer's modules in place, under the autocast of the steps; returns the dispatched modules."""
     with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=amp):
         if peer in WHOLE:
             most, backward_nodes.MOST_NODES = backward_nodes.MOST_NODES, 1 if peer == "one node" else 16
@@ -86,7 +86,7 @@ def dispatch(model: BertForMaskedLM, peer: str, batch: dict[str, Tensor], amp: b
 
 
 def samples_of(layers: Any, call: Callable[[], Any]) -> dict[nn.Module, tuple[tuple, dict[str, Any]]]:
-    """The arguments that each layer is called with."""
+    """The arguments of each layer's call."""
     found: dict[nn.Module, tuple[tuple, dict[str, Any]]] = {}
 
     def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Peer:
             self.step()
 
     def trained(self, steps: int = 10) -> dict[str, Tensor]:
-        """Parameters after that many steps, each with a batch of its own."""
+        """Parameters after this number of steps, each with a batch of its own."""
         for seed in range(steps):
             torch.manual_seed(100 * seed + dist.get_rank())
             self.step(self.next_batch(seed))
@@ -150,7 +150,7 @@ class Peer:
         return {name: getattr(each, "full_tensor", lambda each=each: each)().detach().double() for name, each in named}
 
     def told(self) -> str:
-        """Autograd nodes, hits and misses, where something is dispatched."""
+        """Autograd nodes, hits and misses of the dispatched modules."""
         if not self.dispatched:
             return ""
         found = [stats(each) for each in self.dispatched]
@@ -247,7 +247,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """One of the processes."""
+    """The work of one process."""
     warnings.simplefilter("ignore")
     cuda = options.device == "cuda"
     options.place = torch.device("cuda", options.rank) if cuda else torch.device("cpu")
@@ -289,12 +289,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.ddp", *sys.argv[1:], "--store", (Path(folder) / "store").as_uri()]
         ranks = range(options.processes)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end, too
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end as well
         workers = [subprocess.Popen([*command, "--processes", str(len(ranks)), "--rank", str(rank)]) for rank in ranks]
         try:
             while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
                 time.sleep(0.2)
-        finally:  # one that failed leaves the others waiting
+        finally:  # a failed process leaves the others waiting
             codes = [worker.poll() for worker in workers]
             for worker in workers:
                 worker.kill()

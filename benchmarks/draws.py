@@ -1,8 +1,8 @@
-"""Dropout masks: torch's own drawing beside the compiled one, bit for bit the same, in one process by turns.
+"""Dropout masks: torch's own draws beside the compiled ones, bit for bit the same, in one process by turns.
 
-Medians. A mask is one byte per element, as a dispatched module draws it; eager draws it in the module's dtype, which is
-the third column. The last rows are the three masks of a BertLayer, drawn together. A second table: the same masks on
-1, 2, 4, … threads, and on all of them beside threads that sleep and compute.
+Medians. A mask is one byte per element, as a dispatched module draws it; eager draws it in the module's dtype (third
+column). The last rows are the three masks of a BertLayer, drawn together. A second table: the same masks on 1, 2, 4, …
+threads, and on all threads beside foreign threads that sleep or compute.
 
     python -m benchmarks.draws
 """
@@ -27,11 +27,11 @@ from bridge.rng.draws import Draws
 SIZES = (1, 100, 300, 1000, 3000, 10_000, 100_000, 1_000_000, 3_000_000, 10_000_000)
 KEEP = 0.9
 PER_ROUND = 2e-3
-"""Seconds that one peer's turn takes, at least."""
+"""The shortest turn of a peer, in seconds."""
 
 
 def bert_masks(batch: int, tokens: int) -> list[tuple[int, ...]]:
-    """Shapes of what a BertLayer of 768 with 12 heads drops: attention probabilities, and two hidden states."""
+    """Shapes of the dropouts of a BertLayer of 768 with 12 heads: attention probabilities, and two hidden states."""
     return [(batch, 12, tokens, tokens), (batch, tokens, 768), (batch, tokens, 768)]
 
 
@@ -42,7 +42,7 @@ def draws_of(shapes: list[tuple[int, ...]]) -> list[Draw]:
 
 
 def peers_of(shapes: list[tuple[int, ...]], kernels: mt19937.Kernels) -> dict[str, Callable[[], object]]:
-    """What draws these masks: eager's way, torch into bytes, the compiled code, what a dispatched module chooses."""
+    """Ways to draw these masks: eager's, torch into bytes, the compiled code, a dispatched module's choice."""
     draws = draws_of(shapes)
     masks = [mt19937.Mask(draw.shape, draw.stride, KEEP, draw.dtype) for draw in draws]
     everything = range(len(draws))
@@ -56,7 +56,7 @@ def peers_of(shapes: list[tuple[int, ...]], kernels: mt19937.Kernels) -> dict[st
 
 
 def medians(peers: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Microseconds of each, by turns."""
+    """Microseconds of each peer, by turns."""
     repeats = {}
     for peer, draw in peers.items():
         draw()
@@ -89,7 +89,7 @@ def measure(name: str, shapes: list[tuple[int, ...]], kernels: mt19937.Kernels, 
 
 @contextmanager
 def foreign_threads(count: int = 12) -> Iterator[None]:
-    """While active, as many threads of Python's: one that computes, others that sleep or wait."""
+    """While active, there are ``count`` more Python threads: one computes, the others sleep or wait."""
     stop = threading.Event()
 
     def compute() -> None:

@@ -1,14 +1,14 @@
-"""What sizes that vary cost: binding a size, a call of a known size, and a step beside a static entry's.
+"""The cost of dynamic sizes: binding a size, a call of a known size, and a step beside a static entry's.
 
-    bind       seconds until a call of a size that was not seen before can run: forward and backward bound, medians
-    call       a call of a size that is known beside one of a static entry, on modules that have next to nothing to do;
-               also one after a call of another size that is known
-    step       forward and backward of the blocks of :mod:`benchmarks.train_blocks`, with a batch and with a sequence
-               that varies, beside a static entry of the same size; both are timed at the second size that they see.
-               The kernels that both run are counted beside it
+    bind       seconds until a call of a new size can run: forward and backward bound, medians
+    call       a call of a known size beside a call of a static entry, on modules with next to no work; also after a
+               call of another known size
+    step       forward and backward of the blocks of :mod:`benchmarks.train_blocks`, with a dynamic batch and with a
+               dynamic sequence, beside a static entry of the same size; both are timed at their second size. Counts
+               the kernels of both
     --trainer  epochs over real text, each batch padded to its longest: see :mod:`benchmarks.dynamic_epochs`
 
-Peers take turns in one process; medians. These are shared machines: read the ratios.
+Peers take turns in one process; medians. Shared machines: read the ratios.
 
     python -m benchmarks.dynamic --trainer --inductor --json benchmarks/results/dynamic.json
 """
@@ -46,13 +46,13 @@ def _config(**options: int) -> BertConfig:
     return BertConfig(attn_implementation="eager", **small, **options)
 
 
-#: What is bound: widths are small, binding does not look at numbers.
+#: Modules to bind: widths are small, since binding does not depend on numbers.
 BOUND: dict[str, Callable[[], nn.Module]] = {
     "BertLayer": lambda: BertLayer(_config()),
     "BertEncoder of 12 layers": lambda: BertEncoder(_config(num_hidden_layers=12)),
 }
 
-#: What is called: next to nothing to do.
+#: Modules to call, with next to no work.
 CALLED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "Tanh": (nn.Tanh, (4, 4)),
     "Linear, GELU, Dropout, Linear": (
@@ -62,7 +62,7 @@ CALLED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BertLayer of width 8": (BOUND["BertLayer"], (2, 3, 8)),
 }
 
-#: By block the dimensions that vary, by the name that is shown.
+#: By block, the dynamic dimensions by their names in the table.
 VARYING = {
     "BertLayer (8, 128)": {"batch": 0, "sequence": 1},
     "GPT-2 block (4, 128)": {"batch": 0, "sequence": 1},
@@ -73,13 +73,13 @@ VARYING = {
 
 
 def dispatched(module: nn.Module, x: Tensor, dims: tuple[int, ...]) -> nn.Module:
-    """A copy of a module with one entry, whose dimensions ``dims`` of ``x`` vary."""
+    """A copy of a module with one entry, in which dimensions ``dims`` of ``x`` are dynamic."""
     copied = copy.deepcopy(module)
     return add_tvm_dispatch(copied, x, dynamic_shapes=({dim: Dim.DYNAMIC for dim in dims},) if dims else None)
 
 
 def bind(name: str, sizes: int) -> Row:
-    """Median milliseconds to bind a new (batch, length), and the processor's share of them."""
+    """Median milliseconds to bind a new (batch, length), and their share of processor time."""
     module = BOUND[name]().train()
     ours = dispatched(module, torch.randn(3, 17, 8, requires_grad=True), (0, 1))
     (entry,) = stats(ours).entries
@@ -102,7 +102,7 @@ def bind(name: str, sizes: int) -> Row:
 
 
 def call(name: str, rounds: int) -> Row:
-    """Median microseconds of forward and backward of a known size, and what they are more than a static entry's."""
+    """Median microseconds of forward and backward of a known size, and the excess over a static entry's."""
     make, shape = CALLED[name]
     module, x = make().train(), torch.randn(shape, requires_grad=True)
     grad = torch.randn_like(x)
@@ -129,9 +129,9 @@ def by_turns(
     rounds: int,
     others: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, list[float]]:
-    """Seconds of each peer's steps, the first tenth left out; every call is one of its entry.
+    """Seconds of each peer's steps, without the first tenth; every call hits the peer's entry.
 
-    ``others``: peers for which a step with another input, not timed, comes before each.
+    ``others``: peers whose steps each follow an untimed step with another input.
     """
     times: dict[str, list[float]] = {peer: [] for peer in peers}
     for _ in range(rounds + rounds // 10 + 1):
@@ -145,7 +145,7 @@ def by_turns(
 
 
 def block(name: str, kind: str, rounds: int, quick: bool = False) -> Row:
-    """Median milliseconds of a step of both, and how many kernels and steps their programs have."""
+    """Median milliseconds of a step of both entries, and the numbers of kernels and steps of their programs."""
     make, shape = BLOCKS[name]
     dim = VARYING[name][kind]
     if quick:
@@ -170,7 +170,7 @@ def counts(entry: Entry) -> str:
 
 
 def measures(part: str, given: argparse.Namespace) -> Iterator[Callable[[], Row]]:
-    """What gives the rows of a part, one by one."""
+    """Functions that measure the rows of a part, one by one."""
     few = 1 if given.quick else None
     match part:
         case "bind":

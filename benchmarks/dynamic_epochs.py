@@ -1,8 +1,8 @@
 """An epoch over texts of 3 to 200 tokens, each batch padded to its longest: eager, dynamic, static at the mean length.
 
 The loop is a Trainer's: a collator pads ids, mask and labels of the batch, AdamW takes a step. Peers see the same
-batches in turns; the static peer sees batches of the same number that all have the mean length of the padded ones, and
-so the same number of padded tokens, about.
+batches in turns; the static peer sees as many batches of the padded ones' mean length, and so about the same number of
+padded tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Batch = dict[str, Tensor]
 
 
 def texts(tokenizer: Tokenizer, count: int, seed: int, longest: int = 200) -> list[list[int]]:
-    """Texts of 3 to ``longest`` tokens from the corpus, lengths and places drawn."""
+    """Texts of 3 to ``longest`` tokens from the corpus, of random lengths and places."""
     generator = torch.Generator().manual_seed(seed)
     stream = [token for document in corpus() for token in tokenizer.encode(document)]
     lengths = torch.randint(3, longest + 1, (count,), generator=generator).tolist()
@@ -40,7 +40,7 @@ def collate(batch: list[list[int]], vocabulary: int, generator: torch.Generator,
     ids = torch.tensor([text[:length] + [0] * (length - len(text)) for text in batch])
     present = torch.tensor([[1] * min(len(text), length) + [0] * (length - len(text)) for text in batch])
     inputs, labels = mask_tokens(ids, vocabulary, generator)
-    labels[0, 0] = ids[0, 0]  # a batch without any word to predict has no loss
+    labels[0, 0] = ids[0, 0]  # a batch without a word to predict has no loss
     return {"input_ids": inputs, "attention_mask": present, "labels": labels.masked_fill(present == 0, IGNORED)}
 
 
@@ -52,7 +52,7 @@ def batches(data: list[list[int]], size: int, vocabulary: int, length: int = 0) 
 
 
 def epochs(*, quick: bool, with_inductor: bool, count: int | None = None) -> Row:
-    """Seconds of an epoch of each peer, and their entries and misses; the first step of each is left out.
+    """Seconds of an epoch of each peer without its first step, and entries and misses.
 
     ``count``: batches of an epoch, two or more.
     """

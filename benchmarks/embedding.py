@@ -1,4 +1,4 @@
-"""The gradient step of an embedding: ours (forward + backward, dispatched) beside ``embedding_dense_backward``.
+"""Gradient of an embedding: our dispatched step (forward + backward) beside ``embedding_dense_backward``.
 
 python -m benchmarks.embedding
 """

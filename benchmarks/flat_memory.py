@@ -1,12 +1,12 @@
-"""Resident memory over hundreds of steps: what a dispatched module keeps must not grow.
+"""Resident memory over hundreds of steps: a dispatched module's memory must not grow.
 
     train       forward, backward, AdamW; every step dispatched
     partial     only some outputs get a grad_out, a graph is retained, a result is dropped without a backward
     misses      every second call is of another shape and runs eager
     failures    a hook raises in the middle of every backward
-    entries     on_miss="compile" with more shapes than entries are kept: programs come and go
+    entries     on_miss="compile" with more shapes than the module keeps entries: programs come and go
 
-Each runs in a process of its own. RSS is read from /proc, after the garbage collector ran.
+Each runs in a process of its own. RSS is read from /proc, after a garbage collection.
 
     python -m benchmarks.flat_memory                # BertLayer-sized; --small for the size of the tests
 """
@@ -36,7 +36,7 @@ ALLOWED = 0.01
 
 
 class Block(nn.Module):
-    """Two products, normalization, dropout and two results: a bit of everything that a program keeps."""
+    """Two products, normalization, dropout and two results: each kind of memory that a program keeps."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -130,7 +130,7 @@ WORKLOADS: dict[str, Callable[[nn.Module, Tensor], Step]] = {
 
 
 def resident() -> int:
-    """Bytes of this process in memory, garbage collected and the C library's free pages given back."""
+    """Resident bytes of this process, after a garbage collection and the return of the C library's free pages."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Foreign threads: Python threads of somebody else's in the process (a logger, a prefetcher), asleep or at work."""
+"""Foreign threads: other Python threads in the process (a logger, a prefetcher), asleep or at work."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["foreign_threads"]
 _PAUSE = 5e-3
 """Seconds between two pieces of work of a busy thread."""
 _WORK = 50
-"""Lines that it formats then."""
+"""Lines formatted in each piece of work."""
 
 
 @contextmanager
 def foreign_threads(count: int) -> Iterator[None]:
-    """While active there are ``count`` more threads: every other one sleeps, the rest work 200 times a second."""
+    """While active, there are ``count`` more threads: every other one sleeps, the rest work 200 times a second."""
     over = threading.Event()
 
     def work() -> None:

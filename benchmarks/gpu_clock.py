@@ -16,7 +16,7 @@ __all__ = ["AHEAD_CYCLES", "Step", "by_turns", "copy_bandwidth", "in_a_row", "in
 
 WARM_UP = 5
 AHEAD_CYCLES = 16_000_000
-"""Of the GPU's clock, during which the host launches a step: some 8 ms."""
+"""GPU clock cycles of sleep during which the host launches a step: some 8 ms."""
 
 Step = Callable[[], object]
 
@@ -29,15 +29,15 @@ def by_turns(
     cycles: int = AHEAD_CYCLES,
     warm_up: int = WARM_UP,
 ) -> dict[str, float]:
-    """Milliseconds of each run, medians: the GPU's with the host ahead of it, or the host's from idle to idle.
+    """Median milliseconds of each run: on the GPU with the host ahead of it, or on the host from idle to idle.
 
     Args:
         runs: by the names of the peers.
-        rounds: turns that count.
-        ahead: whether the GPU sleeps while the host launches; where there is no GPU it is the host's clock either way.
-        before: what comes before each run and is not timed.
-        cycles: that the GPU sleeps.
-        warm_up: turns before the ones that count.
+        rounds: counted turns.
+        ahead: whether the GPU sleeps while the host launches; without a GPU it is always the host's clock.
+        before: untimed work before each run.
+        cycles: of the GPU's sleep.
+        warm_up: uncounted turns before.
     """
     has_gpu = torch.cuda.is_available()
     spent: dict[str, list[float]] = {name: [] for name in runs}
@@ -71,7 +71,7 @@ def _on_gpu(run: Step, cycles: int) -> float:
 
 
 def in_a_row(run: Step, steps: int) -> Step:
-    """So many steps, one after another, as in a training loop."""
+    """A run of several steps, one after another, as in a training loop."""
 
     def runs() -> None:
         for _ in range(steps):
@@ -82,11 +82,11 @@ def in_a_row(run: Step, steps: int) -> Step:
 
 @contextmanager
 def interrupted_after(seconds: float, stopped: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
-    """``TimeoutError`` in what takes longer, as soon as Python code runs; 0: never.
+    """Raises ``TimeoutError`` in longer work, as soon as Python code runs; 0: never.
 
     Args:
         seconds: of this process's running time.
-        stopped: seconds for which this process has been stopped so far; they do not count.
+        stopped: the seconds for which this process has been stopped so far; they do not count.
     """
     begun, stopped_before = time.monotonic(), stopped()
 
@@ -107,7 +107,7 @@ def interrupted_after(seconds: float, stopped: Callable[[], float] = lambda: 0.0
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large ``copy_`` reads and writes."""
+    """Bytes per second, read and written, of a large ``copy_``."""
     source = torch.empty(2**27, device=device)
     target = torch.empty_like(source)
     spent = by_turns({"copy": lambda: target.copy_(source)}, 20, ahead=True)["copy"]
@@ -115,7 +115,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def show_kernels(head: str, run: Step, most: int) -> None:
-    """Prints what a run has the GPU do, by torch's profiler: the longest kernels."""
+    """Prints the longest kernels of a run, by torch's profiler."""
     run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:

@@ -5,13 +5,12 @@
     python -m benchmarks gpu_models --only "GPT-2" --peers eager max-autotune --kernels 12
 
 A step is forward and backward with new gradients. Attention is transformers' default (``sdpa``). ``gpu`` and ``wall``
-as in ``gpu_step``; peers: :mod:`benchmarks.gpu_peers`. One that raises is told by its error, and the others go on.
-Whole models with an optimizer: ``public``.
+as in ``gpu_step``; peers: :mod:`benchmarks.gpu_peers`. A peer that raises is reported by its error, and the others go
+on. Whole models with an optimizer: ``public``.
 
-The first step of each, compilation included, is told as well; who comes later finds what the others have loaded.
-``--cold``: nothing but first steps, each in a process of its own with empty caches, in which only eager's step was
-before. ``--patience S``: a peer whose first step takes longer is left out. ``--quick``: tiny ones, also without a GPU:
-does it work.
+Also reports each first step with its compilation; later peers find libraries loaded by earlier ones. ``--cold``: only
+first steps, each after eager's step in a process of its own with empty caches. ``--patience S``: leaves out peers with
+longer first steps. ``--quick``: tiny models, also without a GPU, as a smoke test.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from bridge import stats
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """A module to train.
 
     Attributes:
         make: ``make(quick)``: a module of random parameters.
         batch: ``batch(quick)``: arguments of a call.
         precision: one of :data:`benchmarks.gpu_peers.PRECISIONS`.
         memory_format: of parameters and images.
-        ahead: how long the GPU sleeps while the host launches a step, in :data:`~benchmarks.gpu_clock.AHEAD_CYCLES`.
+        ahead: the GPU's sleep while the host launches a step, in :data:`~benchmarks.gpu_clock.AHEAD_CYCLES`.
     """
 
     make: Callable[[bool], nn.Module]
@@ -84,7 +83,7 @@ CASES = {
 
 
 def measure(name: str, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Prints first steps as they are made, then the times of all peers, then their kernels; seconds of first steps."""
+    """Prints first steps at once, then the times of all peers, then their kernels; returns seconds of first steps."""
     case = CASES[name]
     precision, batch = PRECISIONS[case.precision], case.batch(options.quick)
     runs: dict[str, Step] = {}
@@ -134,7 +133,7 @@ def measure_cold(name: str, options: argparse.Namespace) -> None:
     for each in options.peers:
         which = ["--peers", *dict.fromkeys(("eager", each)), "--rounds", "0", "--json-last"]
         found = cold("gpu_models", name, [*which, "--patience", str(options.patience)], options.quick)
-        if each in found:  # else the process has said why not
+        if each in found:  # otherwise the process has reported the reason
             first[each] = found[each]
     for ours in first.keys() & OURS.keys():
         ratios = ", ".join(f"/{each} {first[ours] / first[each]:.2f}" for each in first if each not in OURS)

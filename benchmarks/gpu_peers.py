@@ -1,6 +1,6 @@
 """Peers of the GPU benchmarks: a module and a batch → a training step of ours, of eager, of torch.compile.
 
-``ours`` is what a user gets: recorded as CUDA graphs where that pays. ``recorded`` is ours with ``cuda_graphs=True``,
+``ours`` is the default: recorded as CUDA graphs where that pays. ``recorded`` is ours with ``cuda_graphs=True``,
 ``launched`` with ``False``, kernel by kernel; ``graph`` is eager's whole step in a CUDA graph; the others are modes of
 ``torch.compile``. Every peer trains a module of its own, made from the same seed, on tensors of its own.
 """
@@ -23,16 +23,16 @@ __all__ = ["COMPILED", "OURS", "PEERS", "PRECISIONS", "Batch", "Peer", "Precisio
 COMPILED = {"default": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 """``torch.compile`` by mode."""
 OURS: dict[str, bool | Literal["auto"]] = {"ours": "auto", "recorded": True, "launched": False}
-"""Ours, by ``cuda_graphs=``."""
+"""Our peers, by ``cuda_graphs=``."""
 PEERS = ("eager", "graph", "recorded", "launched", *COMPILED)
-"""All but ``ours``."""
+"""All peers but ``ours``."""
 _SETTLED = 40
-"""Steps after which it is known whether graphs pay, and what pays is recorded."""
+"""Steps until graphs have been tested for profit and recorded."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What all numbers of a run are, and what is switched on around its steps."""
+    """The dtype of a run's numbers, and the settings around its steps."""
 
     dtype: torch.dtype = torch.float32
     tf32: bool = False
@@ -40,7 +40,7 @@ class Precision:
 
     @contextlib.contextmanager
     def switched(self) -> Iterator[None]:
-        """The settings but autocast, restored afterwards."""
+        """While active, the settings except autocast."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
         try:
@@ -49,7 +49,7 @@ class Precision:
             torch.set_float32_matmul_precision(before)
 
     def casting(self, device: str) -> torch.autocast:
-        """Autocast, if there is any."""
+        """Autocast, or a disabled one."""
         return torch.autocast(device, self.autocast, enabled=self.autocast is not None)
 
 
@@ -72,11 +72,11 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All tensors."""
         return [*self.args, *self.kwargs.values()]
 
     def copied(self, device: torch.device, dtype: torch.dtype, memory_format: torch.memory_format) -> Batch:
-        """Leaves of their own on a device; floating numbers as ``dtype``, images in the memory format."""
+        """New leaves on a device; floating-point numbers as ``dtype``, images in the memory format."""
 
         def copied(tensor: Tensor) -> Tensor:
             found = tensor.detach().to(device, dtype if tensor.is_floating_point() else None, copy=True)
@@ -87,10 +87,10 @@ class Batch:
 
 
 class Peer:
-    """One peer: a module that trains on one batch, from its loss or with one cotangent of its first output.
+    """A module that trains on one batch, from its loss or with one cotangent of its first output.
 
     Attributes:
-        leaves: what gets a gradient.
+        leaves: tensors that get a gradient.
         grad: the cotangent, made in the first step; ``None``: the result is a loss.
         result: of the latest step, detached.
     """
@@ -123,20 +123,20 @@ class Peer:
             self.optimizer.step()
 
     def graphed(self) -> Step:
-        """The step's replay as one CUDA graph: its gradients lie where they lay."""
+        """The step's replay as one CUDA graph; its gradients stay in place."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
                 self.step()
         torch.cuda.current_stream().wait_stream(side)
-        # what cuBLAS works in is to lie in this graph's own memory: reduce-overhead gives back what an earlier one had
+        # cuBLAS's workspace must be in this graph's own memory: reduce-overhead frees that of earlier graphs
         torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
 
-        def replay(_read: Peer = self) -> None:  # what the graph reads is not to be given to others
+        def replay(_read: Peer = self) -> None:  # keeps the memory that the graph reads
             graph.replay()
 
         return replay
@@ -174,7 +174,7 @@ def prepared(
 
 
 def peer(name: str, *arguments: Any, **options: Any) -> tuple[Step, nn.Module]:
-    """A peer's step, which has run once, and its module; arguments as those of :func:`prepared`."""
+    """A peer's step after its first run, and its module; takes the arguments of :func:`prepared`."""
     made = prepared(name, *arguments, **options)
     run: Step = made.graphed() if name == "graph" else made.step
     run()
@@ -182,10 +182,10 @@ def peer(name: str, *arguments: Any, **options: Any) -> tuple[Step, nn.Module]:
 
 
 def settle(runs: Mapping[str, Step]) -> None:
-    """Has peers take the steps in which ours find out whether graphs pay, and record; the GPU keeps up.
+    """Runs peers' steps until ours have tested graphs for profit and recorded them; the GPU keeps up.
 
-    By turns, as they are measured: what one allocates moves the addresses of what others are given, and addresses that
-    do not return are found out as well.
+    Peers take turns, as in the measurement: their allocations move each other's addresses, and addresses that do not
+    repeat are detected as well.
     """
     if OURS.keys() & runs.keys():
         for _ in range(_SETTLED):

@@ -3,10 +3,10 @@
     python -m benchmarks gpu_rows --dtype bfloat16
     python -m benchmarks gpu_rows --only LayerNorm softmax
 
-Each case is a small module, dispatched, eager and compiled by ``torch.compile``; they take turns, the table has medians
-of the GPU's time. ``of copy``: the bytes that the kernel has to move (inputs and results once each; a drawn mask costs
-none) in the time that it takes, beside a ``copy_`` of 512 MiB. What fits into the GPU's second-level cache may go
-over 1. ``--quick``: tiny ones, also without a GPU: does it work.
+Each case is a small module: dispatched, eager, and by ``torch.compile``. Peers take turns; the table has medians of GPU
+time. ``of copy``: the kernel's bandwidth (inputs and results once each; a drawn mask is free) relative to a ``copy_``
+of 512 MiB. Data that fits into the GPU's second-level cache may exceed 1. ``--quick``: tiny cases, also without a GPU,
+as a smoke test.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Case:
 
     Attributes:
         make: ``make(width)``.
-        shape: of the first input; ``inputs``: how many such there are.
+        shape: of the first input; ``inputs``: the number of inputs of this shape.
         classes: whether a further input names a class for each row.
-        moved: tensors of the first input's size that the forward, and that the backward, reads and writes.
+        moved: numbers of tensors of the first input's size that the forward, and the backward, reads and writes.
     """
 
     make: Callable[[int], nn.Module]
@@ -72,11 +72,11 @@ CASES = {
     "GELU + bias": Case(BiasGelu, (ROWS, 3072), (2, 3)),
     "dropout + add": Case(lambda width: DropoutAdd(), (ROWS, 3072), (3, 2), inputs=2),
 }
-"""By name; sizes of BERT's at (32, 328), and longer rows."""
+"""By name; sizes of BERT at (32, 328), and longer rows."""
 
 
 class Kernels:
-    """Forward and backward of one peer, apart."""
+    """Forward and backward of one peer, separately."""
 
     def __init__(self, module: nn.Module, inputs: list[Tensor], grad: Tensor):
         self.module, self.inputs, self.grad = module, inputs, grad
@@ -84,7 +84,7 @@ class Kernels:
         self.y: Tensor | None = None
 
     def clear(self) -> None:
-        """Before a forward: what the last step left is gone."""
+        """Before a forward: frees the last step's results."""
         self.y = None
         for leaf in self.leaves:
             leaf.grad = None

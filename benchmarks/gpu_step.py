@@ -1,18 +1,17 @@
-"""GPU time of a block's forward and backward: peers by turns; steps of our programs with the bandwidth they reach.
+"""GPU time of a block's forward and backward: peers by turns; steps of our programs with their bandwidth.
 
     python -m benchmarks gpu_step                                   # BertLayer, the shapes and precisions of the table
     python -m benchmarks gpu_step --shape 8,128 --precision amp tf32 --peers eager default graph
     python -m benchmarks gpu_step --block "GPT-2" --steps 30
 
 All peers are in one process, each on a copy of one module, and take turns; medians over the rounds. ``gpu``: between
-two CUDA events, with the host so far ahead that no launch is waited for. ``wall``: the host's clock from an idle GPU to
-an idle GPU, after another peer's step; ``loop``: the same of twenty steps one after another, divided by twenty.
+two CUDA events, with the host far enough ahead that the GPU waits for no launch. ``wall``: the host's clock from an
+idle GPU to an idle GPU, after another peer's step; ``loop``: the same of twenty steps in a row, divided by twenty.
 Peers: :mod:`benchmarks.gpu_peers`.
 
-``--steps``: what each step of our programs takes, launched one by one, by CUDA events around it. Of generated kernels
-the bytes that they have to move are known, inputs and results once each; ``of copy`` compares what they reach with a
-``copy_``.
-``--kernels``: what each peer has the GPU do, by torch's profiler.
+``--steps``: the time of each step of our programs, launched one by one, by CUDA events around it. For generated kernels
+it compares the bandwidth (inputs and results once each) with a ``copy_`` (``of copy``).
+``--kernels``: each peer's GPU kernels, by torch's profiler.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from bridge.compile.runtime import executor
 
 SHAPES = ("32,328", "8,128")
 LOOP = 20
-"""Steps one after another, of the clock ``loop``."""
+"""Steps in a row for the clock ``loop``."""
 
 
 class StepClock:
-    """What the GPU spends on each step of our programs, by CUDA events around them.
+    """The GPU time of each step of our programs, by CUDA events around it.
 
-    Programs that are bound once the clock is installed are timed while it runs.
+    Times the programs that are bound after the clock is installed.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class StepClock:
         self.found: list[tuple[Instruction, torch.cuda.Event, torch.cuda.Event]] = []
 
     def install(self) -> None:
-        """Has executors bind steps that can be timed, from now on."""
+        """Makes executors bind timed steps from now on."""
         bind = executor.bind
 
         def bind_timed(step: Instruction, *rest: Any) -> Callable[[list], None]:
@@ -71,7 +70,7 @@ class StepClock:
         self.found.append((step, first, last))
 
     def read(self, run: Step, repeats: int = 7) -> list[tuple[Instruction, float, int]]:
-        """Each step, its microseconds and how many of its name there are, the longest first; medians."""
+        """Each step, its microseconds and the number of steps of its name, the longest first; medians."""
         spent: defaultdict[str, list[float]] = defaultdict(list)
         for _ in range(repeats):
             self.found.clear()
@@ -98,12 +97,12 @@ CLOCK = StepClock()
 
 
 def _kind(step: Instruction) -> str:
-    """Steps of one kind are told together: launches of a kernel, products of as much work."""
+    """The group of a step in the report: launches of one kernel, products of one size."""
     return f"{step.name} {step.contents.flops}" if isinstance(step, CallLibrary) else step.name
 
 
 def show_steps(run: Step, most: int, bandwidth: float) -> None:
-    """Prints what the steps of our programs take."""
+    """Prints the times of our programs' steps."""
     found = CLOCK.read(run)
     print(f" {sum(spent for _, spent, _ in found):.0f} us in {sum(calls for *_, calls in found)} steps")
     for step, spent, calls in found[:most]:

@@ -1,9 +1,8 @@
 """BERT-base inference beside eager, torch.jit.trace and torch.compile: frozen calls of three sizes, by turns.
 
-Every peer answers the same batch, in turn, round after round; the order turns from round to round. What is told is
-each peer's median and the median, over rounds, of ours divided by the quickest other peer's time in that round, which
-a machine that is busy for a while disturbs least. Logits are compared before anything is timed. A peer that does not
-run is left out, and named.
+Every peer answers the same batch, in turn, round after round, in alternating order. Reports each peer's median and the
+median, over rounds, of ours divided by the fastest other peer's time in that round, which a temporarily busy machine
+disturbs least. Logits are compared before the timing. A peer that does not run is left out, and named.
 
     python -m benchmarks inference --json benchmarks/results/inference.json
     python -m benchmarks inference --device cuda --only 1x328
@@ -33,15 +32,15 @@ SIZES = {"1x14": (1, 14), "1x328": (1, 328), "32x328": (32, 328)}
 """Batch and tokens."""
 
 WARM_UP, WARM_UP_SECONDS = 3, 2.0
-"""Calls of each peer before any is timed, and seconds after which there is no further one."""
+"""Untimed calls of each peer, and seconds after which they end."""
 FEWEST, MOST = 3, 200
-"""Rounds, whatever time they take."""
+"""Bounds of the number of rounds."""
 
 SMALL = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 61}
 
 
 class Encoder(nn.Module):
-    """BERT with tensors as arguments and as its result, which ``torch.jit.trace`` wants."""
+    """BERT with tensors as arguments and as its result, as ``torch.jit.trace`` requires."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -53,7 +52,7 @@ class Encoder(nn.Module):
 
 @dataclass(frozen=True)
 class Peer:
-    """What answers a batch.
+    """A callable that answers a batch.
 
     Attributes:
         call: ids and mask → hidden states.
@@ -84,7 +83,7 @@ PEERS: dict[str, Callable[..., Callable[..., Tensor]]] = {
     "autotune": compiled("max-autotune"),
     "ours": ours,
 }
-"""By name, what makes a callable of a module for a batch."""
+"""By name, functions that make a callable of a module for a batch."""
 
 
 def finish(device: torch.device) -> None:
@@ -94,7 +93,7 @@ def finish(device: torch.device) -> None:
 
 
 def made(name: str, module: nn.Module, batch: tuple[Tensor, ...]) -> Peer | None:
-    """The peer after its first calls; ``None``, with a line about it, if it does not run or answers something else."""
+    """The peer after its first calls; ``None``, with a printed line, if it does not run or its answer differs."""
     wanted = module(*batch)
     started = time.perf_counter()
     try:
@@ -117,7 +116,7 @@ def made(name: str, module: nn.Module, batch: tuple[Tensor, ...]) -> Peer | None
 
 
 def by_turns(peers: dict[str, Peer], batch: tuple[Tensor, ...], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of each peer, round by round, for about so long."""
+    """Milliseconds of each peer, round by round, for about ``seconds``."""
     times: dict[str, list[float]] = {name: [] for name in peers}
     names, begun, device = list(peers), time.perf_counter(), batch[0].device
     for turn in range(MOST):
@@ -133,7 +132,7 @@ def by_turns(peers: dict[str, Peer], batch: tuple[Tensor, ...], seconds: float) 
 
 
 def row_of(size: str, times: dict[str, list[float]], peers: dict[str, Peer]) -> Row:
-    """Medians, and ours beside the quickest of the others."""
+    """Medians, and ours relative to the fastest other peer."""
     row: Row = {"module": f"BERT-base {size}"}
     for name, spent in times.items():
         row[f"{name}_ms"] = statistics.median(spent)

@@ -2,13 +2,12 @@
 
     python -m benchmarks.kernels [--inductor] [--runs 30]
 
-Prints one Markdown table. GB/s counts every input and every result once. ``of copy`` compares with a ``copy_`` between
-two tensors in memory that is already there, which moves as many bytes in the same turn: below it, memory is the limit.
-``in cache`` is the evidence that arithmetic is: the time that the kernel's instructions alone would take, extrapolated
-from the difference of two calls on tensors that stay in the second-level cache, on one thread. What is left of such a
-call when the tensors shrink to nothing is the price of a call.
+Prints one Markdown table. GB/s counts every input and every result once. ``of copy`` compares with a ``copy_`` of as
+many bytes between two existing tensors, in the same turn: below it, memory is the limit. ``in cache`` shows whether
+arithmetic is: the time of the kernel's instructions alone, extrapolated from two calls on tensors that stay in the
+second-level cache, on one thread. The remainder for tensors of size zero is the price of a call.
 
-Freed memory is kept by the process (``mallopt``), so that no peer pays for page faults by the luck of the allocator.
+The process keeps freed memory (``mallopt``), so that no peer pays for page faults by chance.
 """
 
 from __future__ import annotations
@@ -289,8 +288,8 @@ def medians(functions: Sequence[Callable], runs: int) -> list[float]:
 
 
 def in_cache_seconds(case: Case, runs: int) -> tuple[float, float]:
-    """What the instructions of the full case take on all threads, and what a call takes without them: from two calls
-    whose tensors stay in the cache."""
+    """Seconds of the full case's instructions on all threads, and of a call without them: from two calls whose tensors
+    stay in the cache."""
     threads = torch.get_num_threads()
     a, b = case.small
     calls = []
@@ -306,13 +305,13 @@ def in_cache_seconds(case: Case, runs: int) -> tuple[float, float]:
 
 
 def copy_of(nbytes: int) -> Callable[[], object]:
-    """A copy that moves ``nbytes``: half are read, half are written."""
+    """A copy that moves ``nbytes``: half of them read, half written."""
     source, target = torch.ones(max(nbytes // 8, 1)), torch.ones(max(nbytes // 8, 1))
     return lambda: target.copy_(source)
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to serve and keep everything on its heap; elsewhere nothing happens."""
+    """Makes glibc serve all memory from its heap and keep it; does nothing elsewhere."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         trim_threshold, mmap_threshold = -1, -3

@@ -1,18 +1,19 @@
-"""Tokens per second of a HuggingFace loop on a GPU whose batches are each padded to their own longest text.
+"""Tokens per second of a HuggingFace loop on a GPU, each batch padded to its own longest text.
 
     python -m benchmarks lengths                                    # all peers, batches of 16 texts of 3 to 200 tokens
-    python -m benchmarks lengths --peers eager ours --seconds 20    # a few of them, for so long
+    python -m benchmarks lengths --peers eager ours --seconds 20    # some peers, for 20 seconds
 
 A step is ``model(**batch).loss.backward()``, fused AdamW, ``zero_grad``; batches come from pinned memory. Peers:
 
-    ours              dispatched, the length varies; ``off``: the same with ``cuda_graphs=False``
-    fixed             dispatched for one length, the mean of the padded ones, and fed with batches of that length
+    ours              dispatched with a dynamic length; ``off``: the same with ``cuda_graphs=False``
+    fixed             dispatched for the mean padded length, and fed with batches of that length
     eager             ``inductor``: ``torch.compile(dynamic=True)``; ``reduce-overhead``: that mode of it
 
-All are in one process, each with a copy of one model, and take turns: a few batches each, the same ones. Compiling is
-left out (the first batches, of three lengths); whatever else a new length costs is not. The last column is the last
-quarter of the turns, when lengths have been there before. ``--batches grouped``: the texts of a batch are about equally
-long, so that all lengths are equally frequent; else the longest of 16 decides, and most batches are long.
+All are in one process, each with a copy of one model, and take turns of a few equal batches each. Compilation is
+left out (the first batches, of three lengths); other costs of a new length are not. The last column is the last
+quarter of the turns, when most lengths have occurred before. ``--batches grouped``: the texts of a batch are about
+equally long, so that all lengths are equally frequent; otherwise the longest of 16 decides, and most batches are
+long.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ PEERS = ("ours", "fixed", "eager", "inductor", "reduce-overhead", "off")
 VOCABULARY = 4096
 SHORTEST, LONGEST, TEXTS = 3, 200, 16
 TURN = 10
-"""Batches of a turn."""
+"""Batches per turn."""
 
 Batch = dict[str, Tensor]
 
 
 def lengths(kind: str, seed: int) -> Iterator[int]:
-    """Of each batch the length of its longest text."""
+    """The longest text's length of each batch."""
     generator = random.Random(seed)
     while True:
         texts = [generator.randint(SHORTEST, LONGEST) for _ in range(1 if kind == "grouped" else TEXTS)]
@@ -58,14 +59,14 @@ def batch(length: int, seed: int) -> Batch:
     own[0] = length
     present = torch.arange(length) < own
     labels = ids.masked_fill(~present | (torch.rand(ids.shape, generator=generator) > 0.15), -100)
-    labels[0, 0] = ids[0, 0]  # a batch without any word to predict has no loss
+    labels[0, 0] = ids[0, 0]  # a batch without a word to predict has no loss
     made = {"input_ids": ids.masked_fill(~present, 0), "attention_mask": present.long(), "labels": labels}
     return {name: tensor.pin_memory() for name, tensor in made.items()}
 
 
 @dataclass
 class Peer:
-    """A model that trains, and what became of its turns.
+    """A model in training, and the results of its turns.
 
     Attributes:
         tokens, seconds: of each turn, padding counted.
@@ -95,7 +96,7 @@ class Peer:
         self.tokens.append(sum(each["input_ids"].numel() for each in given))
 
     def speed(self, begin: float = 0.0) -> float:
-        """Tokens per second, from a part of the turns on."""
+        """Tokens per second, from a share of the turns on."""
         first = int(begin * len(self.tokens))
         return sum(self.tokens[first:]) / sum(self.seconds[first:])
 
@@ -126,7 +127,7 @@ def peers(names: list[str], layers: int, width: int, mean: int, attention: str) 
             for length in (67, 120, 41):
                 peer.step(batch(peer.length or length, 1))
             torch.cuda.synchronize()
-        except Exception as error:  # noqa: BLE001 - the others are to be seen all the same
+        except Exception as error:  # noqa: BLE001 - the other peers go on
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
             continue
         made[name] = peer
@@ -135,7 +136,7 @@ def peers(names: list[str], layers: int, width: int, mean: int, attention: str) 
 
 
 def show(running: dict[str, Peer]) -> None:
-    """Prints what became of the turns so far."""
+    """Prints the results of the turns so far."""
     first, *_ = running.values()
     print(f"{TURN * len(first.tokens)} batches each; tokens per second, and {next(iter(running))} / peer")
     print("| peer | all | last quarter |\n|---|---:|---:|")
@@ -160,7 +161,7 @@ def main() -> None:
     print(f"{machine}, {options.batches}, mean length {mean}", flush=True)
     running = peers(options.peers, options.layers, options.width, mean, options.attention)
     drawn, begin, seed = lengths(options.batches, 2), time.perf_counter(), 100
-    for part in (0.5, 1.0):  # a table at half of the time, too
+    for part in (0.5, 1.0):  # also a table at half of the time
         while time.perf_counter() < begin + part * options.seconds:
             seeds, seed = range(seed, seed + TURN), seed + TURN
             given = [batch(next(drawn), each) for each in seeds]

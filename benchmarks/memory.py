@@ -1,13 +1,13 @@
 """Bytes saved for the backward: eager, ours by strategy, and torch's own min-cut partitioner.
 
     python -m benchmarks.memory              the table; nothing is compiled; --json FILE writes its rows
-    python -m benchmarks.memory --plans      what min_cut saves in every row, and why
+    python -m benchmarks.memory --plans      the saved tensors of min_cut in every row, with reasons
     python -m benchmarks.memory --measure    min_cut measured on a dispatched call, not read from the plan
     python -m benchmarks.memory --peak       peak memory of training steps of a 12-layer BERT
     python -m benchmarks.memory --curve bert [--plot out.png]    bytes against recomputed flops, budget by budget
 
-What counts, for all alike: distinct storages that are saved for the backward, dropout masks included; not what is alive
-anyway: parameters, buffers, the input, and what the module returns. Float32, train mode.
+All count distinct storages that are saved for the backward, including dropout masks; not those alive anyway:
+parameters, buffers, the input, and the module's results. Float32, train mode.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from bridge.show.memory import SavedBytes, kept_bytes, saved_bytes, saved_for_ba
 from partition import MinCut, build_graph, fewest_bytes
 from partition.cost import flops, product, save_cost
 
-#: What a transformer's min_cut may save, as a share of what eager saves.
+#: The goal of a transformer's min_cut: saved bytes as a share of eager's.
 GOAL = 0.6
 
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes that each way saves for one module's backward; ``min_cut`` from the plan, or measured on a call."""
+    """Saved bytes of one module's backward by each strategy; ``min_cut`` from the plan, or measured on a call."""
 
     name: str
     saved: SavedBytes
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """What ``min_cut`` saves, as a share of what eager saves."""
+        """The saved bytes of ``min_cut`` as a share of eager's."""
         return self.min_cut / self.saved.eager
 
 
@@ -58,7 +58,7 @@ def measure(name: str, dispatched: bool = False) -> Row:
 
 
 def numbers(row: Row) -> dict[str, Any]:
-    """The row as `benchmarks.tables` wants it, bytes as they are."""
+    """The row for `benchmarks.tables`, in bytes."""
     saved = row.saved
     return {
         "module": row.name,
@@ -73,7 +73,7 @@ def numbers(row: Row) -> dict[str, Any]:
 
 
 def beyond(row: Row) -> str:
-    """Why a row misses the goal, and the recomputation of matrix products that would reach it."""
+    """The reason why a row misses the goal, and the recomputed matrix products that would reach it."""
     module, x = make(row.name)
     lowered = lower(module, x)
     draws = kept_bytes(lowered) - lowered.plan.bytes
@@ -97,7 +97,7 @@ def beyond(row: Row) -> str:
 
 
 def saved_table(only: str, plans: bool, dispatched: bool, file: Path | None) -> None:
-    """Prints the table, then what misses a goal; ``file`` gets the rows as JSON."""
+    """Prints the table, then the rows that miss a goal; ``file`` gets the rows as JSON."""
     columns = FORMS["memory"]
     print(header(columns))
     rows = []

@@ -1,4 +1,4 @@
-"""The modules of the memory table, at the sizes people train them in."""
+"""The modules of the memory table, at their usual training sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def vit_layer(attention: str) -> nn.Module:
     return ViTLayer(config)
 
 
-#: Name of the row: what makes the module, and the shape of its float32 input.
+#: Name of the row → a function that makes the module, and the shape of its float32 input.
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BertLayer": (bert_layer, (8, 128, 768)),
     "GPT-2 block": (gpt2_block, (8, 128, 768)),
@@ -34,7 +34,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "GELU-MLP": (gelu_mlp, (1024, 768)),
 }
 
-#: The rows that the goal of 0.6 of eager's bytes is for.
+#: The rows with the goal of 0.6 of eager's bytes.
 TRANSFORMERS = ("BertLayer", "GPT-2 block", "LLaMA block", "ViT layer", "ViT layer, fused attention")
 
 

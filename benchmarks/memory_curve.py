@@ -1,4 +1,4 @@
-"""What each budget buys: bytes saved for the backward against work done again, as a table and as a picture."""
+"""The memory curve: per budget, bytes saved for the backward against recomputed work, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["curve_table", "plot"]
 def curve_table(name: str, picture: str | None = None) -> None:
     """Prints the curve of the first row of the memory table whose name contains ``name``; draws it to ``picture``.
 
-    ``SystemExit`` if there is no such row.
+    ``SystemExit`` if there is none.
     """
     found = [row for row in BLOCKS if name.lower() in row.lower()]
     if not found:
@@ -28,7 +28,7 @@ def curve_table(name: str, picture: str | None = None) -> None:
     graph = build_graph(joint, *counts)
     forward = sum(flops(graph, node) for node in graph.forward)
     draws = kept_bytes(lowered) - lowered.plan.bytes
-    eager = eager_saved_bytes(module, (x,)) - draws  # a curve counts captures; masks are kept at every point alike
+    eager = eager_saved_bytes(module, (x,)) - draws  # a curve omits masks, which every point keeps
     print(f"{found[0]}, {'x'.join(map(str, x.shape))}; products may be recomputed\n")
     print("| strategy | captures MiB | / save_all | / eager | Gflop again | / forward | MiB moved again | reached |")
     print("|---|---:|---:|---:|---:|---:|---:|---|")
@@ -43,7 +43,7 @@ def curve_table(name: str, picture: str | None = None) -> None:
 
 
 def plot(points: Sequence[Point], forward: int, eager: int, title: str, picture: str) -> None:
-    """Draws captured MiB against recomputed flops (in per cent of the forward's) to an image file."""
+    """Draws saved MiB against recomputed flops (in per cent of the forward's) to an image file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,7 +58,7 @@ def plot(points: Sequence[Point], forward: int, eager: int, title: str, picture:
         color="0.7",
         zorder=1,
     )
-    labels: dict[tuple[int, int], list[str]] = {}  # several budgets may lead to one plan
+    labels: dict[tuple[int, int], list[str]] = {}  # several budgets may give one plan
     for point in points:
         label = point.strategy if point.budget is None else f"{point.budget:g}"
         labels.setdefault((point.flops, point.bytes), []).append(label)

@@ -1,4 +1,4 @@
-"""Whole models of random parameters with a batch, at their usual sizes, or at sizes that only show that it runs."""
+"""Whole models of random parameters with a batch, at their usual sizes, or at small ones for a smoke test."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["MODELS", "Model", "loss_of"]
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be made.
+    """A model.
 
     Attributes:
         make: ``make(quick)``: the module in training mode.
         batch: ``batch(module, length)``: keyword arguments of a call.
-        lengths: tokens, or steps, of the first batch and of another one; ``None``: there is no such thing.
+        lengths: tokens, or steps, of the first and of another batch; ``None``: not applicable.
     """
 
     make: Callable[[bool], nn.Module]
@@ -35,7 +35,7 @@ class Model:
 
 
 def loss_of(result: Any) -> Tensor:
-    """A number to go backward from."""
+    """A scalar for the backward."""
     if isinstance(result, Tensor):
         return result.sum()
     return result[0].sum() if isinstance(result, tuple) else result.loss
@@ -117,4 +117,4 @@ MODELS: dict[str, Model] = {
         lambda quick: LayerNormLSTM(8 if quick else 512).train(), _steps(64), (1000, 800)
     ),
 }
-"""By name; sizes in it are those of the full one."""
+"""By name, which gives the full sizes."""

@@ -1,18 +1,18 @@
-"""What a dispatched call costs besides its arithmetic: forward and backward of modules that have next to nothing to do.
+"""The overhead of a dispatched call: forward and backward of modules with next to no work.
 
-Ours, eager and, on request, torch.compile take turns in one process; medians. The second table takes our call apart:
+Ours, eager and, on request, torch.compile take turns in one process; medians. The second table divides our call:
 
-    guard      is this call what was compiled (:meth:`bridge.dispatch.guards.EntryGuard.check`)
-    draws      random numbers, the arithmetic of which is in here; nothing where there are none
+    guard      the guard's check (:meth:`bridge.dispatch.guards.EntryGuard.check`)
+    draws      random numbers, with their arithmetic; zero where there are none
     function   an ``autograd.Function`` with the same tensors that computes nothing, forward and backward
-    steps      the two programs, kernels and library calls included, and what belongs to the forward: what is saved
-    rest       what is left of the whole: finding the entry, building the result, autograd's engine adding up gradients
+    steps      the two programs with kernels and library calls, and the forward's saved tensors
+    rest       the remainder: finding the entry, building the result, autograd's engine adding up gradients
 
-The third table is the decision alone, of modules small and large:
+The third table is the guard alone, of modules small and large:
 
-    decision   this call is what was compiled, as every call of a loop is after the first
+    decision   the check of every call of a loop after the first
     after train()  the same after ``module.train()``, which writes to every submodule
-    closer look  an argument of other strides, without meaning (:meth:`bridge.dispatch.guards.EntryGuard.match`)
+    closer look  an argument of equivalent strides (:meth:`bridge.dispatch.guards.EntryGuard.match`)
 
     python -m benchmarks.overhead --compile
 """
@@ -64,7 +64,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-#: What is decided about has a width of 8 everywhere: the decision does not look at numbers.
+#: Modules for the decision have width 8, since it does not depend on numbers.
 DECISIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "Linear": (lambda: nn.Linear(8, 8), (1, 2, 8)),
     "Linear, GELU, Dropout, Linear": (
@@ -80,7 +80,7 @@ DECISIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 class Nothing(torch.autograd.Function):
-    """Takes and saves tensors as a dispatched call does, and returns what was made before."""
+    """Takes and saves tensors as a dispatched call does, and returns existing ones."""
 
     @staticmethod
     def forward(ctx, results: tuple[Tensor, ...], saved: list[Tensor], gradients: list[Tensor], *wanted: Tensor):
@@ -108,7 +108,7 @@ def interleaved(actions: dict[str, Callable[[], object]], rounds: int) -> dict[s
 
 
 def step(module: nn.Module, x: Tensor) -> Callable[[], None]:
-    """One forward and backward; gradients are added up, as between two optimizer steps."""
+    """One forward and backward; gradients accumulate, as between two optimizer steps."""
     grad = torch.randn(_first(module(x)).shape)
     return lambda: _first(module(x)).backward(grad)
 
@@ -118,7 +118,7 @@ def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def parts(module: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
-    """The pieces of a dispatched call, each to be timed alone."""
+    """The parts of a dispatched call, to be timed separately."""
     (entry,) = stats(module).entries
     inputs = entry.guard.match(SampleCall(module, (x,), {}))
     call = CallValues()
@@ -153,7 +153,7 @@ def _act(actions: list[Action], call: CallValues) -> None:
 
 
 def _draw(actions: list[Action], call: CallValues) -> None:
-    call.primals = call.inputs  # draws are put behind them
+    call.primals = call.inputs  # draws are appended to them
     _act(actions, call)
 
 
@@ -169,7 +169,7 @@ def _backward(entry: Entry, inputs: list[Tensor]) -> None:
 
 
 def measure(name: str, rounds: int, with_compile: bool) -> tuple[dict[str, float], dict[str, float], str]:
-    """Microseconds of the whole per peer and of the parts, and how many steps the programs have."""
+    """Microseconds of a whole call per peer and of its parts, and the number of the programs' steps."""
     make, shape = MODULES[name]
     torch.manual_seed(0)
     eager = make().train()
@@ -188,13 +188,13 @@ def measure(name: str, rounds: int, with_compile: bool) -> tuple[dict[str, float
 
 
 def decisions(name: str, rounds: int) -> list[str]:
-    """Microseconds of the decision alone."""
+    """Microseconds of the guard alone."""
     make, shape = DECISIONS[name]
     module = make().train()
     x = torch.randn(shape, requires_grad=True)
     other = x.detach().as_strided(shape, (7, *x.stride()[1:])).requires_grad_()
     guard = EntryGuard(module, capture(SampleCall(module, (x,), {})), [x])
-    module.__dict__["_compiled_call_impl"] = None  # where the dispatcher would be
+    module.__dict__["_compiled_call_impl"] = None  # the dispatcher's place
     assert guard.check(module, (x,), {}) is not None and guard.check(module, (other,), {}) is None
     times: dict[str, list[float]] = {"decision": [], "after train()": [], "closer look": []}
 

@@ -1,10 +1,10 @@
-"""The partition on many graphs: valid, deterministic, and how long it takes.
+"""The partition on many graphs: validity, determinism, and its time.
 
     python -m benchmarks.partition_graphs
 
-A thousand random joint functions of 60 to 160 forward bindings (those of the property tests, larger): each is cut
-twice, the plans and both halves must be the same text, and what the halves compute from what is saved must be what the
-joint function computes. Then a joint function as large as BERT-base's: 12 layers.
+A thousand random joint functions of 60 to 160 forward bindings (larger ones than in the property tests): each is cut
+twice. Plans and halves must be the same text, and the halves must compute the joint function from the saved tensors.
+Then a joint function as large as BERT-base's: 12 layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check(seed: int) -> tuple[int, float]:
     assert parts.plan == again.plan, f"seed {seed}: two plans"
     assert str(parts.forward) == str(again.forward) and str(parts.backward) == str(again.backward), f"seed {seed}"
     args = random_args(joint.params, seed)
-    with np.errstate(all="ignore"):  # deep random graphs overflow; both sides alike
+    with np.errstate(all="ignore"):  # deep random graphs overflow, on both sides alike
         expected = evaluate(joint, args)
         outputs, gradients = run_both_halves(parts, num_primals, num_outputs, args)
     for found, wanted in zip([*outputs, *gradients], expected, strict=True):

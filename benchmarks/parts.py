@@ -1,12 +1,11 @@
-"""Models with a part that cannot be captured: whole=False and torch.compile(backend="tvm_dispatch") beside eager.
+"""Models with an uncapturable part: whole=False and torch.compile(backend="tvm_dispatch") beside eager.
 
     python -m benchmarks parts                      # both models
     python -m benchmarks parts --device cuda --only experts
 
-Of each model: the share of an eager forward's time that lies in what is dispatched, the largest relative difference of
-20 losses from eager's (AdamW, dropout on, one seed), and medians of a step (forward and backward), peers by turns.
-``experts`` routes tokens in a Python loop over the experts that were hit; ``filter`` computes with NumPy between
-its layers which tokens stay.
+For each model: the share of an eager forward's time in dispatched modules, the largest relative difference of 20 losses
+from eager's (AdamW, dropout on, one seed), and medians of a step (forward and backward), peers by turns. ``experts``
+routes tokens in a Python loop over the selected experts; ``filter`` uses NumPy between its layers to select tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ STEPS = 20
 
 
 class Filtered(nn.Module):
-    """A BERT in which half of the tokens, those that matter least, leave after some layers; NumPy says which."""
+    """A BERT that keeps, after some layers, the half of the tokens with the largest first feature, chosen by NumPy."""
 
     def __init__(self, quick: bool):
         super().__init__()
@@ -48,7 +47,7 @@ class Filtered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.before:
             x = layer(x)
-        worth = x[..., 0].detach().cpu().numpy()  # norms behind a LayerNorm are alike but for rounding
+        worth = x[..., 0].detach().cpu().numpy()  # not the norms: behind a LayerNorm they are equal but for rounding
         order = torch.from_numpy(worth.argsort(1)[:, x.shape[1] // 2 :].copy()).to(x.device)
         x = x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
         for layer in self.after:
@@ -76,7 +75,7 @@ MODELS: dict[str, Callable[[bool], tuple[nn.Module, dict[str, Any]]]] = {"expert
 
 
 def losses(model: nn.Module, batch: dict[str, Any]) -> list[float]:
-    """Of each of ``STEPS`` steps under one seed."""
+    """The loss of each of ``STEPS`` steps under one seed."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     found = []

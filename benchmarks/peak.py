@@ -1,13 +1,13 @@
 """Peak memory of a training step: eager beside partition strategies, and their loss curves.
 
 The measure is torch's own accounting of its CPU allocator: under ``torch.profiler`` with ``profile_memory`` every
-allocation and release of a tensor's memory is an event, those inside operators and programs included, and the peak is
-the largest running sum of one step. What is alive before the step (parameters, moments of the optimizer) is the same
-for all and not in it; gradients are, because every step makes them anew. Not seen: scratch memory that a library takes
-past the allocator, the stack of our kernels. Resident pages (RSS) would show what the C library holds back as well.
+allocation and release of a tensor's memory is an event, also inside operators and programs, and the peak is the largest
+running sum of one step. Memory from before the step (parameters, optimizer moments) is the same for all peers and not
+counted; gradients are, because every step makes them anew. Not seen: scratch memory that a library takes past the
+allocator, and the stack of our kernels. Resident pages (RSS) would include memory that the C library holds back.
 
 The *arena*, the memory of a program's intermediates, is kept between calls, so a steady step does not allocate it. It
-is counted apart, and added for the total: programs that run in turn share it, so it is the largest of theirs.
+is counted separately, and added for the total: programs that run in turn share the largest one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL = "--layers 12 --hidden 256 --heads 4 --dispatch layers"
 
 HEADER = "peak MiB, arenas MiB, sum MiB, sum / eager, captures of a layer MiB, last loss, largest difference of losses"
 
-#: What is compared: ``None`` is eager, everything else a ``partition``.
+#: The peers: ``None`` is eager, everything else a ``partition``.
 PEERS: dict[str, Any] = {
     "eager": None,
     "save_all": "save_all",
@@ -47,7 +47,7 @@ PEERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One peer: bytes of the peak of a step, bytes of arenas, bytes of one layer's captures, the losses."""
+    """The measurements of one peer: bytes of a step's peak, of arenas, of one layer's saved tensors; the losses."""
 
     peak: int
     arenas: int
@@ -56,7 +56,7 @@ class Measured:
 
 
 def peak_of(step: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator holds during ``step()`` beyond what it held before."""
+    """The peak of torch's CPU allocator during ``step()``, in bytes above its level before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -66,13 +66,13 @@ def peak_of(step: Callable[[], object]) -> int:
 
 
 def arena_bytes(modules: Iterable[nn.Module]) -> int:
-    """Bytes of the arena of one thread: the largest of the programs behind dispatched modules."""
+    """Bytes of the arena of one thread: the largest of the programs of dispatched modules."""
     entries = [entry for module in modules for entry in stats(module).entries]
     return max(program.arena_bytes for entry in entries for program in (entry.forward, entry.backward))
 
 
 def train(model: nn.Module, batches: list[dict], options: argparse.Namespace, partition: Any) -> Measured:
-    """Some training steps of a copy of ``model``; the peak is of the last one."""
+    """Trains a copy of ``model`` for some steps; the peak is the last step's."""
     model = copy.deepcopy(model)
     modules = []
     if partition is not None:
@@ -91,7 +91,7 @@ def train(model: nn.Module, batches: list[dict], options: argparse.Namespace, pa
 
 
 def peak_table(batch: int, seq: int, steps: int = 4) -> None:
-    """Prints the table: a row per peer, in one process, each from the same parameters, batches and seed."""
+    """Prints a table with a row per peer, in one process, from equal parameters, batches and seed."""
     options = train_bert.parse(f"{MODEL} --batch {batch} --seq {seq} --steps {steps}".split())
     documents = corpus()
     tokenizer = build_tokenizer(documents, options.vocabulary)

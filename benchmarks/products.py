@@ -1,8 +1,8 @@
-"""Ways to compute matrix products beside torch's own, and which the compiler chose by measuring their classes.
+"""Algorithms of matrix products beside torch's own, with the compiler's choice by measuring their classes.
 
-The three products of a linear layer (the result, the gradient of its input, the gradient of its weight) and those of an
-attention, at their real sizes. The ways take turns; medians, as ratios to torch's. On request, what merging three
-products that share an operand would gain.
+The three products of a linear layer (result, gradients of input and weight) and the products of an attention, at their
+real sizes. Algorithms take turns; medians, as ratios to torch's. On request, the gain of merging three products that
+share an operand.
 
     python -m benchmarks.products
 """
@@ -33,7 +33,7 @@ WARM_UP = 3
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
-    """Our ``a @ b`` of two matrices that are dense or transposed, as a program would run it."""
+    """Our ``a @ b`` of two dense or transposed matrices, as in a program."""
     params, operands, inputs, body = [], [], [], []
     normalize = BlockBuilder().normalize
     for name, matrix in (("a", a), ("b", b)):
@@ -74,7 +74,7 @@ def linear_shapes(m: int, k: int, n: int, element_type: str) -> dict[str, Produc
 
 
 def attention_shapes(batch: int, length: int, element_type: str) -> dict[str, ProductShape]:
-    """Scores and mixed values of twelve heads of 64, read from where the linear layers left them."""
+    """Scores and mixed values of twelve heads of 64, in the memory layout of the linear layers' results."""
     heads = LayoutClass("row", copied=True)
     keys = LayoutClass("column", copied=True)
     return {
@@ -84,7 +84,7 @@ def attention_shapes(batch: int, length: int, element_type: str) -> dict[str, Pr
 
 
 def way_row(policy: CpuProducts, name: str, shape: ProductShape, rounds: int) -> str:
-    """Every way's time as a ratio to torch's own, and the way that the policy chose, generated code with its plan."""
+    """The time of each algorithm as a ratio to torch's own, and the policy's choice; generated code with its plan."""
     ways, trial = policy.ways(shape), ProductTrial.of(shape)
     found = medians(policy.runs(shape, trial, ways), rounds)
     usual, chosen = ways[0], policy.choose(shape)

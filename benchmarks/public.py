@@ -3,20 +3,20 @@
     python -m benchmarks public --out results --device cuda --precision amp --jobs 6 --time-limit 280
     python -m benchmarks public --out results --small --peers eager ours          # 20 + 20 small ones, for a CPU
 
-A step is forward, loss, backward and a fused AdamW; models have random parameters, sizes and batches are those of the
+A step is forward, loss, backward and a fused AdamW; models have random parameters, sizes and batches come from the
 lists (:mod:`benchmarks.public_models`), and nothing is downloaded. TIMM's models need ``timm``.
 
-A process for each model, with empty caches; ``--jobs`` of them compile side by side. One at a time is timed, and all
-others are stopped meanwhile. A first step's seconds are without stops, but beside other compilations. Times are medians
-of turns of all peers: ``ms`` of a synchronised step, ``run_ms`` of a step in a run that waits once, at its end. A model
-that lacks room on the device beside others comes once more, last and by itself: then, if it has to be, with peers one
-after another, and with fewer rows. Gradients of the first step are compared with those of a better precision, the
-judge: float64 for float32, float32 for autocast to bfloat16 (``amp``). A peer that raises is told by its error, and the
+A process for each model, with empty caches; ``--jobs`` of them compile side by side. One at a time is timed, while all
+others are stopped. A first step's seconds exclude stops, but include the effect of other compilations. Times are
+medians of turns of all peers: ``ms`` of a synchronised step, ``run_ms`` of a step in a run with one synchronisation at
+its end. A model that runs out of device memory beside others is repeated at the end, by itself; if necessary with one
+peer after another, and with fewer rows. Gradients of the first step are compared with a judge of better precision:
+float64 for float32, float32 for autocast to bfloat16 (``amp``). A peer that raises is reported by its error, and the
 others go on.
 
-``--out`` gets a line of JSON for each model as soon as it is done, and at the end a table, a picture and results for
-``benchmarks.tables``. What is there already (or in ``--known``), with all ``--peers``, is not measured again: key is
-model, device, torch and precision. ``--time-limit``: what is not done by then is dropped, and comes at the next visit.
+``--out`` gets a line of JSON for each finished model, and at the end a table, a picture and results for
+``benchmarks.tables``. Existing rows (also in ``--known``) with all ``--peers`` are not measured again; their key is
+model, device, torch and precision. ``--time-limit``: drops unfinished models, for a later visit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from benchmarks.results import Row, machine, versions
 
 PEERS = ("eager", "default", "max-autotune", "ours")
 _GRACE_S = 120
-"""Seconds beyond ``--patience`` after which a process that says nothing is ended."""
+"""Seconds beyond ``--patience`` after which a silent process is ended."""
 
 
 @dataclass
@@ -59,12 +59,12 @@ class Child:
 
     Attributes:
         name: of the model.
-        process: leader of a group of its own, which its helpers belong to.
-        events: the pipe that it tells its lines to.
+        process: leader of its own process group, which includes its helpers.
+        events: the pipe with its lines.
         folder: its scratch.
-        row: what it has told so far.
-        heard: when it told something.
-        stopped_at: when it was stopped; ``None``: it runs.
+        row: the results so far.
+        heard: the time of its last event.
+        stopped_at: the time when it was stopped; ``None``: it runs.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Child:
     unread: bytes = b""
 
     def told(self) -> Iterator[dict[str, Any]]:
-        """Events that have arrived; ``{"ended": True}`` is the last one."""
+        """Arrived events; ``{"ended": True}`` is the last one."""
         arrived = os.read(self.events, 1 << 16)
         *lines, self.unread = (self.unread + arrived).split(b"\n")
         self.heard = time.monotonic()
@@ -92,7 +92,7 @@ class Child:
             self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """The group runs again; it can read how long it did not."""
+        """Continues the group, which can read the length of its stop."""
         if self.stopped_at is not None:
             seconds, self.stopped_at = time.monotonic() - self.stopped_at, None
             self.heard += seconds
@@ -101,7 +101,7 @@ class Child:
             self._signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Ends the group, and leaves nothing behind."""
+        """Ends the group, and removes its files."""
         self._signal(signal.SIGKILL)
         self.process.wait()
         os.close(self.events)
@@ -112,11 +112,11 @@ class Child:
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
-            pass  # all of them have gone
+            pass  # the group has ended
 
 
 class Visit:
-    """Measures models until there are none left, or no time."""
+    """Measures models until none or no time is left."""
 
     def __init__(self, options: argparse.Namespace, rows: Rows, common: Row):
         self._options, self._rows, self._common = options, rows, common
@@ -130,7 +130,7 @@ class Visit:
         self._selector = selectors.DefaultSelector()
 
     def run(self, peers: dict[str, list[str]]) -> list[str]:
-        """Measures models with the peers of each; names that there was no time for."""
+        """Measures models with their peers; returns the names that time did not suffice for."""
         self._peers = peers
         self._pending.extend(peers)
         try:
@@ -138,7 +138,7 @@ class Visit:
                 self._admit()
                 for ready, _ in self._selector.select(min(self._left(), 1.0)):
                     for event in ready.data.told():
-                        if ready.data in self._children:  # it may be done before its pipe ends
+                        if ready.data in self._children:  # its row may be done before its pipe ends
                             self._act(ready.data, event)
                 self._end_the_silent()
             return [*(child.name for child in self._children), *self._crowded, *self._pending]
@@ -151,7 +151,7 @@ class Visit:
         return limit - (time.monotonic() - self._begun) if limit else float("inf")
 
     def _admit(self) -> None:
-        """Starts what may run beside the others; nothing while one is timed."""
+        """Starts models that may run beside the others; none during a timing."""
         while self._pending and self._timed is None and len(self._children) < self._options.jobs:
             self._start(self._pending.popleft(), has_room=self._options.jobs == 1)
         if self._crowded and not self._pending and not self._children:
@@ -209,7 +209,7 @@ class Visit:
             self._lost(child)
 
     def _grant(self) -> None:
-        """The first that waits is timed, and the others stop; if none waits, all go on."""
+        """Times the first waiting model and stops the others; if none waits, continues all."""
         if self._timed is None and self._waiting:
             self._timed = self._waiting.popleft()
             for child in self._children:
@@ -232,7 +232,7 @@ class Visit:
                 self._done(child, f"ended: silent for {silent:.0f} s")
 
     def _lost(self, child: Child) -> None:
-        """A process that has gone before its row was done."""
+        """A process that ended before its row was done."""
         code = child.process.wait()
         log = (self._options.out / "logs" / f"{child.name.replace('/', '_')}.txt").read_text(errors="replace")
         last = [line for line in log.splitlines() if line.strip()][-1:]
@@ -264,13 +264,13 @@ class Visit:
 
 
 def row_of(name: str, common: Row, options: argparse.Namespace) -> Row:
-    """What is known of a row before it is measured."""
+    """A row's fields before the measurement."""
     listed = models_of(options.list)[name]
     return {"model": name, "suite": listed.suite, "small": listed.small, **common, "peers": list(options.peers)}
 
 
 def told(row: Row) -> str:
-    """A row in a line, as it is printed when it is done."""
+    """A finished row as a printed line."""
     words = [outcome(row)]
     for clock, unit in (("first_s", "s"), ("ms", "ms"), ("run_ms", "ms in a run")):
         times = [f"{peer} {row[f'{peer}_{clock}']:.1f}" for peer in PEERS if f"{peer}_{clock}" in row]
@@ -285,7 +285,7 @@ def models_of(module: str) -> dict[str, PublicModel]:
 
 
 def common_of(options: argparse.Namespace) -> Row:
-    """What all rows of a visit have: the key's parts but the model, and what else a reader has to know."""
+    """The fields that all rows of a visit share: the key without the model, and the circumstances."""
     return {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else re.split(r", \d+ cores", machine())[0],
         "torch": torch.__version__,
@@ -298,7 +298,7 @@ def common_of(options: argparse.Namespace) -> Row:
 
 @contextmanager
 def measured_list(options: argparse.Namespace, rows: Rows, common: Row) -> Iterator[dict[str, list[str]]]:
-    """Names that are to be measured, with peers; afterwards tables and pictures are written, whatever happened."""
+    """Yields the names to measure, with their peers; always writes tables and pictures at the end."""
     names: dict[str, list[str]] = {}
     for name, listed in models_of(options.list).items():
         if listed.small != options.small or not any(text in name for text in options.only):
@@ -321,7 +321,7 @@ def measured_list(options: argparse.Namespace, rows: Rows, common: Row) -> Itera
 
 
 def measure_one(options: argparse.Namespace) -> None:
-    """In the process of a model."""
+    """The work of a model's process."""
     from benchmarks.public_model import Model, Parent, measure
 
     warnings.simplefilter("ignore")
@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.measure:
         measure_one(options)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # tables are written, no process is left
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # writes tables, ends all processes
     common = common_of(options)
     rows = Rows(options.out / "public.jsonl", options.known)
     print(f"{common['device']}, {common['precision']}, {versions()}; {', '.join(options.peers)}", flush=True)

@@ -1,7 +1,7 @@
-"""One public model in a process of its own: first steps, gradients, times, peaks of all peers → a row, told bit by bit.
+"""One public model in a process of its own: first steps, gradients, times, peaks of all peers → a row, part by part.
 
-The process tells its parent, :mod:`benchmarks.public`, what it found by lines of JSON, asks it before it times
-anything, and waits for a line: until it says that it is done, the processes of other models are stopped.
+The process sends its parent, :mod:`benchmarks.public`, results as lines of JSON. Before a timing it asks the parent and
+waits for a line; until it reports the end, the processes of other models are stopped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["PRECISION_NAMES", "Parent", "measure"]
 PRECISION_NAMES = {"float32": "fp32", "amp": "amp"}
 _JUDGES = {"float32": ("float64", Precision(torch.float64)), "amp": ("float32", PRECISIONS["fp32"])}
 _FLOOR = {"float32": 1e-6, "amp": 2.0**-8}
-"""How far from the judge, by its own size, a number may be however near eager is."""
+"""The always accepted distance of a number from the judge's, relative to its size."""
 _FURTHER = 2
 _ROUNDS = (3, 15)
 _ROUNDS_IN_A_ROW, _IN_A_ROW = 3, (3, 20)
@@ -46,7 +46,7 @@ class Parent:
     """The process that started this one.
 
     Attributes:
-        events: where lines of JSON go.
+        events: the pipe for lines of JSON.
         pauses: a file with the seconds of each stop of this process; ``None``: it is never stopped.
         waits: whether it answers.
     """
@@ -56,7 +56,7 @@ class Parent:
     waits: bool = True
 
     def tell(self, **event: Any) -> None:
-        """One line."""
+        """Sends a line."""
         print(json.dumps(event), file=self.events, flush=True)
 
     def stopped(self) -> float:
@@ -71,7 +71,7 @@ class Parent:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nothing else runs meanwhile."""
+        """While active, no other process runs."""
         self.tell(wants="alone")
         if self.waits and not sys.stdin.readline():
             raise EOFError("the parent has gone")
@@ -83,12 +83,12 @@ class Parent:
 
 @dataclass
 class Memory:
-    """Bytes that each peer holds between steps and at its peak; on a GPU by torch's allocator, all peers being there.
+    """Bytes that each peer holds between steps and at its peak; on a GPU by torch's allocator, which all peers share.
 
     Attributes:
         device: of the peers.
-        held: bytes that are left after a peer's steps, parameters, moments and recorded graphs' memory included.
-        peak: with the most beyond it in any step but the first.
+        held: bytes that a peer's steps leave, with parameters, moments and recorded graphs' memory.
+        peak: the same plus the largest excess in any step but the first.
     """
 
     device: torch.device
@@ -97,7 +97,7 @@ class Memory:
 
     @contextmanager
     def of(self, name: str, counts: bool = True) -> Iterator[None]:
-        """What is allocated meanwhile is this peer's; ``counts``: at the peak, too."""
+        """While active, allocations count for this peer; ``counts``: also for its peak."""
         if self.device.type != "cuda":
             yield
             return
@@ -109,7 +109,7 @@ class Memory:
         self.held[name] += torch.cuda.memory_allocated() - before
 
     def step(self, name: str, step: Step) -> Step:
-        """The step, counted."""
+        """The step with its memory counted."""
 
         def run() -> None:
             with self.of(name):
@@ -118,7 +118,7 @@ class Memory:
         return run
 
     def profiled(self, name: str, peer: Peer) -> None:
-        """On a CPU: of one more step, by torch's profiler, with the arenas of our programs."""
+        """On a CPU: counts one more step, by torch's profiler, with the arenas of our programs."""
         tensors = [*peer.module.parameters(), *peer.module.buffers(), *peer.batch.tensors]
         if peer.optimizer is not None:
             tensors += [each for state in peer.optimizer.state.values() for each in state.values()]
@@ -130,13 +130,13 @@ class Memory:
 
 @dataclass
 class Judge:
-    """Loss and gradients of a first step in a better precision; how far others are from them.
+    """Loss and gradients of a first step in a better precision, and the peers' distances from them.
 
     Attributes:
         loss: of the step.
         gradients: by the parameter's name, on the CPU.
         floor: see :data:`_FLOOR`.
-        distances: of each peer's gradients, by the parameter's name; ``None`` where only one of both has one.
+        distances: of each peer's gradients, by the parameter's name; ``None`` where only one of the two has one.
     """
 
     loss: float
@@ -145,7 +145,7 @@ class Judge:
     distances: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
     def look_at(self, name: str, peer: Peer) -> Row:
-        """What a row says of a peer that has just made its first step; :attr:`distances` has eager's by then."""
+        """The row's fields about a peer after its first step; :attr:`distances` must already have eager's."""
         parameters = peer.module.parameters()  # in the same order: a compiled module's names have a prefix
         found = {key: _distance(p.grad, self.gradients[key]) for key, p in zip(self.gradients, parameters, strict=True)}
         self.distances[name] = found
@@ -166,14 +166,14 @@ class Judge:
         return {key: 0.0 if g is None else float(g.norm()) for key, g in self.gradients.items()}
 
     def _whole(self, name: str) -> float:
-        """Distance of all gradients together, by their norm."""
+        """The distance of all gradients together, relative to their norm."""
         return math.hypot(*(d or 0.0 for d in self.distances[name].values())) / (math.hypot(*self._norms.values()) or 1)
 
     def _further(self, name: str, key: str) -> str:
-        """Why a gradient is not as near as it has to be; empty: it is.
+        """The reason why a gradient is too far from the judge; empty: it is near enough.
 
-        Where rounding decides on which side of a kink a number lies, one gradient of eager's is nearer or further by
-        chance: by its own size, each may be as far as all of eager's together are.
+        Where rounding decides the side of a kink, a single gradient of eager's is nearer or further by chance: so the
+        limit of each is the relative distance of all of eager's together.
         """
         own, eager, norm = self.distances[name][key], self.distances["eager"][key], self._norms[key]
         if own is None or eager is None:
@@ -194,18 +194,18 @@ def _distance(gradient: Tensor | None, judge: Tensor | None) -> float | None:
 
 @dataclass(frozen=True)
 class Model:
-    """What is measured, and how.
+    """A model to measure, and the settings.
 
     Attributes:
         listed: the model of a list.
         rows: of a batch.
         peers: their names.
-        device: where.
+        device: of the measurement.
         precision: a name of :data:`PRECISION_NAMES`.
         patience: seconds for a peer's first step; 0: no limit.
         seconds: for the times of all peers.
-        parent: who is told.
-        has_room: whether nothing else is on the device, so that a lack of memory is the model's own.
+        parent: receives the results.
+        has_room: whether the device is otherwise unused, so that a lack of memory is the model's own.
     """
 
     listed: PublicModel
@@ -219,7 +219,7 @@ class Model:
     has_room: bool
 
     def made(self) -> tuple[nn.Module, Batch]:
-        """The module and its batch, the same numbers each time; made where they are used, as that is quick."""
+        """The module and its batch, with equal numbers each time; cheap to repeat."""
         torch.manual_seed(0)
         with self.device:
             return self.listed.make(), self.listed.batch(self.rows)
@@ -230,7 +230,7 @@ class Model:
         return prepared(name, lambda: module, batch, precision, self.device, optimizes=True, whole=whole)
 
     def judge(self) -> Judge | str:
-        """The judge, or why there is none."""
+        """The judge, or the reason why there is none."""
         name, precision = _JUDGES[self.precision]
         try:
             module, batch = self.made()
@@ -245,8 +245,8 @@ class Model:
 
 
 def measure(model: Model) -> None:
-    """Tells the row of a model; if it has the device for itself and there is no room, with peers one after another,
-    then with half of the rows, and so on."""
+    """Measures and reports the row of a model; if memory does not suffice on an unused device, with one peer after
+    another, then with half of the rows, and so on."""
     together, rows = True, model.rows
     while True:
         row: Row = {"rows": rows, "listed_rows": model.listed.rows, "turns": together}
@@ -269,7 +269,7 @@ def measure(model: Model) -> None:
 
 
 def _measured(model: Model, groups: Sequence[Sequence[str]], row: Row) -> None:
-    """Fills a row; peers of one group take turns, and are gone before the next."""
+    """Fills a row; peers of one group take turns, and are freed before the next group."""
     row["errors"], memory = {}, Memory(model.device)
     with PRECISIONS[PRECISION_NAMES[model.precision]].switched():
         judge = model.judge()
@@ -280,7 +280,7 @@ def _measured(model: Model, groups: Sequence[Sequence[str]], row: Row) -> None:
             peers: dict[str, Peer] = {}
             for name in names:
                 if name != "eager" and "eager" in row["errors"]:
-                    continue  # of what eager does not train there is nothing to compare
+                    continue  # eager does not train it: nothing to compare
                 peers |= _first_step(model, name, judge, memory, row)
             if not peers:
                 continue
@@ -300,8 +300,7 @@ def _measured(model: Model, groups: Sequence[Sequence[str]], row: Row) -> None:
 
 
 def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row: Row) -> dict[str, Peer]:
-    """By its name a peer that has made one step, whose seconds and distance from the judge are in the row; none: it
-    raised."""
+    """A peer by its name after one step; the row gets its seconds and distance from the judge; empty if it raised."""
     for whole in (True, False) if name in OURS else (True,):
         try:
             with memory.of(name, counts=False):
@@ -324,7 +323,7 @@ def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row
             break
         if isinstance(judge, Judge):
             row.update(judge.look_at(name, peer))
-        with memory.of(name, counts=False):  # while others compile
+        with memory.of(name, counts=False):  # other models compile meanwhile
             for leaf in peer.leaves:
                 leaf.grad = None
         _emptied()
@@ -334,12 +333,12 @@ def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row
 
 
 def _is_everybodys(model: Model, row: Row, name: str) -> bool:
-    """Whether a lack of memory says nothing about this peer: others were there, or eager has no room either."""
+    """Whether a lack of memory is not this peer's own: others were there, or eager has no room either."""
     return name == "eager" or not model.has_room or row["turns"]
 
 
 def _times(peers: Mapping[str, Peer], model: Model, memory: Memory) -> Row:
-    """Milliseconds of a step, synchronised and in a run of steps, and peaks; as many turns as there is time for."""
+    """Milliseconds of a step, synchronised and in a run of steps, and peaks; as many turns as time allows."""
     steps: dict[str, Step] = {name: peer.step for name, peer in peers.items()}
     counted = {name: memory.step(name, step) for name, step in steps.items()}
     if model.device.type == "cuda":
@@ -376,14 +375,14 @@ def _calls(peer: Peer) -> Row:
 
 
 def _emptied() -> None:
-    """Gives back what nothing holds any more."""
+    """Frees unreferenced memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _lacks_room(error: BaseException) -> bool:
-    """Whether it is for memory, whoever says so."""
+    """Whether an error is a lack of memory, from any library."""
     words = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(each in str(error) for each in words)
 
@@ -394,5 +393,5 @@ def _words(error: BaseException) -> str:
 
 
 def _shown(words: str) -> str:
-    """In a line, without this machine's folders."""
+    """The text in a line, without this machine's folders."""
     return re.sub(r"[^\s\"']*/(?:site|dist)-packages/", "", " ".join(words.split()))[:400]

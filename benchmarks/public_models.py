@@ -1,6 +1,6 @@
 """Models of PyTorch's dynamo benchmarks, of random parameters, each with a batch: HuggingFace's list and TIMM's.
 
-Names, batch sizes (divided where the dashboard divides them) and lengths are those of the lists; so are the defaults of
+Names, batch sizes (divided where the dashboard divides them) and lengths come from the lists, and so do the defaults of
 each class's configuration. Nothing is downloaded: where the list names published weights, their sizes stand here.
 Dropout draws as usual, with a probability that drops nothing, as on the dashboard: gradients can be compared.
 """
@@ -31,7 +31,7 @@ class PublicModel:
         make: a module of random parameters, whose first result is a loss.
         batch: ``batch(rows)``: arguments of a call.
         small: whether it is a small form for a CPU.
-        left_out: why it is not measured; empty: it is.
+        left_out: the reason why it is not measured; empty: it is.
     """
 
     suite: str
@@ -107,7 +107,7 @@ _PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "T5Small": ("T5ForConditionalGeneration", {}),
     "YituTechConvBert": ("ConvBertForMaskedLM", {}),
 }
-"""Class and sizes of what the list names by published weights, where these are not the defaults."""
+"""Class and sizes of the list's published weights, where they are not the defaults."""
 _ROBERTA = {"max_position_embeddings": 514}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "GPT2ForSequenceClassification": {"pad_token_id": 0},
@@ -115,7 +115,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "RobertaForCausalLM": _ROBERTA,
     "RobertaForQuestionAnswering": _ROBERTA,
 }
-"""What a batch of several rows, or of 512 tokens beside the padding's positions, needs."""
+"""Settings for a batch of several rows, or of 512 tokens beside the padding's positions."""
 _LEFT_OUT = dict.fromkeys(
     ("GPTJForCausalLM", "GPTJForQuestionAnswering"), "6 billion parameters, which the dashboard leaves out as well"
 )
@@ -156,13 +156,13 @@ def _language_model(name: str, small: bool) -> nn.Module:
 
 
 def _text(name: str, rows: int, tokens: int, small: bool) -> Batch:
-    """Random words, with the labels that the class wants."""
+    """Random words, with labels for the class."""
     config = _config(name, small)
 
     def random(high: int, *shape: int) -> Tensor:
         return torch.randint(0, high, shape)
 
-    # not the first words: padding and the ends of sentences are special to some
+    # not the first words: some models treat padding and sentence ends specially
     ids = torch.randint(5, config.vocab_size, (rows, tokens))
     arguments = {"input_ids": ids}
     if name.startswith(_DECODER_INPUTS) and "ForCausalLM" not in name:
@@ -252,7 +252,7 @@ vit_base_patch16_siglip_256 128 256
 volo_d1_224 64 224
 xcit_large_24_p8_224 16 224
 """
-"""Name, rows, pixels of a side: the list of 61 that was the dashboard's until 2025, and four that are in it since."""
+"""Name, rows, pixels of a side: the dashboard's list of 61 until 2025, and four models that it has since."""
 _SMALL_TIMM = """
 crossvit_9_240 deit_tiny_patch16_224.fb_in1k ese_vovnet19b_dw fbnetc_100 ghostnet_100 gmixer_24_224 lcnet_050 levit_128
 mnasnet_100 mobilenetv2_100 mobilenetv3_large_100 mobilevit_s regnety_002 resmlp_12_224 rexnet_100 selecsls42b

@@ -1,4 +1,4 @@
-"""Rows of public models → lines of JSON merged by key, tables with geometric means, pictures with a bar for each."""
+"""Rows of public models → lines of JSON merged by key, tables with geometric means, bar charts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _COLORS = {"hit": "#2a7f62", "parts": "#6aa9d6", "misses": "#d99a2b"}
 
 
 def key_of(row: Row) -> Key:
-    """What a row is about."""
+    """The key of a row."""
     return row["model"], row["device"], row["torch"], row["precision"]
 
 
 class Rows:
-    """Measured rows in a file; a later row of a key takes the place of an earlier one."""
+    """Measured rows in a file; a later row of a key replaces an earlier one."""
 
     def __init__(self, path: Path, known: Iterable[Path] = ()):
         self._path = path
@@ -51,13 +51,13 @@ class Rows:
         return self._rows.get(key)
 
     def add(self, row: Row) -> None:
-        """Written at once: a visit may end at any time."""
+        """Adds a row, and writes it at once: a visit may end at any time."""
         self._rows[key_of(row)] = row
         with self._path.open("a", encoding="utf-8") as file:
             print(json.dumps(row), file=file)
 
     def groups(self) -> dict[tuple[str, str, str], list[Row]]:
-        """Rows that may be compared: of one device, torch and precision, small ones apart."""
+        """Comparable rows: of one device, torch and precision, small ones separate."""
         found: dict[tuple[str, str, str], list[Row]] = {}
         for row in self:
             size = "small" if row["small"] else "listed"
@@ -65,7 +65,7 @@ class Rows:
         return found
 
     def write(self, command: str) -> list[Path]:
-        """Of each group a table, a picture, and results for :mod:`benchmarks.tables`, beside the file."""
+        """Writes a table, a picture, and results for :mod:`benchmarks.tables` for each group, beside the file."""
         written = []
         for group, rows in self.groups().items():
             rows.sort(key=_order)
@@ -83,7 +83,7 @@ class Rows:
 
 
 def outcome(row: Row) -> str:
-    """What became of a model with us, in words that begin with one of a few."""
+    """The outcome of a model with our compiler; begins with one of a few words."""
     errors = row.get("errors", {})
     if "left_out" in row:
         return f"left out: {row['left_out']}"
@@ -113,13 +113,13 @@ def _ratio(row: Row, above: str, below: str) -> float | None:
 
 
 def _order(row: Row) -> tuple[bool, float, str]:
-    """By ours as a part of eager's time, those without one last."""
+    """Sorts by our time relative to eager's, missing ones last."""
     ratio = _ratio(row, "ours_ms", "eager_ms")
     return ratio is None, ratio or 0.0, row["model"]
 
 
 def _mean(rows: Sequence[Row], above: str, below: str) -> str:
-    """Geometric mean, how many it is of, and the largest."""
+    """Geometric mean, number of models, and largest ratio."""
     found = {row["model"]: ratio for row in rows if (ratio := _ratio(row, above, below)) is not None}
     if not found:
         return "-"
@@ -143,7 +143,7 @@ _MEANS = {
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Counts and geometric means of each suite; a mean is of all models for which both numbers are there."""
+    """Counts and geometric means of each suite; a mean covers the models with both numbers."""
     lines = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
         own = [row for row in rows if row["suite"] == suite]
@@ -159,7 +159,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def picture(title: str, rows: Sequence[Row]) -> str:
-    """An SVG: of each model a bar, ours as a part of eager's time, with a tick for torch.compile; sorted."""
+    """An SVG bar chart: our time relative to eager's, with a tick for torch.compile; sorted."""
     rows = [row for row in sorted(rows, key=_order) if _ratio(row, "ours_ms", "eager_ms") is not None]
     height = _HEAD + len(rows) * (_BAR + _GAP) + 24
     scale = _WIDTH / _FULL

@@ -1,18 +1,18 @@
 """Recurrent networks, forward and backward: our loops beside eager, torch's own layers, torch.compile, steps unrolled.
 
-All peers are in one process, each on a copy of one module (torch's layer has the same weights), and take turns; the
-order turns from round to round. What is told is each peer's median and the median, over rounds, of ours divided by the
-quickest other peer's time in that round. Results are compared with float64 before anything is timed. A peer that does
-not run is left out, and named.
+All peers are in one process, each on a copy of one module (torch's layer has the same weights), and take turns in
+alternating order. Reports each peer's median and the median, over rounds, of ours divided by the fastest other peer's
+time in that round. Results are compared with float64 before the timing. A peer that does not run is left out, and
+named.
 
     python -m benchmarks recurrent --json benchmarks/results/recurrent.json
     python -m benchmarks recurrent --only "LSTM by hand" --peers eager,layer,compile --shape 64,100,512
     python -m benchmarks recurrent --device cuda --precision tf32 --only "LSTM by hand" --peers layer,launched
 
-Peers: ``layer`` is ``nn.LSTM`` or ``nn.GRU``; ``unrolled`` is ours with the steps one after the other, of those that
-Python writes (a layer of torch's has none); ``compile`` and ``reduce-overhead`` are modes of ``torch.compile``, which
-takes minutes for a hundred steps. On a GPU ours is recorded as CUDA graphs, ``launched`` is ours without them,
-``graphed`` is eager recorded by ``make_graphed_callables``.
+Peers: ``layer`` is ``nn.LSTM`` or ``nn.GRU``; ``unrolled`` is ours with Python's loop unrolled (not for torch's
+layers); ``compile`` and ``reduce-overhead`` are modes of ``torch.compile``, which takes minutes for a hundred steps. On
+a GPU ours is recorded as CUDA graphs, ``launched`` is ours without them, ``graphed`` is eager recorded by
+``make_graphed_callables``.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from bridge.base.session import SESSION
 
 WARM_UP = 4
 MOST_ROUNDING = 3
-"""Times as far from float64 as eager's results a peer's may be."""
+"""The largest distance of a peer's results from float64, in multiples of eager's."""
 FEWEST, MOST = 5, 100
-"""Rounds, whatever time they take."""
+"""Bounds of the number of rounds."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Network:
-    """One row.
+    """A row of the table.
 
     Attributes:
         make: its width → the module.
-        shape: of its input, unless another is given: batch, steps, width.
+        shape: the default shape of its input: batch, steps, width.
         layer: torch's own layer of the same cell.
     """
 
@@ -86,7 +86,7 @@ def unrolled(module: nn.Module, x: Tensor) -> nn.Module:
 
 @contextmanager
 def _no_loops() -> Iterator[None]:
-    """While a module is dispatched: nobody looks for loops, and no call is taken over that was lowered with them."""
+    """While active, dispatch does not look for loops, and does not reuse calls that were lowered with loops."""
     SESSION.reset("lowerings")
     rolls = mock.patch("bridge.lowering.pipeline.rolled", lambda body, *_: None)
     with rolls, mock.patch("bridge.capture.steady_call._find_loops", lambda *_: None):
@@ -117,7 +117,7 @@ PEERS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
     "reduce-overhead": compiled("reduce-overhead"),
     "graphed": lambda module, x: torch.cuda.make_graphed_callables(module, (x,)),
 }
-"""By name, what makes a peer of a module; beside them there is ``layer``."""
+"""By name, functions that make a peer of a module; ``layer`` comes in addition."""
 
 OF_OURS = ("ours", "launched", "unrolled")
 
@@ -147,7 +147,7 @@ class Peer:
         return y
 
     def seconds(self) -> float:
-        """Of a step, by the host's clock, from an idle device to an idle device."""
+        """Seconds of a step, by the host's clock, from an idle device to an idle device."""
         finish(self.grad.device)
         started = time.perf_counter()
         self.step()
@@ -158,8 +158,8 @@ class Peer:
 def made(network: Network, names: list[str], module: nn.Module, x: Tensor) -> dict[str, Peer]:
     """The peers that run, after their first step, with results as near to float64 as eager's.
 
-    They are not compared with eager's: a cell that is sensitive to its state (a LayerNorm-LSTM as it is initialized)
-    makes of another rounding of TF32 in the first steps other numbers in the hundredth.
+    Not compared with eager's results: in a cell that is sensitive to its state (a LayerNorm-LSTM after its
+    initialization), another TF32 rounding in the first steps changes all numbers by the hundredth step.
     """
     ways: dict[str, Any] = {**PEERS, "layer": network.layer and partial(layer, network.layer)}
     if isinstance(module, nn.RNNBase):
@@ -190,7 +190,7 @@ def _result(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def by_turns(peers: dict[str, Peer], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of each peer's steps, round by round, for about so long."""
+    """Milliseconds of each peer's steps, round by round, for about ``seconds``."""
     times: dict[str, list[float]] = {name: [] for name in peers}
     names = list(peers)
     for name in names:
@@ -253,7 +253,7 @@ def main() -> None:
         options.seconds, options.shape = 0.0, options.shape or (2, 9, 8)
     if options.threads:
         torch.set_num_threads(options.threads)
-    os.environ["BRIDGE_CACHE"] = "0"  # it knows nothing of what ``unrolled`` switches off
+    os.environ["BRIDGE_CACHE"] = "0"  # its key ignores the switches of ``unrolled``
     if options.device != "cpu":
         tf32 = options.precision == "tf32"
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32

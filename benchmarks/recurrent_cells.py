@@ -1,4 +1,4 @@
-"""Recurrent networks written by hand over [batch, steps, width]: a Python loop over the steps, as people write them."""
+"""Recurrent networks written by hand over [batch, steps, width]: a Python loop over the steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LSTM(nn.Module):
 
 
 class GRU(nn.Module):
-    """The cell of ``nn.GRU``: the reset gate comes after the product."""
+    """The cell of ``nn.GRU``: the reset gate follows the product."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -49,7 +49,7 @@ class GRU(nn.Module):
 
 
 class SelectiveScan(nn.Module):
-    """The recurrence of Gu and Dao, "Mamba" (2023), section 3: the input says how fast the state decays."""
+    """The recurrence of Gu and Dao, "Mamba" (2023), section 3: the input decides the decay of the state."""
 
     def __init__(self, width: int, states: int = 16):
         super().__init__()

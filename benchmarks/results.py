@@ -1,4 +1,4 @@
-"""Measured rows of a benchmark → JSON with the machine and the versions; `benchmarks.tables` makes Markdown of it."""
+"""Measured rows of a benchmark → JSON with the machine and the versions, for `benchmarks.tables`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "results"
 """The results that README.md and docs/ show, one file per benchmark and machine."""
 
 Row = dict[str, Any]
-"""What was measured of one case; keys end in their unit (``eager_ms``, ``min_cut_bytes``), ``None``: not measured."""
+"""The measurements of one case; keys end in their unit (``eager_ms``, ``min_cut_bytes``), ``None``: not measured."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Results:
 
     Attributes:
         benchmark: its name, ``train_blocks``.
-        command: what ran it.
+        command: its command line.
         machine: processor, cores, threads.
         versions: of torch, TVM and Python.
         rows: one per case, in the order of the table.
-        note: anything else that a reader has to know, as one sentence.
+        note: further information for readers, as one sentence.
     """
 
     benchmark: str
@@ -44,16 +44,16 @@ class Results:
 
     @classmethod
     def of(cls, benchmark: str, command: str, rows: list[Row]) -> Results:
-        """The rows with this machine and these versions beside them."""
+        """The rows with the present machine and versions."""
         return cls(benchmark, command, machine(), versions(), rows)
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """What :meth:`save` wrote."""
+        """Reads a file of :meth:`save`."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def save(self, path: Path) -> None:
-        """Writes JSON that reads well in a diff: a line for each row."""
+        """Writes JSON for readable diffs: a line for each row."""
         head = {key: value for key, value in asdict(self).items() if key != "rows"}
         lines = [f"  {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)},\n" for key, value in head.items()]
         rows = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in self.rows)
@@ -61,7 +61,7 @@ class Results:
 
 
 def machine() -> str:
-    """The processor's name as the system gives it, its cores, and torch's threads."""
+    """The processor's name, its cores, and torch's threads."""
     information = Path("/proc/cpuinfo")
     text = information.read_text() if information.exists() else ""
     fields = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.+)$", text, re.MULTILINE))

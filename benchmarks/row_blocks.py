@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
-    os.environ["BRIDGE_CACHE"] = "0"  # whose key knows nothing of the threshold
+    os.environ["BRIDGE_CACHE"] = "0"  # its key ignores the threshold
     torch.set_num_threads(options.threads)
     columns = HEADER.split(", ")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")

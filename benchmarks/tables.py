@@ -3,8 +3,8 @@
     python -m benchmarks.train_blocks --compile --json benchmarks/results/train_blocks.json
     python -m benchmarks.tables
 
-A marker names the form of the table and the results: ``<!-- table: blocks train_blocks -->``; all that stands between
-it and ``<!-- end of table -->`` is written anew.
+A marker names the form of the table and the results: ``<!-- table: blocks train_blocks -->``; the text between it and
+``<!-- end of table -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MARKED = re.compile(r"(<!-- table: (\w+) (\w+) -->\n).*?(<!-- end of table -->)
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its title, a row's value (``None``: not measured, shown as ``-``), and how a number is written."""
+    """A column: its title, a row's value (``None``: not measured, shown as ``-``), and its number format."""
 
     title: str
     value: Callable[[Row], Any]
@@ -41,7 +41,7 @@ class Column:
 
 
 def number(title: str, key: str, form: str = ".2f") -> Column:
-    """A measured number as it is."""
+    """A measured number."""
     return Column(title, lambda row: row.get(key), form)
 
 
@@ -66,7 +66,7 @@ def mebibytes(title: str, way: str) -> Column:
 
 
 def _told(errors: dict[str, str]) -> str:
-    """Errors by the name of whose they are, as a cell."""
+    """Errors by their peer's name, as a cell."""
     return "; ".join(f"{name}: {words}" for name, words in errors.items() if name not in ("eager", "ours"))
 
 
@@ -74,7 +74,7 @@ _BLOCK = Column("block", lambda row: row["block"])
 _MODULE = Column("module", lambda row: row["module"])
 _WAYS = {"save_all": "save_all", "torch_min_cut": "torch's min-cut", "min_cut": "min_cut", "inputs": "recompute_all"}
 
-#: By name, the columns of a table.
+#: Name of the form → the columns of the table.
 FORMS: dict[str, tuple[Column, ...]] = {
     "short": (
         _BLOCK,
@@ -231,7 +231,7 @@ def line(columns: Sequence[Column], row: Row) -> str:
 
 
 def markdown(form: str, results: Results) -> str:
-    """The table without columns that no row has a value for, then one line on where the numbers are from."""
+    """The table without empty columns, then one line on the origin of the numbers."""
     columns = [column for column in FORMS[form] if any(column.value(row) not in (None, "") for row in results.rows)]
     lines = [header(columns), *(line(columns, row) for row in results.rows)]
     origin = f"`{results.command}`; {results.machine}; {results.versions}."
@@ -239,7 +239,7 @@ def markdown(form: str, results: Results) -> str:
 
 
 def written(text: str, folder: Path = FOLDER) -> str:
-    """A page's text with every marked table written anew.
+    """A page's text with every marked table replaced.
 
     Raises:
         KeyError: a marker names a form that is not in ``FORMS``.

@@ -5,9 +5,9 @@
     python -m benchmarks.train_bert --device cuda # with a torch that sees a GPU
 
 ``BertForMaskedLM`` with random initial weights and dropout learns masked words of text that ships with CPython. Two
-copies of one model see the same batches; each has the random state of a run of its own, put in place before its step
-and kept after it. So the two runs are what two separate trainings would be, although their steps alternate (eager,
-dispatched, eager, dispatched, …), which exposes both to the same disturbances and makes their times comparable.
+copies of one model see the same batches; each has its own random state, set before its step and saved after it. So the
+two runs equal two separate trainings, although their steps alternate (eager, dispatched, eager, dispatched, …), which
+exposes both to the same disturbances and makes their times comparable.
 
 The exit status is 1 if the loss curves differ by more than ``--tolerance``, or if a training step after the first was
 not dispatched.
@@ -47,12 +47,12 @@ AUTOCAST_TOLERANCE = 0.05
 CPU = torch.device("cpu")
 
 TABLE_ROWS = 12
-"""About how many steps the table of losses shows."""
+"""The approximate number of steps in the table of losses."""
 
 
 @dataclass
 class Training:
-    """One of the two trainings: a model, its optimizer, its random state, and what its steps gave."""
+    """One of the two trainings: a model, its optimizer, its random state, and the results of its steps."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -77,12 +77,12 @@ class Training:
 
 
 def generators(device: torch.device) -> list[Tensor]:
-    """The state of the generators that a training on a device draws from."""
+    """The states of the generators of a training on a device."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def set_generators(states: list[Tensor], device: torch.device) -> None:
-    """Puts back what :func:`generators` gave."""
+    """Sets the states of :func:`generators`."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, device)
@@ -103,7 +103,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Result:
-    """Everything the report shows."""
+    """All data of the report."""
 
     eager: Training
     dispatched: Training
@@ -282,7 +282,7 @@ def loss_table(result: Result) -> Iterator[str]:
 
 
 def summary(result: Result, options: argparse.Namespace) -> Iterator[str]:
-    """What the run cost and whether it was what eager does."""
+    """The cost of the run, and its comparison with eager."""
     eager, ours = median_ms(result.eager), median_ms(result.dispatched)
     yield "| | eager | dispatched | ratio |"
     yield "|---|---:|---:|---:|"
@@ -329,9 +329,9 @@ def where(options: argparse.Namespace) -> str:
 
 
 def failures(result: Result, options: argparse.Namespace) -> list[str]:
-    """Why the run does not count as equal to eager's; empty if it does."""
+    """The reasons why the run does not count as equal to eager's; empty if it does."""
     found = []
-    if not result.difference <= options.tolerance:  # also a NaN is a failure
+    if not result.difference <= options.tolerance:  # NaN is a failure as well
         found.append(f"the loss curves differ by {result.difference:.2e}, wanted at most {options.tolerance:.0e}")
     late = [step + 1 for step in result.undispatched_steps if step > 0]
     if late:
@@ -340,7 +340,7 @@ def failures(result: Result, options: argparse.Namespace) -> list[str]:
 
 
 def plot(result: Result, path: pathlib.Path) -> None:
-    """Both curves above, their difference below, into an image whose type the file name tells."""
+    """Draws both curves above, their difference below, into an image file of the type in its name."""
     import matplotlib
 
     matplotlib.use("Agg")

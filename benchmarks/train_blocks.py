@@ -1,12 +1,12 @@
-"""Forward and backward of the blocks that people train: ours beside eager PyTorch and, on request, torch.compile.
+"""Forward and backward of common training blocks: ours beside eager PyTorch and, on request, torch.compile.
 
 The peers take turns in one process (A B C A B C ...), each on a copy of the same module with the same input; the table
-shows medians and ratios. These are shared machines: read the ratios, not the milliseconds.
+shows medians and ratios. Shared machines: read the ratios, not the milliseconds.
 
     python -m benchmarks.train_blocks --compile --json benchmarks/results/train_blocks.json
 
-``--autocast bf16``: every peer under autocast. ``--foreign-threads 12``: eager and ours once more while so many other
-Python threads live in the process, half of them at work (:mod:`benchmarks.foreign_threads`), and the ratio.
+``--autocast bf16``: every peer under autocast. ``--foreign-threads 12``: eager and ours once more beside 12 other
+Python threads, half of them at work (:mod:`benchmarks.foreign_threads`), and the ratio.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def step(module: nn.Module, x: Tensor, grad: Tensor) -> float:
 
 
 def beside_threads(count: int, run: Callable[[], float]) -> float:
-    """Seconds of a step while there are so many other threads."""
+    """Seconds of a step beside ``count`` other threads."""
     with foreign_threads(count):
         return run()
 
@@ -123,8 +123,8 @@ class _Products(TorchDispatchMode):
 
 
 def products(module: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Callable[[], float]]:
-    """Two floors: only the products of a step, into memory that is there; by torch's own kernels, and each by the way
-    that is fastest for it."""
+    """Two lower bounds: only a step's matrix products, into existing memory: by torch's own kernels, and by the fastest
+    algorithm for each."""
     with _Products() as found:
         step(module, x, grad)
     policy = host_backend().products(torch.get_num_threads(), deterministic=False)
@@ -147,7 +147,7 @@ def products(module: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Callable[[
 def measure(name: str, rounds: int, with_compile: bool, foreign: int = 0) -> Row:
     """One row of the table: medians in milliseconds, first steps in seconds.
 
-    ``foreign``: other threads that eager and ours are measured beside, in rounds of their own.
+    ``foreign``: number of other threads beside eager and ours, in rounds of their own.
     """
     make, shape = BLOCKS[name]
     torch.manual_seed(0)
@@ -212,7 +212,7 @@ def main() -> None:
 
 
 def note(row: Row) -> str:
-    """What the table has no column for."""
+    """Information without a column in the table."""
     best, ours, beside = row["best_products_ms"], row["ours_ms"], row.get("ours_beside_threads_ms")
     text = f"{row['block']}: {best:.2f} ms, ours / best {ours / best:.2f}"
     if beside is None:
@@ -222,7 +222,7 @@ def note(row: Row) -> str:
 
 
 def _without_json(arguments: list[str]) -> list[str]:
-    """The options that say what was measured."""
+    """The options of the measurement."""
     place = arguments.index("--json") if "--json" in arguments else len(arguments)
     return arguments[:place] + arguments[place + 2 :]
 

@@ -1,12 +1,12 @@
-"""Blocks that people train, before and after some minutes of tuning each: eager, ours by default, ours tuned, by turns.
+"""Common training blocks before and after some minutes of tuning each: eager, ours by default, ours tuned, by turns.
 
-The table is of one process for each block: its tuning, then rounds in which all three take turns on copies of the same
-module. Below it, what was chosen.
+The table has one process for each block: its tuning, then rounds in which all three take turns on copies of the same
+module. Below it, the tuned choices.
 
     python -m benchmarks tuned --minutes 2 --log tuned.jsonl --json benchmarks/results/tuned.json
 
-Choices go into a cache of this run, not into the user's, unless ``--cache`` names one. With ``--log``, a run that was
-interrupted goes on.
+Choices go into a cache of this run, not into the user's, unless ``--cache`` names one. With ``--log``, an interrupted
+run continues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bridge import TuningResult, add_tvm_dispatch, stats, tune
 
 
 def measure(name: str, minutes: float, rounds: int, log: Path | None) -> tuple[Row, TuningResult]:
-    """A row of the table, and what the tuning found."""
+    """A row of the table, and the result of the tuning."""
     make, shape = BLOCKS[name]
     torch.manual_seed(0)
     eager = make().train()

@@ -1,8 +1,8 @@
-"""Forward and backward of whole models beside eager PyTorch, interleaved, and where a step's time goes.
+"""Forward and backward of whole models beside eager PyTorch, interleaved, with a breakdown of a step's time.
 
 The breakdown is one profiled run of the dispatched step (torch's profiler, ranges ``tvm: PROGRAM/STEP``): matrix
-products, other library calls, generated kernels by name, views; masks are timed apart, drawn once more. "Outside" is
-the rest: the guard, autograd's engine, what is not ours. A profiler costs microseconds per step of a program.
+products, other library calls, generated kernels by name, views; masks are drawn once more and timed separately.
+"Outside" is the rest: the guard, autograd's engine, other code. The profiler costs microseconds per program step.
 
     python -m benchmarks whole_models --json whole_models.json
 """
@@ -33,7 +33,7 @@ from bridge.state import SampleCall
 NAMES = ("GPT-2 small (4, 128)", "BERT-base (4, 128)", "ViT-S (8, 224 x 224)")
 WARM_UP = 2
 LARGEST = 8
-"""Steps that are told by name."""
+"""Steps shown by name."""
 
 
 def stepper(module: nn.Module, batch: dict[str, Any]) -> Callable[[], None]:
@@ -82,7 +82,7 @@ def breakdown(module: nn.Module, batch: dict[str, Any], step: Callable[[], None]
 
 
 def kind_of(kind: str, name: str, what: str) -> str:
-    """Products, whoever computes them; other library calls; generated kernels; views."""
+    """The kind of a step: matrix products by any library, other library calls, generated kernels, views."""
     products = ("mm", "bmm", "addmm", "linear", "matmul")
     if kind != "view" and any(word in products for word in (name, *what.split())):
         return "products"
@@ -90,7 +90,7 @@ def kind_of(kind: str, name: str, what: str) -> str:
 
 
 def masks(module: nn.Module, batch: dict[str, Any]) -> float:
-    """Milliseconds of the random draws alone; the quickest of a few."""
+    """Milliseconds of the random draws alone; the fastest of a few."""
     (entry,) = stats(module).entries
     call, times = CallValues(), []
     call.inputs = entry.guard.match(SampleCall(module, (), batch))
