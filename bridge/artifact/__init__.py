@@ -1,4 +1,4 @@
-"""Artifacts: what was compiled, kept on disk between processes, content-addressed, in a format without pickle."""
+"""Artifacts: compiled results on disk, content-addressed, in a format without pickle."""
 
 from bridge.artifact.codec import (
     DamagedError,

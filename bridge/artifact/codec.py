@@ -1,27 +1,26 @@
-"""Codec: values ↔ JSON and tensors' numbers ↔ files that say whether they are whole; nothing else writes anything down.
+"""Serialization: Python values and tensors ↔ JSON and raw bytes ↔ files with a checksum.
 
-Values: what JSON has by itself, and *forms*: frozen dataclasses and other classes that were registered, by name.
-A tuple is a list there, a dict whose keys are texts an object; everything else is an object whose ``"is"`` names the
-form. A value comes back equal and of its type, a float in its bits; a tensor dense, on the host. Which classes a file
-can hold is decided by who registers them (:func:`written`, :func:`written_as`), never by the file: nothing in it is
-executed or unpickled when it is read.
+Values: JSON's own, and instances of registered classes ("forms"). A tuple is a JSON list, a dict with string keys an
+object; everything else is an object whose ``"is"`` names the form. A value is read back equal and of its type, a float
+with its bits, a tensor contiguous and on the host. Only registered classes (:func:`written`, :func:`written_as`) can be
+read: nothing in a file is executed or unpickled.
 
 Container, a kind, a key and named parts ↔ bytes:
 
     16 bytes   magic, with the number of the format
     32 bytes   SHA-256 of everything that follows
      8 bytes   length of the header, little endian
-     header    JSON: kind, key, a note for people, where each part lies
+     header    JSON: kind, key, a note for humans, offsets of each part
      data      the parts, one after another
 
-Bytes that are cut, changed, of another format, kind or key are a :class:`DamagedError`, before anything is read from
-them.
+Bytes that are truncated, changed, or of another format, kind or key raise :class:`DamagedError` before any part is
+read.
 
-The safetensors format, which other tools read: eight bytes with the header's length, the header as JSON (element type,
-shape and place of each tensor), then the numbers.
+The safetensors format, for other tools: eight bytes with the header's length, the header as JSON (element type, shape
+and offsets of each tensor), then the data.
 
-Keys: plain data → SHA-256 of its text. A key holds everything that an artifact depends on; whoever finds an artifact by
-its key has made the same one.
+Keys: plain data → SHA-256 of its text. A key covers everything that an artifact depends on, so equal keys mean equal
+artifacts.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ __all__ += ["written_as", "written_like"]
 
 
 class NoFormError(TypeError):
-    """A value that cannot be written down, or only without its class."""
+    """A value that cannot be serialized, or only without its class."""
 
 
 class DamagedError(ValueError):
-    """Bytes that are no artifact, or not a whole one, or another one than asked for."""
+    """Bytes that are no artifact, an incomplete one, or not the requested one."""
 
 
 class _Form(NamedTuple):
-    """How values of one class are written: as the fields of an object, whose values are written in turn."""
+    """Serialization of one class: a value ↔ the fields of a JSON object."""
 
     fields: tuple[str, ...]
     write: Callable[[Any], tuple]
@@ -67,18 +66,18 @@ _FORMS: dict[str, _Form] = {}
 _NAMES: dict[type, str] = {}
 
 Given = Mapping[str, Callable[..., Any]]
-"""What makes values of some forms instead of what was registered, by the forms' names; takes their fields."""
+"""Name of a form → constructor from its fields, which overrides the registered one."""
 
 
 def written_as(
     kind: type, name: str, names: tuple[str, ...], write: Callable[[Any], tuple], read: Callable[..., Any] | None = None
 ) -> None:
-    """Registers how values of exactly this class are written.
+    """Registers the serialization of exactly this class.
 
     Args:
-        names: of the fields.
-        write: a value's fields.
-        read: makes the value from fields, given by name; ``None``: who reads says how.
+        names: the fields' names.
+        write: a value → its fields.
+        read: constructs the value from fields, given by name; ``None``: readers pass a constructor.
 
     Raises:
         ValueError: another class has the name.
@@ -90,14 +89,14 @@ def written_as(
 
 
 def written(*classes: type) -> None:
-    """Registers dataclasses, by their names and those of their fields."""
+    """Registers dataclasses under their names, with their fields."""
     for kind in classes:
         names = tuple(each.name for each in fields(kind))
         written_as(kind, kind.__name__, names, _getter(names), kind)
 
 
 def written_like(kind: type, other: type) -> None:
-    """Registers that values of exactly this class are written as those of another one, which come back."""
+    """Registers that values of exactly this class are written, and read back, as values of class ``other``."""
     _NAMES[kind] = _NAMES[other]
 
 
@@ -108,16 +107,16 @@ def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple]:
 
 
 def to_text(value: Any) -> str:
-    """A value as JSON, of which equal values have equal ones.
+    """A value → JSON text; equal values have equal texts.
 
     Raises:
-        NoFormError: a part of it has no form, or is a tensor.
+        NoFormError: a part of the value has no form, or is a tensor.
     """
     return json.dumps(_plain(value, None), allow_nan=False)
 
 
 def from_text(text: str | bytes, given: Given | None = None) -> Any:
-    """The value of a text. ``ValueError`` for a text that :func:`to_text` does not make."""
+    """The value of a text from :func:`to_text`; ``ValueError`` for another text."""
     return _value(json.loads(text), given or {}, b"")
 
 
@@ -125,14 +124,14 @@ _VALUE, _NUMBERS = "value", "numbers"
 
 
 def to_parts(value: Any) -> dict[str, bytes]:
-    """A value that may hold tensors as parts of an artifact. ``NoFormError``: a part of it has no form."""
+    """A value, maybe with tensors → parts of an artifact. ``NoFormError``: a part of the value has no form."""
     numbers = bytearray()
     text = json.dumps(_plain(value, numbers), allow_nan=False)
     return {_VALUE: text.encode()} | ({_NUMBERS: bytes(numbers)} if numbers else {})
 
 
 def from_parts(parts: Mapping[str, bytes], given: Given | None = None) -> Any:
-    """The value of such parts, of which there may be others beside. ``ValueError`` for parts that are none."""
+    """The value of parts from :func:`to_parts`; further parts are ignored. ``ValueError``: there is no value."""
     if _VALUE not in parts:
         raise ValueError(f"wanted the part {_VALUE!r}, got {', '.join(parts)}")
     return _value(json.loads(parts[_VALUE]), given or {}, parts.get(_NUMBERS, b""))
@@ -194,7 +193,7 @@ def _tensor(numbers: bytes, dtype: str, shape: tuple[int, ...], begin: int) -> t
 
 
 def _named(kind: type) -> Callable[[str], Any]:
-    """Reads a constant of torch."""
+    """A function: name → constant of torch of this class; ``ValueError`` if there is none."""
 
     def read(value: str) -> Any:
         found = getattr(torch, value, None)
@@ -226,7 +225,7 @@ _DTYPES = {
     **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
     "BF16": torch.bfloat16,
 }
-"""Element types by their names in the safetensors format."""
+"""Name in the safetensors format → dtype."""
 _TYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -238,13 +237,13 @@ def _described(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _numbers(tensor: torch.Tensor) -> bytes:
-    """A tensor's numbers, dense, from wherever it lies."""
+    """A tensor's elements in row-major order, from any device."""
     tensor = tensor.detach().to(HOST).contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
 
 def _filled(tensor: torch.Tensor, numbers: bytes) -> torch.Tensor:
-    """A dense tensor with its numbers. ``ValueError`` if there are not as many."""
+    """Copies bytes into a contiguous tensor; returns it. ``ValueError`` if the size differs."""
     if len(numbers) != tensor.nbytes:
         raise ValueError(f"wanted {tensor.nbytes} bytes of a tensor, got {len(numbers)}")
     if numbers:
@@ -253,8 +252,7 @@ def _filled(tensor: torch.Tensor, numbers: bytes) -> torch.Tensor:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors, of any strides and devices, densely. ``NoFormError`` for an element type that the format
-    lacks."""
+    """Writes tensors of any strides and devices, row-major. ``NoFormError``: the format lacks the dtype."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -269,11 +267,11 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, dense, on the host.
+    """The tensors of a file, contiguous, on the host.
 
     Raises:
-        ValueError: it is no such file.
-        OSError: it cannot be read.
+        ValueError: the file has another format.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         try:
@@ -295,7 +293,7 @@ _HEAD = len(_MAGIC) + 32
 
 
 def write_artifact(kind: str, key: str, parts: Mapping[str, bytes], note: str = "") -> bytes:
-    """The bytes of an artifact; ``note``: what it is, for people who list artifacts."""
+    """A kind, a key and parts → the bytes of an artifact; ``note``: a description for listings."""
     places, at = {}, 0
     for name, part in parts.items():
         places[name] = [at, at + len(part)]
@@ -308,10 +306,10 @@ def write_artifact(kind: str, key: str, parts: Mapping[str, bytes], note: str = 
 def read_artifact(
     content: bytes, kind: str | None = None, key: str | None = None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """``(header, parts)`` of an artifact's bytes; ``kind``, ``key``: those that it has to have.
+    """``(header, parts)`` of an artifact's bytes; ``kind``, ``key``: the required ones.
 
     Raises:
-        DamagedError: what is wrong with it.
+        DamagedError: the bytes are no artifact, are damaged, or have another kind or key.
     """
     if content[: len(_MAGIC)] != _MAGIC:
         raise DamagedError("is no artifact of this format")
@@ -336,8 +334,11 @@ def write_file(path: str | os.PathLike, content: bytes) -> None:
 
 
 def key_of(*parts: Any) -> str:
-    """The key of plain data: strings, bytes, numbers, booleans, ``None``, and tuples or lists of them, told apart by
-    type. 64 hexadecimal digits. ``TypeError`` for another object; no dicts, whose JSON does not tell keys apart."""
+    """Plain data (strings, bytes, numbers, booleans, ``None``, tuples, lists) → its key, 64 hexadecimal digits.
+
+    Values of different types have different keys. ``TypeError`` for another object. Do not pass dicts: JSON converts
+    their keys to strings.
+    """
     return hashlib.sha256(json.dumps(parts, default=_bytes).encode()).hexdigest()
 
 

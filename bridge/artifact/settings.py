@@ -1,12 +1,12 @@
-"""Cache settings: environment variables → where artifacts lie, how many bytes they may take, whether there are any.
+"""Cache settings: environment variables → the cache's directory, its size limit, whether it is on.
 
-Cache folder: a path → a directory that nobody but this user (and root) writes to, or why it is not used.
-Artifacts hold machine code, which is run: a directory that others write to would let them run theirs.
+The directory must be writable for this user (and root) only: artifacts contain machine code, so write access would let
+other users run theirs.
 
 BRIDGE_CACHE=0                 neither reads nor writes
-BRIDGE_CACHE_DIR=/some/where   default: ``tvm_dispatch`` in the user's cache directory; a relative one is taken from
-                               where the process was when this package was imported
-BRIDGE_CACHE_SIZE=500M         default: 2G; the least recently used artifacts go first
+BRIDGE_CACHE_DIR=/some/where   default: ``tvm_dispatch`` in the user's cache directory; a relative path is relative to
+                               the working directory at the import of this package
+BRIDGE_CACHE_SIZE=500M         default: 2G; the least recently used artifacts are removed first
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOLD: set[str] = SESSION.cache("complaints", set())
 
 
 def complain(trouble: str, detail: str) -> None:
-    """Warns of ``trouble`` the first time, tells the log's details later."""
+    """Warns of ``trouble`` the first time, later logs it at debug level."""
     if trouble in _TOLD:
         _LOG.debug("%s: %s", trouble, detail)
         return
@@ -39,7 +39,7 @@ def complain(trouble: str, detail: str) -> None:
 
 
 def why_unsafe(folder: Path) -> str:
-    """Why artifacts in an existing directory are not to be trusted; empty where they are."""
+    """The reason not to trust an existing directory, or empty."""
     if not hasattr(os, "getuid"):
         return ""
     told = folder.stat()
@@ -56,7 +56,7 @@ def why_unsafe(folder: Path) -> str:
 
 
 def made_private(folder: Path) -> Path:
-    """Makes the directory, for this user alone, where there is none. ``OSError`` where that is impossible."""
+    """Creates the directory, for this user alone, if it does not exist. ``OSError`` if that fails."""
     if not folder.is_dir():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
@@ -71,17 +71,17 @@ _OFF = ("0", "false", "no", "off")
 
 try:
     _BEGUN_IN = Path.cwd()
-except OSError:  # removed meanwhile
+except OSError:  # the directory was removed
     _BEGUN_IN = None
 
 
 class NoFolderError(ValueError):
-    """There is no telling where artifacts lie."""
+    """The cache's directory cannot be determined."""
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Where artifacts lie and how many bytes all of them may take; ``enabled``: whether they are read and written."""
+    """The cache's directory and size limit; ``enabled``: whether artifacts are read and written."""
 
     enabled: bool
     folder: Path
@@ -89,11 +89,11 @@ class CacheSettings:
 
 
 def cache_settings(environment: Mapping[str, str] = os.environ) -> CacheSettings:
-    """The settings as the environment has them now.
+    """The settings of the environment.
 
     Raises:
-        NoFolderError: a user without a home directory, or a relative path where there is no current directory.
-        ValueError: a size that is none.
+        NoFolderError: the user has no home directory, or the path is relative and there is no working directory.
+        ValueError: ``BRIDGE_CACHE_SIZE`` is no size.
     """
     return CacheSettings(
         enabled=not is_off(environment),
@@ -103,7 +103,7 @@ def cache_settings(environment: Mapping[str, str] = os.environ) -> CacheSettings
 
 
 def is_off(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user wants no cache."""
+    """Whether ``BRIDGE_CACHE`` turns the cache off."""
     return environment.get("BRIDGE_CACHE", "").strip().lower() in _OFF
 
 
@@ -111,7 +111,7 @@ def _folder(environment: Mapping[str, str]) -> Path:
     named = environment.get("BRIDGE_CACHE_DIR")
     try:
         found = Path(named).expanduser() if named else _user_folder(environment) / "tvm_dispatch"
-    except RuntimeError as error:  # of Path.home(): a number without an entry among the users, as in a container
+    except RuntimeError as error:  # from Path.home(): a user id without an entry, as in a container
         raise NoFolderError(f"{error} Set BRIDGE_CACHE_DIR") from None
     if not found.is_absolute() and _BEGUN_IN is None:
         raise NoFolderError(f"BRIDGE_CACHE_DIR: {named!r} is relative to a directory that is gone")

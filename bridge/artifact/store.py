@@ -1,14 +1,12 @@
 """Store: ``(kind, key)`` → an artifact in a file of its own, shared by any number of processes.
 
-A file is written under another name and renamed: it is there complete, or not at all. What is read is checked
-(:mod:`bridge.artifact.codec`); a file that is damaged, half-written or of another origin counts as absent. No lock is
-taken: two processes that write one artifact write the same content. Trouble with the disk costs a warning, once, and a
-compilation, never a wrong number.
+A file is written under a temporary name and renamed: it appears complete or not at all. Reads verify the checksum
+(:mod:`bridge.artifact.codec`); a damaged or foreign file counts as absent. There are no locks: two processes that write
+one artifact write the same content. Disk errors cost one warning and a compilation, never a wrong result.
 
-Made once: of several processes that need the same artifact at the same time, one makes it, the others wait for it.
-
-Who makes it claims it in a file that names the process. A claim is no lock: it does not outlive its process, for the
-others look whether that is still there, and none waits longer than some seconds before it makes the artifact itself.
+:func:`made_once`: if several processes need the same artifact at the same time, one makes it and the others wait. The
+maker holds a claim: a file that names its process. A claim is no lock: it ends with its process, since waiting
+processes check whether it is alive, and no process waits longer than a time limit before it makes the artifact itself.
 """
 
 from __future__ import annotations
@@ -48,18 +46,14 @@ from bridge.base.threads import raise_deferred
 __all__ = ["Artifact", "Store", "current_store", "made_once", "of_this_package", "prune", "versions"]
 
 _KEPT = 0.8
-"""Part of the bound that is left, so that not every write has to prune."""
+"""Share of the limit to which pruning reduces the cache, so that not every write has to prune."""
 
 _ABANDONED = 3600
-"""Seconds after which a file that is still unfinished belongs to a process that was killed."""
+"""Seconds after which an unfinished file is taken to be a killed process's."""
 
 
 def prune(folder: Path, most_bytes: int) -> tuple[int, int]:
-    """Removes artifacts, the least recently used first, until they are well within the bound, if they are beyond it.
-
-    Returns:
-        number and bytes of the artifacts that were removed.
-    """
+    """If the cache exceeds the limit, removes the least recently used artifacts; returns their number and bytes."""
     for pattern in ("unfinished/*", "claims/*"):
         for path in folder.glob(pattern):
             if _age(path) > _ABANDONED:
@@ -68,7 +62,7 @@ def prune(folder: Path, most_bytes: int) -> tuple[int, int]:
     for path in folder.glob("*/??/*"):
         try:
             told = path.stat()
-        except OSError:  # another process was quicker
+        except OSError:  # another process removed it
             continue
         found.append((told.st_mtime_ns, told.st_size, path))
     total, removed, freed = sum(size for _, size, _ in found), 0, 0
@@ -90,32 +84,30 @@ def _age(path: Path) -> float:
 
 
 _LOOK_AGAIN = 16
-"""A process that has written this part of the bound looks whether something has to go."""
+"""A process checks the limit after it has written this fraction of it: 1/16."""
 
 _COUNTER = itertools.count()
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """What :meth:`Store.get` finds: its named parts, and the note that it was written with."""
+    """An artifact read by :meth:`Store.get`: its named parts and its note."""
 
     note: str
     parts: Mapping[str, bytes]
 
 
 class Store:
-    """Artifacts in a directory.
+    """Artifacts in a directory; safe for threads, processes and forked children.
 
     Args:
-        settings: where they lie and what they may take. Where they are off, nothing is found and nothing is kept.
-
-    Safe for threads and processes; a forked child goes on with it.
+        settings: directory and size limit. If they are off, nothing is found or stored.
     """
 
     def __init__(self, settings: CacheSettings):
         self.settings = settings
         self._can_write = settings.enabled
-        self._written = settings.most_bytes  # so that the first thing written has it looked at
+        self._written = settings.most_bytes  # so that the first write checks the limit
 
     @property
     def folder(self) -> Path:
@@ -123,7 +115,7 @@ class Store:
 
     @cached_property
     def is_usable(self) -> bool:
-        """Whether anything may be read or written here; asks the directory once."""
+        """Whether the directory may be read and written; checked once."""
         if not self.settings.enabled:
             return False
         try:
@@ -135,15 +127,15 @@ class Store:
         return not problem
 
     def path(self, kind: str, key: str) -> Path:
-        """Where an artifact lies, if there is one."""
+        """The path of an artifact's file, which may not exist."""
         return self.folder / kind / key[:2] / key
 
     def has(self, kind: str) -> bool:
-        """Whether an artifact of this kind was ever kept."""
+        """Whether an artifact of this kind was ever stored."""
         return self.is_usable and (self.folder / kind).is_dir()
 
     def get(self, kind: str, key: str) -> Artifact | None:
-        """The artifact, which counts as used now; ``None`` where there is none that is whole."""
+        """The artifact, marked as used now; ``None`` if it is absent or damaged."""
         if not self.is_usable:
             return None
         path = self.path(kind, key)
@@ -159,12 +151,12 @@ class Store:
         except DamagedError as error:
             complain("a file of the cache is ignored", f"{path} {error}")
             return None
-        with suppress(OSError):  # a directory that is only read: nothing is pruned there either
+        with suppress(OSError):  # a read-only directory, which is never pruned
             os.utime(path)
         return Artifact(header["note"], parts)
 
     def put(self, kind: str, key: str, parts: Mapping[str, bytes], note: str = "") -> None:
-        """Keeps an artifact, if it can be written; the first time that it cannot, a warning says why."""
+        """Stores an artifact; on the first error it warns and disables writing."""
         if not (self._can_write and self.is_usable):
             return
         content = write_artifact(kind, key, parts, note)
@@ -193,7 +185,7 @@ class Store:
             prune(self.folder, self.settings.most_bytes)
 
     def files(self) -> Iterator[Path]:
-        """All artifacts' files, whole or not."""
+        """The files of all artifacts, damaged ones included."""
         for path in sorted(self.folder.glob("*/??/*")):
             if path.is_file():
                 yield path
@@ -218,7 +210,7 @@ def current_store() -> Store:
 
 @functools.cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """``(name, version)`` of what makes code; ours is a digest of the sources, for a version may cover many states."""
+    """``(name, version)`` of torch, TVM and this package, whose version is a digest of its sources."""
     digest = hashlib.sha256()
     for root in (Path(__file__).parents[1], *(Path(package.__file__).parent for package in (autodiff, partition))):
         above = len(str(root.parent))
@@ -229,14 +221,14 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def _sources(root: str) -> Iterator[str]:
-    """The Python files below a folder, always in one order. Every start reads them: path objects would take as long."""
+    """The Python files below a folder, in a fixed order; no ``Path`` objects, since every start reads these files."""
     for folder, inside, files in os.walk(root):
         inside[:] = sorted(each for each in inside if each != "__pycache__")
         yield from (os.path.join(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
 def of_this_package(*parts: Any) -> str:
-    """:func:`key_of`, of these versions of torch, TVM and this package's sources."""
+    """:func:`key_of` of the parts and the versions of torch, TVM and this package's sources."""
     return key_of(versions(), *parts)
 
 
@@ -244,18 +236,18 @@ Made = TypeVar("Made")
 
 _POLL = 0.02
 _LONGEST = 120.0
-"""Seconds to wait for a claim's process that lives: a large model's kernels, while many processes share the machine."""
+"""Most seconds to wait for a live process: a large model's kernels take long on a shared machine."""
 _ELSEWHERE = 20.0
-"""Seconds to wait for a process that cannot be asked, on another host."""
+"""Most seconds to wait for a process on another host, which cannot be checked."""
 
 
 def made_once(store: Store, claim: str, get: Callable[[], Made | None], make: Callable[[], Made]) -> Made:
-    """What ``get`` finds, or what ``make`` makes, if no other process is making it.
+    """The result of ``get``, or else of ``make``, which only one process at a time runs.
 
     Args:
-        claim: name of what is made, a key.
-        get: looks in the store.
-        make: makes it and puts it into the store.
+        claim: the artifact's key.
+        get: reads the artifact from the store.
+        make: makes the artifact and stores it.
     """
     found = get()
     if found is not None or not store.is_usable:
@@ -265,7 +257,7 @@ def made_once(store: Store, claim: str, get: Callable[[], Made | None], make: Ca
     while True:
         with _claimed(path) as is_ours:
             if is_ours:
-                found = get()  # somebody may have made it since
+                found = get()  # another process may have made it meanwhile
                 return make() if found is None else found
         time.sleep(_POLL)
         raise_deferred()
@@ -278,7 +270,7 @@ def made_once(store: Store, claim: str, get: Callable[[], Made | None], make: Ca
 
 @contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
-    """Whether this process has the claim while this is active; also true where none can be written."""
+    """Context: yields whether this process holds the claim inside; true as well if no claim can be written."""
     ours = _process(os.getpid())
     try:
         made_private(path.parent)
@@ -302,14 +294,14 @@ def _claimed(path: Path) -> Iterator[bool]:
 
 
 def _is_at_work(path: Path, waited: float) -> bool:
-    """Whether a claim's process may still be making what it claims; a claim whose process is gone is removed."""
+    """Whether to keep waiting for a claim; removes the claim of a process that is gone."""
     if waited > _LONGEST:
         return False
     try:
         told = path.read_text(encoding="utf-8")
         age = time.time() - path.stat().st_mtime
     except FileNotFoundError:
-        return True  # the claim is over: it is our turn, or the artifact is there
+        return True  # the claim has ended: this process can claim, or the artifact exists
     except (OSError, UnicodeDecodeError):
         return False
     host, _, rest = told.partition(" ")
@@ -326,7 +318,7 @@ def _is_at_work(path: Path, waited: float) -> bool:
 
 
 def _process(number: int) -> str:
-    """A process of this host: its number, and when it began, since numbers come again; empty if there is none."""
+    """A process of this host → host, id and start time, since ids are reused; empty if there is none."""
     began = ""
     try:
         os.kill(number, 0)
@@ -335,6 +327,6 @@ def _process(number: int) -> str:
         began = told.rpartition(")")[2].split()[19]
     except ProcessLookupError:
         return ""
-    except (OSError, IndexError):  # no such file system, or somebody else's process
+    except (OSError, IndexError):  # no /proc, or another user's process
         pass
     return f"{socket.gethostname()} {number} {began}"

@@ -1,6 +1,6 @@
-"""Callbacks: dispatch by itself at the first batch, for HuggingFace's ``Trainer`` and for Lightning.
+"""Callbacks that dispatch a model at the first batch, for HuggingFace's ``Trainer`` and for Lightning.
 
-``TrainerDispatch`` and ``LightningDispatch`` import their library when they are first asked for.
+``TrainerDispatch`` and ``LightningDispatch`` import their library at the first access.
 """
 
 from __future__ import annotations

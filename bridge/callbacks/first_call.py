@@ -1,10 +1,7 @@
-"""Dispatch at the first call: modules → each is dispatched in the state of the first call that is made of it.
+"""Dispatch at the first call: modules of a model → each is dispatched in the state of its first call.
 
-The first call has everything around it: train mode, autocast, gradient checkpointing, the model inside DDP.
-
-Which modules of a model to dispatch: class names, a predicate, or the model's repeated blocks → modules by name.
-
-What Lightning's loop calls of a callback → the module's layers dispatched at the first batch; needs no Lightning.
+The first call has the training loop's state: train mode, autocast, gradient checkpointing, the model inside DDP.
+:func:`chosen_layers` selects the modules.
 """
 
 from __future__ import annotations
@@ -27,17 +24,17 @@ WHOLE = "whole"
 
 
 def chosen_layers(model: nn.Module, layers: Layers = None) -> dict[str, nn.Module]:
-    """The modules to dispatch, by their names in ``model``; none of them lies inside another.
+    """A model → the modules to dispatch, by name; none is inside another.
 
     Args:
-        model: where to look.
-        layers: ``None`` for the repeated blocks (children of one class in an ``nn.ModuleList`` or ``nn.Sequential``,
-            that have children of their own), or the whole model where there are none; ``"whole"`` for the whole model;
-            a class or its name, or several; or a predicate of a module's name and the module.
+        model: the model to search.
+        layers: ``None`` for the repeated blocks (children of one class in an ``nn.ModuleList`` or ``nn.Sequential``
+            that have children of their own), or the whole model if there are none; ``"whole"`` for the whole model; a
+            class or its name, or several; or a predicate of a module's name and the module.
 
     Raises:
-        ValueError: nothing in the model is meant by ``layers``.
-        TypeError: ``layers`` is none of these.
+        ValueError: no module of the model matches ``layers``.
+        TypeError: ``layers`` has another type.
     """
     if layers == WHOLE:
         return {"": model}
@@ -80,7 +77,7 @@ def _repeated_blocks(module: nn.Module, name: str) -> list[tuple[str, nn.Module]
     enough = len(children) > 1 or (isinstance(module, nn.ModuleList) and bool(children))
     if isinstance(module, nn.ModuleList | nn.Sequential) and of_one_class and enough:
         if all(any(child.children()) and any(True for _ in child.parameters()) for _, child in children):
-            if not isinstance(children[0][1], nn.ModuleList | nn.ModuleDict):  # these are never called
+            if not isinstance(children[0][1], nn.ModuleList | nn.ModuleDict):  # containers are never called
                 return [(_joined(name, child_name), child) for child_name, child in children]
     return [block for child_name, child in children for block in _repeated_blocks(child, _joined(name, child_name))]
 
@@ -93,18 +90,18 @@ log = channel("dispatch")
 
 
 class DispatchAtFirstCall:
-    """Dispatches modules of a model at their first calls; refuses nothing.
+    """Dispatches modules of a model at their first calls; raises for none.
 
-    A module that cannot be dispatched stays eager, with one warning for each class, that names it and says why.
+    A module that cannot be dispatched stays eager, with one warning per class, which names it and the reason.
 
     Args:
-        layers: which modules: see :func:`bridge.callbacks.chosen_layers`; by default the repeated blocks.
-        on_miss: for calls unlike the first: ``"compile"``, the default, also serves evaluation and the smaller batch
+        layers: the modules: see :func:`bridge.callbacks.chosen_layers`; by default the repeated blocks.
+        on_miss: for calls that match no entry: ``"compile"``, the default, also serves evaluation and the smaller batch
             at the end of an epoch; ``"eager"``, ``"error"`` as in :func:`bridge.add_tvm_dispatch`.
         partition: as in :func:`bridge.add_tvm_dispatch`.
 
     Attributes:
-        refused: name of each module of which a call could not be compiled → why.
+        refused: name of a module with a call that could not be compiled → the reason.
     """
 
     def __init__(
@@ -123,11 +120,11 @@ class DispatchAtFirstCall:
 
     @property
     def dispatched(self) -> dict[str, nn.Module]:
-        """The modules that calls have been compiled of, by name."""
+        """The modules with a compiled call, by name."""
         return {name: module for name, module in self._watched.items() if (of := _stats(module)) and of.entries}
 
     def watch(self, modules: dict[str, nn.Module]) -> None:
-        """Dispatches each of these modules at its first call; those that are dispatched already stay as they are."""
+        """Dispatches each of these modules at its first call, except modules that are dispatched already."""
         for name, module in modules.items():
             self._watched[name] = module
             if _stats(module) is None:
@@ -148,7 +145,7 @@ class DispatchAtFirstCall:
             log.warning(words, name or "the model", where, type(module).__name__, why)
 
     def stop(self) -> None:
-        """Takes the dispatch off modules that were never called, or never compiled."""
+        """Removes the dispatch from modules without a compiled call."""
         for name, module in self._watched.items():
             if name not in self.dispatched:
                 remove_tvm_dispatch(module)
@@ -167,7 +164,7 @@ class DispatchAtFirstCall:
         return line + (f"; {len(stays)} stay eager" if stays else "")
 
     def end(self) -> None:
-        """Stops waiting, and logs the report: as a warning if calls were missed more often than they were served."""
+        """Calls :meth:`stop` and logs the report: as a warning if there were more misses than hits."""
         self.stop()
         hits, misses = _counted(list(self.dispatched.values()))
         (log.warning if sum(misses.values()) > hits else log.info)("%s", self.report())
@@ -186,12 +183,12 @@ def _stats(module: nn.Module) -> DispatchStats | None:
 
 
 class LightningMethods(DispatchAtFirstCall):
-    """The hooks of ``lightning.pytorch.Callback`` that the dispatch needs."""
+    """The hooks of ``lightning.pytorch.Callback`` that dispatch a module's layers; needs no Lightning."""
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """After the sanity check of the validation, so that the first call is one of the training."""
+        """Watches the layers; Lightning calls this after its validation sanity check, so the first call is training."""
         chosen = chosen_layers(pl_module, self.layers)
-        if "" in chosen:  # Lightning calls the module's steps, which call what it holds
+        if "" in chosen:  # Lightning calls the module's steps, which call its children, not its forward
             held = dict(pl_module.named_children())
             chosen = {name: child for name, child in held.items() if any(True for _ in child.parameters())}
         self.watch(chosen)

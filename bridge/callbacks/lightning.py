@@ -10,12 +10,12 @@ from bridge.callbacks.first_call import LightningMethods
 
 __all__ = ["LightningDispatch"]
 
-#: Two names of one library, whose trainers each know their own callbacks.
+#: Two packages of one library, each with its own ``Callback`` class.
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callback() -> type:
-    """The ``Callback`` of the library that is imported already, or of the one that can be."""
+    """The ``Callback`` of the package that is imported already, or else of the installed one."""
     name = next((name for name in _NAMES if name in sys.modules), None)
     if name is None:
         name = next((name for name in _NAMES if importlib.util.find_spec(name.partition(".")[0])), _NAMES[0])
@@ -25,9 +25,9 @@ def _callback() -> type:
 class LightningDispatch(LightningMethods, _callback()):  # type: ignore[misc]
     """``Trainer(callbacks=[LightningDispatch()])`` dispatches the module's repeated blocks at the first batch.
 
-    Where it has none, or with ``layers="whole"``: the networks that it holds. Arguments and attributes are those of
-    :class:`bridge.callbacks.DispatchAtFirstCall`; at the end of the training a line with hits and misses is logged
-    (``BRIDGE_LOGS=dispatch`` shows it).
+    Without repeated blocks, or with ``layers="whole"``, it dispatches the module's children with parameters. See
+    :class:`bridge.callbacks.DispatchAtFirstCall` for arguments and attributes. At the end of the training it logs a
+    line with hits and misses (``BRIDGE_LOGS=dispatch`` shows it).
 
     Example:
         >>> callback = LightningDispatch("Block")

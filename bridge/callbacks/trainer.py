@@ -14,9 +14,8 @@ __all__ = ["TrainerDispatch"]
 class TrainerDispatch(DispatchAtFirstCall, TrainerCallback):
     """``Trainer(..., callbacks=[TrainerDispatch()])`` dispatches the model's repeated blocks at the first batch.
 
-    The model that ``Trainer`` wraps (DDP) is looked into, not the wrapper. See :class:`DispatchAtFirstCall` for
-    arguments and attributes; at the end of the training a line with hits and misses is logged (``BRIDGE_LOGS=dispatch``
-    shows it).
+    It searches the model inside a wrapper (DDP), not the wrapper. See :class:`DispatchAtFirstCall` for arguments and
+    attributes. At the end of the training it logs a line with hits and misses (``BRIDGE_LOGS=dispatch`` shows it).
 
     Example:
         >>> callback = TrainerDispatch("BertLayer")

@@ -1,4 +1,4 @@
-"""The torch.compile backend ``"tvm_dispatch"``: Dynamo's graphs → entries, as modules have them."""
+"""The torch.compile backend ``"tvm_dispatch"``: Dynamo's graphs → entries, as for modules."""
 
 from bridge.dynamo.backend import graphs, tvm_dispatch
 

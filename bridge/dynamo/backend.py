@@ -1,13 +1,12 @@
-"""``torch.compile(model, backend="tvm_dispatch")``: every graph that Dynamo finds, forward and backward, in TVM.
+"""``torch.compile(model, backend="tvm_dispatch")``: a graph of Dynamo's → a callable that runs it in TVM.
 
-Dynamo calls a backend with a graph of torch calls whose inputs are everything from outside: arguments, parameters,
-buffers. That graph is captured as a module would be (:mod:`bridge.capture.record_call`), when it is first called, so
-random draws and in-place updates of buffers are eager's. A graph that cannot be had exactly runs as Dynamo's own
-``"eager"`` backend would run it; :func:`graphs` tells which do, how often, and why.
+A graph's inputs are arguments, parameters and buffers. The graph is captured like a module
+(:mod:`bridge.capture.record_call`) at its first call, so random draws and in-place updates of buffers are eager's. A
+graph that cannot be compiled exactly runs as in Dynamo's own ``"eager"`` backend; :func:`graphs` reports these calls
+with reasons.
 
-Sizes: Dynamo makes a size symbolic when it sees a second value. Such a graph can be compiled for all of them
-(:mod:`bridge.dynamo.graph`); where it is not, once for each combination of sizes, at most ``max_entries`` of them.
-Python numbers that change: :mod:`bridge.dynamo.graph`.
+Dynamo makes a size symbolic when it sees a second value. The graph is then compiled once for all sizes
+(:mod:`bridge.dynamo.graph`), or if that is refused, once per combination of sizes, at most ``max_entries`` times.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ def tvm_dispatch(
 
     Args:
         graph_module: Dynamo's graph.
-        example_inputs: not looked at: the graph is compiled for the inputs of its first call.
+        example_inputs: ignored: the graph is compiled for the inputs of its first call.
         mode: must be ``None`` or ``"default"``.
         options: ``{"partition": …, "target": …}``, as the arguments of :func:`bridge.add_tvm_dispatch`; and
-            ``"max_entries"``: for how many combinations of sizes, layouts and modes each graph is compiled (8); calls
-            of any other combination run eager.
+            ``"max_entries"``: the number of combinations of sizes, layouts and modes to compile each graph for (8);
+            calls with any other combination run eager.
 
     Raises:
-        ValueError: an unknown mode, option or partition, or no positive number of entries.
+        ValueError: an unknown mode, option or partition, or ``max_entries`` is not a positive int.
 
     Example:
         >>> compiled = torch.compile(model, backend="tvm_dispatch", options={"max_entries": 4})
@@ -85,18 +84,18 @@ def tvm_dispatch(
 
 
 def graphs() -> list[CompiledGraph]:
-    """Every graph of this process that the backend was given and that Dynamo still holds, oldest first.
+    """Every graph of this process that the backend got and that Dynamo still holds, oldest first.
 
-    ``torch.compiler.reset()`` lets go of all of them.
+    ``torch.compiler.reset()`` frees them.
     """
     return [graph for _, graph in sorted(_GRAPHS.items())]
 
 
 class CompiledGraph:
-    """One of Dynamo's graphs. Called with its inputs, it finds the entry that fits, or runs the graph eager.
+    """One of Dynamo's graphs. A call runs the matching entry, or the graph in eager.
 
     Attributes:
-        name: ``"graph 3"``, in the order in which Dynamo found them.
+        name: ``"graph 3"``, in the order of compilation.
         where: the user's first source line in it, or ``None``.
         stats: hits; misses with their reasons; entries.
     """
@@ -127,7 +126,7 @@ class CompiledGraph:
     def __call__(self, *inputs: Any) -> Any:
         if is_traced_here():
             return self._graph_module(*inputs)
-        if type(function_modes()) is int and function_modes():  # Dynamo has traced what they do
+        if type(function_modes()) is int and function_modes():  # Dynamo has traced their effects
             with function_modes_aside():
                 return self(*inputs)
         values = self._values(inputs)
@@ -149,13 +148,13 @@ class CompiledGraph:
         if reason is None:
             try:
                 return compiled(values)
-            except GuardFailure as failure:  # of the forward program: nothing is changed, and the call begins anew
+            except GuardFailure as failure:  # the forward program has changed nothing, so the call can run eager
                 reason = failure.reason
         self._entries.count_miss(reason)
         return self._graph_module(*inputs)
 
     def _of_any_size(self, key: tuple, values: Sequence[Any]) -> Compiled | None:
-        """What serves inputs of these sizes among others, compiled if need be; ``None`` where sizes cannot vary."""
+        """An existing or new entry with dynamic shapes for these inputs; ``None`` if there can be none."""
         found = self._known_sizes.get(key)
         if found is not None:
             return found
@@ -168,7 +167,7 @@ class CompiledGraph:
         return None if found is None else self._known_sizes.put(key, found)
 
     def _changed_numbers_of_any_size(self, values: Sequence[Any]) -> frozenset[int]:
-        """As :meth:`_changed_numbers`, of entries for all sizes."""
+        """:meth:`_changed_numbers` for entries with dynamic shapes."""
         numbers = self._numbers.arithmetic - self._dynamic - self._sizes.numbers.keys()
         for known in list(self._dynamic_sizes) if numbers else ():
             differing = known[1].differing(values)
@@ -181,7 +180,7 @@ class CompiledGraph:
 
     @interrupts_deferred()
     def _compile_for_sizes(self, values: Sequence[Any]) -> Compiled | None:
-        """Compiled for all sizes; ``None`` where that is refused, which is remembered."""
+        """Compiles the graph for all sizes; ``None`` if that is refused, which is remembered."""
         try:
             with _outside_inference_mode():
                 require_capturable(self.name)
@@ -200,7 +199,7 @@ class CompiledGraph:
         return compiled
 
     def _values(self, inputs: Sequence[Any]) -> list[Any]:
-        """The inputs, with numbers instead of tensors that hold one, and tensors instead of numbers that vary."""
+        """The inputs, with tensors that the graph reads by ``.item()`` as numbers, and dynamic scalars as tensors."""
         values = list(inputs)
         for position in self._numbers.read - self._dynamic:
             values[position] = values[position].item()
@@ -209,7 +208,8 @@ class CompiledGraph:
         return values
 
     def _changed_numbers(self, key: tuple) -> frozenset[int]:
-        """Which numbers differ from an earlier call that differs in nothing else; that entry is given up."""
+        """Positions of the numbers in which the call differs from an earlier entry, which is dropped; empty: no entry
+        differs in numbers only."""
         numbers = self._numbers.arithmetic - self._dynamic
         for known in list(self._compiled) if numbers else ():
             differing = frozenset(i for i, (then, now) in enumerate(zip(known, key, strict=True)) if then != now)
@@ -222,7 +222,7 @@ class CompiledGraph:
 
     @interrupts_deferred()
     def _compile(self, inputs: Sequence[Any]) -> Compiled | str:
-        """Compiled for these inputs, or the reason why it cannot be, which is logged."""
+        """Compiles the graph for these inputs; the reason, which is logged, if it is unsupported."""
         try:
             with _outside_inference_mode():
                 require_capturable(self.name)
@@ -250,7 +250,7 @@ class CompiledGraph:
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """For compiling: a call under inference mode is one without grad, whose results are then inference tensors."""
+    """Context for compiling: replaces inference mode by ``no_grad``; at run time, results are inference tensors."""
     if not torch.is_inference_mode_enabled():
         yield
         return

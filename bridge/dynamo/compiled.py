@@ -1,7 +1,4 @@
-"""A graph of Dynamo's compiled for inputs of one layout: inputs → the graph's results.
-
-Unsupported graphs of Dynamo's: a graph and its inputs → ``UnsupportedModule``, and its reason on one line.
-"""
+"""A graph of Dynamo's + inputs of one layout → a compiled function, or ``UnsupportedModule`` with a brief reason."""
 
 from __future__ import annotations
 
@@ -22,10 +19,9 @@ from bridge.state import SampleCall
 
 __all__ = ["Compiled", "brief", "check_graph", "layout"]
 
-#: Reasons for one graph, and operators for one reason, that are told in full.
+#: Most reasons per graph, and operators per reason, that a message lists.
 MAX_REASONS = 3
-#: What Dynamo makes of torch.vmap, which is traced as what the operators inside do to whole batches, and of
-#: Tensor.requires_grad_.
+#: Dynamo's functions for torch.vmap, whose operators are traced on whole batches, and for Tensor.requires_grad_.
 _TRACEABLE = (
     "set_inplace_requires_grad_allowed",
     "_set_tensor_requires_grad",
@@ -38,7 +34,7 @@ _TRACEABLE = (
 
 
 def check_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Raises :class:`UnsupportedModule` for nodes that cannot even be traced, and for odd inputs."""
+    """Raises :class:`UnsupportedModule` for nodes that cannot be traced, and lazily negated or conjugated inputs."""
     problems = [
         Unsupported(_name(node.target), user_line(node.meta.get("stack_trace")) or node.name, reason)
         for node in graph_module.graph.nodes
@@ -54,7 +50,7 @@ def check_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _objection(node: fx.Node) -> str | None:
-    """Why a node cannot even be traced."""
+    """The reason why a node cannot be traced, or ``None``."""
     if isinstance(node.target, HigherOrderOperator):
         return "a higher-order operator"
     if node.op == "call_method" and node.target in ("item", "tolist"):
@@ -70,7 +66,7 @@ def _name(target: Any) -> str:
 
 
 def brief(error: UnsupportedModule) -> str:
-    """Why a graph is unsupported, on one line: an optimizer's step may change hundreds of parameters in place."""
+    """The reasons of an error on one line: an optimizer's step may change hundreds of parameters in place."""
     ops: dict[str, list[str]] = {}
     for problem in error.ops:
         ops.setdefault(problem.reason, []).append(problem.op)
@@ -84,14 +80,14 @@ def _some(words: list[str], separator: str) -> str:
 
 
 class Compiled:
-    """A graph compiled for inputs of one layout, or of one layout but for sizes that vary.
+    """A graph compiled for inputs of one layout, maybe with dynamic sizes.
 
     Attributes:
-        entry: its programs; it has no guard, since Dynamo has one.
+        entry: the compiled entry; it has no guard, since Dynamo has one.
 
     Args:
-        backend: ``None``: that of the device of the inputs.
-        sizes: the sizes that are to vary, if any.
+        backend: ``None``: the backend of the inputs' device.
+        sizes: the dynamic sizes, if any.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
@@ -133,13 +129,13 @@ class Compiled:
         return self.entry(owned + [inputs[place] for place in self._places])
 
     def fits(self, inputs: Sequence[Any]) -> bool:
-        """Whether inputs of other sizes, but of the same modes, are served as well."""
+        """Whether the entry, with dynamic shapes, serves these inputs; the modes must be equal."""
         if self.entry.bound is None or self.differing(inputs):
             return False
         return self.entry.bound.fit([inputs[place] for place in self._places])
 
     def differing(self, inputs: Sequence[Any]) -> frozenset[int]:
-        """The inputs that differ from those that were compiled, in more than sizes that vary."""
+        """Positions of the inputs that differ from the compiled ones in more than dynamic sizes."""
         sized = {*self._sizes.tensors, *self._sizes.numbers}
         return frozenset(
             place
@@ -148,7 +144,7 @@ class Compiled:
         )
 
     def objection(self, inputs: Sequence[Any]) -> str | None:
-        """Why these inputs cannot be run although their layout fits: an in-place change that others would see."""
+        """The reason to run inputs with a matching layout eager: one that is written shares memory with another."""
         for mutated in self._mutated:
             memory = storage_id(inputs[mutated])
             for position, value in enumerate(inputs):
@@ -159,7 +155,7 @@ class Compiled:
 
 
 def layout(value: Any) -> Any:
-    """What must be the same for a call to fit an entry: of a tensor its layout, of anything else the value."""
+    """An input → the part of the entry's key: a tensor's metadata, any other value itself."""
     if isinstance(value, float):
         return float, value.hex()  # -0.0 is not 0.0, nan is nan
     if not isinstance(value, torch.Tensor):
@@ -177,7 +173,7 @@ def layout(value: Any) -> Any:
 
 
 def _without_sizes(found: tuple) -> tuple:
-    """A layout, of a tensor without shape and strides, of a number without its value."""
+    """:func:`layout` without a tensor's shape and strides, or without a number's value."""
     return found[:1] + found[3:]
 
 

@@ -1,16 +1,13 @@
-"""Dynamo's graphs in the form that :mod:`bridge.capture.record_call` takes: a module, its arguments, its buffers.
+"""A graph of Dynamo's → a module with arguments and buffers, as :mod:`bridge.capture.record_call` takes it.
 
-Sizes of Dynamo's graphs: a graph → which dimensions of its inputs vary, and which of its numbers are such sizes.
+Dynamic sizes (:func:`sizes_of`): Dynamo makes a size symbolic when it sees a second value (``dynamic=None``) or at once
+(``dynamic=True``), and passes it to the graph as a number beside the tensors. The module reads it from a tensor's shape
+instead.
 
-Dynamo makes a size symbolic when it sees a second value (``dynamic=None``) or at once (``dynamic=True``). The graph
-then takes the size as an input of its own, a number, beside the tensors that have it. Here it is read off a tensor.
-
-Number inputs of Dynamo's graphs: a graph → which of its inputs are numbers, and which may become 0-d tensors.
-
-Dynamo makes a constant of a number when it first sees it. When the number changes, a float becomes a 0-d tensor that
-the graph reads with ``.item()``, an int an input of its own. Here such a number is a constant of the entry that is
-compiled for it, until a call differs from an earlier one by nothing else (the weight of a loss that is annealed, a
-temperature). From then on it is a tensor, where that gives the same numbers: where it only scales or shifts tensors.
+Dynamic scalars (:func:`numbers_of`): a number is a constant for Dynamo at first. Once it changes, a float becomes a 0-d
+tensor that the graph reads with ``.item()``, an int a graph input. Here it stays a constant of the entry until a call
+differs from an earlier one in nothing else (an annealed loss weight, a temperature). From then on it is a tensor input,
+if the results are exactly the same: if it only scales or shifts tensors.
 """
 
 from __future__ import annotations
@@ -41,11 +38,11 @@ _LEAST = 2
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Positions among a graph's inputs.
+    """Dynamic sizes of a graph, by positions among its inputs.
 
     Attributes:
-        dims: tensors and their dimensions that vary, each with the name that Dynamo gave its size.
-        numbers: numbers that are sizes, each with a tensor and the dimension that tells it.
+        dims: tensor, dynamic dimension, Dynamo's name of the size.
+        numbers: position of a number that is a size → a tensor and its dimension of that size.
     """
 
     dims: tuple[tuple[int, int, str], ...]
@@ -53,14 +50,14 @@ class GraphSizes:
 
     @property
     def tensors(self) -> frozenset[int]:
-        """The tensors that have such a dimension."""
+        """Positions of the tensors with a dynamic dimension."""
         return frozenset(position for position, *_ in self.dims)
 
     def dynamic_dims(self, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[DynamicDim, ...]:
-        """The dimensions, of inputs that are the arguments of a call; one of size 0 or 1 is special, and does not vary.
+        """The dynamic dimensions of a call's arguments, except sizes 0 and 1, which are special cases.
 
         Args:
-            arguments: their positions among the inputs.
+            arguments: the arguments' positions among the inputs.
         """
         leaves = {position: leaf for leaf, position in enumerate(arguments)}
         return tuple(
@@ -71,7 +68,7 @@ class GraphSizes:
 
 
 def sizes_of(graph: fx.Graph) -> GraphSizes:
-    """Finds the sizes among the inputs of a graph of Dynamo's."""
+    """Finds the dynamic sizes among the inputs of a graph of Dynamo's."""
     values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     dims = tuple(
         (position, dimension, _name(size, position, dimension))
@@ -99,11 +96,11 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def inline_checkpoints(graph_module: fx.GraphModule) -> None:
-    """Makes the body of each ``torch.utils.checkpoint`` part of the graph, in place, nested ones included.
+    """Inlines the body of each ``torch.utils.checkpoint`` into the graph, in place, nested ones included.
 
-    In Dynamo's graph such a region is an operator that promises to compute the body again in the backward. What is
-    computed again is our partition's decision, so the body is all that counts. It must not be left to the operator
-    even where the graph runs eager: run so, it draws new dropout masks when it computes the body again.
+    In Dynamo's graph a checkpoint is an operator that recomputes its body in the backward. Our partition decides about
+    recomputation, so only the body matters. The operator must not remain even for eager runs of the graph: it would
+    draw new dropout masks in the recomputation.
     """
     for node in graph_module.graph.find_nodes(op="call_function", target=_CHECKPOINT):
         body, *arguments = node.args
@@ -120,14 +117,14 @@ def inline_checkpoints(graph_module: fx.GraphModule) -> None:
 
 
 class DynamoGraph(nn.Module):
-    """A graph of Dynamo's as a module whose buffers are those inputs that it may change in place.
+    """A graph of Dynamo's as a module; its buffers are the inputs that the graph may change in place.
 
-    Inputs that require no grad and are dense can be buffers: whatever is written to them is then an output of the
-    traced graph, and is written back. All others are arguments, and writing to those is unsupported.
+    Dense inputs that require no grad become buffers: their new values are outputs of the traced graph, and are written
+    back. All other inputs are arguments, which must not be written.
 
     Args:
-        sizes: where sizes are to vary. Tensors that have such a size are arguments; numbers that are one are neither,
-            but read off a tensor.
+        sizes: dynamic sizes, if any. Tensors with a dynamic size are arguments; numbers that are sizes are read from a
+            tensor's shape.
     """
 
     def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], sizes: GraphSizes | None = None):
@@ -136,7 +133,7 @@ class DynamoGraph(nn.Module):
         self._numbers = sizes.numbers if sizes is not None else {}
         if _owns_tensors(graph_module):
             self.graph_module = graph_module
-        self._graph = (graph_module,)  # not a submodule: each graph's class is its own, and equal ones are to be found
+        self._graph = (graph_module,)  # not a submodule: each graph has a class of its own, which would prevent reuse
         self.input_of: dict[str, int] = {}
         for position, value in enumerate(inputs):
             if position not in dynamic and _may_be_buffer(value):
@@ -158,9 +155,9 @@ class DynamoGraph(nn.Module):
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a graph so that whoever traces sees the user's source lines, and autocast regions as the user wrote them.
+    """Runs a graph node by node, so that a trace of the run has the user's source lines and autocast regions.
 
-    In Dynamo's graph a region begins with a function that, while something traces, only says so and casts nothing.
+    Dynamo's own function for the begin of an autocast region casts nothing while the graph is traced.
     """
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -170,13 +167,13 @@ class _Interpreter(fx.Interpreter):
             return region
         if target is exit_autocast:
             return args[0].__exit__(None, None, None)
-        if target is get_data_attribute:  # tensor.data, which cannot be traced
+        if target is get_data_attribute:  # tensor.data cannot be traced
             return args[0].detach()
         return super().call_function(target, args, kwargs)
 
 
 def _owns_tensors(graph_module: fx.GraphModule) -> bool:
-    """Whether the graph reads tensors that are no inputs of its own: they are then found on the module."""
+    """Whether the graph reads tensors that are attributes of the graph module, not inputs."""
     read = graph_module.graph.find_nodes(op="get_attr")
     attributes = (getattr(graph_module, node.target, None) for node in read)
     owned = (*graph_module.parameters(), *graph_module.buffers(), *attributes)
@@ -193,17 +190,17 @@ def _may_be_buffer(value: Any) -> bool:
 
 
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv)
-# A number is rounded to a tensor's type before it is used; with half types, only after the operation.
+# Eager rounds a number to the tensor's dtype before the operation; with half dtypes, it rounds only the result.
 _EXACT = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class DynamicScalars:
-    """Positions among a graph's inputs.
+    """Scalars of a graph, by positions among its inputs.
 
     Attributes:
         read: tensors of which only ``.item()`` is used.
-        arithmetic: numbers, those that are read among them, that may as well be 0-d tensors.
+        arithmetic: scalars, including ``read`` ones, that may exactly be replaced by 0-d tensors.
     """
 
     read: frozenset[int]
@@ -211,7 +208,7 @@ class DynamicScalars:
 
 
 def numbers_of(graph: fx.Graph) -> DynamicScalars:
-    """Finds the numbers among the inputs of a graph of Dynamo's."""
+    """Finds the scalars among the inputs of a graph of Dynamo's."""
     read, arithmetic = set(), set()
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
@@ -225,7 +222,7 @@ def numbers_of(graph: fx.Graph) -> DynamicScalars:
 
 
 def read_directly(graph_module: fx.GraphModule, numbers: DynamicScalars) -> fx.GraphModule:
-    """The graph for inputs that are the numbers themselves, or tensors where :class:`DynamicScalars` allows that."""
+    """Rewrites a graph to take scalars directly: as numbers, or as tensors if :class:`DynamicScalars` allows that."""
     if not numbers.read | numbers.arithmetic:
         return graph_module
     graph = fx.Graph()
@@ -249,7 +246,7 @@ def _of_type(number: Any, tensor: torch.Tensor) -> Any:
 
 
 def _uses(number: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Every use of a number and of what is computed of it: the user, and the number that it uses."""
+    """Every use of a number, and of numbers computed from it: the using node, and the number."""
     for user in number.users:
         yield user, number
         if _is_item(user) or not isinstance(user.meta.get("example_value"), torch.Tensor):
@@ -261,7 +258,7 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _only_arithmetic(number: fx.Node, is_float: bool) -> bool:
-    """Whether a number does nothing but scale and shift tensors, itself or after arithmetic with constants."""
+    """Whether a number only scales and shifts tensors, itself or after arithmetic with constants."""
     for user in number.users:
         if user.op != "call_function" or user.target not in _ARITHMETIC or user.kwargs or len(user.args) != 2:
             return False
@@ -280,7 +277,7 @@ def _exact_tensor(value: Any) -> bool:
 
 
 def _is_constant(other: Any, is_float: bool, user: fx.Node, number: fx.Node) -> bool:
-    """Whether arithmetic of a number with ``other`` is the same on tensors: of one kind, no division by zero."""
+    """Whether arithmetic of a number with ``other`` gives the same on tensors: equal types, no division by zero."""
     if type(other) not in ((int, float) if is_float else (int,)):
         return False
     return user.target is not operator.truediv or (is_float and user.args[0] is number and other != 0)

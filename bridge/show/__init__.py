@@ -1,4 +1,4 @@
-"""Looking inside: pictures, reports and differences of what the pipeline makes. Nothing here changes anything."""
+"""Read-only reports and pictures of dispatched modules, stages and programs."""
 
 from bridge.show.report import Report, explain
 from bridge.show.visualize import visualize

@@ -1,11 +1,7 @@
-"""Saved bytes of a lowered call beside those of its extremes, of eager and of torch's own min-cut.
+"""Saved bytes of a lowered call, compared with save-all, inputs-only, eager and AOTAutograd's min-cut partitioner.
 
-Saved bytes of one forward: eager's by ``saved_tensors_hooks``, a plan's by its captures, counted alike.
-
-What counts: distinct storages that are saved for the backward, dropout masks included. What does not, because it is
-alive anyway: parameters, buffers, arguments, and what the module returns.
-
-What torch's own min-cut partitioner (AOTAutograd's) saves for the backward of a module.
+Counted: distinct storages saved for the backward, dropout masks included; in eager by ``saved_tensors_hooks``, in a
+plan by its saved tensors. Not counted, since they are alive anyway: parameters, buffers, arguments and results.
 """
 
 from __future__ import annotations
@@ -27,20 +23,20 @@ __all__ = ["PREPARATIONS", "SavedBytes", "eager_saved_bytes", "kept_bytes", "pla
 __all__ += ["saved_for_backward", "torch_min_cut", "torch_min_cut_or_reason"]
 
 _STATE_BYTES = 16
-"""Of a seed and an offset."""
+"""Bytes of a generator state: a seed and an offset."""
 
 
 def plan_with(lowered: LoweredCall, strategy: str | Strategy) -> Plan:
-    """The plan that another strategy makes for the same joint function."""
+    """The plan of another strategy for the same joint function."""
     joint = lowered["cleaned"].function
     return partition(joint, strategy=strategy, **partition_options(lowered, strategy)).plan
 
 
 def kept_bytes(lowered: LoweredCall, plan: Plan | None = None, computed: Collection[int] = ()) -> int:
-    """Bytes of captures and of draws (masks) under a plan: what a dispatched call keeps and would not have otherwise.
+    """Bytes of saved intermediates and draws (masks) under a plan, which a dispatched call keeps alive.
 
-    ``plan`` is of the lowered function; by default its own. ``computed``: places among its parameters of masks that
-    kernels compute, from a seed and an offset that are kept instead.
+    ``plan``: by default the lowered call's. ``computed``: places of recomputed dropout masks, whose generator state is
+    kept instead.
     """
     given = len(lowered.captured.module_tensors) + len(lowered.captured.arguments)
     plan = plan or lowered.plan
@@ -53,7 +49,7 @@ def kept_bytes(lowered: LoweredCall, plan: Plan | None = None, computed: Collect
 def eager_saved_bytes(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> int:
     """Bytes that eager autograd saves for ``module(*args, **kwargs)``, measured on a copy of the module.
 
-    The copy is a plain module: a dispatched one is measured as if it were not. The generator is put back.
+    The copy is a plain module even if ``module`` is dispatched. The generator is restored.
     """
     module, kwargs = copy.deepcopy(module), kwargs or {}
     with torch.enable_grad(), torch.random.fork_rng(devices=gpus_in_use()):
@@ -65,12 +61,12 @@ def saved_for_backward(
 ) -> int:
     """Bytes of the distinct storages that autograd saves during ``forward()``.
 
-    Storages of parameters, buffers and ``arguments`` are free: they are alive anyway; with ``outputs_free`` also those
-    of what ``forward()`` returns. The measure is ``torch.autograd.graph.saved_tensors_hooks``, so what escapes autograd
-    is not counted. Each storage counts in full, also if only a view of it is saved: in full is how it stays alive.
+    Storages of parameters, buffers and ``arguments`` are free, since they are alive anyway; with ``outputs_free`` also
+    the storages of the results. Measured by ``torch.autograd.graph.saved_tensors_hooks``: only tensors that autograd
+    saves count. A storage counts in full even if only a view is saved, since all of it stays alive.
     """
     free = _storages([*module.parameters(), *module.buffers(), *pytree.tree_leaves(arguments)])
-    # Held until the end: a storage freed in between could lend its address to another one.
+    # Held until the end: the address of a freed storage could be reused.
     storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -89,27 +85,25 @@ def _storages(values: Iterable[Any]) -> set[int]:
     return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
 
 
-#: How the joint graph is made before it is cut: its decompositions, and whether Inductor's passes clean it.
+#: Preparations of the joint graph before the cut: decompositions, and whether Inductor's passes run.
 PREPARATIONS: dict[str, tuple[Callable[[], dict | None], bool]] = {
     "as traced": (lambda: None, False),
     "core ATen": (lambda: torch_partitioner().decompositions(), False),
     "Inductor": (lambda: torch_partitioner().inductor_decompositions(), True),
 }
 
-#: What AOTAutograd raises for modules that it cannot trace (it has no error class of its own).
+#: AOTAutograd's errors for modules that it cannot trace (it has no error class of its own).
 _UNTRACEABLE = (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, KeyError, NotImplementedError)
 
 
 def torch_min_cut(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[int, str]:
-    """The fewest bytes that ``min_cut_rematerialization_partition`` saves, and the preparation that led there.
+    """The fewest bytes that AOTAutograd's ``min_cut_rematerialization_partition`` saves, and the preparation's name.
 
-    Each preparation's forward graph runs once, uncompiled, on a copy of the module, and is measured as eager is:
-    distinct storages that autograd keeps, without parameters, arguments and what the module returns. Inductor draws as
-    eager does (``fallback_random``), so that masks are saved; its own draws are other numbers than eager's. The
-    generator is put back.
+    Each preparation's forward graph runs once, uncompiled, on a copy of the module, and is measured as eager is.
+    Inductor draws as eager does (``fallback_random``), so that masks are saved. The generator is restored.
 
     Raises:
-        Exception: what AOTAutograd raises for a module that it cannot trace.
+        Exception: AOTAutograd's error for a module that it cannot trace.
     """
     found = {name: _measure(module, args, kwargs or {}, *how) for name, how in PREPARATIONS.items()}
     best = min(found, key=found.get)
@@ -119,7 +113,7 @@ def torch_min_cut(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None 
 def torch_min_cut_or_reason(
     module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None
 ) -> tuple[int | None, str]:
-    """:func:`torch_min_cut`, or ``None`` and why it does not apply: AOTAutograd cannot trace this module."""
+    """:func:`torch_min_cut`, or ``None`` and the reason why AOTAutograd cannot trace the module."""
     try:
         return torch_min_cut(module, args, kwargs)
     except _UNTRACEABLE as error:
@@ -154,13 +148,13 @@ class SavedBytes:
     """Bytes saved for the backward of one call of one module.
 
     Attributes:
-        strategy: what made the plan.
+        strategy: the plan's strategy.
         plan: bytes under the plan.
-        save_all: everything that the gradient reads.
-        inputs_only: nothing but the inputs: random draws, which are never made again.
-        eager: as ``torch.autograd.graph.saved_tensors_hooks`` sees them.
-        torch_min_cut: under AOTAutograd's ``min_cut_rematerialization_partition``; ``None`` where it does not apply.
-        torch_note: how torch's graph was prepared, or why its partitioner does not apply.
+        save_all: bytes if everything that the gradient reads is saved.
+        inputs_only: bytes if only inputs are saved: random draws, which are never repeated.
+        eager: bytes by ``torch.autograd.graph.saved_tensors_hooks``.
+        torch_min_cut: bytes under AOTAutograd's min-cut; ``None`` if it does not apply.
+        torch_note: the preparation of torch's graph, or the reason why its partitioner does not apply.
     """
 
     strategy: str
@@ -172,7 +166,7 @@ class SavedBytes:
     torch_note: str
 
     def table(self) -> str:
-        """Text, a line per way: bytes and their share of eager's."""
+        """Text, a line per method: bytes, and their ratio to eager's."""
         rows = [(self.strategy, self.plan), ("save_all", self.save_all), ("inputs only", self.inputs_only)]
         rows += [("eager", self.eager), (f"torch's min-cut ({self.torch_note})", self.torch_min_cut)]
         width = max(len(name) for name, _ in rows)
@@ -190,14 +184,14 @@ class SavedBytes:
 def saved_bytes(
     lowered: LoweredCall, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None
 ) -> SavedBytes:
-    """The comparison for a module that was lowered with gradients. Runs copies of ``module``; it is not changed.
+    """Compares the saved bytes of a call that was lowered with gradients. Runs copies of ``module``, not itself.
 
     Args:
-        lowered: of this call, with any strategy.
-        args, kwargs: the call. The random number generator is put back after it.
+        lowered: the lowered call, with any strategy.
+        args, kwargs: its arguments. The random number generator is restored.
 
     Raises:
-        ValueError: nothing of the lowered call requires grad, so that nothing is saved.
+        ValueError: nothing requires grad, so nothing is saved.
     """
     if lowered.plan is None:
         raise ValueError(

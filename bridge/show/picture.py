@@ -1,9 +1,6 @@
-"""A picture before it is drawn: boxes, arrows, clusters; and drawing it with graphviz.
+"""Pictures: boxes, arrows and clusters → a ``graphviz.Digraph``.
 
-Boxes of the backward stand beside the forward and its arrows point up: the forward runs down on the left, the backward
-up on the right, and what is saved crosses between them.
-
-A ``graphviz.Digraph`` whose display says what to install where the ``dot`` program is missing.
+The forward runs down on the left, the backward up on the right; saved tensors are arrows between them.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ __all__ = ["KINDS", "Arrow", "Box", "Digraph", "Picture", "draw"]
 
 @dataclass(frozen=True)
 class BoxStyle:
-    """How boxes of one kind look, and what the legend calls them."""
+    """Style of one kind of boxes; ``meaning``: their name in the legend."""
 
     fill: str
     line: str
@@ -49,7 +46,7 @@ KINDS: Mapping[str, BoxStyle] = {
 
 @dataclass(frozen=True)
 class Box:
-    """A node. ``rows`` stand under the title; ``upward``: part of the backward; ``double``: a library computes it."""
+    """A node; ``rows``: lines under the title; ``upward``: in the backward; ``double``: a product or library call."""
 
     key: str
     title: str
@@ -63,7 +60,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From one box to another; ``label`` says what flows. ``saved``: from the forward to the backward."""
+    """An edge between two boxes; ``label``: the value's shape; ``saved``: from the forward to the backward."""
 
     tail: str
     head: str
@@ -73,7 +70,7 @@ class Arrow:
 
 @dataclass
 class Picture:
-    """``clusters`` maps the names that boxes carry to titles; ``tables`` are notes without arrows: title and rows."""
+    """A graph to draw; ``clusters``: the boxes' cluster names → titles; ``tables``: notes with title and rows."""
 
     title: str
     boxes: dict[str, Box] = field(default_factory=dict)
@@ -189,7 +186,7 @@ def _legend(dot: Any, picture: Picture) -> None:
 
 
 class Digraph(object if graphviz is None else graphviz.Digraph):
-    """As ``graphviz.Digraph``; without the program ``dot``, a notebook shows the source and what to install."""
+    """``graphviz.Digraph`` whose notebook display, without the program ``dot``, is the source and an install hint."""
 
     def _repr_mimebundle_(self, *args: Any, **kwargs: Any) -> dict[str, str]:
         try:

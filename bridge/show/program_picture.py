@@ -1,6 +1,6 @@
-"""Pictures of a compiled program: its steps with what each kernel fuses, or the inside of one kernel.
+"""A compiled program → a picture of its steps or of one kernel, or a table of its steps.
 
-A compiled program as rows: its steps, what they fuse, cost and come from; and a kernel's source with its origins.
+A step has the operators that it fuses, its cost, and its origins in the user's code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARKS = "".join(_HOW)
 
 
 def program_picture(program: Program) -> Picture:
-    """A box per step in the order of execution; views are part of the arrows."""
+    """A picture with a box per step, in the order of execution; views are part of the arrows."""
     steps = [step for step in program.steps if isinstance(step, Launch | CallLibrary | RunLoop)]
     flops = sum(step.contents.flops for step in steps)
     moved = sum(step.contents.bytes for step in steps)
@@ -84,12 +84,12 @@ def _shape(shape: tuple[int, ...], dtype: str, usual: str) -> str:
 
 
 def _is_gradient(name: str) -> bool:
-    """Whether a result is the gradient of a parameter of the module: its step says so."""
+    """Whether a result is the gradient of a parameter of the module, which is shown in its step's box."""
     return name.startswith(f"grad_{_WEIGHT_LIKE}")
 
 
 def kernel_picture(program: Program, kernel: str) -> Picture:
-    """The operations of a kernel's first launch. ``KeyError`` names the kernels if there is none of that name."""
+    """A picture of the operations in a kernel's first launch. ``KeyError`` lists the kernels if the name is unknown."""
     steps = [step for step in program.steps if isinstance(step, Launch)]
     found = [step for step in steps if kernel in (step.name, step.name.split("_")[0])]
     if not found:
@@ -131,10 +131,9 @@ class StepRow:
     """One step.
 
     Attributes:
-        kind: ``"kernel"``, ``"library"`` or ``"view"``.
-        what: the operators that it fuses; of a matrix product in generated code also its plan, of a kernel on a GPU
-            its launches.
-        origins: of what it computes, in order, each once.
+        kind: ``"kernel"``, ``"library"``, ``"loop"`` or ``"view"``.
+        what: the fused operators; for a generated matrix product also its plan, for a GPU kernel its launches.
+        origins: of its operations, in order, each once.
     """
 
     index: int
@@ -148,13 +147,13 @@ class StepRow:
 
     @property
     def modules(self) -> str:
-        """The module paths in which the step's operations stand."""
+        """The module paths of the step's operations."""
         return ", ".join(dict.fromkeys(origin.module or ROOT for origin in self.origins))
 
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """One program of an entry: its steps as the entry's module knows them."""
+    """One program of an entry; its steps have the names of the entry's module."""
 
     direction: str
     program: Program = field(repr=False)
@@ -169,7 +168,7 @@ class ProgramReport:
         return sum(step.bytes for step in self.steps)
 
     def summary(self, full: bool = False) -> str:
-        """One line: how many steps of which kind, arithmetic and traffic."""
+        """One line: number of steps by kind, flops, bytes moved."""
         kinds = Counter(step.kind for step in self.steps)
         library = Counter(step.name for step in self.steps if step.kind == "library")
         named = library.most_common(None if full else 3)
@@ -195,9 +194,9 @@ class ProgramReport:
         ]
 
     def source(self, kernel: str, form: str = "tvmscript") -> str:
-        """A kernel's source with the modules and lines that its launches come from; ``kernel``: its name or ``k5``.
+        """A kernel's source with the modules and lines of its launches; ``kernel``: its name, or ``k5``.
 
-        ``form``: as of ``Program.source``. ``KeyError``, ``ValueError`` as ``Program.source``.
+        ``form``, and errors: as for ``Program.source``.
         """
         found = [row for row in self.steps if row.kind == "kernel" and kernel in (row.name, row.name.split("_")[0])]
         if not found:

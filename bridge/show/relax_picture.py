@@ -1,4 +1,4 @@
-"""The picture of a Relax function in flat form."""
+"""A Relax function in flat form → a picture."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _BACKWARD = ("bw", "grad_")
 
 @dataclass(frozen=True)
 class FunctionNotes:
-    """What is known about a function beyond its text.
+    """Annotations of a function for its picture.
 
     Attributes:
         captured: names of the values saved for the backward.
-        recomputed: names of bindings that the backward computes again.
-        display: what parameters are called by their owner, by name.
-        folded: names of the parameters that are written into the boxes that read them.
-        modules: module paths, by variable.
-        clusters: the cluster of each variable.
+        recomputed: names of bindings recomputed in the backward.
+        display: parameter name → the user's name.
+        folded: names of the parameters to write into their consumers' boxes.
+        modules: variable → module path.
+        clusters: variable → cluster.
         views: whether reshapes and permutations are boxes; otherwise they are part of the arrows.
         training: whether the picture has a forward and a backward side.
-        alias: parameters that are a box of the picture already, with its key.
+        alias: parameter → key of its existing box.
     """
 
     captured: Collection[str] = ()
@@ -81,14 +81,14 @@ class _Painter:
         floats = Counter(str(var.ty.dtype) for var, _ in self.body if isinstance(var.ty, TensorType))
         self.usual = floats.most_common(1)[0][0] if floats else ""
         self.upward = self._upward()
-        #: A backward on its own: what it reads stands below its readers, as its grad_outs do.
+        #: A backward without its forward: its inputs are drawn below their consumers, as its grad_outs are.
         self.alone = not reading.alias and all(var.name in self.upward for var, _ in self.body)
         self.boxed = {var.name for var, value in self.body if not self._is_folded_view(var, value)}
         self.gradient_of = self._gradients()
         self.labelled: set[tuple[str, str]] = set()
 
     def _upward(self) -> set[str]:
-        """Names of the backward: what depends on a grad_out, and what is only computed for that."""
+        """Names of the backward's values: named so, dependent on a grad_out, or recomputed; empty outside training."""
         found = {param.name for param in self.function.params if param.name.startswith("grad_out_")}
         for var, value in self.body:
             if var.name.startswith(_BACKWARD) or any(used.name in found for used in used_vars(value)):
@@ -169,7 +169,7 @@ class _Painter:
             self.picture.arrows.append(arrow)
 
     def _base(self, arg: Expr) -> tuple[Expr, str]:
-        """What an argument is a view of, through the views that are no boxes, and how in a word."""
+        """An argument → its base behind views without a box, and ``" ᵀ"`` if these permute."""
         permuted = False
         while isinstance(arg, Var) and arg in self.value_of and self._is_folded_view(arg, self.value_of[arg]):
             value = self.value_of[arg]
@@ -178,7 +178,7 @@ class _Painter:
         return arg, " ᵀ" if permuted else ""
 
     def _gradients(self) -> dict[str, str]:
-        """Results that are the gradient of a parameter that is no box, by name: their boxes say so."""
+        """Result name → parameter's name, for gradients of folded parameters, which are named in the result's box."""
         owners = {name: name.removeprefix("grad_") for name in self.returned if name.startswith("grad_")}
         return {
             name: self.reading.display.get(owner, owner)
@@ -207,7 +207,7 @@ class _Painter:
             self.picture.arrows.append(Arrow(self._key(base.name), key, ""))
 
     def _num_outputs(self) -> int:
-        """How many of the results are not captures: they come last."""
+        """Number of results without the saved intermediates at the end."""
         names = [result.name if isinstance(result, Var) else "" for result in results(self.function)]
         count = len(names)
         while count and names[count - 1] in self.reading.captured:
@@ -225,7 +225,7 @@ class _Painter:
 
 
 def _arguments(value: Expr) -> list[Expr]:
-    """Tensor arguments, those in tuples included."""
+    """Tensor arguments, tuples flattened."""
     if isinstance(value, TupleGetItem):
         return [value.tuple_value]
     if isinstance(value, Var | Constant):

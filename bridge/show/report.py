@@ -1,7 +1,4 @@
-"""What ``explain`` returns: a dispatched module as plain data that prints as text and, in notebooks, as HTML.
-
-``explain``: what a dispatched module compiled to, what it saves, what it missed.
-"""
+"""``explain``: a dispatched module → a report as plain data, which prints as text and, in notebooks, as HTML."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ WIDTH, _CELL = 118, 34
 
 
 def more(everything: Sequence, shown: Sequence, what: str) -> list[str]:
-    """A line that tells how many were left out; no line if none were."""
+    """A line with the number of omitted rows; no line if there are none."""
     left = len(everything) - len(shown)
     return [f"    ... {left} more {what}"] if left else []
 
@@ -56,11 +53,11 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]], full: bool, right:
 
 
 _PRODUCTS = frozenset(["mm", "mm_lt", "mm_biased", "mm_swapped", "linear", "packed", "bmm"])
-"""Library kernels that a way of a matrix product names."""
+"""Names of the library kernels of matrix products."""
 
 
 def choices_of(entry: Entry) -> Iterator[str]:
-    """A line for each choice or kind of choices of an entry."""
+    """Yields a line for each choice, or kind of choices, of an entry."""
     tuned, backend = entry.options.tuned, entry.options.backend
     if tuned is not None:
         yield str(tuned)
@@ -88,7 +85,7 @@ def _products(steps: tuple[Instruction, ...]) -> int:
     return count
 
 
-#: Compile stages as the short form sums them up; every other one is lowering.
+#: Compile stage → its group in the short form; all others are lowering.
 _PARTS = {
     "captured": "capture",
     "translate": "kernels",
@@ -107,17 +104,17 @@ class EntryReport:
 
     Attributes:
         title: the call, hits and compile seconds.
-        guards: what a call must have to run here, in words.
-        call: what a call does, in order, each step with the tensors that it touches.
+        guards: the entry's guards, in words.
+        call: the steps of a call, with their tensors.
         programs: forward, then backward if there is one.
-        plan: what is saved for the backward, with a reason each; ``None`` where nothing requires grad.
-        kept_bytes: captures and random draws: what the entry keeps from forward to backward.
+        plan: the saved tensors, with a reason each; ``None`` if nothing requires grad.
+        kept_bytes: saved intermediates and random draws, kept from forward to backward.
         seconds: compile time by stage.
-        lowered: every stage, for a closer look.
-        sizes: where sizes vary, what they are called, what a call's must meet, and for which the entry is bound.
-        choices: how it is compiled, and where each choice comes from: default, measured at first use, tuned.
-        reads: the places outside of the module's tensors and attributes that forward read.
-        check: the source of the function that decides on a call.
+        lowered: every stage.
+        sizes: with dynamic shapes, the symbols, their guards, and the sizes for which the entry is bound.
+        choices: the compilation's choices and their sources: default, measured at first use, tuned.
+        reads: places outside the module's tensors and attributes that forward read.
+        check: the source of the generated guard function.
     """
 
     title: str
@@ -191,7 +188,7 @@ class EntryReport:
         return out + [f"  note: {note}" for note in plan.notes]
 
     def html(self) -> str:
-        """The entry's tables, to fold out."""
+        """The entry's collapsible tables."""
         parts = [f"<p>{html.escape(self.title)}</p>"]
         parts.append(_listed("guards", "a call must have", self.guards))
         parts.append(_listed("reads", "what forward read", self.reads))
@@ -213,7 +210,7 @@ class EntryReport:
 
 
 def _saved_bytes(plan: Plan) -> str:
-    """``"1.2 MB"``; where sizes vary that is the sample's, and the formula for all stands beside it."""
+    """``"1.2 MB"``, for the sample's sizes; with dynamic shapes followed by the formula."""
     formula = f" = {plan.size} bytes" if isinstance(plan.size, Extent) else ""
     return f"{megabytes(plan.bytes)}{formula}"
 
@@ -223,7 +220,7 @@ def _ordered(plan: Plan) -> list:
 
 
 def saved_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """A row per saved tensor, largest capture first: value, module, shape with dtype, bytes, kind, reason."""
+    """A row per saved tensor, largest intermediate first: value, module, shape with dtype, bytes, kind, reason."""
     return [
         (
             saved.name,
@@ -239,16 +236,16 @@ def saved_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Report:
-    """A dispatched module: what runs where, what is saved and why. ``print`` it, or ``print(report.full)``.
+    """Report on a dispatched module: entries, saved tensors, misses. ``print`` it, or ``print(report.full)``.
 
     Attributes:
         module_name: class of the module.
         hits: calls that ran in TVM.
         misses: calls that ran eager, by reason.
-        entries: a report per compiled call.
+        entries: a report per entry; for a model dispatched in parts, of all parts.
         complete: whether printing shows everything.
-        graphs: what became of recorded graphs, in words; nothing where none are wanted.
-        parts: of a model that is dispatched in parts, what is and what is not, in words; entries are all parts'.
+        graphs: statistics of CUDA graphs, in words; empty if there are none.
+        parts: of a model dispatched in parts, the dispatched and the eager modules, in words.
         eager_backwards: backwards of hits that eager's operators computed, by reason.
     """
 
@@ -289,7 +286,7 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Totals in the open, tables to fold out."""
+        """Totals, then collapsible tables."""
         parts = [f"<b>{html.escape(self.head())}</b>", *(entry.html() for entry in self.entries)]
         if self.parts:
             parts.insert(1, _listed("parts", "what is dispatched", self.parts))
@@ -313,7 +310,7 @@ def _fold(title: str, body: str, *, is_open: bool = False) -> str:
 
 
 def explain(module: nn.Module, *, full: bool = False) -> Report:
-    """As :func:`bridge.explain`, which tells what it takes, returns and raises."""
+    """Implements :func:`bridge.explain`."""
     counted = stats(module)
     if not all(isinstance(entry.lowered, LoweredCall) for entry in counted.entries):
         name = type(module).__name__
@@ -328,7 +325,7 @@ def explain(module: nn.Module, *, full: bool = False) -> Report:
 
 
 def _parts(counted: PartStats) -> tuple[str, ...]:
-    """What is dispatched in a model and what is not, a line each."""
+    """The dispatched and the eager modules of a model, a line each."""
     shares = counted.shares
     told = [f"an eager forward spends {100 * counted.coverage:.0f}% of its time in {len(counted.parts)} parts"]
     for path, each in counted.parts.items():
@@ -366,7 +363,7 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
 
 
 def _guards(lowered: LoweredCall, module: nn.Module) -> tuple[str, ...]:
-    """What :class:`bridge.dispatch.guards.EntryGuard` compares, in words."""
+    """The conditions of :class:`bridge.dispatch.guards.EntryGuard`, in words."""
     captured = lowered.captured
     names = {index: name for name, index in captured.placeholders.items()}
     first = len(captured.module_tensors)
@@ -405,9 +402,9 @@ def _frozen(entry: Entry) -> tuple[str, ...]:
 
 
 def program_report(lowered: LoweredCall, direction: str, function: Function, program: Program) -> ProgramReport:
-    """The steps of a program that ``function``, of this lowering, was compiled to.
+    """The steps of the program compiled from ``function``, with this lowering's names.
 
-    Equal functions share a program, which has the names of the first of them: they are translated here.
+    Equal functions share a program, which has the first function's names; they are translated here.
     """
     own = [var.name for var in function.params] + [var.name for var, _ in bindings(function)]
     name_of = dict(zip(program.variables, own, strict=True))

@@ -28,7 +28,7 @@ def visualize(
     views: bool = False,
     legend: bool = True,
 ) -> graphviz.Digraph:
-    """As :func:`bridge.visualize`, which tells what it takes, returns and raises."""
+    """Implements :func:`bridge.visualize`."""
     if isinstance(what, LoweredCall):
         picture = _lowered(what, stage, views, kernels)
     elif isinstance(what, Program):
@@ -98,7 +98,7 @@ def _lowered(lowered: LoweredCall, stage: str | None, views: bool, kernels: bool
 
 
 def _groups(picture: Picture, function: Function, prefix: str) -> dict[str, str]:
-    """The cluster of every variable that shares a kernel with others; what several kernels compute is in the first."""
+    """Variable → cluster, for variables that share a kernel; a variable of several kernels is in the first one's."""
     program = compile_function(function, name=prefix.replace(" ", "_"))
     own = [var.name for var in function.params] + [var.name for var, _ in bindings(function)]
     name_of = dict(zip(program.variables, own, strict=True))

@@ -1,4 +1,4 @@
-"""A module as Python sees it: its tensors and attributes; snapshot, restore, compare."""
+"""The Python state of a module: its tensors and attributes; snapshot, restore, compare."""
 
 from bridge.state.module import (
     ModuleTensor,

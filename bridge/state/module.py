@@ -1,17 +1,7 @@
-"""Module attributes: what a module owns besides its tensors → a snapshot, to undo a capture and to guard a call.
+"""Module state: a module → its Python attributes (a snapshot, to undo a capture) and its tensors (program inputs).
 
-Tracing runs the user's ``forward``. Whatever Python state that run changes (``self.calls += 1``) a compiled
-call would not change again, so such a module is refused; and the change made by the tracing is undone.
-
-Derived attributes: what old ``weight_norm``, ``spectral_norm`` and ``prune`` set on a module in every call.
-
-Each registers a forward pre-hook that computes the plain attribute (``weight``) of parameters and buffers
-(``weight_g``, ``weight_v``). The compiled code computes it from those, so its value before a call is no input and not
-guarded; after a call it is computed once more, as the hook does, for whoever reads it or differentiates through it.
-
-Module tensors: a module → its parameters, buffers and tensor attributes, each once: inputs of the compiled code.
-
-Sample call: a module and the arguments of its forward, as one object.
+Tracing runs the user's ``forward``, which may change Python state (``self.calls += 1``). :class:`Snapshot` finds these
+changes and undoes them.
 """
 
 from __future__ import annotations
@@ -32,30 +22,30 @@ from bridge.state.values import CONTAINERS, same_inside, snapshot
 __all__ = ["ModuleTensor", "SampleCall", "Snapshot", "hooks_of", "module_tensors", "own_attributes", "tensor_attribute"]
 __all__ += ["tensor_problem", "written_class"]
 
-# What nn.Module keeps in __dict__ for itself; parameters, buffers, submodules and flags are guarded separately.
-# torch.compile(module) notes on the module that it did.
+# nn.Module's own entries of __dict__; parameters, buffers, submodules and flags are guarded separately.
+# torch.compile(module) and transformers add a flag.
 _INTERNAL = frozenset(nn.Module().__dict__) | {COMPILED_CALL, "_is_hf_initialized", "_is_torch_compile"}
-# What torch's recurrent modules keep of their parameters in another form, and renew in forward where it is stale.
+# Parameter caches of torch's recurrent modules, which forward renews when they are stale.
 _RECURRENT_CACHES = ("_flat_weights", "_flat_weight_refs")
-# How attributes begin in which fully_shard and replicate note on a module what they did to it.
+# Prefixes of attributes that fully_shard and replicate set on a module.
 _SHARDING_NOTES = ("__composable_api_state", "_fsdp_use_orig_params", "_is_fsdp_managed_module")
 
 
 def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes that a module's own code put on it: all in ``__dict__`` that is not nn.Module's."""
+    """The attributes that user code set on a module: all entries of ``__dict__`` that are not nn.Module's."""
     for name, value in module.__dict__.items():
         if name not in _INTERNAL and not name.startswith(_SHARDING_NOTES) and not _is_renewed(module, name):
             yield name, value
 
 
 def written_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that the user wrote: ``fully_shard`` gives a module a class of its own that adds no computation."""
+    """The user's class of a module: ``fully_shard`` replaces it by a subclass that adds no computation."""
     position = getattr(kind, "_orig_cls_mro_index", None)
     return kind if position is None else kind.__mro__[position]
 
 
 def _is_renewed(module: nn.Module, name: str) -> bool:
-    """Whether forward computes the attribute of the module's tensors, or renews it where it is stale."""
+    """Whether the attribute is a parameter cache that forward renews."""
     return name in _RECURRENT_CACHES and isinstance(module, nn.RNNBase)
 
 
@@ -67,9 +57,9 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class Snapshot:
-    """The Python state of a module tree, to find out what changed and to put it back.
+    """The Python state of a module tree: finds later changes and undoes them.
 
-    Tensors are compared by identity: in-place changes of tensors are seen by the fake run.
+    Tensors are compared by identity; the fake run detects in-place changes of tensors.
     """
 
     def __init__(self, root: nn.Module):
@@ -111,7 +101,7 @@ class Snapshot:
         return any(name in attributes for found, _, attributes in self._modules if found == path)
 
     def written(self) -> Iterator[tuple[dict[str, Any], str, list[Any]]]:
-        """Attributes that hold another object than before: the dictionary, the name, what it held (nothing: none)."""
+        """Attributes that hold another object than before: dictionary, name, list of the old value (empty: none)."""
         for _, module, before in self._modules:
             own = module.__dict__
             for name in dict.fromkeys((*before, *own)):
@@ -119,19 +109,19 @@ class Snapshot:
                     yield own, name, [before[name]] if name in before else []
 
     def contents(self) -> Iterator[tuple[Any, Any]]:
-        """Containers among the attributes, and copies of what they held."""
+        """Containers among the attributes, with copies of their old contents."""
         for module, name, value, held in self._containers:
             if not _is_renewed(module, name):
                 yield value, held
 
     def value_of(self, path: str, name: str) -> Any:
-        """What the attribute of the module at ``path`` was; ``None`` if it had none."""
+        """The old value of an attribute of the module at ``path``, or ``None``."""
         return next(attributes.get(name) for found, _, attributes in self._modules if found == path)
 
     def restore(self) -> None:
-        """Puts back every attribute and the contents of every list, dict and set among them."""
+        """Restores every attribute and the contents of every list, dict and set among them."""
         for _, module, before in self._modules:
-            attributes = module.__dict__  # never emptied: another thread may be looking
+            attributes = module.__dict__  # never emptied: another thread may be reading it
             for key in attributes.keys() - before.keys():
                 del attributes[key]
             attributes.update(before)
@@ -147,14 +137,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class ModuleTensor:
-    """A tensor that the module owns and the compiled code takes as an input.
+    """A tensor of the module that is an input of the compiled code.
 
     Attributes:
-        kind: ``"parameter"``, ``"buffer"``, ``"attribute"`` (a tensor that is just an attribute) or ``"free"`` (one
-            that lies elsewhere: in a list, a global).
-        names: its dotted names, the first one in the module's own order; further ones when tied. Of a free tensor, what
-            reads it.
-        held: of a free tensor, a reference to it.
+        kind: ``"parameter"``, ``"buffer"``, ``"attribute"`` (a plain attribute) or ``"free"`` (in a list or a global).
+        names: its dotted names, several if tied, in the module's order; for a free tensor, the expression for it.
+        held: for a free tensor, a function that returns it.
     """
 
     kind: str
@@ -171,13 +159,13 @@ class ModuleTensor:
 
 
 def module_tensors(module: nn.Module, attributes: Sequence[str] = ()) -> tuple[list[ModuleTensor], list[torch.Tensor]]:
-    """The tensors that the module owns, in its own order, tied ones once; then tensors that are plain attributes.
+    """A module → its parameters and buffers, in its own order, tied ones once; then tensors that are plain attributes.
 
     Args:
-        attributes: dotted names of the plain attributes that forward reads; names of no tensor are passed over.
+        attributes: dotted names of the plain attributes that forward reads; names of other values are skipped.
 
     Raises:
-        UnsupportedModule: a tensor is not a plain dense one, or named by no module that holds it.
+        UnsupportedModule: a tensor is not plain and dense, or its name does not lead to a module of the tree.
     """
     named: dict[int, tuple[str, torch.Tensor, list[str]]] = {}
     kinds = (
@@ -233,8 +221,8 @@ class SampleCall:
     """One call of a module.
 
     Attributes:
-        module: it; ``args``, ``kwargs``: what its forward is given.
-        dims: dimensions of arguments whose sizes vary (:func:`bridge.capture.dynamic_dims`).
+        module: the module; ``args``, ``kwargs``: forward's arguments.
+        dims: dynamic dimensions of the arguments (:func:`bridge.capture.dynamic_dims`).
     """
 
     module: nn.Module
@@ -244,17 +232,17 @@ class SampleCall:
 
     @property
     def name(self) -> str:
-        """Of the module's class."""
+        """Name of the module's class."""
         return type(self.module).__name__
 
     @property
     def leaves(self) -> list[Any]:
-        """Of the arguments, those in Python objects among them."""
+        """Leaves of the arguments, Python objects opened."""
         return pytree.tree_leaves(packed_arguments((self.args, self.kwargs)))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Among the leaves."""
+        """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def as_pytree(self) -> SampleCall:

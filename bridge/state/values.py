@@ -1,8 +1,6 @@
-"""The same value: plain Python values compared, made into hashable keys, and copied to be compared later.
+"""Plain Python values: exact comparison, hashable keys, shallow copies; state of Python's and numpy's generators.
 
-Exact in what an operator could tell apart: 1, 1.0 and True differ, so do 0.0 and -0.0, and nan is nan.
-
-Python's and numpy's global random generators: whether a run moved them, and their states put back.
+Values are equal only if no operator can tell them apart: 1, 1.0 and True differ, as do 0.0 and -0.0; nan equals nan.
 """
 
 from __future__ import annotations
@@ -25,34 +23,34 @@ _CONSTANTS = (bool, int, str, type(None), torch.dtype, torch.device, torch.layou
 PLAIN = (*_CONSTANTS, float, complex, bytes, tuple, frozenset)
 """Types of immutable values, which are compared by value."""
 CONTAINERS = (list, dict, OrderedDict, set)
-"""Types of containers whose contents a snapshot has; a module's registries of hooks are ordered ones."""
+"""Types of containers whose contents a snapshot copies; a module's hook registries are ``OrderedDict``s."""
 
 
 def kind_of_container(value: Any) -> type | None:
-    """The container of Python's that a value is, whose methods see what is stored; a class of its own may refuse."""
+    """The built-in container class of a value, whose methods read the contents even if a subclass overrides them."""
     kinds = (OrderedDict, dict, list, tuple, set, frozenset, deque)
     return next((kind for kind in kinds if issubclass(type(value), kind)), None)
 
 
 def kept(container: Any) -> list[Any]:
-    """What a container stores, whatever ``len()``, ``iter()`` or ``values()`` of a class of its own say."""
+    """The stored elements of a container (values of a dict), even if a subclass overrides its methods."""
     kind = kind_of_container(container)
     return [*kind.values(container)] if issubclass(kind, dict) else [*kind.__iter__(container)]
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:
-    """The attributes that an object itself has, as they are stored; ``None`` where it has none."""
+    """An object's own ``__dict__``, or ``None``."""
     try:
         held = object.__getattribute__(value, "__dict__")
-    except Exception:  # noqa: BLE001 - a class may compute it, by code of the user's
+    except Exception:  # noqa: BLE001 - a class may compute it by user code
         return None
     return held if issubclass(type(held), dict) else None
 
 
 def same(now: Any, then: Any) -> bool:
-    """Whether this is the same object, or a plain value of the same type that no operator can tell apart.
+    """Whether two values are the same object, or plain values of one type that no operator can tell apart.
 
-    Lists are compared by their entries, any other mutable object by identity; a frozenset in the order of its entries.
+    Lists are compared by elements, other mutable objects by identity, frozensets in iteration order.
     """
     if now is then:
         return True
@@ -69,7 +67,7 @@ def same(now: Any, then: Any) -> bool:
 
 
 def same_inside(now: Any, then: Any) -> bool:
-    """:func:`same`, with lists, tuples, deques, dicts and sets compared by their entries, in order, however deep."""
+    """:func:`same`, with lists, tuples, deques, dicts compared by elements in order, at any depth; sets by ``==``."""
     if now is then:
         return True
     if type(now) is not type(then):
@@ -85,27 +83,24 @@ def same_inside(now: Any, then: Any) -> bool:
 
 
 def constant_key(value: Any) -> tuple | None:
-    """A hashable stand-in for a plain constant, equal only for constants that are the :func:`same`.
-
-    ``None`` for anything that is not plain.
-    """
+    """A hashable key of a plain constant, equal only for constants that are :func:`same`; ``None``: not plain."""
     if isinstance(value, int | float | complex):
-        return type(value), repr(value)  # zero has a sign, nan is nan; a stand-in for a number cannot be compared
+        return type(value), repr(value)  # zero has a sign, nan is nan; a symbolic number cannot be compared
     if isinstance(value, _CONSTANTS):
         return type(value), value
     return None
 
 
 def snapshot(value: Any) -> Any:
-    """A shallow copy of a container, to tell later whether it was changed in place; else the value."""
+    """A shallow copy of a container, to detect later in-place changes; any other value itself."""
     return value.copy() if type(value) in CONTAINERS else value
 
 
 @contextmanager
 def moved_generators() -> Iterator[list[str]]:
-    """Collects the names of Python's and numpy's global generators that what runs inside draws from or seeds.
+    """Context: yields a list that gets the names of the global generators (Python's, numpy's) whose state changed.
 
-    Where there are other threads, one of them may have done it. Of Python's, the caller hears what this thread does.
+    Python's is reported only without other threads, which may have changed it; callers watch this thread's own draws.
     """
     moved: list[str] = []
     python, numpy = random.getstate(), _comparable(_numpy_state())
@@ -118,12 +113,12 @@ def moved_generators() -> Iterator[list[str]]:
 
 @contextmanager
 def generators_put_back() -> Iterator[None]:
-    """Undoes what runs inside do to Python's and numpy's global generators, which other threads must not draw from."""
+    """Context that restores Python's and numpy's global generators at its end, unless there are other threads."""
     alone, python, numpy = is_alone(), random.getstate(), _numpy_state()
     try:
         yield
     finally:
-        if alone and is_alone():  # else this would make the numbers come again that another one has drawn
+        if alone and is_alone():  # else another thread's draws would be repeated
             random.setstate(python)
             if numpy is not None:
                 _numpy_random().set_state(numpy)

@@ -1,8 +1,8 @@
-"""Dictionary versions: whether a dictionary was written to, by CPython's count of writes, as Dynamo's guards read it.
+"""Dictionary versions: a dictionary → CPython's count of its writes, which Dynamo's guards read as well.
 
-A module's attributes, parameters, buffers and children are dictionaries; that none of them was written to since all of
-it was looked at says in 30 ns what a look at each entry says in hundreds. It is not a public interface, so it is put
-to the test once per process; where it is not there, or misses a write, entries are compared one by one.
+A module's attributes, parameters, buffers and children are dictionaries. An unchanged count proves in 30 ns that a
+dictionary is unchanged; comparing its entries takes hundreds. The count is not a public interface, so it is tested once
+per process; if it is missing, or misses a write, entries are compared one by one.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ __all__ = ["dict_behind", "dict_versions", "write_counter"]
 
 
 def dict_versions(dicts: Iterable[dict[str, Any]]) -> list[int] | None:
-    """A number for each dictionary that differs after every write to it; ``None`` where such numbers cannot be had.
+    """A number for each dictionary that differs after every write to it; ``None``: not available.
 
-    From Python 3.12 on, one that is empty and is filled by ``update`` may keep its number.
+    From Python 3.12 on, an empty dictionary that is filled by ``update`` may keep its number.
     """
     version = write_counter()
     try:
         return None if version is None else list(map(version, dicts))
-    except RuntimeError:  # a mapping of one's own, whose writes nobody counts
+    except RuntimeError:  # another mapping, without a write count
         return None
 
 
 def dict_behind(namespace: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The dictionary that a namespace is, or that of a class which ``vars()`` shows; ``None`` where writes to it are
-    not counted."""
+    """The dictionary of a namespace: itself, or the one behind a class's ``vars()``; ``None``: no count of writes."""
     if write_counter() is None:
         return None
     if type(namespace) is dict:
@@ -49,13 +48,13 @@ def _behind(namespace: MappingProxyType) -> dict[str, Any] | None:
 
 @functools.cache
 def write_counter() -> Callable[[dict[str, Any]], int] | None:
-    """A dictionary → its number, as in :func:`dict_versions`, a function in C; ``None`` where there are none."""
+    """A function in C: a dictionary → its number, as in :func:`dict_versions`; ``None``: not available."""
     return dict_version if dict_version is not None and _is_exact(dict_version) else None
 
 
 @functools.cache
 def _classes_are_counted() -> bool:
-    """Whether every kind of write to a class makes a number that was not there before, and reading none."""
+    """Whether every kind of write to a class makes a new number, and reading none."""
     version = write_counter()
 
     class Base:
@@ -86,7 +85,7 @@ class _Owner:
 
 
 def _is_exact(version: Callable[[dict[str, Any]], int]) -> bool:
-    """Whether every kind of write to an object's dictionary makes a number that was not there before."""
+    """Whether every kind of write to an object's dictionary makes a new number."""
     owner = _Owner()
     owner.first = owner.second = 1
     held = vars(owner)
@@ -111,9 +110,9 @@ def _is_exact(version: Callable[[dict[str, Any]], int]) -> bool:
 def _are_counted(
     version: Callable[[dict], int], held: dict, assign: Callable[[Any], None], writes: list, reads: Callable[[], Any]
 ) -> set[int] | None:
-    """The numbers that a dictionary had, if every write made a new one, and reading none.
+    """The numbers that a dictionary had, if every write made a new one and reading none, else ``None``.
 
-    It is assigned to in a loop first, so that the interpreter has its quick way for it.
+    The loop of assignments comes first, so that the interpreter specializes the store.
     """
     seen = {version(held)}
     for write in (*(functools.partial(assign, value) for value in range(100)), *writes):

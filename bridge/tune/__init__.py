@@ -1,4 +1,4 @@
-"""Tuning: candidates of choices against measured time → choices that the disk cache keeps for every later process."""
+"""Autotuning: a module's call → the fastest measured choices, which the disk cache keeps for later processes."""
 
 from bridge.tune.search import Outcome, Search, Trial, TuningLog
 from bridge.tune.tuning import TuningResult, tune

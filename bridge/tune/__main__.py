@@ -1,10 +1,10 @@
-"""``python -m bridge.tune script.py``: runs a script in which each call is tuned before its dispatch is added.
+"""``python -m bridge.tune script.py``: runs a script and tunes each call before it is compiled.
 
     python -m bridge.tune --minutes 2 --log bert.jsonl train.py --epochs 1
 
-The script runs as it would by itself. Where it calls ``add_tvm_dispatch`` with a sample, or a call is compiled because
-it is the first one, that call is tuned first; what is kept serves every later start of the script without this command.
-Equal calls (twelve equal layers) are tuned once. A run that was interrupted goes on with the same log.
+A call is tuned when the script passes it to ``add_tvm_dispatch`` as a sample, or makes it as a first call. Later runs
+of the script, without this command, use the stored results. Equal calls (twelve equal layers) are tuned once. The same
+log resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; 2 where it was called wrongly."""
+    """Runs the command; exit status 2 for wrong arguments."""
     parser = argparse.ArgumentParser(prog="python -m bridge.tune", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0, help="for each call (default 2)")
     parser.add_argument("--log", type=Path, default=None, help="file of trials, to go on with after an interruption")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _EachOnce:
-    """Tunes each call once; what cannot be tuned is compiled as ever."""
+    """Tunes each call once; a call that cannot be tuned is compiled by default."""
 
     def __init__(self, means: Means):
         self._means = means
@@ -56,7 +56,7 @@ class _EachOnce:
     def __call__(self, call: SampleCall, options: EntryOptions) -> None:
         try:
             result = tune_call(call, options, means=self._means, done=self._done)
-        except UnsupportedModule:  # the compilation that follows says so
+        except UnsupportedModule:  # the following compilation reports it
             return
         if result is not None:
             print(result, file=sys.stderr)

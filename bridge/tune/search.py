@@ -1,25 +1,18 @@
-"""Search: tunables in a fixed order, the timing of two choices → the best choices found; every decision is in the log.
-
-Race: two ways to run the same step, by turns in one process → pairs of seconds, and whether the second is faster.
-Each round times both, the order swapped from round to round, so that a slow moment of the machine meets both. A round
-in which one of them took far longer than it usually does is run again. What is decided rests on the pairs alone.
+"""Coordinate search: tunables in a fixed order + an A/B timing of two choices → the best choices; resumable by its log.
 
 The incumbent begins as the default choices. For each tunable in turn, the choices that differ from the incumbent in it
-are timed against the incumbent one after the other; a faster one takes its place. When a turn over all
-tunables has changed something, they have another turn.
+alone are timed against the incumbent, one after the other; a faster one replaces it. If a pass over all tunables has
+changed the incumbent, another pass follows.
 
-What is tried next, and what is kept, follows from the records of the log alone. So an interrupted search goes on where
-it was: pairs of choices that are in the log are not measured again, and the seconds that they took count.
+The search is a function of the log's records. So an interrupted search resumes: pairs of choices in the log are not
+measured again, and their seconds count.
 
-Knobs of a call: what of its compilation can be chosen, in the order in which it is tried.
-Convolutions and products come first, the largest ahead: they take most of a step. Then the backend's numbers, then the
-partition.
+Tunables of a call (:func:`tunables_of`): library calls and products, the longest first, since they take most of a step;
+then the backend's parameters; then the partition.
 
-Tuning log: records ↔ lines of JSON, appended one by one, of any number of runs in one file.
-
-A line is written whole, with its end, and is on disk before the next trial begins; a process that is killed leaves at
-most one line without its end, which counts for nothing. Every record names the run that it belongs to: a key of the
-call, the machine, threads and versions. Records of other runs are passed over.
+:class:`TuningLog`: records ↔ lines of JSON, of any number of runs in one file. A line is on disk before the next trial
+begins; a killed process leaves at most one incomplete line, which is ignored. Every record names its run: a key of the
+call, the machine, threads and versions.
 """
 
 from __future__ import annotations
@@ -53,15 +46,15 @@ _LOG = channel("tune")
 
 
 class TuningLog:
-    """Records of one run.
+    """The records of one run.
 
     Args:
-        path: the file, made by the first record; ``None``: records are kept in memory only.
+        path: the file, created by the first record; ``None``: records are kept in memory only.
         run: the key of the run.
 
     Attributes:
-        records: of this run, in order.
-        foreign: lines of other runs; ``damaged``: lines that are no records.
+        records: the run's records, in order.
+        foreign: number of lines of other runs; ``damaged``: number of lines that are no records.
     """
 
     def __init__(self, path: str | os.PathLike | None, run: str):
@@ -92,9 +85,9 @@ class TuningLog:
             _LOG.info("%s: %d lines are of other calls, machines or versions", self.path, self.foreign)
 
     def append(self, **record: Any) -> dict[str, Any]:
-        """Adds a record, which is on disk when this returns; the record as it will be read.
+        """Appends a record and flushes it to disk; returns the record as read back.
 
-        Where the file cannot be written (a full disk), a warning says so once, and records are kept in memory.
+        If the file cannot be written (a full disk), it warns once, and keeps records in memory.
         """
         text = to_text({"run": self.run, **record})
         if self._can_write:
@@ -111,7 +104,7 @@ class TuningLog:
         with open(self.path, "ab+") as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # of a process that was killed: its half line ends here
+                if file.read(1) != b"\n":  # ends an incomplete line of a killed process
                     text = "\n" + text
             file.write(text.encode() + b"\n")
             file.flush()
@@ -122,16 +115,16 @@ TRIAL = "trial"
 FASTER, NOT_FASTER = "faster", "not faster"
 
 GAIN = 0.005
-"""Part of a step's time that a choice has to gain to be taken."""
+"""Least share of a step's time that a choice must gain to be accepted."""
 
 
 @dataclass(frozen=True)
 class Tunable:
-    """One thing that can be chosen.
+    """One parameter of the compilation.
 
     Attributes:
         part, name: see :meth:`bridge.compile.Choices.having`.
-        values: to be tried, in this order; the default is among the choices without any.
+        values: candidate values, in order; without a value, the default applies.
     """
 
     part: str
@@ -139,7 +132,7 @@ class Tunable:
     values: tuple
 
     def choices(self, incumbent: Choices) -> Iterator[Choices]:
-        """Those that differ from the incumbent in this tunable."""
+        """The choices that differ from the incumbent in this tunable: the default, then each value."""
         values = (incumbent.having(self.part, self.name, value) for value in self.values)
         for choices in (incumbent.without(self.part, self.name), *values):
             if choices != incumbent:
@@ -151,12 +144,12 @@ class Tunable:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a candidate.
+    """The result of a trial.
 
     Attributes:
-        pairs: seconds of the incumbent and of the candidate, by turns; none where it was not raced.
-        why: it was not: it failed, or it is compiled to the same code.
-        seconds: that making and racing it took.
+        pairs: seconds of the incumbent and of the candidate, in turns; empty if they were not timed.
+        why: the reason why not: the candidate failed, or has the same code.
+        seconds: duration of compiling and timing.
     """
 
     pairs: Pairs
@@ -165,7 +158,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """Whether it is faster than the incumbent."""
+        """``"faster"``, ``"not faster"``, or the reason why the candidate was not timed."""
         return self.why or (FASTER if is_faster(self.pairs, GAIN) else NOT_FASTER)
 
 
@@ -179,28 +172,28 @@ class Trial:
 
 
 class CandidateBuilder(Protocol):
-    """Where choices are raced."""
+    """Compiles and times candidates."""
 
     def prepare(self, candidates: Sequence[Choices]) -> None:
-        """Builds what they are compiled to, at the same time; choices of earlier calls are let go."""
+        """Compiles candidates in parallel; frees the candidates of earlier calls."""
 
     def __call__(self, incumbent: Choices, candidate: Choices) -> Outcome:
-        """Races two."""
+        """Times a candidate against the incumbent."""
 
 
 @dataclass
 class Search:
-    """One search; :meth:`run` gives the best choices.
+    """One search; :meth:`run` returns the best choices.
 
     Attributes:
-        tunables: in their order.
-        track: races choices that are not in the log.
-        log: what was raced, of this run.
-        seconds: that all trials may take; no further one begins once they have.
+        tunables: the tunables, in order.
+        track: times pairs of choices that are not in the log.
+        log: the log of this run.
+        seconds: time limit of the trials; after it, no further trial begins.
         told: called after each trial.
-        spent: seconds of all trials so far, of earlier processes, too.
-        trials: so far.
-        gains: of the candidates that took the incumbent's place, the ratio of their time to its.
+        spent: seconds of all trials so far, including earlier processes'.
+        trials: number of trials so far.
+        gains: for each accepted candidate, its time divided by the incumbent's.
     """
 
     tunables: Sequence[Tunable]
@@ -221,7 +214,7 @@ class Search:
         self._over: set[tuple[Choices, Choices]] = set()
 
     def run(self) -> Choices:
-        """The incumbent in the end."""
+        """Runs the search; returns the last incumbent."""
         incumbent, moved = Choices(), True
         while moved and self.spent < self.seconds:
             before = incumbent
@@ -239,7 +232,7 @@ class Search:
             if candidate == incumbent or self.spent >= self.seconds:
                 continue
             key = incumbent, candidate
-            if key in self._over:  # an earlier turn's: it was not faster
+            if key in self._over:  # not faster in an earlier pass
                 continue
             self._over.add(key)
             record = self._known.get(key)
@@ -271,7 +264,7 @@ class Search:
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
-    """Whether a record of a race has what one has."""
+    """Whether a trial's record has all fields."""
     try:
         _outcome(record)
     except (KeyError, TypeError, ValueError):
@@ -285,25 +278,25 @@ def _outcome(record: dict[str, Any]) -> Outcome:
 
 WAYS, FORMS = "ways", "forms"
 _SHAPES = {WAYS: "product", FORMS: "call"}
-"""How a record of the kind calls what it is about."""
+"""Kind of a record → its field for the shape."""
 
 _MOST_PRODUCTS, _MOST_CALLS = 12, 12
-"""Classes of products, and of library calls, that are tried in a call."""
+"""Most shapes of products, and of library calls, that are tuned in a call."""
 
 _MOST_WAYS = 3
-"""Of one class, beside the present one."""
+"""Most alternatives of one shape."""
 
 _ABOUT_AS_FAST = 1.1
-"""Times the present way's seconds, measured by itself, up to which another one may be better in the whole step."""
+"""An alternative is tried in the whole step if it takes, timed alone, at most this multiple of the current time."""
 
 _BUDGETS = (0.75, 0.5, 0.25)
-"""Of captures, as parts of what saving everything would take."""
+"""Budgets of saved bytes, as shares of saving everything."""
 
 
 def tunables_of(entry: Entry, partition: Any, log: TuningLog) -> list[Tunable]:
-    """The tunables of an entry that was compiled by default, with the strategy that the user asks for.
+    """The tunables of an entry that was compiled with the default choices and the user's strategy.
 
-    ``log``: has the seconds of products' ways and of calls' forms, or is given them.
+    ``log``: caches the times of algorithm variants of products and calls.
     """
     backend = entry.options.backend
     products, calls = _chosen(entry, backend)
@@ -315,7 +308,7 @@ def tunables_of(entry: Entry, partition: Any, log: TuningLog) -> list[Tunable]:
 
 
 def _chosen(entry: Entry, backend: Backend) -> tuple[dict[ProductShape, str], list[CallShape]]:
-    """The products of forward and backward, with their ways, and the library calls that have several forms."""
+    """The matrix products of forward and backward, with their algorithms; the library calls with several variants."""
     options = CompileOptions.current(backend)
     functions = [entry.programs.forward.function]
     if entry.backward is not None:
@@ -326,7 +319,7 @@ def _chosen(entry: Entry, backend: Backend) -> tuple[dict[ProductShape, str], li
 
 
 def _calls(calls: Iterable[CallShape], backend: Backend, log: TuningLog) -> Iterator[Tunable]:
-    """Those that take longest first, of the ones that have another promising form."""
+    """Tunables of the longest library calls with a promising variant, the longest first."""
     times = {call: _recorded(log, FORMS, call, backend.seconds_of_forms)["seconds"] for call in calls}
     ordered = sorted((call for call in times if times[call]), key=lambda call: (-times[call][call.name], str(call)))
     for call in ordered[:_MOST_CALLS]:
@@ -335,7 +328,7 @@ def _calls(calls: Iterable[CallShape], backend: Backend, log: TuningLog) -> Iter
 
 
 def _products(found: Mapping[ProductShape, str], backend: Backend, log: TuningLog) -> Iterator[Tunable]:
-    """The largest first, of those that have another promising way."""
+    """Tunables of the largest products with a promising algorithm, the largest first."""
     ordered = sorted(found, key=lambda product: (-product.multiplications, str(product)))
     for product in ordered[:_MOST_PRODUCTS]:
         record = _recorded(log, WAYS, product, backend.seconds_of_ways, present=found[product])
@@ -344,14 +337,14 @@ def _products(found: Mapping[ProductShape, str], backend: Backend, log: TuningLo
 
 
 def _promising(present: str, seconds: Mapping[str, float]) -> tuple[str, ...]:
-    """The fastest, of those that are about as fast as the present one by themselves."""
+    """The fastest alternatives that, timed alone, are about as fast as the current one."""
     limit = _ABOUT_AS_FAST * seconds.get(present, 0.0)
     ways = [way for way in sorted(seconds, key=seconds.__getitem__) if way != present and seconds[way] <= limit]
     return tuple(ways[:_MOST_WAYS])
 
 
 def _recorded(log: TuningLog, kind: str, shape: Any, measure: Callable[[Any], Any], **told: Any) -> dict[str, Any]:
-    """The record of the seconds of a product's ways or of a call's forms: the log's, or a new one, measured now."""
+    """The record of the times of a product's or call's variants: from the log, or measured now and appended."""
     field, named = _SHAPES[kind], repr(astuple(shape))
     for record in log.records:
         if record.get("kind") == kind and record.get(field) == named and isinstance(record.get("seconds"), dict):

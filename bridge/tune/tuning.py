@@ -1,6 +1,6 @@
-"""``tune(module, sample)``: a call's choices, tried against the clock → those that are faster, in the disk cache.
+"""``tune(module, sample)``: a call → faster choices by A/B timing, stored in the disk cache.
 
-CandidateBuilder: choices of one call → their entries, built at the same time; two of them are timed, pair by pair.
+:class:`CallCandidates`: choices of one call → their entries, compiled in parallel and timed pairwise.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from partition.cut import resolve as resolve_strategy
 __all__ = ["CallCandidates", "Means", "Progress", "TuningResult", "tune", "tune_call"]
 
 _BUILDERS = 2
-"""One that runs Python, one that waits for a compiler, which takes one library at a time."""
+"""One thread runs Python while the other waits for LLVM, which builds one library at a time."""
 
 _FAILURES = (UnsupportedModule, CompilationError, RuntimeError, NotImplementedError)
-"""What a candidate may come to; it is then no candidate."""
+"""Errors of a candidate that only exclude it."""
 
 
 class CallCandidates:
-    """The track of a call.
+    """Compiles and times candidates for one call.
 
     Args:
-        options: as the user asks for, without choices.
-        memory: times the bytes of the default's captures that a candidate's may take.
+        options: the user's options, without choices.
+        memory: upper limit of a candidate's saved bytes, as a multiple of the default's.
 
     Attributes:
-        default: the entry of no choices.
+        default: the entry compiled with the default choices.
 
     Raises:
         UnsupportedModule, CompilationError: the call cannot be compiled.
@@ -78,11 +78,11 @@ class CallCandidates:
         self._made: dict[Choices, Entry | str] = {Choices(): self.default}
 
     def prepare(self, candidates: Sequence[Choices]) -> None:
-        """Entries of these choices, built by several threads; LLVM works for one while Python works for another."""
+        """Compiles the entries of these choices in several threads: LLVM builds one while Python lowers another."""
         self._watch = Stopwatch()
         self._made = {choices: self._made[choices] for choices in candidates if choices in self._made}
         missing = [choices for choices in candidates if choices not in self._made]
-        for choices in missing:  # captures are made one by one
+        for choices in missing:  # one capture at a time
             self._capture_of(choices)
         with ThreadPoolExecutor(_BUILDERS, "bridge-tune", serves) as pool:
             for choices, made in zip(missing, pool.map(self._make, missing), strict=True):
@@ -93,19 +93,19 @@ class CallCandidates:
         raise_deferred()
         watch, self._watch = self._watch or Stopwatch(), None
         pairs, why = self._raced(self.entry(incumbent), self.entry(candidate), self._race)
-        if is_faster(pairs, GAIN):  # of many candidates some are lucky: what counts is a race of its own
+        if is_faster(pairs, GAIN):  # among many candidates some are faster by chance: only a second timing counts
             pairs, why = self._raced(self.entry(incumbent), self.entry(candidate), self._race)
         return Outcome(pairs, why, watch.seconds)
 
     def entry(self, choices: Choices) -> Entry | str:
-        """The entry of choices, or why there is none."""
+        """The entry of choices, or the reason why it failed."""
         if choices not in self._made:
             self._capture_of(choices)
             self._made[choices] = self._make(choices)
         return self._made[choices]
 
     def confirm(self, known: Choices, chosen: Choices, race: Race) -> tuple[Pairs, str]:
-        """Races the choices of a search against those that are in use, longer, after their numbers were compared."""
+        """Compares the results of a search's choices and of the current ones, then times them longer."""
         one, other = self.entry(known), self.entry(chosen)
         if isinstance(other, Entry) and isinstance(one, Entry):
             problem = self._deviation(one, other)
@@ -127,7 +127,7 @@ class CallCandidates:
             return race(TimedStep(one, self._call), TimedStep(other, self._call)), ""
 
     def _deviation(self, one: Entry, other: Entry) -> str:
-        """Where the numbers of two entries, on the same draws, differ by more than rounding; empty: nowhere."""
+        """The first result in which two entries, with equal draws, differ by more than rounding; empty: none."""
         found = []
         for entry in (one, other):
             with unnoticed(self.default, self._call.module):
@@ -142,7 +142,7 @@ class CallCandidates:
         return entry_of_call(self._call, self._options, choices=choices)
 
     def _capture_of(self, choices: Choices) -> None:
-        """Sees to an entry with the choices' partition; others are made from it without another capture."""
+        """Captures an entry with the choices' partition, if there is none; other choices reuse its capture."""
         if choices.partition not in self._captures:
             try:
                 self._captures[choices.partition] = self._captured(Choices(partition=choices.partition))
@@ -170,10 +170,10 @@ def _saved_bytes(entry: Entry) -> int:
 
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-"""Of the largest number, that two orders of the same sums may differ by; what is wrong differs by more."""
+"""Difference allowed between two orders of the same sums, relative to the tensor's largest value; errors exceed it."""
 
 _NOTHING = 1e-5
-"""Of the largest number of all: a gradient that is zero but for rounding is less than that."""
+"""Difference allowed relative to the largest value of all results, for gradients that are zero up to rounding."""
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -200,12 +200,12 @@ _FORM = "{desc} {percentage:3.0f}%|{bar:20}| {n:.0f} of {total:.0f} s{postfix}"
 
 
 class Progress:
-    """A bar over the seconds that trials may take.
+    """Progress bar over the trials' time limit.
 
     Args:
-        name: of the module.
-        seconds: that they may take.
-        shown: whether there is a bar.
+        name: the module's name.
+        seconds: the time limit.
+        shown: whether to show the bar.
     """
 
     def __init__(self, name: str, seconds: float, *, shown: bool):
@@ -226,7 +226,7 @@ class Progress:
             self._bar.close()
 
     def told(self, search: Search, tunable: Tunable, trial: Trial) -> None:
-        """Shows a trial."""
+        """Logs a trial and updates the bar."""
         verdict = trial.outcome.verdict
         _LOG.info("%s %s: %s", self._name, tunable, verdict)
         if verdict == FASTER:
@@ -242,19 +242,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What :func:`bridge.tune.tuning.tune` has found.
+    """The result of :func:`bridge.tune`.
 
     Attributes:
         module_name: class of the module.
-        choices: those that later processes use; none where nothing was clearly faster.
+        choices: the choices for later processes; the defaults if none was clearly faster.
         words: the choices, a line each.
-        before, after: seconds of a step with what was in use before and with the choices, by turns; equal where nothing
-            was raced in the end.
-        trials: candidates that were tried, of earlier processes, too.
-        seconds: that they took.
-        kept: whether the disk cache has new choices.
-        why: what became of the best candidates.
-        log: the name of the log; empty if there is none.
+        before, after: seconds of a step with the previous choices and with ``choices``, timed in turns; equal if the
+            previous ones remain.
+        trials: number of trials, including earlier processes'.
+        seconds: their duration.
+        kept: whether new choices were stored in the disk cache.
+        why: the outcome in words.
+        log: the name of the log, or empty.
     """
 
     module_name: str
@@ -276,7 +276,7 @@ class TuningResult:
 CONFIRM = "confirm"
 
 _GAIN = 0.01
-"""Part of a whole step's time that all choices together have to gain to be kept."""
+"""Least share of a step's time that all choices together must gain to be stored."""
 
 _RACE = Race()
 _FINAL = Race(fewest=15, most=41, seconds=20.0)
@@ -284,15 +284,15 @@ _FINAL = Race(fewest=15, most=41, seconds=20.0)
 
 @dataclass(frozen=True)
 class Means:
-    """What a tuning works with.
+    """Options of a tuning.
 
     Attributes:
-        minutes: that all trials may take.
+        minutes: time limit of the trials.
         log: file of the log, or ``None``.
-        memory: times the default's bytes of captures that may be saved for the backward.
-        progress: whether a bar is shown.
-        race: how two candidates are raced; ``final``: how the best one is raced against what is in use.
-        tunables: gives the tunables of an entry, its strategy and log.
+        memory: upper limit of the saved bytes, as a multiple of the default's.
+        progress: whether to show a bar.
+        race: pace of the A/B timing of two candidates; ``final``: of the result against the current choices.
+        tunables: an entry, its strategy and the log → its tunables.
     """
 
     minutes: float = 2.0
@@ -329,7 +329,7 @@ def tune(
     memory: float = 1.0,
     progress: bool = True,
 ) -> TuningResult:
-    """As :func:`bridge.tune`, which tells what it takes, returns and raises."""
+    """Implements :func:`bridge.tune`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     means = Means(minutes=minutes, log=log, memory=memory, progress=progress)
@@ -344,8 +344,7 @@ def tune(
 def tune_call(
     call: SampleCall, options: EntryOptions, means: Means, done: set[str] | None = None
 ) -> TuningResult | None:
-    """:func:`tune` of a call in the current modes; ``None`` for one of ``done``, which calls that were tuned are added
-    to."""
+    """:func:`tune` for a call in the current modes; ``None`` if its key is in ``done``, else adds it to ``done``."""
     name, backend = call.name, options.backend
     require_capturable(name)
     if not current_store().is_usable:
@@ -384,7 +383,7 @@ def tune_call(
 
 
 def _confirmed(log: TuningLog, track: CallCandidates, known: Choices, found: Choices, race: Race) -> dict[str, Any]:
-    """The record of the last race: of the log, or of now."""
+    """The record of the final A/B timing: from the log, or measured now."""
     for record in log.records:
         if record.get("kind") == CONFIRM and (record.get("over"), record.get("choices")) == (known, found):
             return record
