@@ -1,11 +1,11 @@
-"""Entry data: a dispatched module's entry ↔ plain data; its programs are files beside it.
+"""Entry data: a dispatched module's entry, without its programs ↔ plain data.
 
-What is written: the guard's expectations by structure (arguments, training flags, modes), the steps of a call, which
-inputs get gradients. What cannot be told without the user's code or for other sizes is refused by name.
+It has the guard's expectations (structure of arguments, training flags, modes), the steps of a call, and the inputs
+that get gradients. Features that need the user's code, or dynamic shapes, are refused by name.
 
 Structures of arguments and results: pytree specifications ↔ plain data, without the classes of the user's code.
-Tuples, lists, dicts, named tuples and ``torch.Size`` come back as they are. A result of another class (transformers'
-outputs, a dataclass) comes back as a :class:`ResultRecord`: names and values, by attribute, name or position.
+Tuples, lists, dicts, named tuples and ``torch.Size`` are restored. A result of another class (transformers' outputs, a
+dataclass) is restored as a :class:`ResultRecord`: values by attribute, name or position.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _KEYS = (str, int, bool)
 
 
 class ResultRecord(dict):
-    """A result whose class was not saved: ``result.logits``, ``result["logits"]`` and ``result[0]`` are the same.
+    """A result whose class was not saved: ``result.logits``, ``result["logits"]`` and ``result[0]`` are equivalent.
 
-    Values that are ``None`` are left out of positions, as in transformers' outputs.
+    Positions skip ``None`` values, as in transformers' outputs.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -75,7 +75,7 @@ pytree.register_pytree_node(ResultRecord, _flatten, _unflatten, serialized_type_
 
 
 def to_structure(spec: pytree.TreeSpec) -> Any:
-    """Plain data for a specification. ``NoFormError`` for a node that cannot be told without its class."""
+    """A pytree specification → plain data. ``NoFormError``: a node cannot be restored without its class."""
     if spec.is_leaf():
         return _LEAF
     children = tuple(to_structure(child) for child in spec.children())
@@ -111,7 +111,7 @@ def _of_object(context: tuple, children: tuple) -> Any:
 
 
 def structure_of(plain: Any) -> pytree.TreeSpec:
-    """The specification that plain data of :func:`to_structure` tells of."""
+    """Plain data of :func:`to_structure` → the pytree specification."""
     return pytree.tree_structure(_skeleton(plain))
 
 
@@ -165,12 +165,12 @@ _AUTOCAST = {HOST.type: "autocast", "cuda": "CUDA autocast"}
 
 @dataclass(frozen=True)
 class SavedCall:
-    """What an entry knows of its call; in the place of :class:`bridge.lowering.LoweredCall`.
+    """The call of a loaded entry, in place of a :class:`bridge.lowering.LoweredCall`.
 
     Attributes:
-        captured: without a graph.
-        wanted: inputs that get a gradient; ``differentiable``: outputs that take one.
-        plan, seconds: not known.
+        captured: the captured call, without a graph.
+        wanted: inputs that get a gradient; ``differentiable``: outputs that take a grad_out.
+        plan, seconds: unknown.
     """
 
     captured: Captured
@@ -184,7 +184,7 @@ def data_of(entry: Entry, module: nn.Module) -> dict[str, Any]:
     """The plain data of an entry of a module.
 
     Raises:
-        UnsupportedModule: something in it cannot be saved.
+        UnsupportedModule: a part of it cannot be saved.
     """
     captured, guard = entry.lowered.captured, entry.guard
     name = captured.module_name
@@ -227,7 +227,7 @@ def data_of(entry: Entry, module: nn.Module) -> dict[str, Any]:
 
 
 def _saved_step(step: CallStep) -> CallStep:
-    """A step without what only eager's operators need: the traced graph is not saved."""
+    """A step without the tensors for eager's operators, which need the traced graph, which is not saved."""
     if not isinstance(step, Save):
         return step
     return replace(step, beside=(), beside_names=(), beside_copied=(), beside_followed=())
@@ -268,7 +268,7 @@ def _plain_modes(entry: Entry) -> dict[str, Any]:
 
 @contextmanager
 def modes_of(data: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """The modes that a saved entry was made under."""
+    """Context with the modes of a saved entry."""
     modes = data["modes"]
     before = torch.get_default_dtype()
     with ExitStack() as stack:
@@ -288,7 +288,7 @@ def modes_of(data: dict[str, Any], device: torch.device) -> Iterator[None]:
 def saved_call(
     data: dict[str, Any], name: str, tensors: tuple[ModuleTensor, ...], device: torch.device
 ) -> tuple[SavedCall, list[torch.Tensor], tuple]:
-    """What an entry is made of again: the call, tensors that look like the sample's arguments, the steps of a call."""
+    """An entry's data → the call, tensors with the metadata of the sample's arguments, the steps of a call."""
     arguments = [
         torch.empty_strided(form["shape"], form["stride"], dtype=form["dtype"], device=device)
         for form in data["arguments"]
@@ -321,8 +321,8 @@ def saved_call(
 
 
 def _settings(device: torch.device) -> dict[str, str]:
-    """Torch's settings that programs on a GPU were chosen by, as texts; after torch has put its attention kernels in
-    order, which it does when it is first asked for one."""
+    """Torch's CUDA settings as texts, empty on a CPU. It calls attention once, since the first call changes the order
+    of torch's attention kernels."""
     if device.type == "cuda":
         heads = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device=device)
         with torch.no_grad():
@@ -331,7 +331,7 @@ def _settings(device: torch.device) -> dict[str, str]:
 
 
 def refuse_other_settings(data: dict[str, Any], device: torch.device) -> None:
-    """``ValueError`` naming a setting of torch that is not as it was when an entry was saved."""
+    """Raises ``ValueError`` with the first of torch's settings that differs from a saved entry's."""
     now = _settings(device)
     for name, then in data["settings"].items():
         if now.get(name) not in meaning_the_same(then):
@@ -339,7 +339,7 @@ def refuse_other_settings(data: dict[str, Any], device: torch.device) -> None:
 
 
 def _masks(entry: Entry) -> tuple:
-    """How kernels compute masks: the place of each draw, and the rule in words."""
+    """The place of each recomputed dropout mask, with a text of its drawing rule on this device."""
     draws = next((step for step in entry.steps if isinstance(step, MakeDraws)), None)
     if draws is None:
         return ()
@@ -353,7 +353,7 @@ def _rule(draw: Draw, device: torch.device) -> str:
 
 
 def refuse_other_draws(data: dict[str, Any], steps: tuple, device: torch.device) -> None:
-    """``ValueError`` where this GPU draws masks otherwise than the one that an entry was saved on."""
+    """Raises ``ValueError`` if this GPU draws dropout masks differently from the GPU of a saved entry."""
     draws = next((step for step in steps if isinstance(step, MakeDraws)), None)
     for place, rule in data["masks"]:
         if _rule(draws.draws[place], device) != rule:

@@ -1,8 +1,8 @@
 """``load_compiled``: a folder of :func:`bridge.export.save.save_compiled` → a module that runs and trains.
 
-Loaded module: a tree of plain modules with the saved parameters under their names, and a dispatcher in front of it. It
-has no source: a call that no saved entry serves is an error with its reason. What entries ask of the tree (training
-flags, tensors, hooks) they ask as of any module; so ``train()``, ``state_dict()`` and optimizers work as before.
+The loaded module is a tree of plain modules with the saved parameters under their names, and a dispatcher. It has no
+source: a call without a saved entry raises an error with the reason. It has the usual guards on the tree (training
+flags, tensors, hooks), so ``train()``, ``state_dict()`` and optimizers work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["load_compiled"]
 
 
 def load_compiled(path: str | os.PathLike) -> nn.Module:
-    """As :func:`bridge.load_compiled`, which tells what it takes, returns and raises."""
+    """Implements :func:`bridge.load_compiled`."""
     folder = Path(path)
     index = _index(folder)
     device = torch.device(index["device"])
@@ -64,7 +64,7 @@ def load_compiled(path: str | os.PathLike) -> nn.Module:
 
 
 def _index(folder: Path) -> dict[str, Any]:
-    """What is saved, after every file was looked at."""
+    """The folder's index; verifies the checksum of every file."""
     try:
         _, parts = read_artifact((folder / INDEX).read_bytes(), KIND)
         index = from_parts(parts)
@@ -121,7 +121,7 @@ def _saved(runs: Mapping[tuple[int, ...], BackwardRun], outputs: tuple[int, ...]
 
 
 class _LoadedDispatcher(Dispatcher):
-    """As a dispatcher whose misses are errors; entries with frozen tensors are frozen anew when these have changed."""
+    """A dispatcher whose misses are errors; refreezes entries whose frozen tensors have changed."""
 
     def _miss(self, call: SampleCall, found: GuardFailure, eager: Any) -> Any:
         entry = self._frozen_anew(call) if found.field.startswith("frozen ") else None
@@ -133,11 +133,11 @@ class _LoadedDispatcher(Dispatcher):
 def _module_from(
     name: str, data: Mapping[str, Any], values: Mapping[str, torch.Tensor], signature: inspect.Signature | None
 ) -> tuple[nn.Module, tuple[ModuleTensor, ...]]:
-    """The tree with its tensors, and what these are called.
+    """Builds the module tree with its tensors → the root and the tensors' specifications.
 
     Args:
-        name: of the module's class.
-        values: dense tensors by first name.
+        name: name of the module's class.
+        values: first name → contiguous tensor.
         signature: of the saved module's forward.
     """
     root = _class_of(name, signature)()

@@ -1,18 +1,13 @@
-"""Native form: a forward → a library that TVM's runtime runs by itself, in C++ or any language that it has.
+"""Native form: a forward → a library for TVM's runtime, without Python: in C++ or any other language of the runtime.
 
-The forward's Relax function with the parameters bound, library calls spelled out in Relax's own operators
-(:mod:`bridge.export.native`), compiled by TVM's default pipeline: portable rather than quick, and eager's numbers
-to rounding. It runs on the device that the module was compiled for. ``main`` takes the argument tensors in order and
-returns the array of the forward's results; ``inputs`` makes such argument tensors, to be filled
-(``examples/run_compiled.cc``).
+The forward's Relax function, with the parameters bound and library calls decomposed into Relax operators, is compiled
+by TVM's default pipeline: portable rather than quick; results equal eager's up to rounding. It runs on the device that
+the module was compiled for. ``main`` takes the argument tensors in order and returns the array of the forward's
+results; ``inputs`` allocates argument tensors to fill (``examples/run_compiled.cc``).
 
-Library calls → Relax's own operators: a function of a forward → the same one that TVM alone can compile.
-
-Indexing by tensors in Relax's own operators: ``x[indices]`` as one gather along a flat axis.
-Eager raises for an index out of range; here the element is NaN, or, of integers, the nearest one.
-
-A rule per library function, for the results that a forward uses: positions and log-sums are for a backward only. The
-formulas are the operators' definitions; numbers agree to rounding.
+A library function has a rule for the results that a forward uses (positions and log-sums are for a backward only): the
+operator's definition. Indexing by tensors, ``x[indices]``, is one gather along a flat axis. Eager raises for an index
+out of range; here the element is NaN, or for integers the nearest one.
 """
 
 from __future__ import annotations
@@ -57,12 +52,12 @@ __all__ = ["NoRelaxForm", "gathered", "indexed", "native_module", "save_native",
 
 
 def gathered(x: Expr, places: Expr, axis: int) -> Expr:
-    """The slices of ``x`` at places along an axis."""
+    """The slices of ``x`` at ``places`` along an axis; out of range: NaN, or clipped for integers."""
     return op.take(x, places, axis=axis, mode="nan" if is_float(x) else "clip")
 
 
 def indexed(x: Expr, dims: Sequence[int], indices: Sequence[Expr], scope: Scope) -> Expr:
-    """``x`` at integer tensors, one for each of ``dims``; negative ones count from the end."""
+    """``x`` indexed by integer tensors, one for each of ``dims``; negative indices count from the end."""
     extents, rank = shape(x), len(shape(x))
     others = [axis for axis in range(rank) if axis not in dims]
     counts = [extents[axis] for axis in dims]
@@ -80,7 +75,7 @@ def indexed(x: Expr, dims: Sequence[int], indices: Sequence[Expr], scope: Scope)
 
 
 def _flat_place(counts: Sequence[int], indices: Sequence[Expr], scope: Scope) -> Expr:
-    """Where each element lies along the flat axis; behind its end if one of its indices is out of range."""
+    """Each element's index along the flat axis; beyond its end if one of the indices is out of range."""
     total: Expr = const(0, "int64")
     outside: Expr = const(0, "bool")
     for position, (count, index) in enumerate(zip(counts, indices, strict=True)):
@@ -100,18 +95,18 @@ Rule = Callable[[Sequence[Expr], Scope], Expr]
 
 
 class NoRelaxForm(ValueError):
-    """Names a library function that only torch computes, or a use of one."""
+    """A library function, or a use of one, without a decomposition into Relax operators."""
 
 
 def without_library_calls(function: Function) -> Function:
-    """The function with every library call spelled out.
+    """Decomposes every library call of a function into Relax operators; unrolls scans.
 
     Raises:
-        NoRelaxForm: one cannot be.
+        NoRelaxForm: names a call without a decomposition.
     """
     body = Body.of(unroll(function))
     scope = BodyScope(body)
-    first: dict[Binding, Expr] = {}  # of calls with several results
+    first: dict[Binding, Expr] = {}  # first results of calls with several
     replaced: dict[Binding, Expr] = {}
     for binding in body.bindings:
         body.substitute(binding, replaced)
@@ -168,7 +163,7 @@ def _convolution(args: Sequence[Expr], scope: Scope) -> Expr:
 
 
 def _last(rule: Rule) -> Rule:
-    """That of planes, with channels behind in the result's shape."""
+    """A rule with a channels-first result → the rule with channels last."""
     return lambda args, scope: op.permute_dims(scope.emit(rule(args, scope)), [0, 2, 3, 1])
 
 
@@ -236,10 +231,10 @@ _NO_NUMBERS = (
 
 
 def save_native(module: nn.Module, entries: Sequence[Entry], path: Path) -> dict[str, Any]:
-    """Writes the library of the newest entry that has a native form; which one it is, its inputs and results.
+    """Writes the library of the newest entry that has a native form → the entry's number, its inputs.
 
     Raises:
-        UnsupportedModule: no entry has one, each with its reason; or there is no C++ compiler.
+        UnsupportedModule: no entry has a native form, each with its reason; or there is no C++ compiler.
     """
     problems = []
     for number in reversed(range(len(entries))):
@@ -287,9 +282,9 @@ def native_module(function: Function, owned: Sequence[torch.Tensor]) -> IRModule
 
 
 def _new(params: Sequence[Var]) -> Function:
-    """A function that allocates tensors such as these parameters take.
+    """A function that allocates tensors with the parameters' types.
 
-    No constants: TVM would fold what fills them, and give two inputs of one form, and every call, the same memory.
+    They are no constants: TVM would fold their fill, and share one tensor between equal inputs and all calls.
     """
     allocate = relax.op.builtin.alloc_tensor
     made = [normalizer()(allocate(relax.ShapeExpr(shape(each)), dtype(each), 0)) for each in params]

@@ -1,4 +1,4 @@
-"""``save_compiled``: a dispatched module → a folder that another process runs and trains, without the user's source.
+"""``save_compiled``: a dispatched module → a folder that another process loads, runs and trains without its source.
 
 compiled.index            names, structures, guards and steps of calls; a digest of every other file
 parameters.safetensors    the module's tensors
@@ -33,13 +33,13 @@ from bridge.state import ModuleTensor
 __all__ = ["INDEX", "KIND", "PARAMETERS", "digest", "save_compiled"]
 
 KIND = "compiled module"
-"""Of the artifact that the index is."""
+"""Artifact kind of the index."""
 
 INDEX, PARAMETERS, NATIVE = "compiled.index", "parameters.safetensors", "forward.so"
 
 
 def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = False) -> None:
-    """As :func:`bridge.save_compiled`, which tells what it takes, returns and raises."""
+    """Implements :func:`bridge.save_compiled`."""
     entries = stats(module).entries
     if not entries:
         raise ValueError(f"{type(module).__name__} has no compiled call yet: give add_tvm_dispatch a sample")
@@ -76,7 +76,7 @@ def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = 
 
 
 def _told(signature: inspect.Signature | None) -> inspect.Signature | None:
-    """A signature; ``None`` where a default cannot be told."""
+    """The signature; ``None`` if a default value cannot be serialized."""
     try:
         to_text(signature)
     except NoFormError:
@@ -85,7 +85,7 @@ def _told(signature: inspect.Signature | None) -> inspect.Signature | None:
 
 
 def _tree(module: nn.Module, tensors: Sequence[ModuleTensor]) -> dict[str, Any]:
-    """Paths and training flags of all modules inside, names of tensors."""
+    """Paths and training flags of all modules; specifications of tensors; names of non-persistent buffers."""
     first: dict[int, str] = {}
     modules = []
     for path, child in module.named_modules(remove_duplicate=False):
@@ -96,13 +96,13 @@ def _tree(module: nn.Module, tensors: Sequence[ModuleTensor]) -> dict[str, Any]:
 
 
 def _has_complex(captured: Captured) -> bool:
-    """Whether complex tensors enter or leave a call: its programs know their parts."""
+    """Whether a call has complex inputs or results, for which its programs have real pairs."""
     tensors = (*captured.module_tensors, *captured.arguments, *(each for each in captured.outputs if each.is_tensor))
     return any(each.dtype.is_complex for each in tensors)
 
 
 def _tensors(module: nn.Module, entries: Sequence[Entry]) -> tuple[list[ModuleTensor], list[torch.Tensor]]:
-    """All tensors that entries read, once by name."""
+    """All tensors that entries read, each name once."""
     found: dict[str, tuple[ModuleTensor, torch.Tensor]] = {}
     for entry in entries:
         for spec, tensor in zip(entry.lowered.captured.module_tensors, entry.guard.tensors(module), strict=True):
@@ -111,7 +111,7 @@ def _tensors(module: nn.Module, entries: Sequence[Entry]) -> tuple[list[ModuleTe
 
 
 def _programs(entry: Entry, folder: Path, number: int) -> dict[str, Any]:
-    """Writes the programs of an entry; their names, with what belongs to each."""
+    """Writes the programs of an entry → their file names and metadata."""
     made = entry.programs
     found: dict[str, Any] = {"forward": _write(made.forward.program, folder, f"{number}.forward")}
     found["outputs"] = made.num_outputs
@@ -143,7 +143,7 @@ def digest(path: Path) -> str:
 
 
 def _put(folder: Path, path: Path) -> None:
-    """The finished folder in its place; what was there goes."""
+    """Moves the finished folder to its path; replaces an existing one."""
     if path.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)) / path.name
         path.rename(old)

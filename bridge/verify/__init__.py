@@ -1,4 +1,4 @@
-"""Running stages on their own and holding them against autograd: interpreter, check, reproducer."""
+"""Verification of the lowering's stages against autograd: check, stage inputs, reproducer."""
 
 from bridge.verify.check import Check, check
 from bridge.verify.inputs import stage_inputs

@@ -1,4 +1,4 @@
-"""``lowered.check()``: every stage against autograd, and the float64 rerun that tells rounding from error."""
+"""``lowered.check()``: a lowered call → every stage compared with autograd; a float64 rerun identifies rounding."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ __all__ = ["Check", "StageCheck", "Trace", "check", "trace"]
 AGREES, ROUNDING, DEVIATES = "agrees", "rounding", "deviates"
 BEFORE = {"masked": "imported", "spelled": "masked", "forward": "spelled", "joint": "forward", "cleaned": "joint"}
 BEFORE |= {"split forward": "cleaned", "split backward": "cleaned"}
-"""Of the stages that a pass makes: which one it makes them of."""
+"""Stage made by a pass → the pass's input stage."""
 
 
 @dataclass(frozen=True)
 class StageCheck:
-    """One stage, held against eager.
+    """One stage, compared with eager.
 
     Attributes:
-        name: the stage; ``compiled forward`` and ``compiled backward`` come after the lowering's own.
-        deviations: by element type, the largest difference from eager's results and gradients, as a share of each
-            tensor's largest element.
-        worst: which result that is.
-        verdict: ``"agrees"``, ``"rounding"`` (only in the narrower type, and gone in float64) or ``"deviates"``.
-        culprit: the operation, if one could be named.
+        name: the stage; ``compiled forward`` and ``compiled backward`` follow the lowering's own.
+        deviations: dtype → largest difference from eager's results and gradients, relative to each tensor's largest
+            element.
+        worst: the result with that difference.
+        verdict: ``"agrees"``, ``"rounding"`` (a difference that vanishes in float64) or ``"deviates"``.
+        culprit: the wrong operation, if it was found.
     """
 
     name: str
@@ -65,13 +65,13 @@ class StageCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """What :func:`check` found; ``print`` it.
+    """The result of :func:`check`; ``print`` it.
 
     Attributes:
         module_name: class of the module.
-        stages: in order.
-        allowed: the deviation that rounding explains, by element type.
-        notes: what could not be done, in sentences.
+        stages: the compared stages, in order.
+        allowed: dtype → largest deviation explained by rounding.
+        notes: omitted comparisons, with reasons.
     """
 
     module_name: str
@@ -128,13 +128,13 @@ class Trace:
     """All stages of one lowering, run on its sample.
 
     Attributes:
-        lowered: whose stages.
+        lowered: the lowered call.
         reference: eager's results.
-        runs: by stage; ``split backward`` and the compiled stages included.
-        found: results and gradients by stage (``None``: the stage has none).
-        inputs: what the stages were run on.
-        allowed: the deviation that rounding explains.
-        notes: what was left out, in sentences.
+        runs: stage → the interpreter's run.
+        found: stage → results and gradients (``None``: the stage has none), compiled stages included.
+        inputs: stage → its inputs.
+        allowed: largest deviation explained by rounding.
+        notes: omitted comparisons, with reasons.
     """
 
     lowered: LoweredCall
@@ -146,7 +146,7 @@ class Trace:
     notes: list[str] = field(default_factory=list)
 
     def deviations(self, stage: str) -> tuple[float, str]:
-        """The stage's largest deviation from eager, and the result that has it."""
+        """The stage's largest deviation from eager, and the result with it."""
         results, gradients = self.found[stage]
         worst, where = 0.0, "all results"
         for found, wanted, names in (
@@ -177,7 +177,7 @@ class Trace:
 def trace(lowered: LoweredCall, *, seed: int) -> Trace:
     """Runs every stage, and the compiled programs, on the sample. ``ValueError`` as :func:`check`."""
     reference = eager_reference(lowered, seed=seed)
-    with working_for(lowered.captured.device), autocast_to(None):  # its casts are nodes of the graph
+    with working_for(lowered.captured.device), autocast_to(None):  # autocast's casts are nodes of the graph
         return _trace(Trace(lowered, reference, tolerance(_float_types(lowered))))
 
 
@@ -210,7 +210,7 @@ def _trace(made: Trace) -> Trace:
 
 
 def _trace_captured(made: Trace) -> None:
-    """The traced graph's results, and torch's own gradients through it."""
+    """Runs the traced graph: its results, and torch's own gradients through it."""
     lowered, reference = made.lowered, made.reference
     wanted = set(lowered.wanted)
     with torch.set_grad_enabled(bool(wanted)):
@@ -223,7 +223,7 @@ def _trace_captured(made: Trace) -> None:
         try:
             found = torch.autograd.grad(seeded, inputs, reference.grad_outs, allow_unused=True)
             gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
-        except RuntimeError as error:  # a functional operator that eager autograd never meets
+        except RuntimeError as error:  # a functional operator that eager never calls may lack a derivative
             made.notes.append(f"captured: only its results are compared, torch cannot differentiate the graph: {error}")
     made.runs["captured"] = run
     made.found["captured"] = ([result.detach() for result in run.results], gradients)
@@ -251,10 +251,10 @@ def _float_types(lowered: LoweredCall) -> set[torch.dtype]:
 
 
 def in_dtype(lowered: LoweredCall, dtype: torch.dtype) -> LoweredCall:
-    """The same call of a copy of the module in another floating type, lowered with the same strategy.
+    """Lowers the same call of a copy of the module in another floating dtype, with the same strategy.
 
     Raises:
-        ValueError: the module cannot be copied, or does not run in that type.
+        ValueError: the module cannot be copied, or does not run in that dtype.
     """
     sample = copied(sample_of(lowered))
     if any(tensor.is_complex() for tensor in (*sample.module.parameters(), *sample.module.buffers())):
@@ -281,15 +281,15 @@ def in_dtype(lowered: LoweredCall, dtype: torch.dtype) -> LoweredCall:
 
 @default_device_of_forward()
 def check(lowered: LoweredCall, *, dtype: torch.dtype | None = None, seed: int = 0) -> Check:
-    """Runs every stage on the sample, in eager's place, and compares with eager's results and autograd's gradients.
+    """Runs every stage on the sample and compares it with eager's results and autograd's gradients.
 
-    A stage *deviates* where the difference does not go away in float64, or where compiled code is off although the
-    same function is not when it runs operator by operator in the same type. What goes away in float64 is *rounding*.
+    A stage *deviates* if the difference remains in float64, or if only the compiled code differs, not the same function
+    run operator by operator in the same dtype. A difference that vanishes in float64 is *rounding*.
 
     Args:
-        lowered: made by :func:`bridge.lower`, whose sample is used.
-        dtype: check in this floating type only, on a copy of the module; by default in the module's own type and, to
-            tell rounding from error, in float64.
+        lowered: a result of :func:`bridge.lower`, with a sample.
+        dtype: check in this floating dtype only, on a copy of the module; by default in the module's own dtype and, to
+            separate rounding from errors, in float64.
         seed: for random draws and grad_outs.
 
     Raises:
@@ -342,7 +342,10 @@ def _judge(lowered: LoweredCall, traces: list[Trace], names: list[str], notes: t
 
 
 def _narrow_verdict(name: str, made: Trace) -> str:
-    """Gone in float64. Compiled code has kernels per type: it may not be off where its own operators are not."""
+    """Verdict on a deviation that vanishes in float64: rounding, unless only the compiled code has it.
+
+    Compiled code has kernels per dtype, so float64 does not test them: they must not differ if the interpreter agrees.
+    """
     interpreted = {"compiled forward": "split forward", "compiled backward": "split backward"}.get(name)
     if interpreted is None or interpreted not in made.found:
         return ROUNDING
@@ -350,7 +353,7 @@ def _narrow_verdict(name: str, made: Trace) -> str:
 
 
 def find_culprit(made: Trace, stage: str, seed: int) -> Culprit | None:
-    """The operation that makes a stage deviate, or ``None`` if it cannot be named."""
+    """The operation that makes a stage deviate, or ``None`` if it was not found."""
     lowered, runs, allowed = made.lowered, made.runs, made.allowed
     finders: dict[str, Callable[[], Culprit | None]] = {
         "captured": lambda: None,

@@ -1,9 +1,9 @@
-"""Fault localization: a stage that deviates → the first operation that makes it so.
+"""Fault localization: a stage that deviates → the first wrong operation.
 
-Passes hand variables' names on, so two stages are compared variable by variable; the first that differs although what
-it is computed from agrees is where the error comes in. The gradient has no counterpart before it exists: there every
-operator's rule is held against autograd through that operator alone. A compiled function is compiled once more with
-all of its variables as results (which changes none of them, see :mod:`bridge.compile.schedule.fuse`).
+Passes preserve variables' names, so two stages are compared variable by variable; the first difference is the error.
+Gradients have no counterpart in the previous stage: each operator's gradient rule is compared with autograd through
+that operator alone. A compiled function is recompiled with all its variables as results (which changes none of them,
+see :mod:`bridge.compile.schedule.fuse`).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = ["Culprit", "first_difference", "first_wrong_gradient", "first_wrong_k
 
 @dataclass(frozen=True)
 class Culprit:
-    """Where an error comes in.
+    """The operation that introduces an error.
 
     Attributes:
         binding: the variable, as in the stage's script.
         op: the operator that computes it, or whose gradient rule is wrong.
-        line: the binding.
-        origin: where that stands in the user's code.
+        line: the binding's script.
+        origin: its origin in the user's code.
         deviation: of this value, see :func:`bridge.verify.inputs.deviation`.
-        what: a sentence.
+        what: the error in words.
     """
 
     binding: str
@@ -67,7 +67,7 @@ class Culprit:
 def first_wrong_node(
     lowered: LoweredCall, graph: InterpretedRun, stage: InterpretedRun, allowed: float
 ) -> Culprit | None:
-    """The first ATen node whose value no variable of the imported function has."""
+    """The first ATen node whose value differs from all variables imported from it."""
     candidates: dict[str, list[Any]] = {}
     lines = {
         var.name: (binding_line(var, value), short_op(value)) for var, value in bindings(lowered["imported"].function)
@@ -90,7 +90,7 @@ def first_wrong_node(
 def first_difference(
     lowered: LoweredCall, function: Function, before: Mapping[str, Any], after: Mapping[str, Any], allowed: float
 ) -> Culprit | None:
-    """The first variable of ``function`` that both runs have and that differs."""
+    """The first variable of ``function`` that differs between two runs."""
     fresh: list[str] = []
     for var, value in bindings(function):
         name = var.name
@@ -108,13 +108,13 @@ def first_difference(
 
 
 def _scale(value: Expr, values: Mapping[str, Any]) -> float:
-    """The largest element of what a binding reads: a sum of it that is zero but for rounding is noise."""
+    """The largest element of a binding's inputs: a sum of them that is zero up to rounding is noise."""
     read = [values.get(used.name) for used in used_vars(value)]
     return largest([tensor for tensor in read if isinstance(tensor, torch.Tensor)])
 
 
 def _behind(function: Function, name: str) -> set[str]:
-    """Names of the variables that a variable is computed from."""
+    """Names of all variables that a variable depends on."""
     sources = {var.name: [used.name for used in used_vars(value)] for var, value in bindings(function)}
     found: set[str] = set()
     stack = [name]
@@ -127,7 +127,7 @@ def _behind(function: Function, name: str) -> set[str]:
 
 
 def first_wrong_gradient(lowered: LoweredCall, forward: InterpretedRun, allowed: float, *, seed: int) -> Culprit | None:
-    """The operator, nearest to the outputs, whose gradient rule is not torch's derivative at the values it had."""
+    """The operator nearest to the outputs whose gradient rule differs from torch's derivative at the run's values."""
     function = lowered["forward"].function
     generator = torch.Generator().manual_seed(seed)
     for var, value in reversed(list(bindings(function))):
@@ -142,7 +142,7 @@ def first_wrong_gradient(lowered: LoweredCall, forward: InterpretedRun, allowed:
 
 
 def _gradient_deviation(var: Var, value: Call, forward: InterpretedRun, generator: torch.Generator) -> float | None:
-    """How far the rule's partial derivatives are from autograd's; ``None`` where one of the two has none."""
+    """Deviation of a rule's derivatives from autograd's; ``None`` if one of the two has none."""
     params = [used for used in used_vars(value) if isinstance(used.ty, TensorType)]
     wanted = [index for index, param in enumerate(params) if is_float(param)]
     if not wanted or len(params) != len(used_vars(value)):
@@ -171,7 +171,7 @@ def _gradient_deviation(var: Var, value: Call, forward: InterpretedRun, generato
 
 
 def _single(var: Var, value: Call, params: Sequence[Var]) -> tuple[Function, list[int]]:
-    """The function of one binding, and which of its results are floating point."""
+    """The function of one binding, and the places of its floating point results."""
     if not isinstance(var.ty, TupleType):
         return build_function(params, [(var, value)], [var]), [0] if is_float(var) else []
     fields = [(Var(f"field_{index}", ty), TupleGetItem(var, index)) for index, ty in enumerate(var.ty.fields)]
@@ -181,7 +181,7 @@ def _single(var: Var, value: Call, params: Sequence[Var]) -> tuple[Function, lis
 
 
 def compiled_on(device: torch.device, function: Function, name: str) -> Program:
-    """The program of a function for a device."""
+    """Compiles a function for a device, with current options."""
     target = None if device == HOST else str(device)
     return compile_function(function, name=name, options=CompileOptions.current(backend_for(target)))
 
@@ -189,7 +189,7 @@ def compiled_on(device: torch.device, function: Function, name: str) -> Program:
 def first_wrong_kernel(
     lowered: LoweredCall, function: Function, inputs: Sequence[torch.Tensor], reference: InterpretedRun, allowed: float
 ) -> Culprit | None:
-    """The first variable that compiled code computes otherwise than the interpreter does."""
+    """The first variable whose compiled value differs from the interpreter's."""
     shown = [(var, value) for var, value in bindings(function) if isinstance(var.ty, TensorType)]
     everything = build_function(function.params, list(bindings(function)), [var for var, _ in shown])
     program = compiled_on(lowered.captured.device, everything, f"{lowered.captured.module_name}_every_variable")

@@ -1,7 +1,4 @@
-"""Inputs and reference results of the stages: the sample call, run in eager on copies.
-
-Relative deviation of two tensors, and the tolerance that rounding explains, by dtype.
-"""
+"""Inputs and reference results of the stages, from an eager run of the sample on copies; deviation and tolerance."""
 
 from __future__ import annotations
 
@@ -32,10 +29,10 @@ class Reference:
     """The sample call in eager.
 
     Attributes:
-        primals: module tensors (values before the call), arguments, random draws, dropout masks: what stages take.
+        primals: the stages' inputs: module tensors (values before the call), arguments, random draws, dropout masks.
         grad_outs: one per differentiable output, standard normal.
-        results: the outputs that are computed, then the new values of mutated buffers, as the stages return them.
-        gradients: autograd's, one per wanted input (zeros where autograd has none).
+        results: the computed outputs, then the new values of mutated buffers, in the stages' order.
+        gradients: autograd's, one per wanted input (zeros if autograd has none).
     """
 
     primals: list[torch.Tensor]
@@ -45,7 +42,7 @@ class Reference:
 
 
 def sample_of(lowered: LoweredCall) -> Sample:
-    """The call that was lowered. ``ValueError`` if there is none."""
+    """The sample of a lowered call. ``ValueError`` if there is none."""
     if lowered.sample is None:
         raise ValueError(
             "this Lowered belongs to a dispatched module, which keeps no sample: call lower(module, sample) for one "
@@ -55,7 +52,7 @@ def sample_of(lowered: LoweredCall) -> Sample:
 
 
 def copied(sample: Sample) -> Sample:
-    """A copy of the module, in the modes in which it was lowered, and of the arguments."""
+    """A copy of the module, with the training flags of the lowering, and of the arguments."""
     try:
         module = copy.deepcopy(sample.module)
     except (RuntimeError, TypeError) as error:
@@ -97,7 +94,7 @@ def _grad_outs(lowered: LoweredCall, results: Sequence[torch.Tensor], seed: int)
 
 
 def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
-    """Runs the sample in eager, on copies, under ``seed``; the generator is put back.
+    """Runs the sample in eager, on copies, under ``seed``; restores the generator.
 
     Raises:
         ValueError: there is no sample, or the module has changed since it was lowered or cannot be copied.
@@ -119,7 +116,7 @@ def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
         position: leaf for leaf, position in zip(leaves, imported.output_of, strict=True) if position is not None
     }
     ordered = [as_parts(outputs[position]) for position in range(imported.num_outputs)]
-    # A mutated buffer is read from the copy again: forward may have put another object there.
+    # A mutated buffer is read from the copy again: forward may have replaced the object.
     written = [
         _tensor(sample.module, captured.input_name(index)) if index < len(captured.module_tensors) else inputs[index]
         for index, _ in captured.mutated
@@ -142,14 +139,14 @@ def _gradients(
 
 
 def stage_inputs(lowered: LoweredCall, stage: str, *, seed: int = 0) -> list[torch.Tensor]:
-    """The sample as what ``lowered[stage].run`` takes.
+    """The arguments of ``lowered[stage].run`` for the sample.
 
     The stages up to ``forward``, and ``split forward``, take the primals: module tensors, arguments, random draws
     and dropout masks, drawn under ``seed``. ``joint`` and ``cleaned`` take the primals and a normal grad_out for each
-    differentiable output. ``split backward`` takes what the forward saves, and the grad_outs.
+    differentiable output. ``split backward`` takes the saved tensors and the grad_outs.
 
     Raises:
-        KeyError: no stage of this name.
+        KeyError: there is no stage of this name.
         ValueError: there is no sample, or the module has changed since it was lowered or cannot be copied.
     """
     lowered[stage]
@@ -164,7 +161,7 @@ def stage_inputs(lowered: LoweredCall, stage: str, *, seed: int = 0) -> list[tor
 def backward_inputs(
     lowered: LoweredCall, reference: Reference, forward: Sequence[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """Saved primals, saved outputs, captures, grad_outs; ``forward``: the forward's results, if at hand."""
+    """The backward's inputs: saved tensors, grad_outs; ``forward``: the forward's results, computed by default."""
     if forward is None:
         with torch.no_grad(), working_for(lowered.captured.device), autocast_to(None):
             forward = interpret(lowered.forward, reference.primals).results
@@ -174,15 +171,15 @@ def backward_inputs(
     return [*saved, *forward[lowered.num_results :], *reference.grad_outs]
 
 
-#: Rounding in float64 stays below this share of a tensor's largest element, through networks of any usual depth.
+#: Rounding in float64 stays below this share of a tensor's largest element, for networks of usual depth.
 EXACT = 1e-9
-#: A tensor this much smaller than the largest of its kind is noise around zero (a key's bias under a softmax has a
-#: gradient of zero), and is measured against that one.
+#: Deviations are relative to at least this share of the largest element of all compared tensors: a much smaller tensor
+#: is noise around zero (a key's bias under a softmax has a gradient of zero).
 NOISE = 1e-3
 
 
 def tolerance(dtypes: Iterable[torch.dtype]) -> float:
-    """The largest deviation that rounding explains: half of the digits of the narrowest floating type."""
+    """The largest deviation explained by rounding: half of the digits of the narrowest floating dtype."""
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
     eps = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
     return EXACT if eps <= torch.finfo(torch.float64).eps else math.sqrt(eps)
@@ -200,10 +197,10 @@ def _size(tensor: torch.Tensor) -> float:
 
 
 def deviation(found: torch.Tensor, wanted: torch.Tensor, *, scale: float = 0.0) -> float:
-    """The largest difference as a share of ``wanted``'s largest element.
+    """The largest difference, relative to ``wanted``'s largest element.
 
-    It is ``inf`` where shapes differ, or values that are no numbers (or no floats) are not the same. ``scale``: the
-    largest element of all tensors of the kind, see :data:`NOISE`.
+    ``inf`` if shapes, integers, or the places of nan or infinities differ. ``scale``: the largest element of all
+    compared tensors, see :data:`NOISE`.
     """
     if found.shape != wanted.shape:
         return math.inf

@@ -1,7 +1,4 @@
-"""``lowered.save_repro(directory)``: a stage → a script and data that run it without the user's module.
-
-Replay: runs a reproducer that :func:`bridge.verify.repro.save_repro` wrote.
-"""
+"""``lowered.save_repro(directory)``: a stage → a script with data that runs it without the user's module."""
 
 from __future__ import annotations
 
@@ -54,21 +51,21 @@ if __name__ == "__main__":
 
 
 def save_repro(lowered: LoweredCall, directory: str | Path, *, stage: str | None = None, seed: int = 0) -> Path:
-    """Writes a script and its data that rebuild one stage without the user's module.
+    """Writes a script with data that rebuilds one stage without the user's module.
 
     Args:
-        lowered: made by :func:`bridge.lower`, whose sample is used.
-        directory: is made if it is not there; an earlier reproducer in it is replaced.
-        stage: by default the first that :func:`check` finds to deviate. One of the lowering's Relax stages, or
-            ``compiled forward`` or ``compiled backward``.
+        lowered: a result of :func:`bridge.lower`, with a sample.
+        directory: created if it does not exist; an earlier reproducer in it is replaced.
+        stage: one of the lowering's Relax stages, ``compiled forward`` or ``compiled backward``; by default the first
+            one that deviates by :func:`check`.
         seed: for random draws and grad_outs.
 
     Returns:
-        the script; it needs ``bridge``, ``autodiff`` and ``partition``, and nothing of the user's.
+        the script's path; it needs ``bridge``, ``autodiff`` and ``partition``, and no user code.
 
     Raises:
-        ValueError: no stage deviates and none is named; there is no stage of that name; or it is made from the
-            module's ATen graph (``captured``, ``imported``), which a reproducer without the module does not have.
+        ValueError: no stage deviates and none is named; there is no stage of that name; or the stage needs the
+            module's ATen graph (``captured``, ``imported``), which a reproducer does not have.
     """
     report = f"The stage {stage!r} was named, not found to deviate."
     if stage is None:
@@ -90,14 +87,14 @@ def save_repro(lowered: LoweredCall, directory: str | Path, *, stage: str | None
     (directory / "stage.json").write_text(to_text(_record(made, stage, before, after)), encoding="utf-8")
     torch.save(_tensors(made, stage), directory / "tensors.pt")
     title = f"{lowered.captured.module_name}: the stage '{stage}' on its own."
-    plain = report.replace("\\", "/").replace('"""', "'''")  # it stands in a docstring
+    plain = report.replace("\\", "/").replace('"""', "'''")  # becomes part of a docstring
     path = directory / SCRIPT
     path.write_text(_TEXT.format(title=title, report=plain, script=SCRIPT, stage=stage), encoding="utf-8")
     return path
 
 
 def _sharpest(lowered: LoweredCall, found: Check) -> LoweredCall:
-    """The lowering in float64 if the deviation is there too, otherwise the one in the module's own type."""
+    """The lowering in float64 if the stage deviates there as well, else in the module's own dtype."""
     kinds = list(found.allowed)
     if len(kinds) > 1 and found.first.deviations[kinds[-1]] > found.allowed[kinds[-1]]:
         return in_dtype(lowered, torch.float64)
@@ -124,7 +121,7 @@ def _record(made: Trace, stage: str, before: Function, after: Function) -> dict[
         "num_results": lowered.num_results,
     }
     if plan is not None:
-        # A strategy that is an object of the user's cannot be written down: then the split is not made again.
+        # A strategy object of the user's cannot be serialized: the split is not rebuilt then.
         record["strategy"] = plan.strategy if plan.strategy in STRATEGIES else None
         record["forward"] = tvm.ir.save_json(lowered.forward)
         record["saved"] = plan.saved_primals, plan.saved_outputs
@@ -132,7 +129,7 @@ def _record(made: Trace, stage: str, before: Function, after: Function) -> dict[
 
 
 def _tensors(made: Trace, stage: str) -> dict[str, list[torch.Tensor] | None]:
-    """A backward is given what its forward computes, so that another split of the same function can be run too."""
+    """Inputs and wanted results of a stage; a backward gets primals and grad_outs, so that another split can run."""
     results, gradients = made.found[stage]
     reference = made.reference
     inputs = reference.primals + reference.grad_outs if stage == "split backward" else made.inputs[stage]
@@ -145,13 +142,13 @@ def _tensors(made: Trace, stage: str) -> dict[str, list[torch.Tensor] | None]:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a reproducer found; ``print`` it.
+    """The result of a reproducer; ``print`` it.
 
     Attributes:
         stage: the stage.
-        as_saved, rebuilt: largest deviation from autograd of the saved stage, and of the one that the installed code
-            makes of the same input.
-        allowed: the deviation that rounding explains.
+        as_saved, rebuilt: largest deviation from autograd of the saved stage, and of the stage rebuilt from its input
+            by the installed code.
+        allowed: largest deviation explained by rounding.
     """
 
     stage: str
@@ -174,7 +171,7 @@ class Replay:
 
 
 def replay(directory: Path) -> Replay:
-    """Runs the stage as it was saved, and rebuilt from its input, on the saved tensors."""
+    """Runs the reproducer in a directory: the stage as saved, and rebuilt from its input, on the saved tensors."""
     record = from_text((directory / "stage.json").read_text(encoding="utf-8"))
     tensors = torch.load(directory / "tensors.pt", weights_only=True)
     loaded = {name: tvm.ir.load_json(record[name]) for name in ("before", "after", "forward") if name in record}
@@ -188,7 +185,7 @@ def replay(directory: Path) -> Replay:
 
 def _worst(found: Sequence[torch.Tensor], tensors: dict[str, list[torch.Tensor]]) -> float:
     results, gradients = tensors["results"], tensors["gradients"]
-    pairs = zip(found, [*results, *gradients], strict=False)  # a split forward has captures behind its results
+    pairs = zip(found, [*results, *gradients], strict=False)  # a split forward also returns saved tensors
     scales = [largest(results)] * len(results) + [largest(gradients)] * len(gradients)
     offs = [deviation(mine, wanted, scale=scale) for (mine, wanted), scale in zip(pairs, scales, strict=True)]
     return max(offs, default=0.0)
@@ -198,7 +195,7 @@ def _run(
     record: dict[str, Any], loaded: dict[str, Function], inputs: list[torch.Tensor], rebuilt: bool
 ) -> list[torch.Tensor]:
     stage = record["stage"]
-    if stage.startswith("compiled"):  # compiling is what the stage does: as saved, it is run operator by operator
+    if stage.startswith("compiled"):  # the stage is the compilation: as saved, the function is interpreted
         function = loaded["after"]
         if not rebuilt:
             return interpret(function, inputs).results
@@ -222,7 +219,7 @@ _REBUILD = {
 def _run_split(
     record: dict[str, Any], loaded: dict[str, Function], inputs: list[torch.Tensor], rebuilt: bool
 ) -> list[torch.Tensor]:
-    """Forward, or forward and backward; inputs are the primals, then for a backward the grad_outs."""
+    """Runs the forward, or forward and backward, on the primals and, for a backward, the grad_outs."""
     primals, grad_outs = inputs[: record["num_primals"]], inputs[record["num_primals"] :]
     forward, backward = loaded["forward"], loaded["after"]
     saved_primals, saved_outputs = record["saved"]
