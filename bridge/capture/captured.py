@@ -45,15 +45,15 @@ class Captured:
         counters: attributes that each call counts up.
         kept: places that each call sets; their values follow the module's own results.
         readings: scalar guards, one for each number that forward read from a tensor on the sample, in order.
-        read: node of each number; ``None`` for a constant, a certain number and one that ``recomputed`` has.
+        read: node of each of these numbers; ``None`` for one that is constant, certain or in ``recomputed``.
         recomputed: pre-call guard expressions of numbers (:mod:`bridge.capture.precall_guards`).
         by_draws: indices of the readings that draws alone decide, so that other calls read other numbers.
         extents: symbols of the dynamic dimensions; ``None``: every size is static. With symbols, shapes and strides in
             ``observation`` hold extents, and ``arguments`` have the sample's sizes.
         argument_shapes, argument_strides: of ``arguments``, with extents; empty where ``extents`` is ``None``.
         lines: the user's line for each guard that the capture added to ``extents``.
-        counted: length of the tail of ``arguments`` that holds no argument's leaf but tensors without elements, whose
-            first dimension is a number that a call computes from its inputs (:mod:`bridge.capture.counted_dims`).
+        counted: number of last ``arguments`` that are no leaves but tensors without elements, whose first dimension is
+            a number that a call computes from its inputs (:mod:`bridge.capture.counted_dims`).
         device: device of all tensors.
         loops: whether the graph holds a recorded loop as one step (:mod:`bridge.capture.loops`).
         recording: the loop's record, for the comparison with another length (:mod:`bridge.capture.loops.lengths`).

@@ -3,8 +3,8 @@
 The user's backward replaces autograd's formulas of the forward's operators. So it is traced at once, in the ``ctx``
 that eager's backward would have, on *tangents*: placeholders for the unknown gradients of the outputs:
 
-    custom_gradient(inputs, gradients, tangents)     the inputs' gradients for the outputs' tangents
-    with_gradient(output, its field of that)         the output, whose gradient flows only to its tangent
+    custom_gradient(inputs, gradients, tangents)     links inputs to their gradients for the outputs' tangents
+    with_gradient(output, its field of that)         the output, whose gradient goes only to that field
 
 :mod:`autodiff.differentiate` puts the gradients in the tangents' places. The backward shares with the forward every
 value that depends on no tangent, so that the partition chooses the saved tensors.
@@ -64,7 +64,7 @@ def _define(schema: str, kernel: Callable[..., Any]) -> Any:
 
 
 FUNCTION = _define("function(int number) -> ()", lambda number: None)
-"""Marks the begin of a Function's forward, during the trace."""
+"""Marks the start of a Function's forward, during the trace."""
 TANGENT = _define(
     "tangent(Tensor like, int number, int index) -> Tensor",
     lambda like, number, index: torch.zeros(like.shape, dtype=like.dtype, device=like.device),
@@ -418,8 +418,7 @@ class Inside:
         runs_forward, runs_backward: whether forward runs, or backward.
         unheld: an effect of backward that no graph holds, in words: reads a number, draws.
         copies: the memory of its copied arguments, which it may write.
-        sets_modes: whether a second derivative differs: forward enables grad, or backward sets it or applies a
-            Function.
+        sets_modes: whether forward enables grad, or backward sets it or applies a Function (for second derivatives).
     """
 
     def __init__(self) -> None:

@@ -103,11 +103,7 @@ class Followed(torch.autograd.Function):
 
 
 class HigherOrder:
-    """The higher-order operators that a run calls.
-
-    Args:
-        recorder: the run's recorder.
-    """
+    """Runs the higher-order operators of a run as Python control flow; ``recorder``: the run's."""
 
     def __init__(self, recorder: OperatorRecorder) -> None:
         self._recorder, self._is_inside = recorder, False

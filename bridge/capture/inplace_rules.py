@@ -226,7 +226,7 @@ def overlaps(results: Sequence[torch.Tensor]) -> list[Unsupported]:
 def share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a write to one of two tensors in one storage could be seen in the other.
 
-    Exact for slices, transposes and reshapes of a dense tensor; else maybe ``True`` (overlapping windows, two dtypes).
+    Exact for slices, transposes and reshapes of a dense tensor; ``True`` if unsure (overlapping windows, two dtypes).
     """
     if not (a.numel() and b.numel()):
         return False

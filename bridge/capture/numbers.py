@@ -6,7 +6,8 @@ and float64 tensors as the Python number does, and any other use (a comparison, 
 another function) raises. So a twin that can be traced uses the number in no other way.
 
 Why that is exact: eager computes ``x * 0.3`` in the tensor's type, with the number rounded to it; so does ``x * t``
-for a 0-d tensor ``t`` of that type (half types, which round only the result, are refused). Numbers compute in float64.
+for a 0-d tensor ``t`` of that type. (Half types round only the result, and are refused.) Both compute among numbers in
+float64.
 """
 
 from __future__ import annotations

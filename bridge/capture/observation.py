@@ -33,7 +33,7 @@ class DropoutOperand:
 
     Attributes:
         of: the input (a module tensor or an argument) in whose memory it lies; ``None`` for memory of the call.
-        offset: bytes from the input's first element, or from the begin of the memory.
+        offset: bytes from the input's first element, or from the start of the memory.
     """
 
     dtype: torch.dtype
@@ -92,11 +92,8 @@ class Draw:
 
     @property
     def is_placed(self) -> bool:
-        """Whether a kernel draws it at a generator offset that is known before the program runs.
-
-        True for the dropout of fused attention and a GPU's draw with computed parameters, which move the generator
-        independently of numbers.
-        """
+        """Whether the program draws it in a kernel at a known generator offset: the dropout of a fused attention
+        kernel, or a GPU's draw with computed parameters. Both move the generator independently of numbers."""
         if self.is_attention_mask:
             return False
         return is_fused_attention(self) or (self.device != HOST and self._has_parameters)

@@ -120,8 +120,8 @@ def _refused(leaf: torch.Tensor, base: torch.Tensor, is_alias: bool, same: bool,
 def whole_tensors(
     leaves: Sequence[Any], recorder: OperatorRecorder, inputs: Sequence[torch.Tensor], rules: InPlaceRules
 ) -> dict[int, torch.Tensor]:
-    """Result leaves that overlap (``expand``, sliding windows) in a tensor that is not returned → value of that tensor
-    and the tensor. A compiled call returns the leaves as views of it, so that a write to one shows in the others."""
+    """The tensors, by value, that are not returned and in which result leaves overlap (``expand``, sliding windows). A
+    compiled call returns the leaves as views of them, so that a write to one leaf shows in the others."""
     given, record, found = set(map(storage_id, inputs)), recorder.record, {}
     parts: dict[int, dict[int, torch.Tensor]] = {}
     for leaf in leaves:

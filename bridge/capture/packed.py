@@ -67,11 +67,7 @@ class _Packed:
 
 
 class PackedSequences:
-    """Packed sequences that a run makes, which stay padded.
-
-    Args:
-        count: a key of :data:`bridge.capture.scalar_guards.COUNTS` and a tensor → the count.
-    """
+    """The packed sequences of a run, kept padded; ``count``: see :attr:`bridge.capture.functions.Functions.count`."""
 
     def __init__(self, count: Callable[[str, torch.Tensor], int]):
         self._count = count

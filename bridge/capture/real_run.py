@@ -75,7 +75,7 @@ class Given:
         self.arguments = _tensors(self.leaves)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The twin's tensor for one of the module's; a tensor with an autograd graph becomes a leaf over its memory."""
+        """The twin's tensor for a module's: a buffer's copy, a leaf in the memory of a computed tensor, or itself."""
         if id(tensor) not in self._copies and not tensor.is_leaf:
             leaf = self._copies[id(tensor)] = tensor.detach().requires_grad_()
             self.computed[id(leaf)] = tensor

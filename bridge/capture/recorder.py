@@ -245,7 +245,7 @@ class OperatorRecorder(PreDispatchMode):
             return torch.empty_strided(form.shape, form.stride, device="meta").is_contiguous(**memory_format)
 
     def _told(self, func: Any, args: tuple, kwargs: dict[str, Any], operands: tuple, where: Any) -> Any:
-        """Runs an operator on fake tensors → its result; an expected operator's result is made from the real row."""
+        """Runs an operator on fake tensors, or replays the real run's row → its result."""
         known = self._answer()
         known = known if known and known.op is func and not self.record.raises(func, self.answers) else None
         if known is not None and type(known.results) is ValueRef and not _facts(func).writes:

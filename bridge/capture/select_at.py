@@ -3,8 +3,7 @@
 Eager reads the number and takes a view there. An entry that recorded the view would serve only the sample's number.
 Here forward calls ``tvm_dispatch::select_at(x, dim, t)``: this view on real tensors, the view at position 0 on fake
 ones. In the training graph it becomes ``index(x, t)``, a copy; later writes to the view or to ``x`` are copied to the
-other. Results that depend on the view's position (on elements that two results share) are refused
-(:func:`shared_views`).
+other. Results that would depend on the view's position are refused (:func:`shared_views`).
 """
 
 from __future__ import annotations

@@ -273,8 +273,8 @@ def extent_of(expr: Any, symbols: Mapping[Any, Dim]) -> Dim:
 
 
 def holds(expr: Any, symbols: Mapping[Any, Dim]) -> bool:
-    """Whether a condition holds for all sizes, or for the sample, which adds a guard; or
-    :class:`NotTranslatedError`."""
+    """Whether a condition holds: for all sizes in range, or for the sample, which adds a guard to the extents' scope.
+    :class:`NotTranslatedError` if extents cannot express it."""
     kind = type(expr).__name__
     if kind in ("BooleanTrue", "BooleanFalse"):
         return kind == "BooleanTrue"

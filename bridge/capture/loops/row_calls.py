@@ -2,7 +2,7 @@
 
 A write in place gives the written tensor, and each tensor that shares its memory, a new value, which later calls read.
 So a call depends only on the values that it reads. Two calls of one kind are the same operator with the same constants,
-on tensors with the same layouts. Calls that take a part of a tensor (``x[:, 3]``) may differ in the part's begin. A
+on tensors with the same layouts. Calls that take a part of a tensor (``x[:, 3]``) may differ in the part's start. A
 write of a part (``out[t] = h``: a view, and a copy into it) is one call.
 """
 

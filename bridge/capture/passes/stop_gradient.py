@@ -279,7 +279,7 @@ def write_straight_through(
 # Links of custom autograd Functions: a training graph with the marks of :mod:`bridge.capture.custom_functions` → nodes
 # after a Function read its outputs through ``with_gradient``, in place.
 #
-# A Function's marks are in order: the begin of its forward, tangents, backward, outputs. A value between the marks that
+# A Function's marks are in order: the start of its forward, tangents, backward, outputs. A value between the marks that
 # is used outside would be tracked by autograd in the graph, but not in eager.
 
 
