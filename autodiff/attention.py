@@ -125,8 +125,7 @@ class _Fused:
 def spell_attention(body: Body, frozen: int) -> None:
     """Replaces a fused attention of float32 or float64 by its formula where the scores' size is known and fits.
 
-    Safe: the same function of the same numbers; the kernel rescales sums while it goes along a row, the formula does
-    not, so results differ at rounding level.
+    Safe: the same function of the same numbers; the kernel rescales sums along a row, so results differ by rounding.
     """
     found = {binding for binding in body.bindings if _is_spelled(binding)}
     if not found:

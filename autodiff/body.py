@@ -1,10 +1,9 @@
 """Light body: a function in flat form -> its bindings with a def/use index, which passes edit in place.
 
-Simplification reads every binding many times, and each read of a TVM object is slow. A body reads each value once. Its
-index gives the users of each binding and the bindings that a pass has to look at again. A function is built at the end.
+Each read of a TVM object is slow, and simplification reads every binding many times. A body reads each value once. Its
+index gives the users of each binding, and the changes since a pass. At the end a function is built from the body.
 
 Rewriting: a body and rules per operator -> the body after one walk in which rules replace values.
-
 Constants and splats: a number -> a 0-d tensor; a tensor -> the one number it holds everywhere.
 """
 
@@ -82,8 +81,7 @@ class Body:
     Attributes:
         params, outputs, attrs: the function's; outputs are variables or constants.
         bindings: in order.
-        clock: of the edits; a pass advances it by :meth:`tick`.
-        edits: how many there were.
+        clock, edits: the time of edits, advanced by :meth:`tick`; the number of edits.
         counts: visits and rewrites by rules.
     """
 
@@ -229,10 +227,7 @@ class Body:
 
 
 def on_functions(apply: Callable[..., None]) -> Callable[..., Function]:
-    """A pass that edits a :class:`Body` as one that also takes a function, and returns the same object if unchanged.
-
-    Given a body it edits that and returns it.
-    """
+    """Decorator: a pass that edits a :class:`Body` -> one for a function (the same object if unchanged) or a body."""
 
     @functools.wraps(apply)
     def on_either(func: Function | Body, *args, **options) -> Function | Body:

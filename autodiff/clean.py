@@ -20,10 +20,7 @@ __all__ = ["PASSES", "clean", "clean_joint", "project_tuples", "until_settled"]
 
 @on_functions
 def project_tuples(body: Body, since: int = 0) -> None:
-    """Replaces field ``i`` of a known tuple by that field, and removes copies of variables.
-
-    Safe: nothing is computed by either.
-    """
+    """Replaces field ``i`` of a known tuple by that field, and removes copies of variables. Safe: computes nothing."""
     rewrite(body, _PROJECT, since)
 
 
@@ -73,8 +70,5 @@ def until_settled(body: Body, passes: Sequence[Callable[..., object]], first: in
 
 
 def clean_joint(joint: Function | Body) -> Function | Body:
-    """Simplifies a joint function, adds gradients of convolutions in their memory order, shares sums of gradients.
-
-    Safe: all three passes are.
-    """
+    """Simplifies a joint function, adds gradients of convolutions in their memory order, shares sums of gradients."""
     return share_sums(clean(sink_channel_permutes(joint)))

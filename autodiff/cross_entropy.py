@@ -1,8 +1,7 @@
 """Cross-entropy fusion: ``gather(log_softmax(x), i)`` of one element per row -> that element, without the other ones.
 
 The forward needs each row's maximum and sum, which the backward reads again; the log-softmax (a number for each word of
-a vocabulary) is neither written nor read. The row sum in the log-softmax's gradient has one non-zero term: it is that
-term.
+a vocabulary) is neither written nor read. The row sum in its gradient has one non-zero term, and becomes that term.
 """
 
 from __future__ import annotations

@@ -103,8 +103,7 @@ def without_grad_outs(backward: Function, absent: Collection[int], results: Sequ
 
     Args:
         backward: linear in the parameters ``absent``, as a vector-Jacobian product is in its grad_outs.
-        absent: places of parameters.
-        results: places of results, in order.
+        absent, results: indices of parameters; indices of results, in order.
 
     Returns:
         ``None`` where there is no rule for an operator, or where a result is computed from nothing else.
@@ -222,10 +221,7 @@ def put_gradients(body: Body) -> None:
 
 @on_functions
 def drop_gradients(body: Body) -> None:
-    """Drops custom gradients, and the bindings that compute them, from a function that is not differentiated.
-
-    Safe: ``with_derivative(x, ..)`` is ``x``.
-    """
+    """Drops custom gradients from a function that is not differentiated. Safe: ``with_derivative(x, ..)`` is ``x``."""
     if not any(library_name(binding.value) == _CUSTOM for binding in body.bindings):
         return
     replaced: dict[Binding, Expr] = {}
@@ -343,7 +339,7 @@ def _check_required(body: Body, require_grads: Sequence[int]) -> None:
 def _live_and_active(body: Body, scalar: Var, required: Sequence[Var]) -> Pairs:
     """The bindings on a path from a required parameter to the seeded scalar; only these are differentiated.
 
-    An operator without a gradient rule elsewhere does no harm. Raises :class:`UndifferentiableOp` for one on a path.
+    Raises :class:`UndifferentiableOp` for an operator without a gradient rule on a path; elsewhere it does no harm.
     """
     active = {body.binding(param) for param in required}
     found: list[Binding] = []

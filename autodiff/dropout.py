@@ -48,7 +48,7 @@ def mask_dropout(body: Body) -> None:
 def keep_scale(rate: float, element_type: str) -> float:
     """``1 / (1 - rate)`` rounded as PyTorch rounds ``noise.div_(1 - rate)``: in float32 for float32 and narrower types.
 
-    For half types the result still has to be rounded to them (which making a constant of it does).
+    For half types the result must still be rounded, which making a constant of it does.
     """
     if element_type == "float64":
         return 1.0 / (1.0 - rate)

@@ -1,7 +1,4 @@
-"""Instantiation: a function with symbolic extents and their sizes -> the static function of those sizes.
-
-Tests compare the lowering with symbolic extents to the lowering with numbers by means of this function.
-"""
+"""Instantiation: a function with symbolic extents and their sizes -> the static function (for tests)."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ __all__ = ["instantiate"]
 def instantiate(func: Function, sizes: Mapping[str, int]) -> Function:
     """``func`` in flat form with a number for each extent; the same object if it has none. Variables keep their names.
 
-    ``library.extent`` becomes a constant where it is read, and its binding disappears.
-
-    Args:
-        sizes: by the symbols' names.
+    ``library.extent`` becomes a constant. ``sizes``: by the symbols' names.
 
     Raises:
         ValueError: a size is missing, or the function was not made for these sizes (a guard of the scope is broken).

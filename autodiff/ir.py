@@ -1,11 +1,8 @@
 """Relax IR: TVM's classes under stable names, and helpers on functions in flat form.
 
-All of ``autodiff``, ``partition`` and ``bridge`` import Relax types from this file: upstream renames
-them (``struct_info`` became ``ty`` in 0.27), and so the next renaming is one edit.
-
-The functions these packages exchange have one shape (*flat form*): a single dataflow block of
-``var = value`` bindings in ANF, known shapes (numbers, or extents of a scope), and a flat tuple of variables (or
-constants) as result.
+All packages import Relax types from this file: upstream renames them (``struct_info`` became ``ty`` in 0.27), and so
+the next renaming is one edit. Functions have one shape (*flat form*): a single dataflow block of ``var = value``
+bindings in ANF, known shapes (numbers, or extents of a scope), and a flat tuple of variables or constants as result.
 """
 
 from __future__ import annotations

@@ -2,17 +2,15 @@
 
 Channels last: operators on permuted convolution results -> the same operators on channels_last tensors, then a permute.
 A convolution (a pool, an interpolation) returns eager's memory order with channels as the second axis, by a
-``permute_dims``. This pass sinks the permute below point-wise operators, reductions, slices, pads, concatenations and
-reshapes to channel groups, which then walk memory in order; between two convolutions nothing of it is left. The pass
-also sinks a permutation of any other tensor if its last axis is the channels of a batch normalization (or of another
-sum over all other axes), or if it inverts the permutation before it, by which the importer marks a tensor's memory
-order. In a backward it sinks the permutations of the gradients of convolutions and pools, which are added where two
-branches meet.
+``permute_dims``. This pass sinks it below point-wise operators, reductions, slices, pads, concatenations and reshapes
+to channel groups, which then walk memory in order; between two convolutions nothing of it is left. So it does with any
+permutation whose last axis is the channels of a batch normalization (or of another sum over all other axes), or that
+inverts the permutation before it, by which the importer marks a memory order. In a backward, gradients of convolutions
+and pools are permuted in the same way, and added where two branches meet.
 
-Rows before heads: operators on an attention's permuted operands -> the same operators on (batch, row, head, column).
-The fused attention kernels read and write (batch, row, head, column), the layout that a projection makes. Forward
-permutes heads to the front, and may compute in that order, a rotary embedding for instance. This pass sinks the
-permutation to the attention call, which then reads memory in order.
+Rows before heads: operators on an attention's permuted operands -> the same operators on (batch, row, head, column),
+the layout of the fused attention kernels and of a projection's result. Forward permutes heads to the front, and may
+compute in that order, a rotary embedding for instance. This pass sinks the permutation to the attention call.
 """
 
 from __future__ import annotations

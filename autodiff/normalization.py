@@ -273,8 +273,7 @@ SPELLINGS = {
 def spell_out(body: Body) -> None:
     """Replaces normalizations by mean, centred variance, rstd, multiply and add.
 
-    Safe: each is replaced by its definition. Why: TVM has no gradients for them, and a partitioner can then save the
-    row statistics (mean, rstd) instead of wide tensors.
+    Safe: these are the definitions. Why: TVM has no gradients for them, and row statistics are smaller to save.
     """
     rewrite(body, SPELLINGS)
 

@@ -23,10 +23,7 @@ _Part = tuple[Dim, Dim, Expr]
 
 @dataclass
 class _Pieces:
-    """A tensor that is zero along ``axis`` but for ``parts``: ``(begin, end, value)``, disjoint and in order.
-
-    ``symbolic``: whether a bound of a part is a symbolic extent.
-    """
+    """A tensor that is zero along ``axis`` but for ``parts``: ``(begin, end, value)``, disjoint and in order."""
 
     axis: int
     extent: Dim

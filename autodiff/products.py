@@ -305,10 +305,8 @@ def simplify_transposes(forward: Bindings, backward: Bindings) -> tuple[Bindings
     """The rewritten backward, and the variables that replace its dropped variables.
 
     A transpose of a transpose becomes the innermost variable, a copy its source. A transpose of a product becomes the
-    product of the transposes in reverse order, with as few transposes as possible.
-
-    Safe: only positions change; each sum of a product has the same terms in the same order. The walk rewrites the
-    forward as well, to look through it, but the forward's bindings stay as they are.
+    product of the transposes in reverse order, with as few transposes as possible. The walk looks through the forward's
+    bindings, which stay. Safe: only positions change; each sum has the same terms in the same order.
     """
     rewriter = _Rewriter()
     for var, value in forward:

@@ -31,10 +31,7 @@ def unique_names(body: Body) -> None:
 
 @on_functions
 def dead_code_elimination(body: Body, since: int = 0) -> None:
-    """Drops bindings that no result needs.
-
-    Safe: in flat form every binding is pure.
-    """
+    """Drops bindings that no result needs. Safe: in flat form every binding is pure."""
     body.prune()
 
 

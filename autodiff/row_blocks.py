@@ -121,9 +121,8 @@ class _Blocks(NamedTuple):
 def _blocks_of(region: RowRegion, wanted: Sequence[Var]) -> _Blocks | None:
     """The blocks of a product; ``None`` if a loop would not save enough.
 
-    The whole product is held together with its gradient, or with a wider copy; the loop holds one block of both and the
-    sums of gradients. The number of blocks is the least that :data:`LEAST_ROWS` allows, or up to twice as many if the
-    blocks have equally many rows then.
+    The whole product is held with its gradient or a wider copy; the loop holds one block of both and the sums of
+    gradients. Their number is the least for :data:`LEAST_ROWS`, or up to twice as many if that makes them equal.
     """
     if any(region.read[each] == (None, region.columns) for each in wanted if not each.same_as(region.x)):
         return None
@@ -142,7 +141,6 @@ def _blocks_of(region: RowRegion, wanted: Sequence[Var]) -> _Blocks | None:
 
 def _replace(body: Body, region: RowRegion, rows: int, wanted: Sequence[Var]) -> bool:
     """Replaces the region's number by loops over blocks that also compute its gradient; the region becomes dead.
-
     ``False``, without a change, if TVM's JSON cannot hold a step's function."""
     spans = [(0, region.rows // rows * rows, rows), (region.rows // rows * rows, region.rows, region.rows % rows)]
     spans = [span for span in spans if span[2]]

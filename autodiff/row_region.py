@@ -39,10 +39,7 @@ _ROWWISE = {"relax.nn.log_softmax": op.nn.log_softmax, "relax.nn.softmax": op.nn
 
 
 class Outside(NamedTuple):
-    """A tensor that the region reads, and its extents in a block, ``None`` for the block's rows.
-
-    A tensor without rows is the same for all of them: ``[1, columns]``, or ``[]``.
-    """
+    """A tensor that the region reads, and its extents in a block: ``None`` for rows; ``[1, columns]`` or ``[]``."""
 
     value: Var
     extents: tuple[int | None, ...]
@@ -58,10 +55,7 @@ _FULL, _ROW, _NUMBER = "full", "row", "number"
 
 @dataclass
 class RowRegion:
-    """The bindings from a product to the number, with their kinds: columns in each row, a number per row, one number.
-
-    In a block the kinds have the shapes ``[rows, columns]``, ``[rows, 1]`` and ``[]``.
-    """
+    """The bindings from a product to the number, by kind: in a block ``[rows, columns]``, ``[rows, 1]`` or ``[]``."""
 
     body: Body
     product: Binding

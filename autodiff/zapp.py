@@ -25,10 +25,7 @@ __all__ = ["LIKE", "deduplicate_views", "one_zapp", "reshaped", "zapp_like", "ze
 
 @on_functions
 def zapp_like(body: Body, since: int = 0) -> None:
-    """Replaces ``zeros_like``, ``ones_like``, ``full_like``, ``collapse_sum_like/to``, ``broadcast_to`` by plain calls.
-
-    Safe: the shape of the pattern operand is known, and the operand itself is not needed.
-    """
+    """Replaces ``…_like``, ``collapse_sum_like/to`` and ``broadcast_to`` by plain operators: the shapes are known."""
     rewrite(body, _ZAPP_LIKE, since)
 
 
@@ -203,10 +200,7 @@ def _filled(value: float | int | bool, like: Expr) -> Expr:
 
 
 def _unbroadcast(call: Call, scope: Scope) -> Expr | None:
-    """An elementwise operator reads an operand from before its broadcast, where it broadcasts the operand anyway.
-
-    The broadcast value stays for other readers, so a forward's code does not depend on them.
-    """
+    """An elementwise operator reads operands from before a broadcast that it does itself; other readers keep it."""
     args = list(call.args)
     for index, arg in enumerate(args):
         narrow = _narrow(arg, scope)

@@ -3,12 +3,9 @@
 For the minimum cut, matrix products and reductions must be saved. A budget allows recomputing reductions, and products
 if the user allows it. Saved tensors are given up one at a time, always the one that frees the most bytes per flop of
 new work, until the rest fits; bytes beyond the budget's need do not count. Unneeded sacrifices are taken back, the most
-expensive first.
-
-Where no single tensor may be given up, the minimum cut over bytes alone replaces the choice: no allowed choice saves
-fewer bytes, so it fits or is the best there is, and a note says so. If it neither fits nor saves noticeably less than
-the greedy result, the greedy result stays: the last bytes are row statistics, and without them wide tensors would be
-recomputed.
+expensive first. Where no single tensor may be given up, the minimum cut over bytes alone replaces the choice: no
+allowed choice saves fewer bytes. If it neither fits nor saves noticeably less, the greedy choice stays: the last bytes
+are row statistics, and without them wide tensors would be recomputed. A note says so if nothing fits.
 
 Flow network: the costs of a graph's values -> its minimum cut, the values to save.
 
@@ -155,10 +152,8 @@ def _solve(edges: Edges) -> tuple[int, frozenset[int]]:
 
 
 def _pushed(left: list[dict[int, int]], far: Mapping[int, int], source: int, sink: int) -> int:
-    """The blocking flow along shortest paths from source to sink (Dinic); ``far``: distances from the source.
-
-    ``left``: residual capacities by edge, in both directions; updated in place.
-    """
+    """The blocking flow along shortest paths (Dinic); ``far``: distances from the source; ``left``: residual
+    capacities, updated in place."""
     ahead = {node: [head for head in left[node] if far.get(head) == far[node] + 1] for node in far}
     value, path = 0, [source]
     while path:

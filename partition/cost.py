@@ -53,10 +53,7 @@ class Cost:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a binding only views its operand, or only names or groups values.
-
-    A cast of a bool counts as a view: a byte mask is never stored as four bytes.
-    """
+    """Whether a binding only views its operand, or names or groups values; casts of bools count: masks stay bytes."""
     if node.op in VIEWS or node.op in SLICES or node.op in TRIVIAL:
         return True
     return node.op == "relax.astype" and str(node.value.args[0].ty.dtype) == "bool"
@@ -80,10 +77,7 @@ def is_creation(node: Node) -> bool:
 
 
 def is_widened(graph: JointGraph, name: str) -> bool:
-    """Whether a value is a bool in a wider type: made from it and constants, element by element.
-
-    A dropout mask as ``0`` and ``1 / (1 - p)``, for instance. It is recomputed from the byte mask, never saved.
-    """
+    """Whether a value is a bool in a wider type, as a scaled dropout mask is: recomputed from the bool, never saved."""
     node = graph.nodes[name]
     if node.value is None or node.dtype == "bool" or len(node.inputs) != 1:
         return False
@@ -102,10 +96,7 @@ def view_base(graph: JointGraph, name: str) -> str:
 
 
 def must_save_reason(graph: JointGraph, name: str) -> str | None:
-    """The reason, as a phrase, why a value must not be recomputed; ``None`` if it may be.
-
-    A side value never has to be saved: either half computes it for the first time.
-    """
+    """Why a value must not be recomputed, as a phrase, or ``None``; side values may always be recomputed."""
     node = graph.nodes[name]
     if name in graph.kept:
         return "the caller may change what it is computed from"
@@ -152,10 +143,7 @@ def save_cost(graph: JointGraph, name: str) -> int | None:
 
 
 def recompute_cost(graph: JointGraph, name: str) -> int:
-    """The cost of computing a value in the backward, given its operands, whether or not it must be saved.
-
-    Side values cost only the reads of their further operands: either half pays their arithmetic once.
-    """
+    """The cost of computing a value in the backward from its operands; for side values only the further reads."""
     node = graph.nodes[name]
     if is_view(node) or is_creation(node):
         return 0

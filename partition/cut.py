@@ -5,12 +5,9 @@ Every variable is new (under its old name), so that forward, backward and joint 
 
 Scheduling: the backward's bindings -> their order, recomputation as late and last uses as early as possible.
 
-The lower peak of live bytes decides between two deterministic orders (the first wins a tie):
-
-* the joint function's own order of the adjoint bindings, which follows the forward in reverse;
-* a list schedule that always takes the ready binding which adds least to the live bytes.
-
-In both, a binding that does not depend on a grad_out is computed just before its first reader.
+The lower peak of live bytes decides between two deterministic orders (the first wins a tie): the joint function's order
+of the adjoint bindings, which follows the forward in reverse; a list schedule that always takes the ready binding that
+adds least to the live bytes. In both, other bindings are computed just before their first reader.
 """
 
 from __future__ import annotations
@@ -51,10 +48,7 @@ def backward_order(graph: JointGraph, body: Collection[str]) -> list[str]:
 
 
 def peak_bytes(graph: JointGraph, order: Iterable[str]) -> int:
-    """The most bytes of results alive at once when ``order`` runs; inputs are not counted.
-
-    A view lives in its base; a result of the function lives to the end.
-    """
+    """The peak of live bytes of an order, without inputs; a view lives in its base, a result lives to the end."""
     order = list(order)
     inside = set(order)
     storage = {name: view_base(graph, name) for name in order}
@@ -211,10 +205,8 @@ def _backward(
     computed: Sequence[str],
     empty: Sequence[Var] = (),
 ) -> Function:
-    """The function from ``params`` and all grad_outs to the gradients; ``provided``: node -> its parameter.
-
-    ``empty``: variables without elements, which the function creates.
-    """
+    """The function from ``params`` and all grad_outs to the gradients; ``provided``: node -> its parameter, ``empty``:
+    variables without elements, which the function creates."""
     body = backward_order(graph, {*computed, *graph.adjoint})
     made = [(var, op.zeros(shape(var), str(var.ty.dtype))) for var in empty]
     return _function(graph, params, provided, graph.grad_outs, body, graph.gradients, graph.gradient_values, made)
@@ -230,10 +222,8 @@ def _function(
     constants: Sequence[Expr],
     made: Sequence[tuple[Var, Expr]] = (),
 ) -> Function:
-    """A flat-form function of copies of nodes; ``constants[i]`` is the result where ``results[i]`` is ``None``.
-
-    ``made``: bindings that precede the copies.
-    """
+    """A flat-form function of copies of nodes, ``made`` first; ``constants[i]`` is the result where ``results[i]`` is
+    ``None``."""
     new = {name: Var(name, graph.nodes[name].var.ty) for name in more_params}
     params = [*params, *new.values()]
     new.update(provided)

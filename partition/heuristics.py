@@ -2,29 +2,27 @@
 
 Save in the readers' layout: a choice -> one that saves permuted values instead of the values that they view.
 Where matrix products that want contiguous operands are the only readers, forward and backward would both copy the value
-into that order. The permuted value has as many bytes; saved in its place, it is copied once. A permutation that moves
-the last axis stays in the backward.
+into that order. The permuted value has as many bytes, and is copied once. A permutation that moves the last axis stays.
 
 Save the concatenation: a choice -> one that saves a concatenation in the backward instead of its operand.
 The states of a loop are a result with another axis order, and the backward reads the states before the steps: the first
-one, then all but the last. The caller may write into results, so a result is saved as a copy; a slice of a forward
-value is a copy as well. The states before the steps are one copy, with as many bytes as the states after them: saved
-instead, they leave the backward nothing to copy.
+one, then all but the last. The caller may write into results, so a result is saved as a copy, as is a slice. The states
+before the steps are one copy, with as many bytes: saved instead, they leave the backward nothing to copy.
 
 Save autocast weights: a choice -> one that also saves casts of parameters for products, where the backward reads them.
-Autocast casts each weight once per step, and keeps the cast until the backward is over. A second cast would read the
-weight and write the copy again, which on a GPU takes a large share of the time of a small batch.
+Autocast casts each weight once per step, and keeps the cast until the backward is over. A second cast takes, on a GPU,
+a large share of the time of a small batch.
 
 Save logits instead of a softmax: a choice -> one that saves a product in place of a softmax that is not in memory.
 A softmax whose kernel also applies dropout is written only to be saved, beside its operand, the product, which the
-forward writes anyway. The product costs no further memory traffic; the backward reads as many bytes, and recomputes the
-softmax in the kernel that reads it. For machines bound by memory traffic there.
+forward writes anyway. The product costs no further memory traffic, and the backward reads as many bytes; it recomputes
+the softmax in the kernel that reads it. For machines bound by memory traffic.
 
 Bound the recompute depth: a choice -> one without recomputation of a written value from another recomputed one.
 A ReLU after a residual block is computed from the block's last product and the ReLU before the block. Where products of
 the backward read both, the backward would recompute a whole stage of a network before its first gradient, in kernels
-that read each product once more than the gradient does. A value made of saved ones costs one write, in a kernel that
-reads its operands for the gradient anyway; values made of a recomputed one are saved.
+that read each product once more. A value made of saved ones costs one write, in a kernel that reads its operands
+anyway; values made of a recomputed one are saved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Minimum cut: a graph -> the cheapest set of values to save, from which the backward recomputes the rest.
 
 :mod:`partition.cost` has the costs and the must-save rules, :mod:`partition.budget` the network.
-
 Memory-compute curve: a joint function -> bytes saved and work recomputed per budget, as data.
 """
 

@@ -73,10 +73,7 @@ def _side_work(graph: JointGraph, captures: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def fingerprints(graph: JointGraph) -> dict[str, int]:
-    """Value -> a hash of the whole computation behind it; primals count by position.
-
-    Two joint functions of one forward give their common values the same fingerprints, whatever the names.
-    """
+    """Value -> a hash of its computation, equal in all joint functions of one forward; primals count by position."""
     found: dict[str, int] = {
         name: hash((index, tvm_ffi.structural_hash(graph.nodes[name].var.ty)))
         for index, name in enumerate(graph.primals)
@@ -231,8 +228,7 @@ def make_plan(
 ) -> tuple[Plan, CapturedSet]:
     """The plan of a choice, and the captured set that it describes.
 
-    Raises:
-        ValueError: the choice saves a value that does not exist, is no tensor, or depends on a grad_out.
+    ``ValueError`` if the choice saves a value that does not exist, is no tensor, or depends on a grad_out.
     """
     for name in choice.saved:
         if name not in graph.forward and name not in graph.side:

@@ -3,9 +3,7 @@
 Equal terms are equal polynomials; the reverse holds for polynomials of symbols alone.
 
 Guard: a condition on sizes under which a decision made for the sample holds; it prints.
-
 Ranges: terms and the ranges of their symbols → an interval that holds the terms' value.
-
 Terms -> integer expressions of TVM's IR; equal terms give equal expressions.
 """
 
@@ -163,11 +161,7 @@ def _atom(atom: Atom, name: Callable[[Symbol], str]) -> str:
 
 @dataclass(frozen=True)
 class SizeGuard:
-    """``terms >= 0``, ``terms == 0`` or ``terms != 0``.
-
-    Attributes:
-        relation: ``">="``, ``"=="`` or ``"!="``.
-    """
+    """``terms >= 0``, ``terms == 0`` or ``terms != 0``; ``relation`` is ``">="``, ``"=="`` or ``"!="``."""
 
     terms: Terms
     relation: str

@@ -1,10 +1,8 @@
 """Shapes of dims: comparison without a guard, broadcasting, and the elements that a slice reads.
 
 Proofs: facts about dims that hold for all sizes in their scope's ranges; ``False`` where there is no proof.
-
-A proof adds no guard. Proofs serve choices among correct ways: an order of loops, a merge of two loops, a smaller index
-type. Code that is right only if the answer is true must ask the extent itself, which adds a guard where there is no
-proof.
+A proof adds no guard. Proofs serve choices among correct ways: an order of loops, a merge of loops, a smaller index
+type. Code that is right only if the answer is true must ask the extent itself, which adds a guard without a proof.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
 def broadcast(shapes: Iterable[Sequence[Dim]]) -> tuple[Dim, ...]:
     """The shape of an operator's result for operands that broadcast against each other.
 
-    Extents that are not the same for all sizes are compared, which may guard. ``ValueError`` if they do not fit.
+    Compares extents that are not equal for all sizes, which may add a guard. ``ValueError`` if they do not fit.
     """
     shapes = list(shapes)
     rank = max((len(extents) for extents in shapes), default=0)

@@ -378,10 +378,7 @@ def binary_cross_entropy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 
 @library_gradient("library.operator")
 def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx_i = the library's vector-Jacobian product, one call per tensor, so that unused ones can be dropped
-
-    The calls read the results that the library's own formula reads, as listed in ``arguments``.
-    """
+    """dx_i = the library's vector-Jacobian product, one call per tensor, so that unused ones can be dropped"""
     name, arguments, *tensors = call.args
     kept = json.loads(arguments.value)[2]
     results = [emit(TupleGetItem(y, index)) if isinstance(y.ty, TupleType) else y for index in kept]

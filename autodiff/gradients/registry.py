@@ -55,10 +55,7 @@ def gradient(*names: str, wide: bool = False) -> Callable[[GradientRule], Gradie
 
 
 def library_gradient(*names: str, wide: bool = False) -> Callable[[GradientRule], GradientRule]:
-    """Registers a rule for library functions (``"library.embedding"``); ``call.args`` excludes the function's name.
-
-    ``wide`` as in :func:`gradient`.
-    """
+    """Registers a rule for library functions (``"library.embedding"``); ``call.args`` excludes the function's name."""
 
     def add(rule: GradientRule) -> GradientRule:
         for name in names:
@@ -85,10 +82,7 @@ def differentiable(value: Expr) -> bool:
 
 
 def unsupported(value: Call, active: Collection[Var]) -> str | None:
-    """Why the operator's rule cannot give a required gradient; ``None`` if it can.
-
-    ``active`` are the variables through which gradients flow.
-    """
+    """Why the operator's rule cannot give a required gradient, or ``None``; ``active``: variables with gradients."""
     check = CHECKS.get(library_name(value) or op_name(value))
     return None if check is None else check(value, active)
 

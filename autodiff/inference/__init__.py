@@ -8,8 +8,7 @@ parameters alone are *static* and computed once; a call computes the *dynamic* r
     merge_products   merges products of one input with several weights
     split_static     one function -> constants(frozen) and call(rest, constants)
 
-Relax -> Relax, as all of :mod:`autodiff`. Functions are in flat form and simplified; they must not be differentiated
-afterwards.
+Functions are in flat form and simplified; they must not be differentiated afterwards.
 """
 
 from autodiff.attention import spell_attention

@@ -4,9 +4,7 @@ Evaluation-mode BatchNorm is an affine map (B. Jacob et al., "Quantization and T
 ``(conv(x, W) + b - mean) * rstd * gamma + beta`` is ``conv(x, W * s) + t`` with ``s = rstd * gamma`` for each channel.
 
 Merging of parallel products: several products of one input with frozen weights -> one product and its slices.
-
-The projections of an attention (Q, K, V) are the usual case: one product with the weights side by side reads the input
-once and is one call instead of three.
+The projections of an attention (Q, K, V) are the usual case: one call instead of three reads the input once.
 """
 
 from __future__ import annotations
@@ -198,10 +196,8 @@ def _along(vector: Expr, axis: int, scope: BodyScope, name: str) -> Expr:
 def merge_products(body: Body, frozen: int) -> None:
     """``x @ A``, ``x @ B`` become slices of ``x @ [A B]`` for matrices of the first ``frozen`` parameters.
 
-    Frozen vectors that are added to each of the products, through equal reshapes, are merged in the same way.
-
-    Safe: every element is the same sum of the same products; a library may add them in another order where a matrix
-    is wider, so results differ at rounding level.
+    Frozen vectors added to each product, through equal reshapes, are merged as well. Safe: every element is the same
+    sum; a library may add a wider matrix in another order, so results differ at rounding level.
     """
     static = hoist_static(body, frozen)
     groups: defaultdict[tuple, list[Binding]] = defaultdict(list)

@@ -38,10 +38,7 @@ def static_bindings(body: Body, frozen: int) -> set[Binding]:
 
 
 def hoist_static(body: Body, frozen: int) -> set[Binding]:
-    """Moves the static bindings to the front, each group in its order; returns them with the frozen parameters.
-
-    Safe: static bindings read static bindings only.
-    """
+    """Moves the static bindings to the front, each group in its order; returns them with the frozen parameters."""
     found = static_bindings(body, frozen)
     ordered = sorted(body.bindings, key=lambda binding: binding not in found)
     if ordered != body.bindings:
@@ -76,8 +73,7 @@ class Frozen:
 def split_static(func: Function, frozen: int) -> Frozen:
     """Splits a function into static and dynamic bindings; the first ``frozen`` parameters are static.
 
-    The call makes views and fills of static values itself, at no cost. Safe: bindings are pure, so it does not matter
-    when and how often they are computed.
+    The call makes views and fills of static values itself, at no cost. Safe: bindings are pure.
     """
     body = Body.of(func)
     static = static_bindings(body, frozen)

@@ -64,11 +64,7 @@ def batches(value: Expr, xs: Collection[int]) -> bool:
 
 
 def batched(value: Expr, steps: int, constants: Arguments, xs: Arguments, emit: Emit) -> Expr:
-    """A step's call -> the call for all steps, its result with the steps in front.
-
-    Args:
-        constants, xs: arguments by index: the same in all steps, and with the steps in front.
-    """
+    """A step's call -> the call for all steps; its result, and ``xs`` by argument index, have the steps in front."""
     return _RULES.get(op_name(value), _elementwise)(value, steps, constants, xs, emit)
 
 

@@ -8,7 +8,6 @@ the constants. The options are JSON with the body in it, so equal scans are equa
 
 Every type of a body is static: it is compiled once, whatever the length. The length may be a symbolic extent; then it
 is an argument of the call after the options, which hold no length.
-
 Unrolling: a function with scans -> the same function with their steps one after the other.
 """
 
@@ -117,10 +116,7 @@ def parsed(text: str) -> Function:
 
 
 def scan_call(scan: Scan, tensors: Sequence[Expr]) -> Call:
-    """The call, on initial carries, xs with the steps in front, and constants.
-
-    ``ValueError`` if their types are not the body's.
-    """
+    """The call, on initial carries, xs with the steps in front, and constants; ``ValueError`` for other types."""
     params = list(scan.function.params)
     if len(tensors) != len(params):
         raise ValueError(f"scan: the body takes {len(params)} tensors, got {len(tensors)}")

@@ -311,10 +311,7 @@ def _columns(factor: Var, transposed: bool, whole: Mapping[Var, Expr], scope: Sc
 
 
 def gradient_of(step: BackwardStep, sums_later: bool) -> dict[str, Any]:
-    """A step as the JSON data of a scan's ``gradient``; ``sums_later``: see the module's docstring.
-
-    ``ValueError`` if TVM's JSON cannot hold a literal of the step.
-    """
+    """A step as JSON data for a scan's ``gradient``; ``ValueError`` if TVM's JSON cannot hold one of its literals."""
     text = body_text(step.function)
     if text is None:
         raise ValueError(_UNWRITTEN)

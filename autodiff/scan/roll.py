@@ -2,11 +2,9 @@
 
 A run of bindings that is proven to be a loop (:mod:`autodiff.scan.prove`) becomes one call of its body; the inputs and
 results of its steps become tensors with the steps in front. Exact: the scan runs the same operators on the same values.
-Bindings without a proof stay.
 
 Bindings as rows: two bindings are of one kind if they call the same operator with the same attributes and literals, on
-operands of the same types. The begin of a slice, and the item taken of a split, may differ. Values are bindings and
-parameters.
+operands of the same types. The begin of a slice, and the item taken of a split, may differ.
 
 Marked loops: a function with one step of a loop between marks -> the same function with scans.
 
@@ -62,10 +60,7 @@ __all__ = ["from_marks", "roll_up"]
 
 @on_functions
 def roll_up(body: Body) -> None:
-    """Rolls up loops until there are none left; a later loop may read the scan of an earlier one.
-
-    Safe: see the module's docstring. All types must be static.
-    """
+    """Rolls up loops until there are none left, in functions of static types; a later loop may read an earlier scan."""
     while (loops := find_loops(rows := _BindingRows(body))) and _Roller(body, rows, loops).roll():
         body.prune()
 

@@ -196,10 +196,8 @@ def polar(importer, node, size, angle):
 
 @_complex(aten.exp.default)
 def exp(importer, node, x):
-    """C's ``cexp`` where a part is not finite, with torch's gradient, ``g`` times the conjugate.
-
-    A real number stays real, also where it overflows; ``exp(-inf)`` is 0 for any imaginary part.
-    """
+    """C's ``cexp`` where a part is not finite (a real number stays real, ``exp(-inf)`` is 0), with torch's gradient,
+    ``g`` times the conjugate."""
     angle = x.imaginary
     none = importer.constant(0, dtype(angle))
     size = importer.emit(op.exp(x.real))

@@ -57,8 +57,7 @@ class ChainedDraws:
     def make(self, index: int, tensors: Sequence[Expr]) -> Expr:
         """The draw of that index, after all of eager's earlier ones, in the type in which eager draws it.
 
-        Raises:
-            UnsupportedUse: it cannot be made in eager's order or layout.
+        ``UnsupportedUse`` if it cannot be made in eager's order or layout.
         """
         if index < self._next:
             raise UnsupportedUse("a random draw that the graph makes in another order than eager")
@@ -203,8 +202,7 @@ def unplaced(captured: Captured) -> list[Unsupported]:
 def state_before(importer: Any, node: fx.Node) -> tuple[Var, Dim]:
     """The input with the generator's state before the in-kernel draw at a node, and how far the draw moves it.
 
-    Raises:
-        UnsupportedUse: eager made no draw there.
+    ``UnsupportedUse`` if eager made no draw there.
     """
     index = importer.captured.draw_of.get(node.name)
     if index is None or not importer.captured.draws[index].is_placed:
@@ -215,11 +213,7 @@ def state_before(importer: Any, node: fx.Node) -> tuple[Var, Dim]:
 
 
 def draw_at_offset(importer: Any, node: fx.Node, tensors: Sequence[Expr]) -> Expr:
-    """A GPU's draw with computed parameters, in the type in which eager draws it.
-
-    Raises:
-        UnsupportedUse: it cannot be made in eager's layout.
-    """
+    """A GPU's draw with computed parameters, in eager's type; ``UnsupportedUse`` for a layout that it cannot have."""
     state, advance = state_before(importer, node)
     draw = importer.captured.draws[importer.captured.draw_of[node.name]]
     check_parameters(draw, tensors)

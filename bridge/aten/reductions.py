@@ -1,7 +1,4 @@
-"""Reductions and softmax → Relax, in eager's accumulation types.
-
-Matrix products → ``relax.matmul``, which the compiler gives to generated code or to torch.
-"""
+"""Reductions, softmax and matrix products → Relax, in eager's accumulation types."""
 
 from __future__ import annotations
 
@@ -232,10 +229,8 @@ def euclidean_norm(importer, x, dims, keepdims):
 
 
 def _of_one(x, dims):
-    """Whether a norm along ``dims`` covers single elements: torch takes absolute values, as squares may overflow.
-
-    Not for a 0-d tensor whose axis 0 is given.
-    """
+    """Whether a norm along ``dims`` is an absolute value, as in torch (squares may overflow); not for axis 0 of a 0-d
+    tensor."""
     if not shape(x) and (isinstance(dims, int) or dims):
         return False
     return math.prod(shape(x)[axis] for axis in axes_of(x, dims)) == 1

@@ -1,10 +1,8 @@
 """Shape operators → Relax: views, slices, concatenations, scatters of slices.
 
 Creation operators (full, arange, …) → Relax constants and fills.
-
-Size nodes: Python's arithmetic on sizes in a traced graph → extents, and 0-d tensors for non-integers.
-The trace has replaced each integer computed from sizes by its extent. A quotient, a root or a power of sizes is
-computed as Python computes it, in float64.
+Size nodes: Python's arithmetic on sizes → extents (set by the trace), or 0-d tensors for non-integers: a quotient, a
+root or a power of sizes is computed in float64, as in Python.
 """
 
 from __future__ import annotations

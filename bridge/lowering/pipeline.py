@@ -68,10 +68,8 @@ _IMPOSSIBLE = (UnsupportedModule, CompilationError, NotImplementedError, Runtime
 def loop_is_quicker(lower: Lower, grad: bool, layer: LayerShape) -> bool:
     """Whether the loop takes clearly less time than the kernel, for a layer of this shape on this machine.
 
-    False without a trial if torch's deterministic algorithms are on: then nothing is measured.
-
-    Args:
-        lower: lowers a captured call, with or without gradients as ``grad`` says.
+    False without a trial if torch's deterministic algorithms are on. ``lower``: lowers a captured call, with gradients
+    if ``grad``.
     """
     if torch.are_deterministic_algorithms_enabled() or 4 * layer.rows * layer.size**2 < _SMALL:
         return False

@@ -61,19 +61,16 @@ _GETITEM = "getitem"
 def record_of(graph: fx.Graph) -> str:
     """The record of a traced graph; it names the thread's current GPU only as "the GPU".
 
-    Raises:
-        NoFormError: the graph calls a function that is no operator, or holds an object that is no constant.
+    ``NoFormError`` if the graph calls a function that is no operator, or holds an object that is no constant.
     """
     rows = [(node.op, node.name, _target(node), node.args, node.kwargs, _meta(node)) for node in graph.nodes]
     return to_text(tuple(rows))
 
 
 def graph_of(record: str | bytes) -> fx.Graph:
-    """The graph of a record: equal nodes, whose values are fake tensors of the same layouts, on the thread's current
-    GPU.
+    """The graph of a record: equal nodes, whose values are fake tensors of the same layouts, on the thread's GPU.
 
-    Raises:
-        ValueError: this torch lacks one of its operators.
+    ``ValueError`` if this torch lacks one of its operators.
     """
     graph, nodes, mode = fx.Graph(), {}, fake_mode()
     for op, name, target, args, kwargs, meta in from_text(record, {"Node": _Later}):
@@ -158,8 +155,7 @@ _GRAPH_STAGE = "captured"
 def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
     """The artifact parts of a static lowered call that has no counters and no attribute tensors.
 
-    Raises:
-        NoFormError, ValueError: an object in it has no serialized form.
+    ``NoFormError`` or ``ValueError`` if an object in it has no serialized form.
     """
     captured, imported = lowered.captured, lowered.imported
     if any(literal.is_complex() for literal in captured.literals.values()):

@@ -113,8 +113,7 @@ class NotCanonicalError(TypeError):
 def canonical(value: Any) -> Any:
     """Plain data (see :func:`bridge.artifact.key_of`), the same in all processes and on all GPUs for equal values.
 
-    Raises:
-        NotCanonicalError: for an object of any other kind.
+    ``NotCanonicalError`` for an object of any other kind.
     """
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
@@ -285,10 +284,8 @@ def call_on_disk(call_key: tuple | None) -> str | None:
 
 
 def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: LoweredCall) -> None:
-    """Stores a lowered call in the disk cache, if it can be serialized; its programs are keyed by it from then on.
-
-    ``observed``: the key of the call's record.
-    """
+    """Stores a lowered call, with its record's key ``observed``, in the disk cache, if it can be serialized; its
+    programs are keyed by it from then on."""
     key = _key(call, observed, module)
     if key is None:
         return

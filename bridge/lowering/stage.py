@@ -117,8 +117,8 @@ class Diff:
     """The difference between two stages; ``print`` it.
 
     Attributes:
+        head: both provenance lines.
         operators: operator whose count differs → its counts before and after.
-        lines: the bindings, as in a unified diff without context: ``"- name: type = op(...)"`` and ``"+ ..."``.
         lines: the bindings, as in a unified diff without context: ``"- name: type = op(...)"`` and ``"+ ..."``.
         same: number of bindings in both.
     """
