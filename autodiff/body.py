@@ -393,7 +393,7 @@ def ratio(numerator: int, denominator: Dim, like: Expr) -> Expr:
 def splat(value: Expr, scope: Scope) -> float | int | None:
     """The number that every element of ``value`` is known to be, or ``None``.
 
-    Known are zeros/ones/full and their ``_like`` forms, constants of one repeated number, and those reshaped.
+    Known are zeros/ones/full and their ``_like`` variants, constants of one repeated number, and their reshapes.
     """
     value = scope.definition(value)
     if isinstance(value, Constant):

@@ -149,7 +149,7 @@ _ROWS_OF_FLOAT32 = 4096
 and 2.2 times as long, a step of BertLayer of 1,024 rows 1.03 times (H200); 10,496 rows take as long as without."""
 
 _UNIT = 8
-"""The inner extent must be a multiple of this: only then the library has quick kernels, for every type. The result's
+"""The inner extent must be a multiple of this: the library's quick kernels, of every type, require it. The result's
 rows need no alignment: a large product is padded then (:mod:`bridge.compile.passes.product_variants`), other ones take
 as long with a bias as without (2048 x 1001 x 2048 in half types, 4096 x 50257 x 768 in float32; H200)."""
 

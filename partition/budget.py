@@ -219,7 +219,7 @@ def _infinite_path(
     return tuple(dict.fromkeys(node.split(" ", 1)[1] for node in path[:-1]))
 
 
-#: The share of the captures that a budget which cannot be met has to gain for a larger change of the choice.
+#: Least relative saving for which a budget that cannot be met replaces the whole choice.
 _NOTICEABLE = Fraction(1, 100)
 
 

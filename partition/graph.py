@@ -120,7 +120,7 @@ def _fresh(name: str, taken: set[str]) -> str:
     return name
 
 
-#: ``…_like`` operations spelled with the shape and dtype of the operand that they only look at.
+#: ``…_like`` operator -> the operator that takes the shape and dtype instead of the operand.
 _LIKE = {**LIKE, "relax.collapse_sum_like": lambda call: relax.op.collapse_sum_to(call.args[0], shape(call))}
 
 

@@ -1,4 +1,4 @@
-"""Primals read at backward time: nodes and the facts that autograd saves of the primals -> forward values to keep.
+"""Primals read at backward time: nodes and primals that autograd saves -> the forward values that must be saved.
 
 Autograd saves a tensor, not its numbers: its formulas read the tensor's memory at the time of the backward, while
 results computed from it earlier stay as they were. So the backward reads this primal itself, and recomputes the inner

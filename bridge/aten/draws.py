@@ -124,7 +124,7 @@ def given_type(draw: Draw) -> TensorType:
 
 
 def _is_plain(parameter: Parameter) -> bool:
-    """Whether elements do not share memory, except all along an expanded axis."""
+    """Whether a parameter is dense, except for expanded axes."""
     if has_extents((parameter.shape, parameter.stride)):
         return _is_dense([(e, s) for e, s in zip(parameter.shape, parameter.stride, strict=True) if not same(s, 0)])
     kept = [(e, s) for e, s in zip(parameter.shape, parameter.stride, strict=True) if s or e <= 1]

@@ -375,7 +375,7 @@ def cuda_efficient(importer, node, q, k, v, mask, compute_log_sumexp, dropout_p=
 
 
 def _is_formula(importer, node, rate):
-    """Whether products replace the kernel; with dropout, whether the dry run drew the mask of the products."""
+    """Whether products replace the kernel; with dropout, whether the eager run drew the mask of the products."""
     index = importer.captured.draw_of.get(node.name)
     if rate and index is not None:
         chosen = importer.captured.draws[index].is_attention_mask
