@@ -184,7 +184,6 @@ class CustomFunctions:
             self._read.clear()
 
     def _memory(self, numbers: Iterable[int]) -> set[int]:
-        """The memory of values, as numbers of the record."""
         record = self._record
         return {record.memory[record.same.get(number, number)] for number in numbers}
 
@@ -308,7 +307,6 @@ class CustomFunctions:
 
 
 def _is_once(kind: type) -> bool:
-    """Whether a Function's backward is ``once_differentiable``."""
     return getattr(kind.backward, "__code__", None) is once_differentiable(lambda *_: None).__code__
 
 

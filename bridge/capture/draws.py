@@ -434,7 +434,7 @@ def attention_rate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 def attention_advance(operator: Any, query: torch.Tensor, key: torch.Tensor) -> int | torch.SymInt:
     """How far one of CUDA's attention kernels with dropout moves its generator's offset, by an observed rule.
 
-    It serves dynamic sizes. The capture compares it with the sample's offset, each call with the kernel's.
+    For dynamic sizes. The capture compares it with the sample's offset, each call with the kernel's.
     """
     heads = query.shape[0] * query.shape[1]
     if "flash" in str(operator):

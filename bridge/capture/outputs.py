@@ -258,9 +258,8 @@ def _looked_through(outputs: Sequence[Output]) -> list[Unsupported]:
 def judge_replaced(
     name: str, before: torch.Tensor, after: Any, inputs: Sequence[torch.Tensor], rules: InPlaceRules
 ) -> None:
-    """Refuses a buffer that forward sets to another tensor (``self.mean = self.mean * 0.9``) if it changes dtype or
-    shape, or if the old or the new memory has another name. A compiled call writes the numbers into the old memory,
-    which is exact for reads under this name only."""
+    """Refuses a buffer that forward sets to another tensor (``self.mean = self.mean * 0.9``) if dtype or shape change,
+    or if the old or new memory has a second name: a compiled call writes the numbers into the old memory."""
     others = {storage_id(each) for each in inputs if each is not before}
     if not isinstance(after, torch.Tensor) or (before.dtype, before.shape) != (after.dtype, after.shape):
         form = f"{after.dtype} of shape {tuple(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
@@ -275,7 +274,6 @@ def judge_replaced(
 
 
 def geometry_of(tensor: torch.Tensor) -> tuple:
-    """A tensor's shape, strides, offset, memory and whether it is a leaf that requires grad: in-place operations may
-    change them. Writes of numbers have their own rules."""
+    """A tensor's shape, strides, offset, memory, and whether it is a leaf that requires grad, to detect changes."""
     is_leaf_with_grad = tensor.grad_fn is None and tensor.requires_grad
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), storage_id(tensor), is_leaf_with_grad

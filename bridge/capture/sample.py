@@ -131,8 +131,8 @@ def _forward(module: nn.Module) -> str:
 
 # Dynamic shapes: ``dynamic_shapes=`` in torch.export's form and a sample → the dynamic dimensions of its leaves.
 #
-# The specification is checked against the sample: its structure, names, static sizes and ranges. The capture then uses
-# only the dynamic dimensions and their bounds, and finds out by itself which of them are equal.
+# The specification is checked against the sample: its structure, names, static sizes and ranges. Dimensions with one
+# name get one symbol; the capture finds further equal ones.
 
 
 _FORM = "torch.export's form: None, or by argument (a dict by name, a tuple by position) and by dimension"

@@ -311,8 +311,8 @@ class _Reader:
         return number
 
     def _joined_write(self, row: Row, reads: list[int], makes: list[int], through: tuple, barred: bool) -> bool:
-        """Replaces the last call, which took the part that this row copies into, by ``whole[index] = value``, if
-        nothing else reads the view, and only the whole is read later of all tensors in its memory → whether it did."""
+        """Joins the last call, a view, and this row, a copy into it, to ``whole[index] = value`` → whether it did.
+        Later rows must read only the whole, of all tensors in its memory."""
         calls, last = self.calls, self.calls.rows[-1] if self.calls.rows else None
         if row.op is not aten.copy_.default or last is None or last.part is None or barred or len(reads) != 3:
             return False

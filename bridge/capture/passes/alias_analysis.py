@@ -184,7 +184,7 @@ def told(node: fx.Node) -> dict[str, Any]:
 # Functionalization implements a write to a view by a new base. For these two operators torch uses the formula of their
 # *gradient*: elements in no window become 0, and ``base + sum(view - base)`` is nan for an infinite base, and rounded
 # for a large one. Here slices cut the windows, and a tensor that is not really expanded gets axes of extent 1. torch
-# writes both back element by element. Overlapping windows and really expanded tensors are refused.
+# writes both back element by element. Other windows and really expanded tensors are refused.
 
 
 _EXPANDED = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)

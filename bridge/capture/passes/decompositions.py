@@ -253,8 +253,8 @@ def _plain_cell(op: OpOverload, formula: Callable) -> Callable:
 
 
 def _instance_norm(theirs: Callable, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """``instance_norm`` by torch's decomposition; on CUDA by :func:`instance_norm`, because torch's operator there
-    writes running statistics that its schema does not mention, and a functional graph would lose them."""
+    """torch's decomposition; on CUDA :func:`instance_norm`, as torch's operator there hides its writes of
+    statistics."""
     return instance_norm(x, *args) if x.is_cuda else theirs(x, *args)
 
 

@@ -66,8 +66,8 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
 
 
 def _parameters_written_first(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
-    """Writes to a parameter under ``no_grad`` (clipping, normalization) → writes to a copy, which later nodes read with
-    the parameter's gradient. Refuses a tracked use of the parameter before the write."""
+    """Parameters written under ``no_grad`` (clipped, normalized) → writes to a copy, which later nodes read with the
+    parameter's gradient. Refuses a tracked use before the write."""
     leaves = dict.fromkeys(node for node in graph.nodes if node.op == "placeholder" and requires_grad(node))
     for node in graph.nodes:
         for leaf in leaves.keys() & written(node):  # the operator returns it
