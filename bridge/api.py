@@ -267,7 +267,7 @@ def lower(
     Args:
         module: in the mode (train, eval) to lower.
         sample_input: a tensor (one positional argument), a tuple or list (positional) or a mapping (keyword
-            arguments) of CPU tensors of any shape; the stages are for these shapes and dtypes.
+            arguments) of tensors of any shape; the stages are for these shapes and dtypes.
         sample_kwargs: further keyword arguments.
         partition: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy object.
         dynamic_shapes: dimensions that are symbolic in the stages, see :func:`bridge.capture.sample.dynamic_dims`;
@@ -346,8 +346,8 @@ def tune(
 
     Tunables: algorithm and tiles of matrix products, rows per task, vector width, values cached or recomputed, limits
     of fusion, the partition's budget. Each candidate is timed in turns against the best so far, in one process, and
-    accepted if it is faster by more than the noise. A final A/B timing compares the whole step as compiled today with
-    the tuned step; without a confirmed gain nothing is stored.
+    accepted if it is faster by more than the noise. A final A/B timing compares the tuned step with the current one;
+    without a confirmed gain nothing is stored.
 
     Args:
         module: in the mode (train, eval) to tune. Call ``tune`` in the modes of the call: under ``no_grad`` for

@@ -70,7 +70,7 @@ class Pace:
     clock: Callable[[], float] = time.perf_counter
 
     def rounds(self, steps: Mapping[str, Step], leave_out: tuple[type[Exception], ...] = ()) -> Rounds:
-        """Times candidates by turns; one that raises an exception of ``leave_out`` in its warm-up has no turn."""
+        """Times candidates in turns; one that raises an exception of ``leave_out`` in its warm-up has no turn."""
         begun = self.clock()
         repeats = self._warmed_up(steps, leave_out)
         found: Rounds = []

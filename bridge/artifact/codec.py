@@ -142,6 +142,7 @@ _NESTED = (list, dict)
 
 
 def _plain(value: Any, numbers: bytearray | None) -> Any:
+    """A value → JSON-compatible data; tensors' elements are appended to ``numbers`` (``None``: tensors are refused)."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -167,6 +168,7 @@ def _plain(value: Any, numbers: bytearray | None) -> Any:
 
 
 def _value(plain: Any, given: Given, numbers: bytes) -> Any:
+    """The inverse of :func:`_plain`; ``ValueError`` for data of an unknown form."""
     if isinstance(plain, list):
         return tuple([_value(each, given, numbers) if type(each) in _NESTED else each for each in plain])
     if not isinstance(plain, dict):

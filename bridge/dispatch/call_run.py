@@ -197,12 +197,13 @@ def _generator(step: steps.Generator) -> Action:
     def move_on(call: CallValues) -> None:
         if not swap_state(call.primals[step.before], call.values[step.after]):
             failure = GuardFailure(RUN, "random numbers of the call", "another thread has drawn them as well")
-            raise failure from RuntimeError(failure.reason)  # a cause: another entry would not help
+            raise failure from RuntimeError(failure.reason)  # with a cause, no new entry is compiled for the call
 
     return move_on
 
 
 def _save(step: steps.Save) -> Action:
+    """An action that collects a call's saved, held and watched tensors."""
     primals, outputs, copied, captures = picker(step.primals), picker(step.outputs), step.copied, step.captures
     aliased = tuple(place for place in step.aliased if place not in copied)
     beside, left = picker(step.beside), step.left

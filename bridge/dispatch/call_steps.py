@@ -409,6 +409,7 @@ def _result_names(lowered: LoweredCall) -> tuple[str, ...]:
 def _save(
     lowered: LoweredCall, primals: Sequence[str], values: Sequence[str], beside: Sequence[int], guard: EntryGuard | None
 ) -> Save:
+    """Plans the saved tensors of a call: which to copy, to detach, to hold and to watch."""
     plan, captured = lowered.plan, lowered.captured
     changed = {index for index, _ in captured.mutated}
     apart, aliased = saved_apart(captured)
@@ -420,7 +421,7 @@ def _save(
     viewed = {lowered.imported.output_of[leaf] for leaf in captured.apart[1]}
     viewed |= {place for place, index in memory.items() if index in aliased}
     aliased_outputs = (len(saved) + place for place, index in enumerate(outputs) if index in viewed)
-    owned = captured.module_tensors if guard is not None else ()  # of a guard, parameters are leaves
+    owned = captured.module_tensors if guard is not None else ()  # only a guarded module's parameters are leaves
     leaves = {index for index, each in enumerate(owned) if each.kind == "parameter"}
     return Save(
         saved,

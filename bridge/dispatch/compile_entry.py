@@ -89,7 +89,7 @@ def tuning_key(lowered: LoweredCall, backend: Backend, frozen: bool) -> str | No
         functions = [_digest(lowered.forward_source)]
         if lowered.differentiable:
             functions.append(_digest(lowered.backward_source(lowered.expected)))
-    except ValueError as error:  # a literal that no text holds
+    except ValueError as error:  # a literal cannot be serialized
         _LOG.info("%s cannot be tuned: %s", lowered.captured.module_name, error)
         return None
     return of_this_package(_KIND, backend.machine(), CompileOptions.current(backend).key, functions, frozen)
@@ -269,6 +269,7 @@ def _compile_entry(
     choices: Choices | None,
     looped: LoopedCall | None,
 ) -> Entry | None:
+    """Captures, lowers and compiles a call → its entry; undoes the capture's changes of the module's Python state."""
     watch = Stopwatch()
     module, backend, tuned = call.module, options.backend, None
     dropouts = (each for each in module.modules() if isinstance(each, nn.Dropout) and each.training)
@@ -287,7 +288,7 @@ def _compile_entry(
             else:
                 known, changed = numbers
                 found = lower_with_numbers(call, options.partition, changed, known.lowered, known.guard.numbers)
-                if found is None or found[0].captured.readings:  # a number that Python reads decides by its value
+                if found is None or found[0].captured.readings:  # forward may branch on the value of a scalar
                     before.restore()
                     return None
                 lowered, places = found

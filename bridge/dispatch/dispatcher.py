@@ -178,6 +178,7 @@ class Dispatcher:
 
     @hide
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call: handles copies of the module, traces and hooks, then dispatches."""
         module = self._module()
         is_dynamo = torch.compiler.is_dynamo_compiling()
         if not is_dynamo:  # Dynamo does not support sys._getframe
@@ -257,9 +258,9 @@ class Dispatcher:
         if not self.entries.hits and self.options.on_miss == "eager":
             self._note_no_hit(call.name, found)
         compiles = self.options.on_miss == "compile"
-        with self._adding if compiles else nullcontext():  # forward's caches are not for another thread's capture
+        with self._adding if compiles else nullcontext():  # no other thread captures while forward fills its caches
             result = eager(*call.args, **call.kwargs)
-        if found.__cause__ is not None:  # an error that eager does not have
+        if found.__cause__ is not None:  # the error of the compiled call, which eager did not raise
             swallowed(found.__cause__)
         return result
 
@@ -274,7 +275,7 @@ class Dispatcher:
         """Whether a call that missed may be compiled; warns once for each cause that has used up its budget."""
         if failure.reason in self.entries.refused or failure.__cause__ is not None:  # eager raises the same error
             return False
-        is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # the work, in a graph
+        is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # by the user
         if is_recorded or active_modes():  # state of the code around this call only: the next call may be compiled
             return False
         if self.budget.allows(failure.field, self.entries.all):
@@ -433,7 +434,7 @@ class Dispatcher:
         for served in replaced:
             if self._is_alike(served, backend, dims) and served.options.tuned == entry.options.tuned:
                 return served
-        if not (entry.has_loops and any(known.has_loops for known in self.entries.all)):  # another length is no smaller
+        if not (entry.has_loops and any(known.has_loops for known in self.entries.all)):  # once, not for each length
             with entry.guard.trial():
                 entry.worth = measure_profitability(entry, call)
         if entry.worth is not None and entry.worth.is_slower and self._noted.first(TOO_SMALL):

@@ -211,6 +211,7 @@ class _Chosen:
         return () if path in self.found else problems
 
     def _added(self, dispatcher: Dispatcher, module: nn.Module, call: InnerCall) -> tuple[Unsupported, ...]:
+        """Adds an entry for a call to a dispatcher; returns the problems if that fails."""
         before, entry = list(dispatcher.entries.all), None
         sample = SampleCall(module, call.args, call.kwargs)
         try:

@@ -124,6 +124,7 @@ class CompiledGraph:
         return f"{self.name} ({self.where or 'no source line'}): {self.stats!r}"
 
     def __call__(self, *inputs: Any) -> Any:
+        """Runs the entry for these inputs, compiling it if need be, or the graph in eager with a counted reason."""
         if is_traced_here():
             return self._graph_module(*inputs)
         if type(function_modes()) is int and function_modes():  # Dynamo has traced their effects

@@ -277,7 +277,7 @@ def _exact_tensor(value: Any) -> bool:
 
 
 def _is_constant(other: Any, is_float: bool, user: fx.Node, number: fx.Node) -> bool:
-    """Whether arithmetic of a number with ``other`` gives the same on tensors: equal types, no division by zero."""
+    """Whether arithmetic of a number with ``other`` equals the tensors' arithmetic: same types, no division by zero."""
     if type(other) not in ((int, float) if is_float else (int,)):
         return False
     return user.target is not operator.truediv or (is_float and user.args[0] is number and other != 0)

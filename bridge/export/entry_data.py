@@ -234,6 +234,7 @@ def _saved_step(step: CallStep) -> CallStep:
 
 
 def _refuse(entry: Entry, module: nn.Module) -> None:
+    """Raises :class:`UnsupportedModule` with each feature of an entry that cannot be saved."""
     captured, guard = entry.lowered.captured, entry.guard
     stale = guard.module_failure(module)
     name = captured.module_name

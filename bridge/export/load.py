@@ -79,6 +79,7 @@ def _index(folder: Path) -> dict[str, Any]:
 def _entry(
     module: nn.Module, data: dict[str, Any], folder: Path, tensors: tuple[ModuleTensor, ...], backend: Backend
 ) -> Entry:
+    """An entry from its data, its program files and the loaded module's tensors."""
     refuse_other_settings(data, backend.device)
     known = {spec.name: spec for spec in tensors}
     owned = tuple(known[name] for name in data["tensors"])

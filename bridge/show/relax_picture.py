@@ -72,6 +72,8 @@ def add_function(picture: Picture, function: Function, reading: FunctionNotes, *
 
 
 class _Painter:
+    """Adds a function's boxes and arrows to a picture."""
+
     def __init__(self, picture: Picture, function: Function, reading: FunctionNotes, prefix: str) -> None:
         self.picture, self.function, self.reading, self.prefix = picture, function, reading, prefix
         self.body = list(bindings(function))
@@ -117,6 +119,7 @@ class _Painter:
         self.picture.add(Box(self._key(param.name), name, kind, (self._type(param.ty),), upward=upward))
 
     def _operation(self, var: Var, value: Expr) -> None:
+        """Adds an operator's box, and the arrows from its arguments; folded parameters are rows of the box."""
         name = var.name
         upward = name in self.upward
         rows = _attribute_rows(var, value)
@@ -187,6 +190,7 @@ class _Painter:
         }
 
     def _result(self, index: int, result: Expr) -> None:
+        """Adds a result's box, except for saved intermediates and for gradients named in their operator's box."""
         if not isinstance(result, Var) or result.name in self.gradient_of:
             return
         name = result.name

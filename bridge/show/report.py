@@ -164,6 +164,7 @@ class EntryReport:
         return ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in parts.items())
 
     def _saved(self, full: bool) -> list[str]:
+        """Lines on the saved tensors: totals, a table, notes."""
         if self.plan is None:
             return ["  nothing requires grad: forward only, nothing is saved"]
         plan = self.plan
@@ -335,6 +336,7 @@ def _parts(counted: PartStats) -> tuple[str, ...]:
 
 
 def _entry(entry: Entry, module: nn.Module) -> EntryReport:
+    """The report of one entry."""
     lowered = entry.lowered
     programs = [program_report(lowered, "forward", entry.programs.forward.function, entry.forward)]
     if entry.backward is not None:
@@ -418,6 +420,7 @@ def program_report(lowered: LoweredCall, direction: str, function: Function, pro
 def _row(
     program: Program, index: int, step: Instruction, name_of: dict[str, str], origins: dict[str, Origin]
 ) -> StepRow:
+    """The row of one step, with the names of ``name_of``."""
     outputs = tuple(name_of.get(name, name) for name in step.outputs)
     if isinstance(step, RunLoop):
         kinds = Counter("kernels" if isinstance(each, Launch) else "library calls" for each in step.steps)

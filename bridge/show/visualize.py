@@ -52,6 +52,7 @@ def _plain(function: Function, views: bool) -> FunctionNotes:
 
 
 def _lowered(lowered: LoweredCall, stage: str | None, views: bool, kernels: bool) -> Picture:
+    """The picture of a stage, or of forward and backward together (``"split"``)."""
     if stage is None:
         stage = "cleaned" if lowered.plan else "forward"
     origins = lowered.origins()

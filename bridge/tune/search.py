@@ -148,7 +148,7 @@ class Outcome:
 
     Attributes:
         pairs: seconds of the incumbent and of the candidate, in turns; empty if they were not timed.
-        why: the reason why not: the candidate failed, or has the same code.
+        why: the reason for no timing (the candidate failed, or has the same code), or empty.
         seconds: duration of compiling and timing.
     """
 
@@ -226,6 +226,7 @@ class Search:
         return incumbent
 
     def _turn(self, tunable: Tunable, incumbent: Choices) -> Choices:
+        """Times a tunable's candidates against the incumbent → the new incumbent."""
         candidates = list(tunable.choices(incumbent))
         is_prepared = False
         for place, candidate in enumerate(candidates):

@@ -182,6 +182,7 @@ def trace(lowered: LoweredCall, *, seed: int) -> Trace:
 
 
 def _trace(made: Trace) -> Trace:
+    """Interprets every stage, and runs the compiled programs; each backward gets its own forward's saved tensors."""
     lowered, reference = made.lowered, made.reference
     count = lowered.num_results
     _trace_captured(made)
@@ -321,6 +322,7 @@ def _own_type(lowered: LoweredCall) -> str:
 
 
 def _judge(lowered: LoweredCall, traces: list[Trace], names: list[str], notes: tuple[str, ...], seed: int) -> Check:
+    """Traces, the most exact dtype last → verdicts, with a culprit for the first stage that deviates."""
     exact = traces[-1]
     stages: list[StageCheck] = []
     for name in exact.found:

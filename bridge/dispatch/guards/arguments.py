@@ -204,7 +204,7 @@ class _Structure:
         self._is_flat = not any(self._shape)
         #: Number of arguments if all are positional leaves: then only the number is compared.
         self.flat_count = self._num_positional if self._is_flat and not self._keywords else None
-        self._signature = signature_of(forward)  # that forward stays the same is a condition on code
+        self._signature = signature_of(forward)  # another condition guards forward itself
         parameters = {} if self._signature is None else self._signature.parameters
         self._positional = list(parameters)[: self._num_positional]
         self._defaults = {name: parameter.default for name, parameter in parameters.items()}

@@ -155,6 +155,7 @@ class EntryGuard:
     def _input_guard(
         self, captured: Captured, owned: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]
     ) -> InputGuard:
+        """The conditions on all inputs together: module tensors, scalars, arguments."""
         numbers, paths, reads = self.numbers, self.arguments.paths, self.reads
         given = [*owned, *(None for _ in numbers), *arguments]
         names = [spec.name for spec in captured.module_tensors]

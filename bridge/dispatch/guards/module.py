@@ -108,7 +108,7 @@ class ModuleGuard:
     ):
         tensors, kept = captured.module_tensors, captured.kept
         named = list(root.named_modules(remove_duplicate=False))
-        paths: dict[int, str] = {}  # a module's own ``__eq__`` and ``__hash__`` may be about something else
+        paths: dict[int, str] = {}  # by id, since a class may override ``__eq__`` and ``__hash__``
         for path, module in named:
             paths.setdefault(id(module), path)
         modules = list({id(module): module for _, module in named}.values())

@@ -233,7 +233,7 @@ class TreeConditions:
         ``KeyError`` for a missing one. A different number alone is no failure: FSDP adds attributes.
         """
         counts = [len(held) - (COMPILED_CALL in held) for held in tree.dicts]
-        counts[0] += 1  # a call comes here through the root's dispatcher
+        counts[0] += 1  # at a call, the root has the dispatcher's attribute
 
         def read(tree: Tree) -> list[frozenset[str]]:
             pairs = zip(tree.modules, reads, strict=True)
@@ -255,6 +255,7 @@ class TreeConditions:
         return Condition("attribute names", read, names, explain, eq, eq, quick)
 
     def _attributes(self, owned: Sequence[tuple[int, str, Any]]) -> Condition:
+        """The values of plain attributes, except scalar inputs and counters, which may be any number."""
         names_of: dict[int, list[str]] = {}
         for i, name, _ in owned:
             names_of.setdefault(i, []).append(name)
